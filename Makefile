@@ -1,0 +1,47 @@
+# Two commands: `make serve` and `make test`. Everything they need is installed into .venv, from pinned versions.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONFIG ?= config.yaml
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: serve test test-slow check format install model docs clean
+
+serve: model ## prepare the default model, serve config.yaml, and say how to call it once it answers
+	@$(BIN)/python -m serve_app.announce $(CONFIG) & exec $(BIN)/serve run $(CONFIG)
+
+test: model ## the whole suite but for what takes minutes
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: model ## a fresh clone in a new virtual environment, through the README's two commands
+	$(BIN)/python -m pytest -m slow
+
+check: install ## lint, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: install ## write README's configuration reference anew
+	$(BIN)/python -m serve_app.reference README.md
+
+model: install ## download, verify and convert the default model, once
+	@$(BIN)/python -m engine.prepare >/dev/null
+
+install: $(VENV)/installed
+
+# torch first and by itself: a package that asks for it earlier, or more loosely, brings gigabytes of CUDA.
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
+	  || { echo "chunkserve needs Python 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[serve,dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

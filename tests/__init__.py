@@ -1,0 +1,1 @@
+"""Contracts of the project, mirrored to the source tree."""
