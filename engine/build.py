@@ -1,0 +1,71 @@
+"""Owns the assembly of an engine from a config. The one place where the core meets torch, and only when asked to.
+Never runs on import: nothing heavy is loaded until `build_engine` is called."""
+
+from __future__ import annotations
+
+import logging
+
+from engine.async_engine import AsyncEngine
+from engine.config import EngineConfig, ResolvedConfig
+from engine.core import EngineCore
+from engine.fake_executor import FakeExecutor
+from engine.prepare import prepare_model
+from engine.step import Executor
+
+logger = logging.getLogger(__name__)
+
+# The fake executor's vocabulary: one token a byte, then the special tokens of the byte-level tokenizer.
+FAKE_EOS_TOKEN_ID = 256
+FAKE_VOCAB_SIZE = 272
+FAKE_MAX_MODEL_LEN = 4096
+FAKE_NUM_KV_BLOCKS = 4096
+_FAKE_ALPHABET = tuple(b"abcdefghijklmnopqrstuvwxyz ")
+
+
+def build_engine(model: str, config: EngineConfig) -> AsyncEngine:
+    """Start an engine for `model`, which `engine.prepare` understands; the fake executor needs none.
+
+    Raises:
+        ModelError: the model cannot be found, read or run.
+        ConfigError: the settings do not fit the model or the machine.
+    """
+    executor, resolved = _build_fake(config) if config.executor == "fake" else _build_torch(model, config)
+    logger.info("engine resolved: %s", resolved)
+    for setting, reason in resolved.reasons.items():
+        logger.info("%s: %s", setting, reason)
+    return AsyncEngine(EngineCore(executor, resolved))
+
+
+def _build_torch(model: str, config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
+    from engine.executor import create_executor
+
+    return create_executor(prepare_model(model), config)
+
+
+def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
+    resolved = ResolvedConfig(
+        max_model_len=config.max_model_len or FAKE_MAX_MODEL_LEN,
+        block_size=config.block_size,
+        num_kv_blocks=config.num_kv_blocks or FAKE_NUM_KV_BLOCKS,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_prefill_tokens=config.max_prefill_tokens or config.max_num_batched_tokens,
+        max_queued_requests=config.max_queued_requests,
+        enable_prefix_caching=config.enable_prefix_caching,
+        vocab_size=FAKE_VOCAB_SIZE,
+        eos_token_ids=(FAKE_EOS_TOKEN_ID,),
+        dtype="none",
+        attention_backend="fake",
+        num_threads=1,
+        reasons={"attention_backend": "executor is fake: tokens are scripted, no model is loaded."},
+    )
+    reply = config.fake.reply
+    executor = FakeExecutor(
+        resolved.num_kv_blocks,
+        resolved.block_size,
+        _FAKE_ALPHABET,
+        reply=None if reply is None else reply.encode(),
+        eos_token_id=FAKE_EOS_TOKEN_ID,
+        config=config.fake,
+    )
+    return executor, resolved

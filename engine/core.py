@@ -1,0 +1,120 @@
+"""Owns one engine's step: plan, execute, apply. The only place that turns results into events.
+Never blocks on anything but the executor and never knows who listens; one thread at a time may use it."""
+
+from __future__ import annotations
+
+import logging
+
+from engine.block_manager import BlockManager
+from engine.config import ResolvedConfig
+from engine.protocol import ErrorCode, Event, Failed, Finished, FinishReason, LoadSnapshot, Scheduled, Token
+from engine.request import Request
+from engine.scheduler import PlannedRow, Scheduler
+from engine.step import Executor, ExecutorFatalError, RowKind, ScheduledRequest, StepOutput, StepPlan
+from engine.stopping import finish_reason, is_stop_token
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Scheduler, block manager and executor of one engine.
+
+    Every submitted request gets Scheduled, Token*, and exactly one Finished or Failed, from `step` or `abort`.
+    """
+
+    def __init__(self, executor: Executor, config: ResolvedConfig) -> None:
+        self.config = config
+        self._executor = executor
+        self._blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
+        self._scheduler = Scheduler(config, self._blocks)
+        self._num_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.num_running or self._scheduler.waiting)
+
+    def load(self) -> LoadSnapshot:
+        return LoadSnapshot(
+            num_running=self._scheduler.num_running,
+            num_waiting=len(self._scheduler.waiting),
+            num_blocks=self._blocks.num_blocks,
+            num_held_blocks=self._blocks.num_held,
+            num_evictable_blocks=self._blocks.num_evictable,
+            num_steps=self._num_steps,
+        )
+
+    def submit(self, request: Request) -> list[Event]:
+        """Queue a request that `create_request` made. It has no events before its first step."""
+        self._scheduler.add(request)
+        return []
+
+    def abort(self, request_id: str) -> list[Event]:
+        """End a request in any state. Unknown or finished ones are ignored: an abort may cross the last token."""
+        request = self._scheduler.find(request_id)
+        if request is None:
+            return []
+        return [self._finish(request, FinishReason.ABORT)]
+
+    def step(self) -> list[Event]:
+        """Compute one step and return its events; [] when nothing is live.
+
+        Raises:
+            ExecutorFatalError: the executor can run no further step; whoever owns the core ends what is live.
+        """
+        rows = self._scheduler.plan()
+        if not rows:
+            assert not self.has_work, "live requests, but nothing to run"
+            return []
+        plan = self._scheduler.commit(rows)
+        events: list[Event] = [
+            Scheduled(row.request.request_id, row.request.cached) for row in rows if row.prefix_blocks is not None
+        ]
+        output = self._execute(plan)
+        if isinstance(output, Exception):
+            return events + [self._fail(row.request, ErrorCode.STEP_FAILED, str(output)) for row in rows]
+        for row, scheduled, tokens in zip(rows, plan.rows, output.sampled, strict=True):
+            events += self._apply(row, scheduled, tokens)
+        return events
+
+    def _execute(self, plan: StepPlan) -> StepOutput | Exception:
+        """Run the plan. An ordinary failure is returned: it concerns the plan's rows and nobody else."""
+        try:
+            self._executor.launch(plan)
+            output = self._executor.collect()
+        except ExecutorFatalError:
+            raise
+        except Exception as error:
+            logger.exception("step %d failed, %d rows", plan.step_id, len(plan.rows))
+            return error
+        self._num_steps += 1
+        return output
+
+    def _apply(self, row: PlannedRow, scheduled: ScheduledRequest, tokens: tuple[int, ...]) -> list[Event]:
+        request = row.request
+        self._scheduler.advance(request, scheduled.end)
+        assert bool(tokens) == (row.kind is not RowKind.MIDDLE), f"{row.kind} row returned {len(tokens)} tokens"
+        events: list[Event] = []
+        for token_id in tokens:
+            if is_stop_token(request, token_id):
+                return [*events, self._finish(request, FinishReason.STOP, token_id)]
+            request.token_ids.append(token_id)
+            events.append(Token(request.request_id, token_id))
+            if reason := finish_reason(request):
+                return [*events, self._finish(request, reason)]
+        return events
+
+    def _finish(self, request: Request, reason: FinishReason, stop_token_id: int | None = None) -> Event:
+        self._release(request)
+        usage = request.usage(stop_token=stop_token_id is not None)
+        return Finished(request.request_id, reason, usage, stop_token_id)
+
+    def _fail(self, request: Request, code: ErrorCode, message: str) -> Event:
+        self._release(request)
+        return Failed(request.request_id, code, message)
+
+    def _release(self, request: Request) -> None:
+        self._scheduler.release(request)
+        self._executor.forget([request.request_id])
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()

@@ -1,0 +1,151 @@
+"""Owns one request's progress: its tokens, its cursors, its blocks, and the checks it passed to get in.
+Never decides what runs next; the scheduler does."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.block_manager import hash_block
+from engine.config import ResolvedConfig
+from engine.protocol import ErrorCode, RequestRejected, SamplingParams, Submission, Usage
+from engine.step import RowSampling
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request.
+
+        0 ........... cached ........ computed ....... scheduled ...... target     len(token_ids)
+        | prefix hit  | KV present    | in flight      | still to do    |          | + sampled tokens
+
+    Progress is one number, `computed`, that chases `target`; there is no prefill phase to fall out of.
+    """
+
+    request_id: str
+    ticket: int
+    """Arrival order."""
+    token_ids: list[int]
+    prompt_len: int
+    max_new: int
+    """Most tokens to sample."""
+    sampling: SamplingParams
+    seed: int
+    stop_token_ids: frozenset[int]
+    target: int = 0
+    """len(token_ids), frozen at admission."""
+    cached: int = 0
+    computed: int = 0
+    scheduled: int = 0
+    block_ids: tuple[int, ...] = ()
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    prefix_match: tuple[int, tuple[int, ...]] = (-1, ())
+    """(block manager epoch, matched blocks): a waiting request looks its prefix up once an epoch, not once a step."""
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def lifetime_tokens(self) -> int:
+        """Positions whose KV is ever written: the last sampled token is not fed back."""
+        return self.prompt_len + self.max_new - 1
+
+    def usage(self, *, stop_token: bool) -> Usage:
+        return Usage(self.prompt_len, self.num_output + stop_token, self.cached)
+
+    def next_sampling(self) -> RowSampling:
+        """Parameters for the token at position len(token_ids)."""
+        params = self.sampling
+        banned = self.stop_token_ids if self.num_output < params.min_tokens else ()
+        return RowSampling(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=self.seed,
+            position=len(self.token_ids),
+            banned_token_ids=tuple(sorted(banned)),
+        )
+
+    def extend_hashes(self, num_tokens: int, block_size: int) -> None:
+        """Hash the full blocks among the first `num_tokens` tokens that are not hashed yet."""
+        for i in range(len(self.block_hashes), num_tokens // block_size):
+            parent = self.block_hashes[-1] if self.block_hashes else b""
+            self.block_hashes.append(hash_block(parent, self.token_ids[i * block_size : (i + 1) * block_size]))
+
+
+def create_request(submission: Submission, config: ResolvedConfig, ticket: int) -> Request:
+    """Check a submission against what this engine can ever serve, and make its request.
+
+    Raises:
+        RequestRejected: with the field, the limit and the value.
+    """
+    prompt, params = submission.prompt_token_ids, submission.sampling
+    _check_prompt(prompt, config)
+    _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
+    max_new = _resolve_max_new(len(prompt), params.max_tokens, config)
+    stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos_token_ids))
+    return Request(
+        request_id=submission.request_id,
+        ticket=ticket,
+        token_ids=list(prompt),
+        prompt_len=len(prompt),
+        max_new=max_new,
+        sampling=params,
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        stop_token_ids=stops,
+    )
+
+
+def _check_prompt(prompt: Sequence[int], config: ResolvedConfig) -> None:
+    if not prompt:
+        raise RequestRejected(ErrorCode.EMPTY_PROMPT, "The prompt has no tokens.", "prompt", 1, 0)
+    _check_ids("prompt", prompt, config.vocab_size)
+    if len(prompt) >= config.max_model_len:
+        raise RequestRejected(
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"This model's maximum context length is {config.max_model_len} tokens, prompt and answer together. "
+            f"However, your prompt contains {len(prompt)} input tokens.",
+            "prompt",
+            config.max_model_len,
+            len(prompt),
+        )
+
+
+def _check_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        bad = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise RequestRejected(
+            ErrorCode.INVALID_PARAMETER,
+            f"{param} holds token id {bad}, which is out of vocabulary: ids run from 0 to {vocab_size - 1}.",
+            param,
+            vocab_size - 1,
+            bad,
+        )
+
+
+def _resolve_max_new(prompt_len: int, max_tokens: int | None, config: ResolvedConfig) -> int:
+    max_new = config.max_request_tokens - prompt_len if max_tokens is None else max_tokens
+    if prompt_len + max_new > config.max_model_len:
+        raise RequestRejected(
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"This model's maximum context length is {config.max_model_len} tokens. However, you requested "
+            f"{prompt_len + max_new} tokens: {prompt_len} in the prompt and {max_new} for the answer (max_tokens).",
+            "max_tokens",
+            config.max_model_len - prompt_len,
+            max_new,
+        )
+    if max_new < 1 or prompt_len + max_new > config.max_request_tokens:
+        raise RequestRejected(
+            ErrorCode.KV_CAPACITY_EXCEEDED,
+            f"The KV cache of this engine holds requests of up to {config.max_request_tokens} tokens. However, you "
+            f"requested {prompt_len + max(max_new, 1)}: {prompt_len} in the prompt and {max(max_new, 1)} for the "
+            "answer (max_tokens).",
+            "max_tokens",
+            config.max_request_tokens - prompt_len,
+            max_new,
+        )
+    return max_new

@@ -1,0 +1,302 @@
+"""Contracts of the engine as a library: threads, loops, cancellation, health. No HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+
+import pytest
+
+from engine.async_engine import AsyncEngine
+from engine.core import EngineCore
+from engine.fake_executor import FakeExecutor
+from engine.protocol import (
+    EngineError,
+    ErrorCode,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    RequestRejected,
+    SamplingParams,
+    Scheduled,
+    Submission,
+    Token,
+)
+from engine.step import ExecutorFatalError, StepPlan
+from tests.support.engines import answer_alone, resolved_config
+
+PROMPT = (1, 2, 3, 4, 5)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+MakeEngine = Callable[..., AsyncEngine]
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    engines: list[AsyncEngine] = []
+
+    def make(before_step: Callable[[StepPlan], None] | None = None, **overrides: object) -> AsyncEngine:
+        config = resolved_config(**overrides)
+        executor = FakeExecutor(
+            config.num_kv_blocks, config.block_size, range(32), before_step=before_step, verify_prefix=True
+        )
+        engines.append(AsyncEngine(EngineCore(executor, config)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.shutdown()
+
+
+async def collect(stream: AsyncIterator[Event]) -> list[Event]:
+    return [event async for event in stream]
+
+
+async def until_idle(engine: AsyncEngine) -> None:
+    async with asyncio.timeout(10):
+        while engine.load().num_running or engine.load().num_waiting or engine.load().num_held_blocks:
+            await asyncio.sleep(0.001)
+
+
+def test_generate_yields_scheduled_tokens_and_one_terminal(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        events = await collect(make_engine().generate(PROMPT, params, "r"))
+        assert events[0] == Scheduled("r", 0)
+        assert [e.token_id for e in events[1:-1] if isinstance(e, Token)] == answer_alone(
+            PROMPT, max_tokens=6, ignore_eos=True
+        )
+        assert isinstance(events[-1], Finished)
+
+    asyncio.run(main())
+
+
+def test_a_seed_is_drawn_where_none_is_given(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        params = SamplingParams(temperature=1, max_tokens=30, ignore_eos=True)
+        engine = make_engine()
+        first, second = [await collect(engine.generate(PROMPT, params, "r")) for _ in range(2)]
+        assert first != second
+
+    asyncio.run(main())
+
+
+def test_streams_of_several_event_loops_share_one_engine(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    answers: list[list[Event]] = []
+
+    def client(index: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        answers.append(asyncio.run(collect(engine.generate(PROMPT, params, f"r{index}"))))
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    tokens = [[e.token_id for e in events if isinstance(e, Token)] for events in answers]
+    assert tokens == [answer_alone(PROMPT, max_tokens=40, ignore_eos=True)] * 4
+
+
+def test_a_busy_reader_gets_everything_queued_since_its_last_item(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        engine = make_engine()
+        async with aclosing(engine.stream(Submission("r", PROMPT, LONG))) as stream:
+            first = await anext(stream)
+            assert isinstance(first[0], Scheduled)
+            while engine.load().num_running:
+                await asyncio.sleep(0.001)
+            rest = await anext(stream)
+            assert len(first) + len(rest) == 1 + 200 + 1
+
+    asyncio.run(main())
+
+
+def test_closing_a_stream_early_aborts_its_request_and_frees_its_blocks(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        gate = threading.Semaphore(3)  # the request cannot finish by itself
+        engine = make_engine(before_step=lambda plan: gate.acquire() and None)
+        async with aclosing(engine.stream(Submission("r", PROMPT, LONG))) as stream:
+            await anext(stream)
+        gate.release(3)
+        await until_idle(engine)
+        gate.release(100)
+        assert (await collect(engine.generate(PROMPT, SamplingParams(max_tokens=1), "r")))[-1].usage  # type: ignore[union-attr]
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_task_aborts_its_request_while_it_waits_for_the_first_token(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        gate = threading.Event()
+        engine = make_engine(before_step=lambda plan: gate.wait() and None)
+        task = asyncio.create_task(collect(engine.generate(PROMPT, LONG)))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.set()
+        await until_idle(engine)
+
+    asyncio.run(main())
+
+
+def test_aborting_by_id_ends_the_stream_with_that_reason(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        gate = threading.Semaphore(2)
+        engine = make_engine(before_step=lambda plan: gate.acquire() and None)
+        stream = engine.generate(PROMPT, LONG, "r")
+        await anext(stream)
+        engine.abort("r")
+        engine.abort("unknown")
+        gate.release(10)
+        assert (await collect(stream))[-1].reason is FinishReason.ABORT  # type: ignore[union-attr]
+
+    asyncio.run(main())
+
+
+def test_a_rejected_request_raises_before_its_first_event_and_takes_nothing(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        engine = make_engine()
+        with pytest.raises(RequestRejected, match="no tokens"):
+            await collect(engine.generate((), LONG))
+        answer = await collect(engine.generate(PROMPT, SamplingParams(max_tokens=1)))
+        assert isinstance(answer[-1], Finished)
+
+    asyncio.run(main())
+
+
+def test_an_id_in_use_is_refused_until_its_request_has_ended(make_engine: MakeEngine) -> None:
+    """A second stream under a live id would receive the first one's last events."""
+
+    async def main() -> None:
+        gate = threading.Semaphore(0)
+        engine = make_engine(before_step=lambda plan: gate.acquire() and None)
+        task = asyncio.create_task(collect(engine.generate(PROMPT, LONG, "r")))
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestRejected, match="'r' is already in use"):
+            await collect(engine.generate(PROMPT, LONG, "r"))
+        gate.release(1000)
+        assert isinstance((await task)[-1], Finished)
+
+    asyncio.run(main())
+
+
+def test_one_request_more_than_may_run_and_wait_is_refused_with_both_limits(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        gate = threading.Semaphore(0)
+        engine = make_engine(before_step=lambda plan: gate.acquire() and None, max_num_seqs=1, max_queued_requests=2)
+        tasks = [asyncio.create_task(collect(engine.generate(PROMPT, LONG))) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestRejected) as caught:
+            await collect(engine.generate(PROMPT, LONG))
+        assert (caught.value.code, caught.value.limit, caught.value.value) == (ErrorCode.QUEUE_FULL, 3, 4)
+        gate.release(10_000)
+        assert all(isinstance(events[-1], Finished) for events in await asyncio.gather(*tasks))
+
+    asyncio.run(main())
+
+
+def test_a_fatal_executor_error_fails_every_stream_once_and_turns_health_false(make_engine: MakeEngine) -> None:
+    """S1-R14: one worker's panic left /health at 200 and every later request failing."""
+
+    async def main() -> None:
+        gate = threading.Event()
+
+        def die(plan: StepPlan) -> None:
+            gate.wait()
+            raise ExecutorFatalError("device lost")
+
+        engine = make_engine(before_step=die)
+        await engine.check_health()
+        tasks = [asyncio.create_task(collect(engine.generate(PROMPT, LONG))) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        gate.set()
+        for events in await asyncio.gather(*tasks):
+            assert [type(e) for e in events if not isinstance(e, Scheduled)] == [Failed]
+            assert events[-1].code is ErrorCode.ENGINE_DEAD  # type: ignore[union-attr]
+        with pytest.raises(EngineError, match="ExecutorFatalError"):
+            await engine.check_health()
+        with pytest.raises(EngineError):
+            await collect(engine.generate(PROMPT, LONG))
+
+    asyncio.run(main())
+
+
+def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        faults = [RuntimeError("kernel fault")]
+
+        def fail_once(plan: StepPlan) -> None:
+            if faults:
+                raise faults.pop()
+
+        engine = make_engine(before_step=fail_once)
+        assert isinstance((await collect(engine.generate(PROMPT, LONG)))[-1], Failed)
+        assert isinstance((await collect(engine.generate(PROMPT, LONG)))[-1], Finished)
+        await engine.check_health()
+
+    asyncio.run(main())
+
+
+def test_draining_finishes_what_is_live_and_refuses_what_is_new(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        gate = threading.Semaphore(0)
+        engine = make_engine(before_step=lambda plan: gate.acquire() and None)
+        task = asyncio.create_task(collect(engine.generate(PROMPT, LONG)))
+        await asyncio.sleep(0.01)
+        drain = asyncio.create_task(engine.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(RequestRejected) as caught:
+            await collect(engine.generate(PROMPT, LONG))
+        assert caught.value.code is ErrorCode.DRAINING
+        gate.release(1000)
+        await drain
+        assert isinstance((await task)[-1], Finished)
+
+    asyncio.run(main())
+
+
+def test_shutting_down_fails_what_is_live_and_is_idempotent(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        gate = threading.Semaphore(0)
+        engine = make_engine(before_step=lambda plan: gate.acquire() and None)
+        task = asyncio.create_task(collect(engine.generate(PROMPT, LONG)))
+        await asyncio.sleep(0.01)
+        gate.release(1)
+        threading.Timer(0.05, gate.release, [1000]).start()
+        await asyncio.to_thread(engine.shutdown)
+        engine.shutdown()
+        assert (await task)[-1].code is ErrorCode.ENGINE_DEAD  # type: ignore[union-attr]
+
+    asyncio.run(main())
+
+
+def test_a_storm_of_clients_that_leave_at_random_moments_leaves_nothing_behind(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        engine = make_engine(max_num_batched_tokens=9, max_prefill_tokens=5)
+
+        async def client(index: int) -> None:
+            async with aclosing(engine.generate(tuple(range(1, 2 + index % 23)), LONG)) as stream:
+                for _ in range(index % 17):
+                    if isinstance(await anext(stream), Finished):
+                        return
+
+        await asyncio.gather(*(client(i) for i in range(200)))
+        await until_idle(engine)
+        assert isinstance((await collect(engine.generate(PROMPT, SamplingParams(max_tokens=1))))[-1], Finished)
+
+    asyncio.run(main())
+
+
+def test_two_engines_in_one_process_do_not_meet(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        engines = [make_engine(), make_engine()]
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        answers = await asyncio.gather(*(collect(e.generate(PROMPT, params, "same id")) for e in engines))
+        assert answers[0] == answers[1]
+        assert len(answers[0]) == 22
+
+    asyncio.run(main())

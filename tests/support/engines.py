@@ -1,0 +1,109 @@
+"""Builds engine cores over the fake executor, and runs them to the end of their requests.
+Never hides a failure: the executor verifies every KV slot that a row builds on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any
+
+from engine.config import ResolvedConfig
+from engine.core import EngineCore
+from engine.fake_executor import FakeExecutor
+from engine.protocol import Event, Finished, SamplingParams, Submission, Token
+from engine.request import create_request
+from engine.step import StepPlan
+
+EOS = 0
+VOCAB = 32
+
+
+def resolved_config(**overrides: Any) -> ResolvedConfig:
+    settings: dict[str, Any] = dict(
+        max_model_len=256,
+        block_size=4,
+        num_kv_blocks=64,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        max_prefill_tokens=32,
+        max_queued_requests=1000,
+        enable_prefix_caching=True,
+        vocab_size=VOCAB,
+        eos_token_ids=(EOS,),
+        dtype="none",
+        attention_backend="fake",
+        num_threads=1,
+    )
+    return ResolvedConfig(**{**settings, **overrides})
+
+
+class RecordingCore(EngineCore):
+    """An engine core over the fake executor that keeps every plan it executed and every event it emitted."""
+
+    def __init__(
+        self,
+        *,
+        alphabet: Sequence[int] = tuple(range(VOCAB)),
+        reply: Sequence[int] | None = None,
+        before_step: Callable[[StepPlan], None] | None = None,
+        **overrides: Any,
+    ) -> None:
+        config = resolved_config(**overrides)
+        self.plans: list[StepPlan] = []
+        self.events: dict[str, list[Event]] = defaultdict(list)
+        self._tickets = count()
+        self._hook = before_step
+        executor = FakeExecutor(
+            config.num_kv_blocks,
+            config.block_size,
+            alphabet,
+            reply=reply,
+            eos_token_id=EOS,
+            before_step=self._record,
+            verify_prefix=True,
+        )
+        super().__init__(executor, config)
+
+    def _record(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        if self._hook:
+            self._hook(plan)
+
+    def send(self, request_id: str, prompt: Iterable[int], **sampling: Any) -> None:
+        params = SamplingParams(**{"temperature": 0.0, **sampling})
+        submission = Submission(request_id, tuple(prompt), params)
+        self.keep(self.submit(create_request(submission, self.config, next(self._tickets))))
+
+    def keep(self, events: Sequence[Event]) -> Sequence[Event]:
+        for event in events:
+            self.events[event.request_id].append(event)
+        return events
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.has_work:
+                return
+            self.keep(self.step())
+        raise AssertionError(f"still live after {max_steps} steps: {self.load()}")
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [event.token_id for event in self.events[request_id] if isinstance(event, Token)]
+
+    def finished(self, request_id: str) -> Finished:
+        last = self.events[request_id][-1]
+        assert isinstance(last, Finished), last
+        return last
+
+
+def answer_alone(prompt: Sequence[int], **sampling: Any) -> list[int]:
+    """The oracle: the tokens of one request that runs alone, unchunked, without a prefix cache."""
+    core = RecordingCore(
+        max_num_batched_tokens=10_000,
+        max_prefill_tokens=10_000,
+        enable_prefix_caching=False,
+        num_kv_blocks=256,
+    )
+    core.send("alone", prompt, **sampling)
+    core.run()
+    return core.tokens("alone")
