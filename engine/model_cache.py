@@ -1,0 +1,149 @@
+"""Owns the cache of prepared models: where each directory lives, its marker and lock, and how it appears all at once.
+Never knows what a model is made of, and never trusts a directory that its marker does not vouch for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+MARKER = "prepared.json"
+_CHUNK_BYTES = 1 << 22
+
+
+class ModelError(ValueError):
+    """A model cannot be prepared. The message names the file (and tensor), what was found and what was expected."""
+
+
+def say(message: str, progress: bool) -> None:
+    """Tell the person who waits. Standard error: standard output is the command line's answer."""
+    if progress:
+        print(message, file=sys.stderr, flush=True)
+
+
+def byte_bar(what: str, total_bytes: int, progress: bool) -> tqdm[None]:
+    """A progress bar in bytes, on standard error; silent when `progress` is false."""
+    return tqdm(
+        desc=what, total=total_bytes, unit="B", unit_scale=True, delay=0.3, disable=not progress, file=sys.stderr
+    )
+
+
+def cache_root() -> Path:
+    """CHUNKSERVE_CACHE, else ~/.cache/chunkserve. Holds models/ and locks/."""
+    return Path(os.environ.get("CHUNKSERVE_CACHE") or "~/.cache/chunkserve").expanduser().absolute()
+
+
+def sha256_of(path: Path, progress: bool = False) -> str:
+    """Hexadecimal SHA-256 of a file's bytes. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file, byte_bar(f"Hashing {path.name}", path.stat().st_size, progress) as bar:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            bar.update(len(chunk))
+    return digest.hexdigest()
+
+
+def prepared(key: str, source: str, fill: Callable[[Path], None], *, verify: bool, progress: bool) -> Path:
+    """The directory models/`key`, made by `fill(empty directory)` unless a sound one exists.
+
+    Processes that ask for one key together wait for the first and share its work. The directory appears by one rename,
+    marker included: an interrupted `fill` leaves nothing at the final path.
+
+    Raises:
+        ModelError: from `fill`; the cache cannot be written; or `verify` found a SHA-256 that was not recorded.
+    """
+    directory = cache_root() / "models" / key
+    if _fault(directory) is not None:  # checked without the lock too: a prepared cache may be mounted read-only
+        try:
+            with _lock(key, source, progress):
+                if (fault := _fault(directory)) is not None:
+                    _replace(directory, fault, source, fill, progress)
+        except OSError as error:
+            raise ModelError(
+                f"Cannot prepare {source} in the cache {cache_root()}: {error}. "
+                "Expected a writable directory with space for the model; set CHUNKSERVE_CACHE to one."
+            ) from error
+    if verify:
+        _verify(directory, progress)
+    return directory
+
+
+def _replace(directory: Path, fault: str, source: str, fill: Callable[[Path], None], progress: bool) -> None:
+    """Fill a sibling directory and rename it. The caller holds the lock, so whatever has that name is a dead run's."""
+    unfinished = directory.with_name(directory.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    if directory.exists():
+        say(f"Preparing {source} again: {fault}.", progress)
+        shutil.rmtree(directory)
+    unfinished.mkdir(parents=True)
+    try:
+        fill(unfinished)
+        _write_marker(unfinished, source)
+        os.replace(unfinished, directory)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _lock(key: str, source: str, progress: bool) -> Iterator[None]:
+    path = cache_root() / "locks" / f"{key}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"Waiting for another process that is preparing {source} ({path}).", progress)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _write_marker(directory: Path, source: str) -> None:
+    """Record every file's size and SHA-256. The files reach the disk first: after a power cut sizes alone would lie."""
+    files = {}
+    for path in sorted(directory.iterdir()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    (directory / MARKER).write_text(json.dumps({"source": source, "files": files}, indent=2) + "\n")
+
+
+def _recorded_files(directory: Path) -> dict[str, tuple[int, str]]:
+    """File name -> (bytes, SHA-256). Raises OSError, ValueError, KeyError, TypeError or AttributeError."""
+    files = json.loads((directory / MARKER).read_text())["files"]
+    return {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+
+
+def _fault(directory: Path) -> str | None:
+    """Why a prepared directory cannot be used, by its marker and file sizes; None when it can."""
+    try:
+        recorded = _recorded_files(directory)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{directory / MARKER} is missing or unreadable ({type(error).__name__})"
+    for name, (expected_bytes, _) in recorded.items():
+        path = directory / name
+        found_bytes = path.stat().st_size if path.is_file() else None
+        if found_bytes != expected_bytes:
+            return f"{path} has {found_bytes} bytes where {expected_bytes} were recorded"
+    return None
+
+
+def _verify(directory: Path, progress: bool) -> None:
+    for name, (_, expected) in _recorded_files(directory).items():
+        found = sha256_of(directory / name, progress)
+        if found != expected:
+            raise ModelError(
+                f"{directory / name} has SHA-256 {found}, but {expected} was recorded when it was prepared. "
+                f"Delete {directory} to have it prepared again."
+            )
