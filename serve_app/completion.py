@@ -1,0 +1,120 @@
+"""Owns one answer: the engine's events in, pieces of final text out, with the finish reason and the usage.
+Never writes a byte of HTTP; streamed and whole answers come from the same pieces."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.protocol import (
+    EngineError,
+    ErrorCode,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Scheduled,
+    Submission,
+    Token,
+    Usage,
+)
+from serve_app.detokenizer import Detokenizer
+from serve_app.engine_client import EngineClient
+from serve_app.errors import ApiError
+from serve_app.stop_strings import StopStrings
+
+_REASONS: dict[FinishReason, Literal["stop", "length"]] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that is final. `finish_reason` is set on the last piece, and only there."""
+
+    text: str
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class Completion:
+    """One request, from its submission to its last piece. Used once."""
+
+    def __init__(
+        self, client: EngineClient, submission: Submission, detokenizer: Detokenizer, stops: Sequence[str]
+    ) -> None:
+        self._client = client
+        self._submission = submission
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops)
+        self._min_tokens = submission.sampling.min_tokens
+        self._generated = 0
+        self._cached = 0
+        self._final_usage: Usage | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """Up to what was yielded; exact after the last piece. A token that a stop string cut off counts."""
+        return self._final_usage or Usage(len(self._submission.prompt_token_ids), self._generated, self._cached)
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Yield a piece for each item of the engine's stream: tokens that arrive together leave together.
+
+        The first one comes as soon as the engine has accepted the request, and may be empty.
+        Closing this generator aborts the request.
+
+        Raises:
+            EngineError, ApiError: before the first piece, or between two.
+        """
+        last: Piece | None = None
+        async with aclosing(self._client.stream(self._submission)) as items:
+            async for events in items:
+                piece = self._apply(events)
+                if piece.finish_reason is not None:
+                    last = piece
+                    break
+                yield piece
+        # The engine's stream is closed by now: a stop string frees its blocks before a slow client has read the end.
+        if last is None:
+            raise EngineError(ErrorCode.STEP_FAILED, "the engine's stream ended without a terminal event")
+        yield last
+
+    def _apply(self, events: list[Event]) -> Piece:
+        texts: list[str] = []
+        for event in events:
+            match event:
+                case Token():
+                    texts.append(self._accept(event.token_id))
+                    if self._stops.matched:
+                        return Piece("".join(texts), "stop")
+                case Scheduled():
+                    self._cached = event.cached_tokens
+                case Finished():
+                    texts.append(self._stops.flush())
+                    return Piece("".join(texts), self._finish(event))
+                case Failed():
+                    raise EngineError(event.code, event.message)
+        return Piece("".join(texts))
+
+    def _accept(self, token_id: int) -> str:
+        self._generated += 1
+        text = self._detokenizer.push(token_id)
+        return self._stops.push(text) if text and self._generated >= self._min_tokens else text
+
+    def _finish(self, event: Finished) -> Literal["stop", "length"]:
+        if event.reason not in _REASONS:
+            # Nobody here asked for it, so the answer is incomplete, which no finish reason of OpenAI's can say.
+            text = "The request was aborted by the server."
+            raise ApiError(503, text, type="server_error", code="aborted", headers={"Retry-After": "1"})
+        self._final_usage = event.usage
+        return _REASONS[event.reason]
+
+
+async def whole_text(completion: Completion) -> Piece:
+    """The complete answer in one piece."""
+    texts: list[str] = []
+    reason: Literal["stop", "length"] | None = None
+    async with aclosing(completion.pieces()) as pieces:
+        async for piece in pieces:
+            texts.append(piece.text)
+            reason = piece.finish_reason
+    return Piece("".join(texts), reason)

@@ -1,0 +1,145 @@
+"""Owns how every failure becomes an HTTP status and OpenAI's error envelope: one table for the engine's codes.
+Never shows a client what is inside the server: texts of faults go to the log, and every message is bounded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+from engine.protocol import EngineError, ErrorCode, RequestRejected
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_CHARS = 1000
+MAX_PARAM_CHARS = 100
+MAX_LISTED_ERRORS = 5
+INVALID_REQUEST = "invalid_request_error"
+_RETRY_SOON = {"Retry-After": "1"}  # seconds; until the drain rate is measured
+
+
+class ApiError(Exception):
+    """A failure as the client will see it. `details` are extra keys of the error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+        details: dict[str, int] | None = None,
+    ) -> None:
+        super().__init__(status, message)
+        self.status = status
+        self.message = clip(message, MAX_MESSAGE_CHARS)
+        self.type = type
+        self.param = None if param is None else clip(param, MAX_PARAM_CHARS)
+        self.code = code
+        self.headers = headers or {}
+        self.details = details or {}
+
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error | self.details}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, headers=self.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    status: int
+    type: str
+    code: str
+    headers: dict[str, str] | None = None
+    public_message: str | None = None
+    """None: the engine's message is about the request, and shown."""
+
+
+ENGINE_RULES: dict[ErrorCode, _Rule] = {
+    ErrorCode.EMPTY_PROMPT: _Rule(400, INVALID_REQUEST, "empty_prompt"),
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: _Rule(400, INVALID_REQUEST, "context_length_exceeded"),
+    # OpenAI's code for "it can never fit here": agents that shorten their prompt on it should do so here too.
+    ErrorCode.KV_CAPACITY_EXCEEDED: _Rule(400, INVALID_REQUEST, "context_length_exceeded"),
+    ErrorCode.INVALID_PARAMETER: _Rule(400, INVALID_REQUEST, "invalid_value"),
+    ErrorCode.QUEUE_FULL: _Rule(503, "server_overloaded", "queue_full", _RETRY_SOON, "The request queue is full."),
+    ErrorCode.DRAINING: _Rule(503, "service_unavailable", "draining", _RETRY_SOON, "This server is shutting down."),
+    ErrorCode.STEP_FAILED: _Rule(500, "server_error", "step_failed", None, "The engine failed to compute a step."),
+    ErrorCode.ENGINE_DEAD: _Rule(503, "server_error", "engine_dead", _RETRY_SOON, "The engine is not running."),
+}
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """Translate any exception; what is not a client's mistake is logged here, with its traceback, once."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineError):
+        return _from_engine(error)
+    logger.error("unexpected failure while serving a request", exc_info=error)
+    return ApiError(500, "The server failed unexpectedly.", type="server_error", code="internal_error")
+
+
+def _from_engine(error: EngineError) -> ApiError:
+    rule = ENGINE_RULES[error.code]
+    if rule.status >= 500:
+        # Refusals come in bursts under load, and are no fault.
+        level = logging.DEBUG if isinstance(error, RequestRejected) else logging.WARNING
+        logger.log(level, "engine: %s: %s", error.code, error.message)
+    message = rule.public_message or error.message
+    param = error.param if isinstance(error, RequestRejected) else None
+    if rule.code == "context_length_exceeded":
+        # Of max_tokens, the limit is what the prompt leaves, and not the context.
+        limit = error.limit if isinstance(error, RequestRejected) and param == "prompt" else None
+        return context_length_exceeded(message, param=param, limit=limit)
+    return ApiError(rule.status, message, type=rule.type, code=rule.code, param=param, headers=rule.headers)
+
+
+def context_length_exceeded(
+    message: str, *, param: str | None, limit: float | None, n_prompt_tokens: int | None = None
+) -> ApiError:
+    """Agent frameworks search for the phrase "maximum context length", and read the two numbers."""
+    if "maximum context length" not in message:
+        message = f"This request exceeds the maximum context length. {message}"
+    numbers = {"n_prompt_tokens": n_prompt_tokens, "n_ctx": limit}
+    details = {name: int(number) for name, number in numbers.items() if number is not None}
+    return ApiError(400, message, param=param, code="context_length_exceeded", details=details)
+
+
+def model_not_found(requested: str, served: str) -> ApiError:
+    name = clip(requested, MAX_PARAM_CHARS)
+    message = f"The model `{name}` does not exist. Could not find it here; this server serves `{served}`."
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first few mistakes in one message, without their input: a 4 KB body must not give a 20 MB answer."""
+    found = error.errors(include_url=False, include_input=False)
+    lines = [f"{_dotted(item) or 'body'}: {_told(item)}" for item in found[:MAX_LISTED_ERRORS]]
+    if len(found) > MAX_LISTED_ERRORS:
+        lines.append(f"and {len(found) - MAX_LISTED_ERRORS} more")
+    first = found[0]
+    code = {"missing": "missing_required_parameter"}.get(first["type"], "invalid_value")
+    code = first.get("ctx", {}).get("code", code)
+    return ApiError(400, "; ".join(lines), param=_dotted(first), code=code)
+
+
+def _told(item: Any) -> str:
+    # pydantic names the Python class here.
+    return "should be an object" if item["type"] == "model_type" else clip(item["msg"], 200)
+
+
+def _dotted(item: Any) -> str | None:
+    """`messages.0.role`. Tags of unions, which pydantic adds to the path, are written `<tag>` and left out."""
+    path = [str(part) for part in item["loc"] if not str(part).startswith("<")]
+    path += [item["ctx"]["field"]] if "field" in item.get("ctx", {}) else []
+    return clip(".".join(path), MAX_PARAM_CHARS) or None
+
+
+def clip(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

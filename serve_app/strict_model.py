@@ -1,0 +1,50 @@
+"""Owns the rule that nothing a client sends is ignored: a field is honoured, neutral, or refused by name.
+Never guesses a type: a bool is no number, a number no string, and NaN no value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+from serve_app.errors import MAX_PARAM_CHARS, clip
+
+Unsupported = Mapping[str, tuple[Any, ...]]
+
+
+class StrictModel(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    unsupported: ClassVar[Unsupported] = {}
+    """Fields that other servers have and this one does not, with the values, besides null, that change nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        # Stops at the first: a body of a million unknown names must not cost a million errors.
+        for name in (name for name in data if name not in cls.model_fields):
+            if name not in cls.unsupported:
+                raise _error("unknown_parameter", name, "this field is not known to the server")
+            if not _is_neutral(data[name], cls.unsupported[name]):
+                raise _error("unsupported_parameter", name, _not_supported(cls.unsupported[name]))
+        return {name: value for name, value in data.items() if name in cls.model_fields}
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    # `True == 1` in Python, but `"n": true` is a mistake.
+    return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
+def _not_supported(neutral: tuple[Any, ...]) -> str:
+    accepted = ", ".join(json.dumps(value) for value in (None, *neutral))
+    return f"this field is not supported by the server; leave it out, or send one of: {accepted}"
+
+
+def _error(code: str, name: str, text: str) -> PydanticCustomError:
+    # The path to the field ends at the object that holds it, so the name travels in the context.
+    return PydanticCustomError(code, "{text}", {"text": text, "field": clip(name, MAX_PARAM_CHARS), "code": code})

@@ -1,0 +1,81 @@
+"""Owns the way from a request to what the engine takes: encoding, and the checks that need the model's numbers.
+Never blocks the event loop for long: long texts are encoded in a thread."""
+
+from __future__ import annotations
+
+from engine.protocol import SamplingParams, Submission
+from serve_app.chat_template import TemplateFailed
+from serve_app.engine_client import ServedModel
+from serve_app.errors import ApiError, context_length_exceeded
+from serve_app.offload import run_sized
+from serve_app.schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, GenerationRequest
+from serve_app.tokenizer import Tokenizer
+
+
+async def chat_submission(
+    request: ChatRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel
+) -> Submission:
+    messages = [message.for_template() for message in request.messages]
+    size = sum(len(text) for message in messages for text in message.values())
+    try:
+        prompt = await run_sized(size, lambda: tokenizer.encode_chat(messages))
+    except TemplateFailed as error:
+        raise ApiError(400, str(error), param="messages", code="invalid_value") from error
+    wanted = request.max_completion_tokens or request.max_tokens
+    return _submission(request, request_id, prompt, _answer_tokens(prompt, wanted, None, model, "messages"))
+
+
+async def completion_submission(
+    request: CompletionRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel
+) -> Submission:
+    given = request.prompt
+    if isinstance(given, str):
+        prompt = await run_sized(len(given), lambda: tokenizer.encode(given))
+    else:
+        prompt = given
+        _check_vocabulary(prompt, tokenizer.vocab_size)
+    allowed = _answer_tokens(prompt, request.max_tokens, DEFAULT_COMPLETION_TOKENS, model, "prompt")
+    return _submission(request, request_id, prompt, allowed)
+
+
+def _check_vocabulary(prompt: list[int], vocab_size: int) -> None:
+    if (largest := max(prompt, default=0)) >= vocab_size:
+        text = f"Token id {largest} is out of vocabulary: this model's ids are 0 to {vocab_size - 1}."
+        raise ApiError(400, text, param="prompt", code="invalid_value")
+
+
+def _answer_tokens(
+    prompt: list[int], wanted: int | None, default: int | None, model: ServedModel, param: str
+) -> int | None:
+    """How many tokens the answer may have; None is as many as the context holds.
+
+    Too many that were asked for are refused; a default is cut to what is left.
+    """
+    if not prompt:
+        raise ApiError(400, "The prompt is empty.", param=param, code="empty_prompt")
+    limit, left = model.max_model_len, model.max_model_len - len(prompt)
+    head = f"This model's maximum context length is {limit} tokens. However, your prompt contains {len(prompt)} tokens"
+    if left < 1:
+        raise context_length_exceeded(
+            f"{head}, and the answer needs one more.", param=param, limit=limit, n_prompt_tokens=len(prompt)
+        )
+    if wanted is not None and wanted > left:
+        text = f"{head} and {wanted} were requested for the answer; at most {left} are left for it."
+        raise context_length_exceeded(text, param=param, limit=limit, n_prompt_tokens=len(prompt))
+    return wanted if wanted is not None or default is None else min(default, left)
+
+
+def _submission(request: GenerationRequest, request_id: str, prompt: list[int], max_tokens: int | None) -> Submission:
+    """May raise RequestRejected: min_tokens above max_tokens."""
+    sampling = SamplingParams(
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=max(request.top_k or 0, 0),
+        top_p=1.0 if request.top_p is None else request.top_p,
+        min_p=request.min_p or 0.0,
+        seed=request.seed,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens or 0,
+        ignore_eos=bool(request.ignore_eos),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+    )
+    return Submission(request_id, tuple(prompt), sampling)

@@ -1,0 +1,193 @@
+"""Owns what HTTP tests share: a scripted engine client, and raw ASGI exchanges that see every message as it is sent.
+Never uses an HTTP client: httpx's ASGI transport buffers whole bodies and cannot leave in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from engine.protocol import (
+    EngineError,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Scheduled,
+    Submission,
+    Token,
+    Usage,
+)
+from serve_app.engine_client import ServedModel
+from serve_app.ingress import create_app
+from serve_app.tokenizer import Tokenizer
+
+MODEL = ServedModel(id="org/tiny", max_model_len=200, created=1_700_000_000)
+CHAT: dict[str, Any] = {"model": MODEL.id, "messages": [{"role": "user", "content": "hi"}]}
+PROMPT: dict[str, Any] = {"model": MODEL.id, "prompt": "hi"}
+TIMEOUT_S = 10  # only ever reached by a failure
+
+Step = list[Event] | asyncio.Event | Exception
+
+
+def scheduled(cached: int = 0) -> Event:
+    return Scheduled("r", cached)
+
+
+def tokens(text: str | bytes) -> list[Event]:
+    """The byte-level tokenizer's tokens of a text."""
+    data = text.encode() if isinstance(text, str) else text
+    return [Token("r", byte) for byte in data]
+
+
+def finished(reason: FinishReason = FinishReason.STOP, prompt: int = 7, completion: int = 5, cached: int = 0) -> Event:
+    return Finished("r", reason, Usage(prompt, completion, cached), 256 if reason is FinishReason.STOP else None)
+
+
+def failed(error: EngineError) -> Event:
+    return Failed("r", error.code, error.message)
+
+
+class ScriptedClient:
+    """Plays one script for every request: an item is sent, an asyncio.Event waited for, an exception raised."""
+
+    def __init__(self, *script: Step, health: EngineError | None = None) -> None:
+        self.script = script
+        self.health = health
+        self.submissions: list[Submission] = []
+        self.items_taken = 0
+        self.started = asyncio.Event()
+        self.closed = asyncio.Event()
+
+    async def stream(self, submission: Submission) -> AsyncGenerator[list[Event], None]:
+        self.submissions.append(submission)
+        self.started.set()
+        try:
+            for step in self.script:
+                match step:
+                    case asyncio.Event():
+                        await step.wait()
+                    case Exception():
+                        raise step
+                    case _:
+                        self.items_taken += 1
+                        yield step
+        finally:
+            self.closed.set()
+
+    async def check_health(self) -> None:
+        if self.health is not None:
+            raise self.health
+
+
+def app_for(client: ScriptedClient, **options: Any) -> ASGIApp:
+    return create_app(client, Tokenizer.byte_level(), MODEL, **options)
+
+
+class Exchange:
+    """One request to an ASGI app, message by message."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Sequence[tuple[str, str]] = (("content-type", "application/json"),),
+    ) -> None:
+        self._inbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._inbox.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        self.may_send = asyncio.Event()
+        self.may_send.set()
+        self.broken = False
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers],
+            "server": ("test", 80),
+            "client": ("test", 1),
+        }
+        self.task = asyncio.ensure_future(app(scope, self._inbox.get, self._send))
+
+    async def _send(self, message: Message) -> None:
+        await self.may_send.wait()
+        if self.broken:
+            raise BrokenPipeError
+        self._outbox.put_nowait(message)
+
+    def disconnect(self) -> None:
+        self._inbox.put_nowait({"type": "http.disconnect"})
+
+    @property
+    def silent(self) -> bool:
+        return self._outbox.empty()
+
+    async def next(self) -> Message:
+        return await asyncio.wait_for(self._outbox.get(), TIMEOUT_S)
+
+    async def finish(self) -> Answer:
+        await asyncio.wait_for(self.task, TIMEOUT_S)
+        messages = [self._outbox.get_nowait() for _ in range(self._outbox.qsize())]
+        start, bodies = messages[0], messages[1:]
+        headers = {name.decode(): value.decode() for name, value in start["headers"]}
+        return Answer(start["status"], headers, [message.get("body", b"") for message in bodies])
+
+
+class Answer:
+    def __init__(self, status: int, headers: dict[str, str], parts: list[bytes]) -> None:
+        self.status = status
+        self.headers = headers
+        self.parts = [part for part in parts if part]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(b"".join(self.parts))
+
+    @property
+    def error(self) -> dict[str, Any]:
+        body = self.json
+        assert list(body) == ["error"]
+        assert {"message", "type", "param", "code"} <= set(body["error"])
+        assert isinstance(body["error"]["code"], str | None)
+        return dict(body["error"])
+
+    @property
+    def frames(self) -> list[Any]:
+        """The stream's payloads. Each ASGI message is one frame, and the last is [DONE]."""
+        assert self.parts[-1] == b"data: [DONE]\n\n"
+        assert all(part.startswith(b"data: ") and part.endswith(b"\n\n") for part in self.parts)
+        return [json.loads(part[len(b"data: ") :]) for part in self.parts[:-1]]
+
+    @property
+    def text(self) -> str:
+        """The streamed answer's text."""
+        choices = [choice for frame in self.frames for choice in frame.get("choices", [])]
+        return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+
+
+async def post(app: ASGIApp, path: str, body: Any) -> Answer:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return await Exchange(app, "POST", path, data).finish()
+
+
+async def chat(client: ScriptedClient, **fields: Any) -> Answer:
+    return await post(app_for(client), "/v1/chat/completions", CHAT | fields)
+
+
+async def complete(client: ScriptedClient, **fields: Any) -> Answer:
+    return await post(app_for(client), "/v1/completions", PROMPT | fields)
+
+
+async def get(client: ScriptedClient, path: str, method: str = "GET") -> Answer:
+    return await Exchange(app_for(client), method, path, headers=()).finish()
