@@ -1,0 +1,32 @@
+"""Owns the application that `serve run config.yaml` builds: an ingress deployment over an engine deployment.
+Never does work at import or build time; models are read in the replicas that need them."""
+
+# No `from __future__ import annotations` here: Ray reads the builder's annotation to validate `args:`.
+from ray import serve
+from ray.serve import Application
+
+from serve_app.deployment import EngineReplica, IngressReplica
+from serve_app.settings import CONTROL_CALLS, AppSettings
+
+# Serve kills a replica that is still draining after this; the ingress has ended its streams with an error before.
+_DRAIN_MARGIN_S = 15
+
+
+def build(args: AppSettings) -> Application:
+    """The application of config.yaml's `import_path: serve_app.app:build`, with `args:` validated into AppSettings."""
+    shutdown_s = args.drain_timeout_s + _DRAIN_MARGIN_S
+    engine = serve.deployment(
+        name="Engine",
+        num_replicas=args.engine_replicas,
+        max_ongoing_requests=args.engine_capacity + CONTROL_CALLS,
+        graceful_shutdown_timeout_s=shutdown_s,
+        ray_actor_options={"num_cpus": args.engine_num_cpus, "num_gpus": args.engine_num_gpus},
+    )(EngineReplica)
+    ingress = serve.deployment(
+        name="Ingress",
+        num_replicas=args.ingress_replicas,
+        max_ongoing_requests=args.engine_capacity * args.engine_replicas + CONTROL_CALLS,
+        graceful_shutdown_timeout_s=shutdown_s,
+        ray_actor_options={"num_cpus": args.ingress_num_cpus},
+    )(serve.ingress()(IngressReplica))
+    return ingress.bind(args, engine.bind(args))

@@ -1,0 +1,66 @@
+"""Owns the `serve` command of this project: Ray's own, with a clean end on SIGTERM and Ctrl-C.
+Never changes what Ray's commands do otherwise; arguments and output are Ray's."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.schema import ApplicationStatus
+from ray.serve.scripts import cli
+
+
+def main() -> None:
+    """Run Ray's `serve`. When a signal ends `serve run`, let streams finish before Serve is taken down.
+
+    Ray's SIGTERM handler raises SystemExit and leaves the cluster to die with the process; its Ctrl-C handling
+    kills the proxies first. Both cut running streams in silence.
+    """
+    signal.signal(signal.SIGINT, _exit_with_signal)  # Ray itself does so for SIGTERM
+    try:
+        cli()
+    except SystemExit as end:
+        if end.code not in (signal.SIGTERM, signal.SIGINT) or not ray.is_initialized():
+            raise
+        drain_and_shutdown()
+
+
+def _exit_with_signal(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(signum)
+
+
+def drain_and_shutdown() -> None:
+    """Let every application finish or end its streams, then take Serve down. A second signal cuts this short."""
+    signal.alarm(0)  # Ray's native SIGTERM handler has set one that aborts the process after three seconds
+    print("Shutting down: letting running requests finish. Signal again to stop at once.", flush=True)
+    for name, app in serve.status().applications.items():
+        if app.status == ApplicationStatus.RUNNING:
+            _report(name, drain(name))
+            _delete(name)
+    serve.shutdown()
+
+
+def drain(app_name: str) -> int:
+    """Ask every ingress replica of an application to drain; return how many requests had to be ended."""
+    try:
+        late: list[int] = serve.get_app_handle(app_name).broadcast("drain").results()
+    except RayError as error:  # somebody else's application in the same config, or a replica that just died
+        print(f"{app_name} was not drained: {type(error).__name__}", flush=True)
+        return 0
+    return sum(late)
+
+
+def _report(app_name: str, ended: int) -> None:
+    if ended:
+        print(f"{app_name}: {ended} requests did not finish in time and were ended with an error.", flush=True)
+
+
+def _delete(app_name: str) -> None:
+    """Remove the application while the proxies still run: `serve.shutdown` kills them before the last bytes left."""
+    try:
+        serve.delete(app_name)
+    except TimeoutError as error:
+        print(f"{app_name}: {error}", flush=True)

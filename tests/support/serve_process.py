@@ -1,0 +1,115 @@
+"""Runs this project's `serve run` as a user would: its own process, a free port, a Ray of its own, always ended.
+Never reuses a running server, and never leaves a child behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SERVE = Path(sys.executable).with_name("serve")
+START_TIMEOUT_S = 180
+STOP_TIMEOUT_S = 90
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+class ServeProcess:
+    """A running `serve run`. `output` is what it printed so far."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = log
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"serve run ended with {self.process.returncode}:\n{self.output}"
+            assert "failed with exception" not in self.output, self.output
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                    if response.status == 200:
+                        return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.2)
+        raise AssertionError(f"not ready after {START_TIMEOUT_S} s:\n{self.output}")
+
+    def end(self, signum: int = signal.SIGTERM) -> int:
+        self.process.send_signal(signum)
+        return self.process.wait(STOP_TIMEOUT_S)
+
+
+def members_of(session: int) -> list[str]:
+    """`pid name` of every process in a session: the processes that a `serve run` started, and itself."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, _, rest = stat.read_text().partition(" ")
+        except OSError:  # ended meanwhile
+            continue
+        name, _, numbers = rest.rpartition(") ")
+        if int(numbers.split()[3]) == session and numbers.split()[0] != "Z":
+            found.append(f"{pid} {name[1:]}")
+    return found
+
+
+@contextmanager
+def serve_run(args: dict[str, Any], *, env: dict[str, str] | None = None) -> Iterator[ServeProcess]:
+    """Start config.yaml with `args` merged over its own, on a free port, and end it with all its children."""
+    temp = Path(tempfile.mkdtemp(prefix="cs", dir="/tmp"))  # short: Ray's sockets live below it
+    port = free_port()
+    config = yaml.safe_load((ROOT / "config.yaml").read_text())
+    config["http_options"]["port"] = port
+    config["applications"][0]["args"].update(args)
+    (temp / "config.yaml").write_text(yaml.safe_dump(config))
+    log = temp / "serve.log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [SERVE, "run", "--address", "local", str(temp / "config.yaml")],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(temp), **(env or {})},
+        )
+    server = ServeProcess(process, port, log)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        _end_all(process)
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def _end_all(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    for member in members_of(process.pid):
+        os.kill(int(member.split()[0]), signal.SIGKILL)

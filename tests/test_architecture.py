@@ -1,0 +1,102 @@
+"""Contracts of the structure: what may import what, and what the packages are to outsiders."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PURE = [
+    "protocol",
+    "config",
+    "request",
+    "step",
+    "stopping",
+    "block_manager",
+    "scheduler",
+    "core",
+    "async_engine",
+    "fake_executor",
+]
+HEAVY = ["torch", "numpy", "ray", "starlette", "pydantic", "transformers", "tokenizers", "safetensors", "kernels"]
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_a_pure_module_imports_the_standard_library_only(module: str) -> None:
+    code = f"""
+import sys
+before = set(sys.modules)
+import engine.{module}
+tops = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+print(sorted(tops - set(sys.stdlib_module_names) - {{"engine"}}))
+"""
+    assert run_python(code) == "[]"
+
+
+def test_the_serving_path_and_the_build_seam_load_no_torch() -> None:
+    code = f"""
+import sys
+import serve_app.app, serve_app.ingress, engine.build
+print(sorted(set({HEAVY}) & set(sys.modules) & {{"torch", "transformers", "kernels"}}))
+"""
+    assert run_python(code) == "[]"
+
+
+def test_engine_and_kernels_run_without_ray_or_starlette_installed() -> None:
+    """Offline use installs neither; an import of them is made to fail as if they were absent."""
+    code = """
+import asyncio, sys
+for absent in ("ray", "starlette", "pydantic", "fastapi"):
+    sys.modules[absent] = None
+import engine.executor, engine.prepare, kernels.ops, kernels.reference
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.protocol import SamplingParams
+
+async def main():
+    engine = build_engine("any", EngineConfig(executor="fake"))
+    events = [event async for event in engine.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))]
+    engine.shutdown()
+    return len(events)
+
+print(asyncio.run(main()))
+"""
+    assert run_python(code) == "6"
+
+
+def test_the_kernels_package_is_a_docstring_and_nothing_else() -> None:
+    """transformers probes for a package named `kernels` and reads its attributes; with ours it broke."""
+    body = ast.parse((ROOT / "kernels" / "__init__.py").read_text()).body
+    assert [type(node) for node in body] == [ast.Expr]
+    assert isinstance(body[0].value, ast.Constant)
+
+
+def test_transformers_does_not_take_our_kernels_package_for_hugging_faces() -> None:
+    code = """
+import kernels
+from transformers.utils.import_utils import is_kernels_available
+print(is_kernels_available(), hasattr(kernels, "__version__"))
+"""
+    assert run_python(code) == "False False"
+
+
+def test_the_serve_command_of_this_environment_is_the_one_that_drains() -> None:
+    """Ray installs a `serve` of its own, which cuts running streams on SIGTERM; ours must be installed after it."""
+    script = Path(sys.executable).with_name("serve")
+    assert "serve_app.cli" in script.read_text()
+
+
+def test_every_module_says_what_it_owns_and_what_it_never_does() -> None:
+    for path in sorted(p for package in ("engine", "kernels", "serve_app") for p in (ROOT / package).rglob("*.py")):
+        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert len(doc.splitlines()) >= (1 if path.name == "__init__.py" else 2), path.relative_to(ROOT)
