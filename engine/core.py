@@ -72,8 +72,12 @@ class EngineCore:
         output = self._execute(plan)
         if isinstance(output, Exception):
             return events + [self._fail(row.request, ErrorCode.STEP_FAILED, str(output)) for row in rows]
-        for row, scheduled, tokens in zip(rows, plan.rows, output.sampled, strict=True):
-            events += self._apply(row, scheduled, tokens)
+        failed = dict(output.failed)
+        for i, (row, scheduled, tokens) in enumerate(zip(rows, plan.rows, output.sampled, strict=True)):
+            if i in failed:
+                events.append(self._fail(row.request, ErrorCode.STEP_FAILED, failed[i]))
+            else:
+                events += self._apply(row, scheduled, tokens)
         return events
 
     def _execute(self, plan: StepPlan) -> StepOutput | Exception:

@@ -51,9 +51,11 @@ class FakeExecutor:
         eos_token_id: int = 0,
         config: FakeConfig | None = None,
         before_step: Callable[[StepPlan], None] | None = None,
+        failing: Callable[[ScheduledRequest], str | None] | None = None,
         verify_prefix: bool = False,
     ) -> None:
-        """`alphabet`: the tokens that hashes choose from. `before_step` may raise or block, to script failures.
+        """`alphabet`: the tokens that hashes choose from. `before_step` may raise or block, to script a
+        step's failure; `failing` says why a row fails alone.
         `verify_prefix` checks every slot that a row builds on (O(context) a row) and not the newest one alone."""
         self._slots: list[_Slot | None] = [None] * (num_blocks * block_size)
         self._block_size = block_size
@@ -62,6 +64,7 @@ class FakeExecutor:
         self._eos_token_id = eos_token_id
         self._config = config or FakeConfig()
         self._before_step = before_step
+        self._failing = failing or (lambda row: None)
         self._verify_prefix = verify_prefix
         self._prompt_ends: dict[str, int] = {}  # request id -> position of its first sampled token
         self._output: StepOutput | None = None
@@ -72,7 +75,10 @@ class FakeExecutor:
             time.sleep(delay_ms / 1000)
         if self._before_step:
             self._before_step(plan)
-        self._output = StepOutput(plan.step_id, tuple(self._compute(row) for row in plan.rows))
+        failed = tuple((i, why) for i, row in enumerate(plan.rows) if (why := self._failing(row)))
+        bad = {i for i, _ in failed}
+        sampled = tuple(() if i in bad else self._compute(row) for i, row in enumerate(plan.rows))
+        self._output = StepOutput(plan.step_id, sampled, failed)
 
     def collect(self) -> StepOutput:
         assert self._output is not None, "collect without launch"
@@ -122,4 +128,5 @@ class FakeExecutor:
             return self._reply[index] if index < len(self._reply) else self._eos_token_id
         seed = row.sampling.seed if row.sampling.temperature else 0
         choices = [token for token in self._alphabet if token not in row.sampling.banned_token_ids]
+        choices = choices or [self._eos_token_id]
         return choices[mix64(digest ^ mix64(seed ^ mix64(position))) % len(choices)]

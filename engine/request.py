@@ -88,6 +88,14 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
     _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
     max_new = _resolve_max_new(len(prompt), params.max_tokens, config)
     stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos_token_ids))
+    if params.min_tokens and len(stops) >= config.vocab_size:
+        raise RequestRejected(
+            ErrorCode.INVALID_PARAMETER,
+            "stop_token_ids names every token, so that min_tokens leaves none to sample.",
+            "stop_token_ids",
+            config.vocab_size - 1,
+            len(stops),
+        )
     return Request(
         request_id=submission.request_id,
         ticket=ticket,

@@ -71,10 +71,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step returns: `sampled[i]` are row i's new tokens, empty for a MIDDLE row."""
+    """What a step returns: `sampled[i]` are row i's new tokens, empty for a MIDDLE row and for one that failed."""
 
     step_id: int
     sampled: tuple[tuple[int, ...], ...]
+    failed: tuple[tuple[int, str], ...] = ()
+    """(row, why) of rows that failed alone, in row order; the others are good."""
 
 
 class ExecutorFatalError(Exception):

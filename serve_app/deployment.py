@@ -85,11 +85,6 @@ class IngressReplica:
         """Called before a shutdown; see HandleClient.drain."""
         return await self._client.drain(self._settings.drain_timeout_s)
 
-    async def engine_load(self) -> LoadSnapshot:
-        """The load of one engine replica."""
-        snapshot: LoadSnapshot = await self._engine.load.remote()
-        return snapshot
-
 
 def _load_tokenizer(settings: AppSettings) -> tuple[Tokenizer, int]:
     """The model's tokenizer, and when the model was made: the same time in every replica."""

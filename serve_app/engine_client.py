@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.protocol import Event, Submission
+from engine.protocol import Event, LoadSnapshot, Submission
 
 
 class EngineClient(Protocol):
@@ -24,6 +24,10 @@ class EngineClient(Protocol):
 
     async def check_health(self) -> None:
         """Raise EngineError when requests cannot be served."""
+        ...
+
+    async def load(self) -> list[LoadSnapshot]:
+        """Each engine's load after its last step."""
         ...
 
 

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from engine.protocol import TERMINAL, EngineError, ErrorCode, Event, RequestRejected, Submission
+from engine.protocol import TERMINAL, EngineError, ErrorCode, Event, LoadSnapshot, RequestRejected, Submission
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,19 @@ class HandleClient:
                 await self._engine.check_health.remote()
         except (RayError, DeploymentUnavailableError, TimeoutError) as error:
             raise EngineError(ErrorCode.ENGINE_DEAD, "No engine replica answers.") from error
+
+    async def load(self) -> list[LoadSnapshot]:
+        """The load of every engine replica.
+
+        Raises:
+            EngineError: a replica did not answer.
+        """
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                loads: list[LoadSnapshot] = await self._engine.broadcast("load").results_async()
+                return loads
+        except (RayError, TimeoutError) as error:
+            raise EngineError(ErrorCode.ENGINE_DEAD, "An engine replica does not answer.") from error
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests, let live ones finish for `timeout_s`, then end the rest with an error each.

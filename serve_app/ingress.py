@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Generic
 
 from starlette.applications import Starlette
@@ -95,6 +96,9 @@ class _Context:
             raise ApiError(503, told.message, type=told.type, code=told.code, headers=told.headers) from error
         return Response()
 
+    async def load(self, _: Request) -> Response:
+        return JSONResponse({"engines": [asdict(snapshot) for snapshot in await self.client.load()]})
+
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: no such route, not this method."""
@@ -122,6 +126,7 @@ def create_app(
             Route("/v1/models", context.list_models),
             Route("/v1/models/{model_id:path}", context.get_model),
             Route("/health", context.health),
+            Route("/load", context.load),
         ],
         middleware=[Middleware(RequestGuard)],
         exception_handlers={HTTPException: _http_error, ApiError: _api_error, EngineError: _api_error},

@@ -154,6 +154,12 @@ def test_a_token_id_out_of_vocabulary_is_refused_by_value() -> None:
     assert reject(resolved_config(), [1], stop_token_ids=(VOCAB,)).param == "stop_token_ids"
 
 
+def test_stop_tokens_that_leave_nothing_to_sample_are_refused() -> None:
+    """With every token banned until min_tokens, the sampler has no choice, and would fail the step of its neighbours."""
+    error = reject(resolved_config(), [1], stop_token_ids=tuple(range(VOCAB)), min_tokens=1)
+    assert (error.code, error.param) == (ErrorCode.INVALID_PARAMETER, "stop_token_ids")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -275,6 +281,16 @@ def test_a_failed_step_fails_its_own_rows_and_nobody_else() -> None:
     core.run()
     assert core.events["bad"] == [Scheduled("bad", 0), Failed("bad", ErrorCode.STEP_FAILED, "kernel fault")]
     assert len(core.tokens("good")) == 3
+    assert core.load().num_held_blocks == 0
+
+
+def test_a_row_that_fails_alone_leaves_the_rows_beside_it_untouched() -> None:
+    core = RecordingCore(failing=lambda row: "no finite logit" if row.request_id == "bad" and row.start > 20 else None)
+    for name in ("good", "bad", "other"):
+        core.send(name, PROMPT, max_tokens=8, ignore_eos=True)
+    core.run()
+    assert core.events["bad"][-1] == Failed("bad", ErrorCode.STEP_FAILED, "no finite logit")
+    assert core.tokens("good") == core.tokens("other") == answer_alone(PROMPT, max_tokens=8, ignore_eos=True)
     assert core.load().num_held_blocks == 0
 
 

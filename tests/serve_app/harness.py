@@ -10,12 +10,14 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
+from engine.async_engine import AsyncEngine
 from engine.protocol import (
     EngineError,
     Event,
     Failed,
     Finished,
     FinishReason,
+    LoadSnapshot,
     Scheduled,
     Submission,
     Token,
@@ -81,6 +83,21 @@ class ScriptedClient:
     async def check_health(self) -> None:
         if self.health is not None:
             raise self.health
+
+    async def load(self) -> list[LoadSnapshot]:
+        return [LoadSnapshot(0, 0, 8, 0, 0, len(self.submissions))]
+
+
+class LocalClient:
+    """An engine in the same process, as the routes see it."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self.stream = engine.stream
+        self.check_health = engine.check_health
+
+    async def load(self) -> list[LoadSnapshot]:
+        return [self._engine.load()]
 
 
 def app_for(client: ScriptedClient, **options: Any) -> ASGIApp:

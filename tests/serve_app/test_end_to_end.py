@@ -23,8 +23,10 @@ from serve_app.tokenizer import Tokenizer
 from tests.serve_app.harness import (
     CHAT,
     MODEL,
+    PROMPT,
     TIMEOUT_S,
     Exchange,
+    LocalClient,
     ScriptedClient,
     app_for,
     finished,
@@ -75,7 +77,7 @@ def make_app() -> Iterator[MakeApp]:
         fake = config.pop("fake", FakeConfig(reply=REPLY))
         engine = build_engine("", EngineConfig(executor="fake", fake=fake, **config))  # type: ignore[arg-type]
         engines.append(engine)
-        return create_app(engine, Tokenizer.byte_level(), MODEL)
+        return create_app(LocalClient(engine), Tokenizer.byte_level(), MODEL)
 
     yield build
     for engine in engines:
@@ -164,9 +166,23 @@ async def test_many_streams_at_once_each_get_their_own_answer(make_app: MakeApp)
     assert [answer.text for answer in together] == [answer.text for answer in alone]
 
 
+async def test_load_tells_what_each_engine_runs_and_holds(make_app: MakeApp) -> None:
+    app = make_app(num_kv_blocks=8)
+    await Exchange(app, "POST", "/v1/completions", json.dumps({**PROMPT, "max_tokens": 3}).encode()).finish()
+    (load,) = (await Exchange(app, "GET", "/load").finish()).json["engines"]
+    assert load.pop("num_steps") >= 3
+    assert load == {
+        "num_running": 0,
+        "num_waiting": 0,
+        "num_blocks": 8,
+        "num_held_blocks": 0,
+        "num_evictable_blocks": 0,
+    }
+
+
 async def test_a_dead_engine_is_unhealthy_and_refuses(make_app: MakeApp) -> None:
     engine = build_engine("", EngineConfig(executor="fake"))
-    app = create_app(engine, Tokenizer.byte_level(), MODEL)
+    app = create_app(LocalClient(engine), Tokenizer.byte_level(), MODEL)
     assert (await Exchange(app, "GET", "/health").finish()).status == 200
     engine.shutdown()
     assert (await Exchange(app, "GET", "/health").finish()).status == 503

@@ -13,7 +13,7 @@ from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
 from engine.protocol import Event, Finished, SamplingParams, Submission, Token
 from engine.request import create_request
-from engine.step import StepPlan
+from engine.step import ScheduledRequest, StepPlan
 
 EOS = 0
 VOCAB = 32
@@ -47,6 +47,7 @@ class RecordingCore(EngineCore):
         alphabet: Sequence[int] = tuple(range(VOCAB)),
         reply: Sequence[int] | None = None,
         before_step: Callable[[StepPlan], None] | None = None,
+        failing: Callable[[ScheduledRequest], str | None] | None = None,
         **overrides: Any,
     ) -> None:
         config = resolved_config(**overrides)
@@ -61,6 +62,7 @@ class RecordingCore(EngineCore):
             reply=reply,
             eos_token_id=EOS,
             before_step=self._record,
+            failing=failing,
             verify_prefix=True,
         )
         super().__init__(executor, config)

@@ -1,0 +1,234 @@
+"""Owns the proof that `serve run config.yaml` does what the README promises, on a free port, with OpenAI's client.
+Never looks inside the server: what cannot be seen over HTTP is not promised."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.serve_process import ServeProcess, members_of, serve_run
+
+MODEL = "smollm2-135m-instruct"
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def client(default_server: ServeProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{default_server.url}/v1", api_key="none", max_retries=0, timeout=120) as opened:
+        yield opened
+
+
+def loads(server: ServeProcess) -> list[dict[str, int]]:
+    engines: list[dict[str, int]] = httpx.get(f"{server.url}/load", timeout=30).json()["engines"]
+    return engines
+
+
+def wait_until_idle(server: ServeProcess, timeout_s: float = 30) -> list[dict[str, int]]:
+    """Poll until no request is live and no block is held; return the last answer either way."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        engines = loads(server)
+        idle = not any(e["num_running"] or e["num_waiting"] or e["num_held_blocks"] for e in engines)
+        if idle or time.monotonic() > deadline:
+            return engines
+        time.sleep(0.05)
+
+
+# --- the main job, on the real model ---------------------------------------------------------------------------------
+
+
+def test_the_capital_of_france_is_paris(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=30)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_chat_streams_the_text_that_it_answers_whole_and_counts_the_same(client: openai.OpenAI) -> None:
+    request: dict[str, Any] = dict(model=MODEL, messages=FRANCE, temperature=0, max_tokens=40)
+    whole = client.chat.completions.create(**request)
+    chunks = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert whole.usage is not None
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+
+
+def test_a_completion_streams_the_text_that_it_answers_whole(client: openai.OpenAI) -> None:
+    request: dict[str, Any] = dict(model=MODEL, prompt="Once upon a time", temperature=0, max_tokens=24)
+    whole = client.completions.create(**request)
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (4, 24)
+    assert whole.choices[0].finish_reason == "length"
+    chunks = list(client.completions.create(**request, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+
+
+def test_the_same_seed_gives_the_same_text_alone_and_in_a_crowd(client: openai.OpenAI) -> None:
+    def ask(seed: int) -> str:
+        request: dict[str, Any] = dict(model=MODEL, prompt="My favourite food is", temperature=0.8, max_tokens=12)
+        return client.completions.create(**request, seed=seed).choices[0].text
+
+    alone = ask(7)
+    assert ask(8) != alone
+    with ThreadPoolExecutor(4) as pool:
+        crowd = list(pool.map(ask, [7, 1, 2, 3]))
+    assert crowd[0] == alone
+
+
+def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
+    request: dict[str, Any] = dict(model=MODEL, messages=FRANCE, temperature=0, max_tokens=30)
+    answer = client.chat.completions.create(**request, stop=[" France"])
+    assert answer.choices[0].message.content == "The capital of"
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_long_prompt_is_prefilled_while_streams_go_on(client: openai.OpenAI) -> None:
+    long_prompt = "time year people way day man thing woman life child world school state " * 100
+    stream = client.completions.create(
+        model=MODEL, prompt="Count:", max_tokens=120, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    answers: list[Any] = []
+    other = threading.Thread(
+        target=lambda: answers.append(client.completions.create(model=MODEL, prompt=long_prompt, max_tokens=1))
+    )
+    other.start()
+    while_prefilling = 0
+    for _ in stream:
+        while_prefilling += not answers
+    other.join()
+    assert answers[0].usage.prompt_tokens > 1000
+    assert while_prefilling > 0, "the stream has chunks between the long prompt's arrival and its answer"
+
+
+def test_errors_are_openais(client: openai.OpenAI, default_server: ServeProcess) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-9", messages=FRANCE)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=MODEL, prompt="word " * 5000, max_tokens=1)
+    assert long.value.code == "context_length_exceeded"
+    assert "maximum context length is 4096 tokens" in long.value.message
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.completions.create(model=MODEL, prompt="a", max_tokens="many")  # type: ignore[call-overload]
+    assert wrong.value.param == "max_tokens"
+    broken = httpx.post(
+        f"{default_server.url}/v1/completions", content=b'{"model": ', headers={"content-type": "application/json"}
+    )
+    assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_models_and_health(client: openai.OpenAI, default_server: ServeProcess) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    assert httpx.get(f"{default_server.url}/health").status_code == 200
+
+
+# --- clients that go away --------------------------------------------------------------------------------------------
+
+
+def leave_early(server: ServeProcess, seed: int) -> None:
+    """Ask for a long answer on a bare socket, streamed or not, and hang up at a random moment."""
+    rng = random.Random(seed)
+    body = json.dumps(
+        {
+            "model": MODEL,
+            "prompt": "word " * rng.randrange(1, 600),
+            "max_tokens": 1000,
+            "ignore_eos": True,
+            "stream": rng.random() < 0.7,
+        }
+    ).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sock:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        sock.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        sock.settimeout(rng.choice([0.001, 0.05, 0.5, 1.5, 3.0]))
+        try:
+            for _ in range(rng.randrange(1, 20)):
+                sock.recv(4096)
+        except TimeoutError:  # before the first token, or not streaming
+            return
+
+
+def test_fifty_clients_that_leave_at_random_moments_leave_nothing_behind(
+    default_server: ServeProcess, client: openai.OpenAI
+) -> None:
+    with ThreadPoolExecutor(50) as pool:
+        list(pool.map(lambda seed: leave_early(default_server, seed), range(50)))
+    for engine in wait_until_idle(default_server):
+        assert (engine["num_running"], engine["num_waiting"], engine["num_held_blocks"]) == (0, 0, 0)
+    answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=30)
+    assert "Paris" in (answer.choices[0].message.content or "")
+
+
+# --- several replicas, and the end -----------------------------------------------------------------------------------
+
+
+def read_stream(server: ServeProcess, max_tokens: int) -> list[str]:
+    """The `data:` payloads of a streamed completion, up to the end of the response."""
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
+        return [line.removeprefix("data: ") for line in response.iter_lines() if line]
+
+
+def fake(**overrides: Any) -> dict[str, Any]:
+    return {"engine": {"executor": "fake", "fake": {"step_delay_ms": 20}}, **overrides}
+
+
+def gone(server: ServeProcess, timeout_s: float = 20) -> list[str]:
+    """Processes of a `serve run` that has ended, once they had time to follow it."""
+    deadline = time.monotonic() + timeout_s
+    while (left := members_of(server.process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def test_two_engine_replicas_answer_at_once_and_sigterm_lets_streams_finish() -> None:
+    with serve_run(fake(engine_replicas=2, ingress_replicas=2)) as server, ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(read_stream, server, 200) for _ in range(8)]
+        deadline = time.monotonic() + 10
+        while not all(engine["num_running"] for engine in loads(server)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        running = [engine["num_running"] for engine in loads(server)]
+        assert len(running) == 2
+        assert all(running), f"both engines have streams at the same moment: {running}"
+
+        assert server.end(signal.SIGTERM) == 0
+        for stream in streams:
+            payloads = stream.result(timeout=30)
+            assert payloads[-1] == "[DONE]"
+            assert json.loads(payloads[-2])["choices"][0]["finish_reason"] == "length"
+        assert gone(server) == [], "nothing that serve run started outlives it"
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+def test_what_cannot_finish_in_time_ends_with_an_error_frame(how: str) -> None:
+    with serve_run(fake(drain_timeout_s=1)) as server, ThreadPoolExecutor(3) as pool:
+        streams = [pool.submit(read_stream, server, 3000) for _ in range(3)]
+        while sum(engine["num_running"] for engine in loads(server)) < 3:
+            time.sleep(0.05)
+        if how == "Ctrl-C":  # a terminal signals the whole foreground group
+            os.killpg(server.process.pid, signal.SIGINT)
+            assert server.process.wait(60) == 0
+        else:
+            assert server.end(signal.SIGTERM) == 0
+        for stream in streams:
+            payloads = stream.result(timeout=30)
+            assert json.loads(payloads[-2])["error"]["code"] == "draining"
+            assert payloads[-1] == "[DONE]"

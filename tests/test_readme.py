@@ -1,0 +1,68 @@
+"""The README is executed: a block that no test runs is a claim."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from serve_app.reference import BEGIN, END, render
+from tests.support.serve_process import ServeProcess
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = [(kind, text) for kind, text in re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)]
+ADDRESS = "http://127.0.0.1:8000"
+
+
+def block(kind: str, containing: str) -> str:
+    (text,) = [text for other, text in BLOCKS if other == kind and containing in text]
+    return text
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=180)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_block_is_run_by_a_test() -> None:
+    run_here = ["curl ", "from openai import OpenAI", "engine.prepare", "from engine.build import build_engine"]
+    run_by_the_fresh_clone = ["make serve"]
+    for kind, text in BLOCKS:
+        assert sum(mark in text for mark in run_here + run_by_the_fresh_clone) == 1, f"{kind}:\n{text}"
+
+
+def test_the_curl_example_answers_with_paris(default_server: ServeProcess) -> None:
+    answer = json.loads(run(["bash", "-c", block("bash", "curl ").replace(ADDRESS, default_server.url)]))
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+
+
+def test_the_openai_example_prints_a_story_as_it_is_written(default_server: ServeProcess) -> None:
+    story = run([sys.executable, "-c", block("python", "openai").replace(ADDRESS, default_server.url)])
+    assert len(story.split()) > 30
+
+
+def test_the_library_example_prints_scheduled_tokens_and_finished() -> None:
+    lines = run([sys.executable, "-c", block("python", "build_engine")]).splitlines()
+    assert [line.partition("(")[0] for line in lines] == ["Scheduled", *["Token"] * (len(lines) - 2), "Finished"]
+    assert len(lines) > 3
+
+
+def test_the_prepare_example_prints_the_model_directory() -> None:
+    command = block("bash", "engine.prepare").replace(".venv/bin/python", sys.executable)
+    assert (Path(run(["bash", "-c", command]).strip()) / "model.safetensors").is_file()
+
+
+def test_the_configuration_reference_is_what_the_settings_say() -> None:
+    written = README.partition(BEGIN)[2].partition(END)[0].strip()
+    assert written == render().strip(), "run `make docs`"
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
+def test_every_link_leads_to_a_file(link: str) -> None:
+    assert (ROOT / link).exists()
