@@ -39,7 +39,7 @@ def build_engine(model: str, config: EngineConfig) -> AsyncEngine:
 def _build_torch(model: str, config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
     from engine.executor import create_executor
 
-    return create_executor(prepare_model(model), config)
+    return create_executor(prepare_model(model, weights=config.load_format != "dummy"), config)
 
 
 def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:

@@ -12,6 +12,18 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit: garbage is not read into memory whole
 
 
+def check_shape_directory(directory: Path) -> Path:
+    """Return `directory` if it describes a model's shape, which is all that random weights need: config.json.
+
+    Raises:
+        ModelError: there is none; names what was found.
+    """
+    if not (directory / "config.json").is_file():
+        found = sorted(path.name for path in directory.iterdir())
+        raise ModelError(f"{directory} has no config.json; found {', '.join(found[:12]) or 'nothing'}.")
+    return directory
+
+
 def check_model_directory(directory: Path) -> Path:
     """Return `directory` if it can be served: config.json, tokenizer.json, and whole safetensors weights.
 

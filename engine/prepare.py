@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.config import DEFAULT_MODEL
 from engine.default_model import DEFAULT_GGUF_SHA256, download_default_gguf
 from engine.model_cache import ModelError, prepared, say, sha256_of
-from engine.model_source import check_model_directory, download_from_hub
+from engine.model_source import check_model_directory, check_shape_directory, download_from_hub
 
 __all__ = ["ModelError", "main", "prepare_model"]
 
@@ -20,7 +20,7 @@ _CONVERSION = "v1"
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
-def prepare_model(model: str, *, progress: bool = True, verify: bool = False) -> Path:
+def prepare_model(model: str, *, progress: bool = True, verify: bool = False, weights: bool = True) -> Path:
     """Return a directory with config.json, safetensors weights, tokenizer.json and tokenizer_config.json.
 
     Args:
@@ -29,26 +29,27 @@ def prepare_model(model: str, *, progress: bool = True, verify: bool = False) ->
         progress: draw progress bars and a last line with the place on standard error.
         verify: read converted files whole and compare their SHA-256 with those recorded when they were made.
             Directories and hub ids have no such record; their weights' headers and sizes are always checked.
+        weights: false asks of a local directory only its config.json, for `load_format: dummy`.
 
     Raises:
         ModelError: what was given has none of the four forms, or cannot be read, downloaded, converted or cached.
     """
     try:
-        directory = _resolve(model, progress, verify)
+        directory = _resolve(model, progress, verify, weights)
     except OSError as error:
         raise ModelError(f"{model} cannot be read: {error}") from error
     say(f"Model {model} is ready in {directory}", progress)
     return directory
 
 
-def _resolve(model: str, progress: bool, verify: bool) -> Path:
+def _resolve(model: str, progress: bool, verify: bool, weights: bool) -> Path:
     if model == DEFAULT_MODEL:
         return _prepare_default(progress, verify)
     path = Path(model).expanduser()
     if model.endswith(".gguf"):
         return _prepare_gguf(path, progress, verify)
     if model and path.is_dir():
-        return check_model_directory(path.absolute())
+        return (check_model_directory if weights else check_shape_directory)(path.absolute())
     if match := _HUB_ID.fullmatch(model):
         return download_from_hub(match["repo"], match["revision"], progress)
     raise ModelError(

@@ -90,5 +90,5 @@ def _load_tokenizer(settings: AppSettings) -> tuple[Tokenizer, int]:
     """The model's tokenizer, and when the model was made: the same time in every replica."""
     if settings.engine.executor == "fake":
         return Tokenizer.byte_level(), 0
-    path = prepare_model(settings.model)
+    path = prepare_model(settings.model, weights=settings.engine.load_format != "dummy")
     return Tokenizer.from_dir(path), int((path / "config.json").stat().st_mtime)

@@ -155,7 +155,7 @@ def test_a_token_id_out_of_vocabulary_is_refused_by_value() -> None:
 
 
 def test_stop_tokens_that_leave_nothing_to_sample_are_refused() -> None:
-    """With every token banned until min_tokens, the sampler has no choice, and would fail the step of its neighbours."""
+    """With every token banned until min_tokens, the sampler has no choice, and fails its neighbours' step."""
     error = reject(resolved_config(), [1], stop_token_ids=tuple(range(VOCAB)), min_tokens=1)
     assert (error.code, error.param) == (ErrorCode.INVALID_PARAMETER, "stop_token_ids")
 

@@ -1,0 +1,1 @@
+"""Operations for CPUs. Importing this package imports nothing else."""

@@ -1,0 +1,160 @@
+"""Owns paged attention for the CPU: gather each row's context, then matrix products over all heads at once.
+Never loops over tokens, and never reads a slot that no row owns (stale or poisoned slots cannot leak)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.reference import PagedRows
+
+# Decode rows are padded to the longest of their bucket: powers of two, so padding at most doubles a row's work and one
+# long row does not make every row pay. Below this length a call costs more than the padding it saves.
+SMALLEST_BUCKET = 256
+# Scores held at a time, in elements; a longer chunk is done in slices of its queries. 64 MiB in bfloat16.
+MOST_SCORES = 1 << 25
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBucket:
+    """Decode rows of similar length, as one batch."""
+
+    rows: Tensor | None
+    """[bucket_rows] row numbers, None if the bucket is all of the step's tokens in order."""
+    cells: Tensor
+    """[bucket_rows * kv_heads * longest]; padding repeats the row's own first slot, which is always written."""
+    mask: Tensor | None
+    """[bucket_rows, 1, 1, longest], -inf on padding; None where all rows are equally long."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRow:
+    """One prefill chunk: tokens [first, first + count) of the step."""
+
+    first: int
+    count: int
+    cells: Tensor
+    """[kv_heads * (context + count)]"""
+    mask: Tensor
+    """[count, context + count], -inf on the future."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Gather indices and masks, built once per step and used by every layer.
+
+    A cell is one KV head of one slot: cell = slot * kv_heads + head. Gathering cells head by head gives matrices that
+    are contiguous per head, at the price of gathering slots; strided ones are three times slower to multiply.
+    """
+
+    decodes: tuple[DecodeBucket, ...]
+    chunks: tuple[ChunkRow, ...]
+
+
+def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> AttentionPlan:
+    """`dtype` is that of the queries: a mask of another type would be converted again in every layer."""
+    first, chunks = rows.num_decode, []
+    for row in range(rows.num_decode, len(rows.counts)):
+        context, count = rows.contexts[row], rows.counts[row]
+        mask = torch.full((count, context + count), -torch.inf, dtype=dtype).triu_(diagonal=context + 1)
+        chunks.append(ChunkRow(first, count, _cells(rows.slots(row), kv_heads), mask))
+        first += count
+    return AttentionPlan(_decode_buckets(rows, kv_heads, dtype), tuple(chunks))
+
+
+def _cells(slots: Tensor, kv_heads: int) -> Tensor:
+    """[..., length] slots -> [... * kv_heads * length] cells."""
+    return (slots.unsqueeze(-2) * kv_heads + torch.arange(kv_heads).unsqueeze(-1)).flatten()
+
+
+def _decode_buckets(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> tuple[DecodeBucket, ...]:
+    members: dict[int, list[int]] = {}
+    for row in range(rows.num_decode):
+        length = max(rows.contexts[row] + 1, SMALLEST_BUCKET)
+        members.setdefault((length - 1).bit_length(), []).append(row)
+    return tuple(_decode_bucket(rows, bucket, kv_heads, dtype) for bucket in members.values())
+
+
+def _decode_bucket(rows: PagedRows, members: list[int], kv_heads: int, dtype: torch.dtype) -> DecodeBucket:
+    everything = len(members) == len(rows.counts)
+    index = torch.tensor(members)
+    lengths = torch.tensor([rows.contexts[row] + 1 for row in members]).unsqueeze(1)
+    positions = torch.arange(int(lengths.max())).unsqueeze(0)
+    padding = positions >= lengths  # [bucket_rows, longest]
+    positions = positions.masked_fill(padding, 0)
+    blocks = rows.block_tables[index].gather(1, positions // rows.block_size)
+    slots = blocks * rows.block_size + positions % rows.block_size
+    mask = torch.zeros(padding.shape, dtype=dtype).masked_fill_(padding, -torch.inf) if padding.any() else None
+    mask = None if mask is None else mask[:, None, None]
+    return DecodeBucket(None if everything else index, _cells(slots, kv_heads), mask)
+
+
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    """q: [num_tokens, heads, head_dim]; caches: [num_blocks, block_size, kv_heads, head_dim], this step's written."""
+    if not plan.chunks and len(plan.decodes) == 1:
+        return _decode(q, k_cache, v_cache, plan.decodes[0], scale)
+    out = torch.empty_like(q)
+    for bucket in plan.decodes:
+        assert bucket.rows is not None, "a bucket that is the whole step returned above"
+        out.index_copy_(0, bucket.rows, _decode(q.index_select(0, bucket.rows), k_cache, v_cache, bucket, scale))
+    for chunk in plan.chunks:
+        tokens = slice(chunk.first, chunk.first + chunk.count)
+        out[tokens] = _chunk(q[tokens], k_cache, v_cache, chunk, scale)
+    return out
+
+
+def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: DecodeBucket, scale: float) -> Tensor:
+    rows, heads, head_dim = q.shape
+    kv_heads = k_cache.shape[2]
+    # The query heads that share a KV head stand in for query positions: no copy of K and V for each of them.
+    grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
+    k = _gather(k_cache, bucket.cells, rows * kv_heads)  # [rows * kv_heads, longest, head_dim]
+    v = _gather(v_cache, bucket.cells, rows * kv_heads)
+    if q.dtype == torch.bfloat16:
+        return _matmul_attention(grouped, k, v, bucket.mask, scale).view(rows, heads, head_dim)
+    k, v = (x.view(rows, kv_heads, -1, head_dim) for x in (k, v))
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bucket.mask, scale=scale)
+    return out.reshape(rows, heads, head_dim)
+
+
+def _chunk(q: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: ChunkRow, scale: float) -> Tensor:
+    count, heads, head_dim = q.shape
+    kv_heads = k_cache.shape[2]
+    grouped = q.reshape(count, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
+    k = _gather(k_cache, chunk.cells, kv_heads)  # [kv_heads, context + count, head_dim]
+    v = _gather(v_cache, chunk.cells, kv_heads)
+    if q.dtype == torch.bfloat16:
+        step = max(1, MOST_SCORES // (heads * k.shape[1]))
+        parts = zip(grouped.split(step, dim=2), chunk.mask.split(step), strict=True)  # type: ignore[no-untyped-call]
+        out = torch.cat([_matmul_attention(queries, k, v, mask, scale) for queries, mask in parts], dim=2)
+    else:
+        k, v = (x.unsqueeze(1).expand(-1, heads // kv_heads, -1, -1) for x in (k, v))  # stride 0: nothing is copied
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=chunk.mask, scale=scale)
+    return out.permute(2, 0, 1, 3).reshape(count, heads, head_dim)  # from [kv_heads, group, count, head_dim]
+
+
+def _gather(cache: Tensor, cells: Tensor, matrices: int) -> Tensor:
+    """# [matrices, length, head_dim]"""
+    head_dim = cache.shape[-1]
+    return cache.view(-1, head_dim).index_select(0, cells).view(matrices, -1, head_dim)
+
+
+def _matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """softmax(q k^T * scale + mask) v by whole matrices, for bfloat16, which torch's fused CPU kernel widens first.
+
+    2 to 3 times as fast; scores are rounded to bfloat16 before the softmax, as transformers' eager attention does.
+    q: [a, b, queries, head_dim], k and v: [a or a * b, length, head_dim], mask: broadcasts to [a, b, queries, length].
+    """
+    matrices, length, head_dim = k.shape
+    if mask is None:
+        scores = q.new_empty(matrices, q.numel() // (matrices * head_dim), length)
+    else:
+        # A clone even where `reshape` would do with a view: the product is added to it in place.
+        scores = mask.expand(*q.shape[:3], length).clone(memory_format=torch.contiguous_format)
+        scores = scores.view(matrices, -1, length)
+    queries = q.reshape(matrices, -1, head_dim)
+    scores.baddbmm_(queries, k.transpose(1, 2), beta=0 if mask is None else 1, alpha=scale)
+    return torch.bmm(scores.softmax(dim=-1), v).view(q.shape)

@@ -1,0 +1,42 @@
+"""Owns norms, rotation, activation and cache writes for the CPU, in few torch operators.
+Never loops over tokens, and never decides which rows exist."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x: [..., size], weight: [size]."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x, residual: [num_tokens, size], residual in float32. Returns (normed sum in x's type, sum in float32)."""
+    total = residual + x
+    return F.rms_norm(total, weight.shape, weight.float(), eps).to(x.dtype), total
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [num_tokens, heads, head_dim], cos and sin: [num_tokens, head_dim / 2] in float32, which promotes x."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    rotated = torch.empty(x.shape, dtype=cos.dtype)
+    half = cos.shape[-1]
+    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=rotated[..., half:]).addcmul_(first, sin)
+    return rotated.to(x.dtype)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """[num_tokens, 2 * size] -> [num_tokens, size]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def write_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """k, v: [num_tokens, kv_heads, head_dim]; caches: [num_blocks, block_size, kv_heads, head_dim]."""
+    k_cache.flatten(0, 1).index_copy_(0, slots, k)
+    v_cache.flatten(0, 1).index_copy_(0, slots, v)

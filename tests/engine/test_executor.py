@@ -1,0 +1,299 @@
+"""Owns the executor's contract at the seam, on tiny checkpoints that transformers computes too.
+Never measures time; the golden tests hold the default model to recorded tolerances."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import ConfigError, EngineConfig
+from engine.executor import TorchExecutor, create_executor
+from engine.inputs import build_inputs
+from engine.step import RowKind, RowSampling, ScheduledRequest, StepPlan
+from engine.weights import CheckpointError
+from kernels.ops import select_ops
+from tests.support.plans import chunk, decode, forced_logits, forced_logits_together, greedy, greedy_text, run
+from tests.support.tiny_models import KINDS, VOCAB, edit_config, save_model
+
+TOKENS = torch.randint(0, VOCAB, (70,), generator=torch.Generator().manual_seed(5)).tolist()
+BLOCKS = (9, 3, 11, 0, 7)
+OTHER_BLOCKS = (1, 2, 4, 5, 6)
+
+
+def make(directory: Path, **settings: Any) -> TorchExecutor:
+    return create_executor(directory, EngineConfig(**{"dtype": "float32", "num_kv_blocks": 12} | settings))[0]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    save_model("llama", directory)
+    return directory
+
+
+@pytest.fixture
+def executor(checkpoint: Path) -> Iterator[TorchExecutor]:
+    executor = make(checkpoint)
+    yield executor
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers_for_every_family_and_chunk_size(kind: str, tmp_path: Path) -> None:
+    model = save_model(kind, tmp_path)
+    with torch.inference_mode():
+        want = model(torch.tensor([TOKENS])).logits[0].float()
+    executor = make(tmp_path)
+    for size in (1, 4, 16, 17, None):
+        torch.testing.assert_close(forced_logits(executor, TOKENS, BLOCKS, size), want, atol=2e-4, rtol=1e-4)
+    sequences, tables = [TOKENS, TOKENS[:33]], [BLOCKS, OTHER_BLOCKS]
+    for got, tokens in zip(forced_logits_together(executor, sequences, tables, 16), sequences, strict=True):
+        torch.testing.assert_close(got, want[: len(tokens)], atol=2e-4, rtol=1e-4)
+
+
+def test_the_reference_backend_computes_the_same_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = forced_logits(make(checkpoint), TOKENS, BLOCKS, 16)
+    monkeypatch.setattr("engine.executor.select_ops", lambda: select_ops("reference"))
+    executor, resolved = create_executor(checkpoint, EngineConfig(dtype="float32", num_kv_blocks=12))
+    assert resolved.attention_backend == "reference"
+    torch.testing.assert_close(forced_logits(executor, TOKENS, BLOCKS, 16), fast, atol=2e-4, rtol=1e-4)
+
+
+def test_greedy_tokens_equal_those_of_transformers(tmp_path: Path) -> None:
+    model = save_model("qwen3", tmp_path)
+    prompt = torch.tensor([TOKENS[:20]])
+    answer = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=30, do_sample=False, eos_token_id=None
+    )
+    assert greedy_text(make(tmp_path), TOKENS[:20], BLOCKS, 30, chunk_size=8) == answer[0, 20:].tolist()
+
+
+def test_each_row_kind_returns_what_it_should(executor: TorchExecutor) -> None:
+    prompt = TOKENS[:20]
+    assert run(executor, chunk("a", prompt, 0, 19, BLOCKS)) == ((),)
+    first = run(executor, chunk("a", prompt, 19, 20, BLOCKS))  # a last chunk of one token is no decode row
+    mixed = run(
+        executor,
+        decode("a", first[0][0], 20, BLOCKS),
+        chunk("b", TOKENS, 0, 30, OTHER_BLOCKS),
+    )
+    assert [len(tokens) for tokens in (*first, *mixed)] == [1, 1, 0]
+
+
+def test_a_mixed_step_gives_every_row_what_it_gets_alone(executor: TorchExecutor) -> None:
+    alone = greedy_text(executor, TOKENS[:20], BLOCKS, 3)
+    other = greedy_text(executor, TOKENS[5:40], OTHER_BLOCKS, 1)
+    first = run(executor, chunk("a", TOKENS[:20], 0, 20, BLOCKS))[0]
+    second, middle = run(executor, decode("a", first[0], 20, BLOCKS), chunk("b", TOKENS[5:40], 0, 17, OTHER_BLOCKS))
+    third, last = run(executor, decode("a", second[0], 21, BLOCKS), chunk("b", TOKENS[5:40], 17, 35, OTHER_BLOCKS))
+    assert [*first, *second, *third] == alone
+    assert (middle, list(last)) == ((), other)
+
+
+def test_two_requests_may_share_the_blocks_of_a_prefix(executor: TorchExecutor) -> None:
+    """What a prefix-cache hit is to the executor: a row that starts where another request's KV ends."""
+    whole = greedy_text(executor, TOKENS[:40], BLOCKS, 4)
+    prompt, shared = TOKENS[:40], (*BLOCKS[:2], *OTHER_BLOCKS)
+    tokens = [*run(executor, chunk("hit", prompt, 32, 40, shared))[0]]
+    while len(tokens) < 4:
+        tokens += run(executor, decode("hit", tokens[-1], 39 + len(tokens), shared))[0]
+    assert tokens == whole
+
+
+def test_what_a_freed_block_held_never_leaks(checkpoint: Path) -> None:
+    executor = make(checkpoint)
+    clean = greedy_text(executor, TOKENS[:20], BLOCKS, 5)
+    for tensors in executor._cache.layers:
+        for tensor in tensors:
+            tensor.fill_(torch.nan)
+    assert greedy_text(executor, TOKENS[:20], BLOCKS, 5, chunk_size=7) == clean
+
+
+def test_a_row_without_finite_logits_fails_alone(checkpoint: Path) -> None:
+    executor = make(checkpoint)
+    good, bad = chunk("good", [1, 2, 3], 0, 3, (0,)), chunk("bad", [1, 7], 0, 2, (1,))
+    (expected,) = run(executor, good)
+    weights = executor._model._weights
+    embedding = weights.embedding.clone()
+    embedding[7] = torch.nan  # whoever reads this token gets NaN
+    executor._model._weights = replace(weights, embedding=embedding)
+    executor.launch(StepPlan(1, (bad, good)))
+    output = executor.collect()
+    assert output.failed == ((0, "The model gave no finite logit."),)
+    assert output.sampled == ((), expected)
+
+
+def test_collect_returns_launched_steps_in_order(executor: TorchExecutor) -> None:
+    for step_id in (4, 5):
+        executor.launch(StepPlan(step_id, (chunk("a", TOKENS, 0, 3, BLOCKS),)))
+    assert [executor.collect().step_id for _ in "ab"] == [4, 5]
+    executor.forget(["a"])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (ScheduledRequest("r", RowKind.MIDDLE, 0, (), (1,), None), "1 blocks for 0..0"),
+        (ScheduledRequest("r", RowKind.MIDDLE, 10, (5,) * 7, (1,), None), "1 blocks for 10..17"),
+        (ScheduledRequest("r", RowKind.DECODE, 3, (5, 6), (1,), greedy(5)), "holds one token"),
+        (ScheduledRequest("r", RowKind.LAST, 0, (5,), (1,), None), "kind last with sampling None"),
+        (ScheduledRequest("r", RowKind.MIDDLE, 0, (5,), (1,), greedy(1)), "kind middle with sampling"),
+    ],
+)
+def test_a_plan_that_breaks_the_contract_fails_alone(
+    executor: TorchExecutor, row: ScheduledRequest, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        executor.launch(StepPlan(1, (row,)))
+    assert len(run(executor, chunk("a", TOKENS, 0, 70, BLOCKS))[0]) == 1
+
+
+def test_a_decode_row_after_a_chunk_is_refused(executor: TorchExecutor) -> None:
+    with pytest.raises(ValueError, match="comes before all chunks"):
+        run(executor, chunk("a", TOKENS, 0, 3, BLOCKS), decode("b", 1, 0, OTHER_BLOCKS))
+    with pytest.raises(ValueError, match="no rows"):
+        run(executor)
+
+
+def test_a_token_outside_the_vocabulary_fails_its_own_step_only(executor: TorchExecutor) -> None:
+    with pytest.raises(IndexError):
+        run(executor, chunk("a", [VOCAB], 0, 1, BLOCKS))
+    executor.launch(StepPlan(8, (chunk("a", TOKENS, 0, 70, BLOCKS),)))
+    assert executor.collect().step_id == 8
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.booleans(), st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=6),
+    block_size=st.integers(1, 20),
+)
+def test_slots_and_positions_equal_a_naive_count(rows: list[tuple[bool, int, int]], block_size: int) -> None:
+    plan_rows, slots, positions, next_block = [], [], [], 0
+    for is_decode, start, count in sorted(rows, reverse=True):
+        length = 1 if is_decode else count
+        blocks = tuple(range(next_block, next_block + -(-(start + length) // block_size) + 1))[::-1]
+        next_block += len(blocks)
+        kind = RowKind.DECODE if is_decode else RowKind.MIDDLE
+        sampling = greedy(start + 1) if is_decode else None
+        plan_rows.append(ScheduledRequest("r", kind, start, (7,) * length, blocks, sampling))
+        for position in range(start, start + length):
+            positions.append(position)
+            slots.append(blocks[position // block_size] * block_size + position % block_size)
+    inputs = build_inputs(StepPlan(0, tuple(plan_rows)), block_size)
+    assert inputs.slots.tolist() == slots
+    assert inputs.positions.tolist() == positions
+    assert inputs.sampled_tokens.tolist() == list(range(sum(is_decode for is_decode, _, _ in rows)))
+
+
+def test_two_engines_in_one_process_do_not_mix(checkpoint: Path, tmp_path: Path) -> None:
+    save_model("qwen2", tmp_path)
+    first, second = make(checkpoint), make(tmp_path, block_size=8, num_kv_blocks=20)
+    want = [greedy_text(executor, TOKENS[:20], BLOCKS, 4) for executor in (first, second)]
+    for executor in (first, second):
+        executor.launch(StepPlan(0, (chunk("a", TOKENS[:20], 0, 20, BLOCKS),)))
+    got = [executor.collect().sampled[0] for executor in (first, second)]
+    assert [tokens[0] for tokens in got] == [text[0] for text in want]
+    second.shutdown()
+    second.shutdown()
+    assert greedy_text(first, TOKENS[:20], BLOCKS, 4) == want[0]
+
+
+def test_the_thread_count_is_set_in_the_thread_that_runs_the_steps(checkpoint: Path) -> None:
+    executor, seen = make(checkpoint, num_threads=1), []
+
+    def step() -> None:
+        torch.set_num_threads(2)
+        run(executor, chunk("a", TOKENS, 0, 70, BLOCKS))
+        seen.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    torch.set_num_threads(before)
+    assert seen == [1]
+
+
+def test_dummy_weights_need_only_the_config(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    texts = [greedy_text(make(tmp_path, load_format="dummy"), TOKENS[:9], BLOCKS, 5) for _ in "ab"]
+    assert texts[0] == texts[1]
+    with pytest.raises(CheckpointError):
+        make(tmp_path)
+
+
+def test_seeded_sampling_does_not_depend_on_chunks_or_neighbours(executor: TorchExecutor) -> None:
+    drawn = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.0, seed=42, position=40)
+    last = ScheduledRequest("a", RowKind.LAST, 30, tuple(TOKENS[30:40]), BLOCKS, drawn)
+    run(executor, chunk("a", TOKENS, 0, 30, BLOCKS))
+    alone = run(executor, last)
+    together = run(executor, decode("b", 3, 0, OTHER_BLOCKS), last)
+    whole = run(executor, ScheduledRequest("a", RowKind.LAST, 0, tuple(TOKENS[:40]), BLOCKS, drawn))
+    assert alone[0] == together[1] == whole[0]
+
+
+# What the machine and the checkpoint make of a config.
+
+
+def resolve(directory: Path, **settings: Any) -> Any:
+    return create_executor(directory, EngineConfig(**{"num_kv_blocks": 4, "load_format": "dummy"} | settings))[1]
+
+
+def test_defaults_come_from_the_checkpoint(checkpoint: Path) -> None:
+    resolved = resolve(checkpoint)
+    assert (resolved.max_model_len, resolved.vocab_size, resolved.eos_token_ids) == (256, VOCAB, (2,))
+    assert resolved.max_prefill_tokens == resolved.max_num_batched_tokens == 512
+    assert set(resolved.reasons) == {"max_model_len", "dtype", "num_kv_blocks", "num_threads", "attention_backend"}
+
+
+def test_a_context_longer_than_the_checkpoint_serves_is_refused_with_the_numbers(checkpoint: Path) -> None:
+    assert resolve(checkpoint, max_model_len=256).max_model_len == 256
+    with pytest.raises(ConfigError, match=r"max_model_len is 257, .* at most 256 positions"):
+        resolve(checkpoint, max_model_len=257)
+
+
+def test_rope_scaling_lets_a_context_grow(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    edit_config(tmp_path, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
+    assert resolve(tmp_path).max_model_len == 256
+    assert resolve(tmp_path, max_model_len=1024).max_model_len == 1024
+
+
+def test_kv_blocks_follow_from_memory_and_type(checkpoint: Path) -> None:
+    one_mib = 1 / 1024
+    blocks = {
+        dtype: resolve(checkpoint, num_kv_blocks=None, kv_cache_memory_gib=one_mib, dtype=dtype).num_kv_blocks
+        for dtype in ("float32", "bfloat16")
+    }
+    per_token = 2 * 3 * 2 * 8  # K and V, layers, KV heads, head_dim
+    assert blocks == {"float32": 2**20 // (per_token * 16 * 4), "bfloat16": 2**20 // (per_token * 16 * 2)}
+    with pytest.raises(ConfigError, match="one block of this model takes"):
+        resolve(checkpoint, num_kv_blocks=None, kv_cache_memory_gib=1e-6)
+
+
+@pytest.mark.parametrize(("flags", "dtype"), [({"avx2"}, "float32"), ({"avx512_bf16"}, "bfloat16"), (set(), "float32")])
+def test_auto_takes_bfloat16_only_where_the_cpu_has_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, flags: set[str], dtype: str
+) -> None:
+    monkeypatch.setattr("engine.resolve.cpu_flags", lambda: frozenset(flags))
+    resolved = resolve(checkpoint, dtype="auto")
+    assert resolved.dtype == dtype
+    assert "bf16" in resolved.reasons["dtype"]
+
+
+def test_end_tokens_come_from_the_generation_config_first(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    assert resolve(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 2]}')
+    assert resolve(tmp_path).eos_token_ids == (5, 2)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(CheckpointError, match="eos_token_id is 'x'"):
+        resolve(tmp_path)

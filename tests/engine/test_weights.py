@@ -1,0 +1,162 @@
+"""Owns the loading of checkpoints: whole, sharded, cast, random; and the refusal of broken ones by name.
+Never checks what the model computes with them: the executor's and the golden tests do."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.models.config import read_model_config
+from engine.models.parameters import DecoderWeights, checkpoint_table
+from engine.weights import INDEX_FILE, CheckpointError, dummy_weights, load_weights
+from tests.support.tiny_models import KINDS, edit_config, save_model
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_model("llama", tmp_path)
+    return tmp_path
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> DecoderWeights:
+    return load_weights(directory, read_model_config(directory), dtype)
+
+
+def rewrite(directory: Path, **changes: torch.Tensor | None) -> None:
+    """Replace tensors (dots spelled as double underscores), or drop them with None."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for key, value in changes.items():
+        tensors.pop(key.replace("__", "."), None)
+        if value is not None:
+            tensors[key.replace("__", ".")] = value
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_of_a_checkpoint_lands_in_its_place(kind: str, tmp_path: Path) -> None:
+    state = save_model(kind, tmp_path).state_dict()
+    config = read_model_config(tmp_path)
+    table = checkpoint_table(config, load(tmp_path))
+    names = set(state) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    assert set(table) == names
+    for name, view in table.items():
+        torch.testing.assert_close(view, state[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_table_fills_every_element_exactly_once(kind: str, tmp_path: Path) -> None:
+    save_model(kind, tmp_path)
+    config = read_model_config(tmp_path)
+    weights = load(tmp_path)
+    views = checkpoint_table(config, weights).values()
+    spans = sorted((view.data_ptr(), view.data_ptr() + view.numel() * view.element_size()) for view in views)
+    assert all(first[1] <= second[0] for first, second in pairwise(spans))
+    layer = weights.layers[0]
+    fields = [getattr(layer, field) for field in layer.__dataclass_fields__]
+    owned = sum(tensor.numel() for tensor in fields if tensor is not None) * len(weights.layers)
+    owned += weights.embedding.numel() + weights.norm.numel()
+    owned += 0 if config.tie_word_embeddings else weights.lm_head.numel()
+    assert sum(view.numel() for view in views) == owned
+
+
+def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
+    save_model("llama_tied", tmp_path)
+    weights = load(tmp_path)
+    assert weights.lm_head.data_ptr() == weights.embedding.data_ptr()
+
+
+def test_a_sharded_checkpoint_loads_like_a_whole_one(checkpoint: Path, tmp_path: Path) -> None:
+    shards = tmp_path / "shards"
+    save_model("llama", shards, max_shard_size="60KB")
+    assert (shards / INDEX_FILE).exists()
+    assert len(list(shards.glob("*.safetensors"))) > 1
+    torch.testing.assert_close(load(shards).layers[2].qkv, load(checkpoint).layers[2].qkv, rtol=0, atol=0)
+
+
+def test_weights_are_cast_to_the_type_asked_for(checkpoint: Path) -> None:
+    weights = load(checkpoint, torch.bfloat16)
+    assert weights.layers[1].gate_up.dtype == torch.bfloat16
+    torch.testing.assert_close(weights.norm, load(checkpoint).norm.bfloat16(), rtol=0, atol=0)
+
+
+def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
+    rewrite(checkpoint, model__layers__1__mlp__up_proj__weight=None)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight missing from model\.safet"):
+        load(checkpoint)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(checkpoint: Path) -> None:
+    rewrite(checkpoint, model__norm__weight=torch.ones(47))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \[47\], but config\.json says \[48\]"):
+        load(checkpoint)
+
+
+def test_a_tensor_that_is_not_floating_point_is_refused(checkpoint: Path) -> None:
+    rewrite(checkpoint, model__norm__weight=torch.ones(48, dtype=torch.int8))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is I8; supported are F64, F32, F16, BF16"):
+        load(checkpoint)
+
+
+def test_a_left_over_tensor_is_refused_because_the_model_would_be_another(checkpoint: Path) -> None:
+    rewrite(checkpoint, model__layers__0__self_attn__q_proj__bias=torch.ones(48))
+    with pytest.raises(CheckpointError, match=r"unexpected tensor model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load(checkpoint)
+
+
+def test_known_harmless_left_overs_are_ignored(tmp_path: Path) -> None:
+    save_model("llama_tied", tmp_path)
+    rewrite(
+        tmp_path,
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4),
+        lm_head__weight=torch.ones(211, 48),
+    )
+    load(tmp_path)
+
+
+def test_an_untied_checkpoint_needs_its_own_output_matrix(tmp_path: Path) -> None:
+    save_model("llama_tied", tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight missing"):
+        load(tmp_path)
+
+
+def test_a_corrupt_file_is_an_error_that_names_it(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file"):
+        load(checkpoint)
+
+
+def test_a_missing_shard_is_named_with_what_it_held(tmp_path: Path) -> None:
+    save_model("llama", tmp_path, max_shard_size="60KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=rf"{shard.name} is missing: .*says that it holds \S+"):
+        load(tmp_path)
+
+
+def test_an_index_without_a_map_is_refused(checkpoint: Path) -> None:
+    (checkpoint / INDEX_FILE).write_text(json.dumps({"metadata": {}}))
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        load(checkpoint)
+
+
+def test_a_directory_without_weights_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors"):
+        load(checkpoint)
+
+
+def test_dummy_weights_are_complete_and_the_same_for_the_same_seed(checkpoint: Path) -> None:
+    config = read_model_config(checkpoint)
+    first, second, other = (dummy_weights(config, torch.float32, seed) for seed in (0, 0, 1))
+    for name, view in checkpoint_table(config, first).items():
+        assert view.isfinite().all(), name
+        torch.testing.assert_close(view, checkpoint_table(config, second)[name], rtol=0, atol=0)
+    assert not torch.equal(first.embedding, other.embedding)

@@ -1,0 +1,114 @@
+"""Owns the promise that text does not depend on how it was scheduled: chunks, neighbours, cache hits, migration.
+Never uses bfloat16, where two orders of addition may flip a near tie."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.config import DEFAULT_MODEL, ResolvedConfig
+from engine.core import EngineCore
+from engine.executor import TorchExecutor
+from engine.prepare import prepare_model
+from engine.protocol import Finished, SamplingParams, Submission, Token
+from engine.request import create_request
+from tests.golden.models import make_executor, tokenized_prompts
+
+NEW_TOKENS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+class Bench:
+    """One set of weights under many engine cores, each with an empty block manager."""
+
+    def __init__(self, executor: TorchExecutor, resolved: ResolvedConfig) -> None:
+        self.executor, self.resolved = executor, resolved
+        self.prompts = tokenized_prompts()[:6]
+        self.cached: dict[str, int] = {}
+
+    def serve(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, rounds: int = 1, **overrides: Any
+    ) -> list[list[int]]:
+        """Texts of the last round, all prompts of a round submitted at once; `cached` keeps its cached tokens."""
+        core = EngineCore(self.executor, dataclasses.replace(self.resolved, **overrides))
+        texts: dict[str, list[int]] = {}
+        for _ in range(rounds):
+            texts = {str(number): [] for number in range(len(prompts))}
+            for number, prompt in enumerate(prompts):
+                submission = Submission(str(number), tuple(prompt), params)
+                assert not core.submit(create_request(submission, core.config, number))
+            while core.has_work:
+                for event in core.step():
+                    if isinstance(event, Token):
+                        texts[event.request_id].append(event.token_id)
+                    elif isinstance(event, Finished):
+                        self.cached[event.request_id] = event.usage.cached_tokens
+        return list(texts.values())
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench(*make_executor(prepare_model(DEFAULT_MODEL), "float32"))
+
+
+@pytest.fixture(scope="module")
+def alone(bench: Bench) -> list[list[int]]:
+    """Each prompt by itself, unchunked, without a prefix cache."""
+    return [bench.serve([prompt], GREEDY, enable_prefix_caching=False)[0] for prompt in bench.prompts]
+
+
+def test_greedy_text_equals_that_of_transformers(bench: Bench, alone: list[list[int]]) -> None:
+    directory: Path = prepare_model(DEFAULT_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for prompt, text in zip(bench.prompts[:3], alone, strict=False):
+        ids = torch.tensor([prompt])
+        answer = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
+        )
+        assert answer[0, len(prompt) :].tolist() == text
+
+
+@pytest.mark.parametrize("budget", [4, 64, 512])
+def test_greedy_text_is_the_same_for_every_chunk_budget_and_any_neighbours(
+    bench: Bench, alone: list[list[int]], budget: int
+) -> None:
+    settings = {"max_num_batched_tokens": budget, "max_prefill_tokens": budget, "max_num_seqs": min(6, budget - 1)}
+    assert bench.serve(bench.prompts, GREEDY, enable_prefix_caching=False, **settings) == alone
+
+
+@pytest.mark.parametrize("budget", [64, 512])
+def test_greedy_text_is_the_same_after_a_prefix_cache_hit(bench: Bench, alone: list[list[int]], budget: int) -> None:
+    bench.cached.clear()
+    settings = {"max_num_batched_tokens": budget, "max_prefill_tokens": budget, "max_num_seqs": 6}
+    assert bench.serve(bench.prompts, GREEDY, rounds=2, **settings) == alone
+    assert sorted(bench.cached.values())[1] >= 16, f"nothing was reused: {bench.cached}"
+
+
+def test_greedy_text_is_the_same_when_requests_wait_for_blocks(bench: Bench, alone: list[list[int]]) -> None:
+    """So few blocks that most requests are admitted late, into blocks that others have just left."""
+    longest = max(len(prompt) for prompt in bench.prompts) + NEW_TOKENS
+    blocks = -(-longest // bench.resolved.block_size) + 6
+    settings = {"num_kv_blocks": blocks, "max_num_seqs": 6, "max_num_batched_tokens": 64, "max_prefill_tokens": 64}
+    assert bench.serve(bench.prompts, GREEDY, **settings) == alone
+
+
+def test_sampled_text_depends_on_the_seed_only(bench: Bench) -> None:
+    prompts = bench.prompts[:3]
+    whole = [bench.serve([prompt], SAMPLED)[0] for prompt in prompts]
+    assert bench.serve(prompts, SAMPLED, max_num_batched_tokens=5, max_prefill_tokens=5, max_num_seqs=3) == whole
+    assert bench.serve(prompts[:1], dataclasses.replace(SAMPLED, seed=6)) != whole[:1]
+
+
+def test_a_stream_resumed_elsewhere_goes_on_with_the_same_tokens(bench: Bench) -> None:
+    """Migration: prompt and tokens so far, resubmitted with the same seed, give the rest of the same answer."""
+    prompt = bench.prompts[0]
+    whole = bench.serve([prompt], SAMPLED)[0]
+    rest = dataclasses.replace(SAMPLED, max_tokens=NEW_TOKENS - 9)
+    assert bench.serve([prompt + whole[:9]], rest)[0] == whole[9:]

@@ -1,0 +1,61 @@
+"""Owns the golden gate: teacher-forced log-probabilities against transformers on the same weights.
+Never asserts a maximum, and never a tolerance that was not recorded beforehand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.config import DEFAULT_MODEL
+from engine.executor import TorchExecutor
+from engine.prepare import prepare_model
+from tests.golden.models import FAMILIES, family_sequences, make_executor, tokenized_prompts
+from tests.golden.scoring import CHUNK_SIZES, check, compare, executor_logits, transformers_logits
+from tests.support.tiny_models import save_model
+
+
+@pytest.fixture(scope="module")
+def sequences() -> list[list[int]]:
+    return tokenized_prompts()
+
+
+@pytest.fixture(scope="module")
+def reference(sequences: list[list[int]]) -> list[torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(prepare_model(DEFAULT_MODEL), dtype=torch.float32)
+    return transformers_logits(model, sequences)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def default_model(request: pytest.FixtureRequest) -> tuple[str, TorchExecutor]:
+    return request.param, make_executor(prepare_model(DEFAULT_MODEL), request.param)[0]
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+def test_the_default_model_is_as_close_to_transformers_as_transformers_to_itself(
+    default_model: tuple[str, TorchExecutor],
+    sequences: list[list[int]],
+    reference: list[torch.Tensor],
+    chunk_size: int | None,
+    together: bool,
+) -> None:
+    dtype, executor = default_model
+    got = executor_logits(executor, sequences, chunk_size, together=together)
+    check(f"default_model.{dtype}", compare(got, reference, sequences))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_is_as_close_to_transformers_as_transformers_to_itself(
+    kind: str, dtype: str, tmp_path: Path
+) -> None:
+    sequences = family_sequences()
+    want = transformers_logits(save_model(kind, tmp_path), sequences)
+    executor, _ = make_executor(tmp_path, dtype)
+    for chunk_size in CHUNK_SIZES:
+        for together in (False, True):
+            got = executor_logits(executor, sequences, chunk_size, together=together)
+            check(f"{kind}.{dtype}", compare(got, want, sequences))

@@ -1,0 +1,61 @@
+"""Owns random paged inputs for kernel tests: shuffled blocks, every slot that no row owns poisoned with NaN.
+Never fixes the seed: each run draws a new one and prints it with the case."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.reference import PagedRows
+
+
+@dataclass(frozen=True)
+class Case:
+    q: Tensor  # [num_tokens, heads, head_dim]
+    k_cache: Tensor  # [num_blocks, block_size, kv_heads, head_dim]
+    v_cache: Tensor
+    rows: PagedRows
+    scale: float
+
+
+def fresh_generator() -> torch.Generator:
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+def paged_case(
+    decodes: list[int],
+    chunks: list[tuple[int, int]],
+    *,
+    block_size: int = 16,
+    kv_heads: int = 2,
+    group: int = 3,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """`decodes` are contexts of decode rows, `chunks` (context, count) pairs."""
+    generator = fresh_generator()
+    contexts = decodes + [context for context, _ in chunks]
+    counts = [1] * len(decodes) + [count for _, count in chunks]
+    needed = [-(-(context + count) // block_size) for context, count in zip(contexts, counts, strict=True)]
+    blocks = torch.randperm(sum(needed) + 3, generator=generator)
+    tables = torch.zeros(len(counts), max(needed), dtype=torch.int64)
+    first = 0
+    for row, length in enumerate(needed):
+        tables[row] = blocks[first]
+        tables[row, :length] = blocks[first : first + length]
+        first += length
+    rows = PagedRows(len(decodes), tuple(contexts), tuple(counts), tables, block_size)
+    shape = (len(blocks), block_size, kv_heads, head_dim)
+    k_cache, v_cache = torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
+    for row in range(len(counts)):
+        slots = rows.slots(row)
+        for cache in (k_cache, v_cache):
+            values = torch.randn(len(slots), kv_heads, head_dim, generator=generator)
+            cache.flatten(0, 1)[slots] = values.to(dtype)
+    q = torch.randn(sum(counts), kv_heads * group, head_dim, generator=generator).to(dtype)
+    return Case(q, k_cache, v_cache, rows, head_dim**-0.5)

@@ -1,0 +1,70 @@
+"""Owns hand-made plans for executor tests: one request fed in chunks, several side by side.
+Never schedules: tests say what each step holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.executor import TorchExecutor
+from engine.step import RowKind, RowSampling, ScheduledRequest, StepPlan
+
+
+def greedy(position: int) -> RowSampling:
+    return RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=position)
+
+
+def chunk(name: str, tokens: Sequence[int], start: int, end: int, blocks: Sequence[int]) -> ScheduledRequest:
+    """Positions [start, end) of a prompt; LAST if that completes it."""
+    last = end == len(tokens)
+    sampling = greedy(end) if last else None
+    kind = RowKind.LAST if last else RowKind.MIDDLE
+    return ScheduledRequest(name, kind, start, tuple(tokens[start:end]), tuple(blocks), sampling)
+
+
+def decode(name: str, token: int, position: int, blocks: Sequence[int]) -> ScheduledRequest:
+    return ScheduledRequest(name, RowKind.DECODE, position, (token,), tuple(blocks), greedy(position + 1))
+
+
+def run(executor: TorchExecutor, *rows: ScheduledRequest, step_id: int = 0) -> tuple[tuple[int, ...], ...]:
+    executor.launch(StepPlan(step_id, rows))
+    return executor.collect().sampled
+
+
+def forced_logits(
+    executor: TorchExecutor, tokens: Sequence[int], blocks: Sequence[int], chunk_size: int | None = None
+) -> Tensor:
+    """Logits at each position of one sequence, fed in chunks. # [len(tokens), vocab] float32"""
+    size = chunk_size or len(tokens)
+    steps = [chunk("a", tokens, start, min(start + size, len(tokens)), blocks) for start in range(0, len(tokens), size)]
+    return torch.cat([executor.logits(StepPlan(number, (row,))) for number, row in enumerate(steps)]).float()
+
+
+def forced_logits_together(
+    executor: TorchExecutor, sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]], chunk_size: int
+) -> list[Tensor]:
+    """As `forced_logits` for several sequences that share every step."""
+    parts: list[list[Tensor]] = [[] for _ in sequences]
+    for start in range(0, max(map(len, sequences)), chunk_size):
+        live = [number for number, tokens in enumerate(sequences) if start < len(tokens)]
+        rows = [chunk(str(n), sequences[n], start, min(start + chunk_size, len(sequences[n])), tables[n]) for n in live]
+        logits = executor.logits(StepPlan(start, tuple(rows))).float()
+        for number, part in zip(live, logits.split([len(row.token_ids) for row in rows]), strict=True):
+            parts[number].append(part)
+    return [torch.cat(part) for part in parts]
+
+
+def greedy_text(
+    executor: TorchExecutor, prompt: Sequence[int], blocks: Sequence[int], count: int, chunk_size: int | None = None
+) -> list[int]:
+    """`count` greedy tokens of one request that has the executor to itself."""
+    tokens = list(prompt)
+    size = chunk_size or len(prompt)
+    for start in range(0, len(prompt), size):
+        sampled = run(executor, chunk("a", prompt, start, min(start + size, len(prompt)), blocks))
+    tokens += sampled[0]
+    while len(tokens) < len(prompt) + count:
+        tokens += run(executor, decode("a", tokens[-1], len(tokens) - 1, blocks))[0]
+    return tokens[len(prompt) :]
