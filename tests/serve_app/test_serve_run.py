@@ -78,16 +78,15 @@ def test_a_completion_streams_the_text_that_it_answers_whole(client: openai.Open
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
 
 
-def test_the_same_seed_gives_the_same_text_alone_and_in_a_crowd(client: openai.OpenAI) -> None:
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(client: openai.OpenAI) -> None:
+    """Alone each time: neighbours change bfloat16's last bits. That they change nothing in float32 is a golden test."""
+
     def ask(seed: int) -> str:
         request: dict[str, Any] = dict(model=MODEL, prompt="My favourite food is", temperature=0.8, max_tokens=12)
         return client.completions.create(**request, seed=seed).choices[0].text
 
-    alone = ask(7)
-    assert ask(8) != alone
-    with ThreadPoolExecutor(4) as pool:
-        crowd = list(pool.map(ask, [7, 1, 2, 3]))
-    assert crowd[0] == alone
+    assert ask(7) == ask(7)
+    assert ask(7) != ask(8)
 
 
 def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
@@ -169,10 +168,12 @@ def leave_early(server: ServeProcess, seed: int) -> None:
 def test_fifty_clients_that_leave_at_random_moments_leave_nothing_behind(
     default_server: ServeProcess, client: openai.OpenAI
 ) -> None:
+    steps_before = loads(default_server)[0]["num_steps"]
     with ThreadPoolExecutor(50) as pool:
         list(pool.map(lambda seed: leave_early(default_server, seed), range(50)))
-    for engine in wait_until_idle(default_server):
-        assert (engine["num_running"], engine["num_waiting"], engine["num_held_blocks"]) == (0, 0, 0)
+    (after,) = wait_until_idle(default_server)
+    assert after["num_steps"] > steps_before, "some of them were served before they left"
+    assert (after["num_running"], after["num_waiting"], after["num_held_blocks"]) == (0, 0, 0)
     answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=30)
     assert "Paris" in (answer.choices[0].message.content or "")
 
