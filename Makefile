@@ -7,7 +7,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 
 .PHONY: serve test test-slow check format install model docs clean
 
-serve: model ## prepare the default model, serve config.yaml, and say how to call it once it answers
+serve: install ## prepare the model of config.yaml, serve it, and say how to call it once it answers
 	@$(BIN)/python -m serve_app.announce $(CONFIG) & exec $(BIN)/serve run $(CONFIG)
 
 test: model ## the whole suite but for what takes minutes

@@ -1,9 +1,11 @@
-"""Owns the `serve` command of this project: Ray's own, with a clean end on SIGTERM and Ctrl-C.
+"""Owns the `serve` command of this project: Ray's own, with a check before `serve run` and a clean end after it.
 Never changes what Ray's commands do otherwise; arguments and output are Ray's."""
 
 from __future__ import annotations
 
 import signal
+import sys
+from pathlib import Path
 from types import FrameType
 
 import ray
@@ -12,6 +14,8 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatus
 from ray.serve.scripts import cli
 
+from serve_app.preflight import ConfigRefused, preflight
+
 
 def main() -> None:
     """Run Ray's `serve`. When a signal ends `serve run`, let streams finish before Serve is taken down.
@@ -19,6 +23,7 @@ def main() -> None:
     Ray's SIGTERM handler raises SystemExit and leaves the cluster to die with the process; its Ctrl-C handling
     kills the proxies first. Both cut running streams in silence.
     """
+    _check(sys.argv[1:])
     signal.signal(signal.SIGINT, _exit_with_signal)  # Ray itself does so for SIGTERM
     try:
         cli()
@@ -26,6 +31,18 @@ def main() -> None:
         if end.code not in (signal.SIGTERM, signal.SIGINT) or not ray.is_initialized():
             raise
         drain_and_shutdown()
+
+
+def _check(arguments: list[str]) -> None:
+    """Refuse a config that `serve run` could not serve, in its own words and before Ray starts."""
+    if arguments[:1] != ["run"]:
+        return
+    for config in (Path(argument) for argument in arguments[1:] if argument.endswith((".yaml", ".yml"))):
+        if config.is_file():
+            try:
+                preflight(config)
+            except ConfigRefused as refusal:
+                sys.exit(str(refusal))
 
 
 def _exit_with_signal(signum: int, frame: FrameType | None) -> None:

@@ -35,10 +35,21 @@ def share_threads(engine: EngineConfig, engine_replicas: int) -> EngineConfig:
     return dataclasses.replace(engine, num_threads=max(1, cores // engine_replicas))
 
 
+def log_as_serve_does() -> None:
+    """Send our loggers where Serve's own goes (file, console, format, level): without that, INFO is lost in a replica,
+    and with it what the engine resolved and why."""
+    serve_logger = logging.getLogger("ray.serve")
+    for name in ("engine", "serve_app"):
+        ours = logging.getLogger(name)
+        ours.handlers, ours.propagate = serve_logger.handlers, False
+        ours.setLevel(serve_logger.level)
+
+
 class EngineReplica:
     """One engine in a process of its own. Token ids in, token ids out."""
 
     def __init__(self, settings: AppSettings) -> None:
+        log_as_serve_does()
         self._engine = build_engine(settings.model, share_threads(settings.engine, settings.engine_replicas))
 
     async def stream(self, submission: Submission) -> AsyncGenerator[list[Event] | EngineError, None]:
@@ -71,8 +82,8 @@ class IngressReplica:
     """The HTTP side: an ASGI app of its own in each replica."""
 
     async def __init__(self, settings: AppSettings, engine: DeploymentHandle) -> None:  # type: ignore[misc]
+        log_as_serve_does()
         self._settings = settings
-        self._engine = engine
         self._client = HandleClient(engine)
         self._tokenizer, created = await asyncio.to_thread(_load_tokenizer, settings)
         resolved: ResolvedConfig = await engine.resolved_config.remote()

@@ -138,6 +138,11 @@ def test_models_and_health(client: openai.OpenAI, default_server: ServeProcess) 
     assert httpx.get(f"{default_server.url}/health").status_code == 200
 
 
+def test_the_log_says_what_the_engine_resolved_and_why(client: openai.OpenAI, default_server: ServeProcess) -> None:
+    assert "num_kv_blocks: kv_cache_memory_gib 2" in default_server.output
+    assert "attention_backend: " in default_server.output
+
+
 # --- clients that go away --------------------------------------------------------------------------------------------
 
 
