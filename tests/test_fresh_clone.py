@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.serve_process import ROOT, free_port, members_of
+from tests.support.serve_process import ROOT, free_port, kill_members
 
 START_TIMEOUT_S = 900  # installs everything
 TEST_TIMEOUT_S = 2400
@@ -73,8 +73,7 @@ def test_make_serve_installs_prepares_serves_and_says_how_to_call_it(clone: Path
         process.wait(120)
         assert "letting running requests finish" in log.read_text(errors="replace")
     finally:
-        for member in members_of(process.pid):
-            os.kill(int(member.split()[0]), signal.SIGKILL)
+        kill_members(process.pid)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,13 @@ def members_of(session: int) -> list[str]:
     return found
 
 
+def kill_members(session: int) -> None:
+    """End what is left of a session. A process may end by itself between being listed and being signalled."""
+    for member in members_of(session):
+        with suppress(ProcessLookupError):
+            os.kill(int(member.split()[0]), signal.SIGKILL)
+
+
 @contextmanager
 def serve_run(args: dict[str, Any], *, env: dict[str, str] | None = None) -> Iterator[ServeProcess]:
     """Start config.yaml with `args` merged over its own, on a free port, and end it with all its children."""
@@ -111,5 +118,4 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
-    for member in members_of(process.pid):
-        os.kill(int(member.split()[0]), signal.SIGKILL)
+    kill_members(process.pid)
