@@ -4,7 +4,7 @@ Never touches KV memory; it deals in block ids, and publishes a block only when 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -48,6 +48,11 @@ class BlockManager:
     @property
     def num_evictable(self) -> int:
         return len(self._evictable)
+
+    def freed_by(self, requests: Iterable[Sequence[int]]) -> int:
+        """How many blocks become available if each of these lists is released: shared ones only with all holders."""
+        releases = Counter(block_id for block_ids in requests for block_id in block_ids)
+        return sum(count == self._holders[block_id] for block_id, count in releases.items())
 
     def is_held(self, block_id: int) -> bool:
         return self._holders[block_id] > 0

@@ -52,6 +52,7 @@ def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
         max_prefill_tokens=config.max_prefill_tokens or config.max_num_batched_tokens,
         max_queued_requests=config.max_queued_requests,
         enable_prefix_caching=config.enable_prefix_caching,
+        scheduler=config.scheduler,
         vocab_size=FAKE_VOCAB_SIZE,
         eos_token_ids=(FAKE_EOS_TOKEN_ID,),
         dtype="none",

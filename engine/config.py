@@ -52,6 +52,85 @@ class FakeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How steps are composed, memory is reserved and, when it runs out, who gives it up."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    batch_mode: Literal["mixed", "prefill_first", "decode_first"] = setting(
+        "mixed",
+        "`mixed`: every step carries all decode rows, then prefill chunks. `prefill_first`: prefill alone while there "
+        "is any. `decode_first`: decode rows alone while there are any. The next two settings bound these.",
+    )
+    decode_starve_ms: float = setting(
+        200.0, "`prefill_first`: longest time without a decode step while requests decode.", ge=0
+    )
+    prefill_starve_ms: float = setting(
+        2000.0, "`decode_first` and decode_finish_tokens: longest time that a prompt waits for its next chunk.", ge=0
+    )
+    decode_finish_tokens: int = setting(
+        0, "Steps carry no prefill while a request has at most this many tokens left to answer. 0: off.", ge=0
+    )
+    reserve_mode: Literal["full", "ratio", "prompt"] = setting(
+        "ratio",
+        "Memory that must be free to admit a request: for its whole life, for its prompt and a learned share of all "
+        "answers, or for its prompt alone.",
+    )
+    preempt_policy: Literal["none", "lifo", "retract"] = setting(
+        "retract",
+        "Who gives up memory when decoding runs out of it: the latest arrival, or who loses least (shortest answer, "
+        "then longest prompt). The oldest request never does.",
+    )
+    requeue: Literal["arrival", "front", "back"] = setting(
+        "arrival", "Where a preempted request waits: by its arrival, before all others, or behind them."
+    )
+    ratio_init: float = setting(0.7, "`ratio`: share of the remaining answers reserved at first.", gt=0, le=1)
+    ratio_min: float = setting(0.21, "`ratio`: the share that it falls to.", gt=0, le=1)
+    ratio_decay_steps: int = setting(600, "`ratio`: steps from the first share to the least.", ge=1)
+    ratio_decay_on: Literal["decode_only", "any_decode"] = setting(
+        "any_decode", "Steps that lower the share: those without prefill, or all that decode."
+    )
+    retract_steps: int = setting(20, "`ratio`: tokens a request is expected to go on for after a preemption.", ge=0)
+    reserve_clip: int = setting(4096, "`ratio`: most answer tokens of one request that count.", ge=1)
+    watermark_blocks: int = setting(1, "`prompt`: blocks that stay free at an admission.", ge=0)
+    max_partial_prefills: int = setting(
+        1, "Most prompts that are partly computed after a step. 0: as many as there are seats.", ge=0
+    )
+    long_prefill_token_threshold: int = setting(0, "Most tokens of one prompt in a step. 0: no limit.", ge=0)
+    chunk_align: int | None = setting(
+        None, "A chunk that ends inside its prompt ends at a multiple of this position. Unset: block_size.", ge=1
+    )
+    chunk_boundary: Literal["shared", "request_local"] = setting(
+        "shared",
+        "`shared`: chunks take what the step has left. `request_local`: chunk ends depend on the request alone.",
+    )
+    admission_order: Literal["strict", "bypass"] = setting(
+        "strict", "Whether requests that fit may overtake one that does not fit yet."
+    )
+    max_overtakes: int = setting(16, "`bypass`: how often a request may be overtaken.", ge=1)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.reserve_mode == "full" and self.preempt_policy != "none":
+            raise ConfigError(
+                f"reserve_mode full promises every request its whole memory, so preempt_policy {self.preempt_policy} "
+                "would never act: use preempt_policy none, or reserve_mode ratio or prompt."
+            )
+        if self.reserve_mode != "full" and self.preempt_policy == "none":
+            raise ConfigError(
+                f"reserve_mode {self.reserve_mode} admits more than fits for ever, so preempt_policy must be lifo or "
+                "retract; with none, use reserve_mode full."
+            )
+        if self.chunk_boundary == "request_local" and self.max_partial_prefills == 1:
+            raise ConfigError(
+                "chunk_boundary request_local cuts prompts by their own length, so several may be partial at a time: "
+                "set max_partial_prefills to 0 or more than 1."
+            )
+        if self.ratio_min > self.ratio_init:
+            raise ConfigError(f"ratio_min ({self.ratio_min}) must not exceed ratio_init ({self.ratio_init}).")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What was asked of one engine. Frozen; unknown keys are refused where it is read from YAML."""
 
@@ -82,6 +161,9 @@ class EngineConfig:
     num_threads: int | None = setting(
         None, "Torch threads of this engine. Unset: the machine's cores shared among the engine replicas.", ge=1
     )
+    scheduler: SchedulerConfig = field(
+        default_factory=SchedulerConfig, metadata={"description": "How steps are composed; see below."}
+    )
     fake: FakeConfig = field(default_factory=FakeConfig, metadata={"description": "Settings of the fake executor."})
 
     def __post_init__(self) -> None:
@@ -105,6 +187,7 @@ class ResolvedConfig:
     max_prefill_tokens: int
     max_queued_requests: int
     enable_prefix_caching: bool
+    scheduler: SchedulerConfig
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     dtype: str

@@ -4,12 +4,15 @@ Never blocks on anything but the executor and never knows who listens; one threa
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 
 from engine.block_manager import BlockManager
 from engine.config import ResolvedConfig
+from engine.planner import PlannedRow
 from engine.protocol import ErrorCode, Event, Failed, Finished, FinishReason, LoadSnapshot, Scheduled, Token
 from engine.request import Request
-from engine.scheduler import PlannedRow, Scheduler
+from engine.scheduler import Scheduler
 from engine.step import Executor, ExecutorFatalError, RowKind, ScheduledRequest, StepOutput, StepPlan
 from engine.stopping import finish_reason, is_stop_token
 
@@ -22,12 +25,17 @@ class EngineCore:
     Every submitted request gets Scheduled, Token*, and exactly one Finished or Failed, from `step` or `abort`.
     """
 
-    def __init__(self, executor: Executor, config: ResolvedConfig) -> None:
+    def __init__(
+        self, executor: Executor, config: ResolvedConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock` gives monotonic seconds; tests turn it by hand."""
         self.config = config
         self._executor = executor
         self._blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(config, self._blocks)
+        self._clock = clock
         self._num_steps = 0
+        self._num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -41,11 +49,13 @@ class EngineCore:
             num_held_blocks=self._blocks.num_held,
             num_evictable_blocks=self._blocks.num_evictable,
             num_steps=self._num_steps,
+            num_preemptions=self._num_preemptions,
+            reserve_ratio=self._scheduler.reserve_ratio,
         )
 
     def submit(self, request: Request) -> list[Event]:
         """Queue a request that `create_request` made. It has no events before its first step."""
-        self._scheduler.add(request)
+        self._scheduler.add(request, self._clock())
         return []
 
     def abort(self, request_id: str) -> list[Event]:
@@ -61,41 +71,43 @@ class EngineCore:
         Raises:
             ExecutorFatalError: the executor can run no further step; whoever owns the core ends what is live.
         """
-        rows = self._scheduler.plan()
-        if not rows:
+        now = self._clock()
+        plan = self._scheduler.plan(now)
+        if not plan.rows:
             assert not self.has_work, "live requests, but nothing to run"
             return []
-        plan = self._scheduler.commit(rows)
-        events: list[Event] = [
-            Scheduled(row.request.request_id, row.request.cached) for row in rows if row.prefix_blocks is not None
-        ]
-        output = self._execute(plan)
+        fresh = [row.request for row in plan.rows if not row.request.was_scheduled]
+        step = self._scheduler.commit(plan, now)
+        self._num_preemptions += len(plan.preempted)
+        self._executor.forget([request.request_id for request in plan.preempted])
+        events: list[Event] = [Scheduled(request.request_id, request.cached) for request in fresh]
+        output = self._execute(step)
         if isinstance(output, Exception):
-            return events + [self._fail(row.request, ErrorCode.STEP_FAILED, str(output)) for row in rows]
+            return events + [self._fail(row.request, ErrorCode.STEP_FAILED, str(output)) for row in plan.rows]
         failed = dict(output.failed)
-        for i, (row, scheduled, tokens) in enumerate(zip(rows, plan.rows, output.sampled, strict=True)):
+        for i, (row, scheduled, tokens) in enumerate(zip(plan.rows, step.rows, output.sampled, strict=True)):
             if i in failed:
                 events.append(self._fail(row.request, ErrorCode.STEP_FAILED, failed[i]))
             else:
                 events += self._apply(row, scheduled, tokens)
         return events
 
-    def _execute(self, plan: StepPlan) -> StepOutput | Exception:
-        """Run the plan. An ordinary failure is returned: it concerns the plan's rows and nobody else."""
+    def _execute(self, step: StepPlan) -> StepOutput | Exception:
+        """Run the step. An ordinary failure is returned: it concerns the step's rows and nobody else."""
         try:
-            self._executor.launch(plan)
+            self._executor.launch(step)
             output = self._executor.collect()
         except ExecutorFatalError:
             raise
         except Exception as error:
-            logger.exception("step %d failed, %d rows", plan.step_id, len(plan.rows))
+            logger.exception("step %d failed, %d rows", step.step_id, len(step.rows))
             return error
         self._num_steps += 1
         return output
 
     def _apply(self, row: PlannedRow, scheduled: ScheduledRequest, tokens: tuple[int, ...]) -> list[Event]:
         request = row.request
-        self._scheduler.advance(request, scheduled.end)
+        self._scheduler.advance(request, scheduled.end, self._clock())
         assert bool(tokens) == (row.kind is not RowKind.MIDDLE), f"{row.kind} row returned {len(tokens)} tokens"
         events: list[Event] = []
         for token_id in tokens:

@@ -174,7 +174,7 @@ TERMINAL = (Finished, Failed)
 
 @dataclass(frozen=True, slots=True)
 class LoadSnapshot:
-    """One engine's load at a moment between two steps. Tokens and blocks are counts; all gauges are 0 when idle."""
+    """One engine's load at a moment between two steps. Requests and blocks now held; steps and preemptions so far."""
 
     num_running: int
     num_waiting: int
@@ -182,3 +182,6 @@ class LoadSnapshot:
     num_held_blocks: int
     num_evictable_blocks: int
     num_steps: int
+    num_preemptions: int
+    reserve_ratio: float
+    """Share of running requests' remaining answers that admission keeps free (`reserve_mode: ratio`)."""

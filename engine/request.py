@@ -25,7 +25,7 @@ class Request:
 
     request_id: str
     ticket: int
-    """Arrival order."""
+    """Arrival order, kept for life."""
     token_ids: list[int]
     prompt_len: int
     max_new: int
@@ -36,11 +36,21 @@ class Request:
     target: int = 0
     """len(token_ids), frozen at admission."""
     cached: int = 0
+    """Prompt tokens found in the prefix cache when the request was first admitted."""
     computed: int = 0
     scheduled: int = 0
     block_ids: tuple[int, ...] = ()
     block_hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0
+    queue_key: int = 0
+    """Place in the queue: the ticket, unless a preemption was told to requeue elsewhere."""
+    was_scheduled: bool = False
+    """The Scheduled event was sent; a preemption does not send it again."""
+    num_preemptions: int = 0
+    num_overtakes: int = 0
+    """Requests behind this one that were admitted before it (`admission_order: bypass`)."""
+    waiting_since: float = 0.0
+    """Monotonic seconds of the arrival, or of the last chunk: how long this prompt has stood still."""
     prefix_match: tuple[int, tuple[int, ...]] = (-1, ())
     """(block manager epoch, matched blocks): a waiting request looks its prefix up once an epoch, not once a step."""
 
@@ -102,6 +112,7 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
         token_ids=list(prompt),
         prompt_len=len(prompt),
         max_new=max_new,
+        queue_key=ticket,
         sampling=params,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
         stop_token_ids=stops,

@@ -36,6 +36,7 @@ def resolve(model_dir: Path, model: ModelConfig, config: EngineConfig, ops: Ops)
         max_prefill_tokens=config.max_prefill_tokens or config.max_num_batched_tokens,
         max_queued_requests=config.max_queued_requests,
         enable_prefix_caching=config.enable_prefix_caching,
+        scheduler=config.scheduler,
         vocab_size=model.vocab_size,
         eos_token_ids=_eos_token_ids(model_dir),
         dtype=str(dtype).removeprefix("torch."),

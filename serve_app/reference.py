@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic_core import PydanticUndefined
 
-from engine.config import EngineConfig, FakeConfig
+from engine.config import EngineConfig, FakeConfig, SchedulerConfig
 from serve_app.settings import AppSettings
 
 BEGIN = "<!-- configuration: written by `make docs` -->"
@@ -25,6 +25,7 @@ def render() -> str:
     sections = [
         ("`args`: the application", _app_rows()),
         ("`args.engine`: each engine", _dataclass_rows(EngineConfig)),
+        ("`args.engine.scheduler`: how steps are composed", _dataclass_rows(SchedulerConfig)),
         ("`args.engine.fake`: the scripted executor", _dataclass_rows(FakeConfig)),
     ]
     return "\n".join(line for title, rows in sections for line in _table(title, rows))

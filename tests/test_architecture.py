@@ -17,6 +17,8 @@ PURE = [
     "step",
     "stopping",
     "block_manager",
+    "reservation",
+    "planner",
     "scheduler",
     "core",
     "async_engine",

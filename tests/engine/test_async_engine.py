@@ -102,10 +102,12 @@ def test_streams_of_several_event_loops_share_one_engine(make_engine: MakeEngine
 
 def test_a_busy_reader_gets_everything_queued_since_its_last_item(make_engine: MakeEngine) -> None:
     async def main() -> None:
-        engine = make_engine()
+        gate = threading.Semaphore(1)
+        engine = make_engine(before_step=lambda plan: gate.acquire() and None)
         async with aclosing(engine.stream(Submission("r", PROMPT, LONG))) as stream:
             first = await anext(stream)
             assert isinstance(first[0], Scheduled)
+            gate.release(1000)
             while engine.load().num_running:
                 await asyncio.sleep(0.001)
             rest = await anext(stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import ResolvedConfig
+from engine.config import ResolvedConfig, SchedulerConfig
 from engine.protocol import (
     ErrorCode,
     Failed,
@@ -227,7 +227,8 @@ def test_an_answer_is_cached_too_so_that_the_next_turn_of_a_chat_reuses_it() -> 
 
 
 def test_requests_that_share_a_prefix_share_its_blocks() -> None:
-    core = RecordingCore(num_kv_blocks=16, max_num_batched_tokens=64, max_prefill_tokens=64)
+    full = SchedulerConfig(reserve_mode="full", preempt_policy="none")
+    core = RecordingCore(num_kv_blocks=16, max_num_batched_tokens=64, max_prefill_tokens=64, scheduler=full)
     core.send("first", [1] * 40, max_tokens=1)
     core.run()
     for i in range(4):  # each would need 11 blocks alone

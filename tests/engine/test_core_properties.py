@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given, note, settings
+from hypothesis import event, given, note, settings
 from hypothesis import strategies as st
 
+from engine.config import SchedulerConfig
 from engine.protocol import TERMINAL, Failed, Finished, FinishReason, RequestRejected, Scheduled, Token
 from engine.step import RowKind, StepPlan
 from tests.support.engines import RecordingCore, answer_alone
@@ -48,6 +49,38 @@ TRAFFIC = st.builds(
     arrives=st.integers(0, 15),
     aborts=st.one_of(st.none(), st.none(), st.integers(0, 25)),
 )
+
+
+def _scheduler(values: dict[str, object]) -> SchedulerConfig:
+    """A config of the matrix; combinations that are refused are turned into their nearest neighbour."""
+    if values["reserve_mode"] == "full":
+        values = {**values, "preempt_policy": "none"}
+    if values["chunk_boundary"] == "request_local":
+        values = {**values, "max_partial_prefills": 0}
+    return SchedulerConfig(**values)
+
+
+SCHEDULERS = st.fixed_dictionaries(
+    dict(
+        batch_mode=st.sampled_from(["mixed", "prefill_first", "decode_first"]),
+        decode_starve_ms=st.sampled_from([0.0, 30.0, 200.0]),
+        prefill_starve_ms=st.sampled_from([0.0, 50.0, 500.0]),
+        decode_finish_tokens=st.sampled_from([0, 4]),
+        reserve_mode=st.sampled_from(["full", "ratio", "ratio", "prompt"]),
+        preempt_policy=st.sampled_from(["lifo", "retract"]),
+        requeue=st.sampled_from(["arrival", "front", "back"]),
+        ratio_decay_steps=st.sampled_from([3, 600]),
+        ratio_decay_on=st.sampled_from(["decode_only", "any_decode"]),
+        reserve_clip=st.sampled_from([2, 4096]),
+        watermark_blocks=st.sampled_from([0, 1]),
+        max_partial_prefills=st.sampled_from([0, 1, 2]),
+        long_prefill_token_threshold=st.sampled_from([0, 5]),
+        chunk_align=st.sampled_from([None, 1, 3]),
+        chunk_boundary=st.sampled_from(["shared", "shared", "request_local"]),
+        admission_order=st.sampled_from(["strict", "bypass"]),
+        max_overtakes=st.sampled_from([1, 16]),
+    )
+).map(_scheduler)
 CONFIGS = st.fixed_dictionaries(
     dict(
         block_size=st.sampled_from([1, 2, 4, 16]),
@@ -56,6 +89,7 @@ CONFIGS = st.fixed_dictionaries(
         max_num_batched_tokens=st.sampled_from([7, 8, 13, 64]),
         max_prefill_tokens=st.sampled_from([1, 3, 8, 64]),
         enable_prefix_caching=st.booleans(),
+        scheduler=SCHEDULERS,
     )
 )
 
@@ -75,7 +109,10 @@ def check_plan(core: RecordingCore, plan: StepPlan) -> None:
 
 def check_blocks(core: RecordingCore) -> None:
     load = core.load()
+    policy = core.config.scheduler
     assert load.num_running <= core.config.max_num_seqs, "I-3"
+    assert policy.reserve_mode != "full" or not load.num_preemptions, "I-15"
+    assert 0 < load.reserve_ratio <= 1, "I-16"
     held = {block for request in core._scheduler.prefilling.values() for block in request.block_ids}
     held |= {block for request in core._scheduler.decoding.values() for block in request.block_ids}
     assert load.num_held_blocks == len(held), "I-10"
@@ -94,6 +131,8 @@ def run_traffic(core: RecordingCore, trace: list[Traffic]) -> dict[str, Traffic]
                     note(f"r{i} rejected")
             if item.aborts == step:
                 core.keep(core.abort(f"r{i}"))
+        plan = core._scheduler.plan(core.now)
+        assert plan == core._scheduler.plan(core.now), "I-32"
         core.keep(core.step())
         check_blocks(core)
         if step > 25 and not core.has_work:
@@ -138,6 +177,46 @@ def test_i1_tokens_are_the_same_under_every_schedule_and_neighbour(
     assert (load.num_held_blocks, load.num_running, load.num_waiting) == (0, 0, 0), "I-10, I-31"
 
 
+# A pool that holds the largest request and little more: running out of memory is the rule here, not the exception.
+TIGHT = st.fixed_dictionaries(
+    dict(
+        block_size=st.sampled_from([1, 2]),
+        num_kv_blocks=st.just(46),
+        max_num_seqs=st.integers(2, 6),
+        max_num_batched_tokens=st.sampled_from([16, 64]),
+        max_prefill_tokens=st.sampled_from([5, 64]),
+        enable_prefix_caching=st.booleans(),
+        scheduler=SCHEDULERS.filter(lambda policy: policy.reserve_mode != "full"),
+    )
+)
+LONG_ANSWERS = st.builds(
+    Traffic,
+    prompt=st.lists(st.integers(1, 31), min_size=1, max_size=12).map(tuple),
+    max_tokens=st.integers(15, 34),
+    temperature=st.just(0.0),
+    seed=st.just(0),
+    ignore_eos=st.just(True),
+    arrives=st.integers(0, 4),
+    aborts=st.none(),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TIGHT, st.lists(LONG_ANSWERS, min_size=4, max_size=12))
+def test_i19_i24_memory_that_runs_out_ends_no_request_and_changes_no_token(
+    overrides: dict[str, object], trace: list[Traffic]
+) -> None:
+    core = RecordingCore(**overrides)
+    for request_id, item in run_traffic(core, trace).items():
+        check_events(core, request_id, item)
+        assert core.tokens(request_id) == answer_alone(item.prompt, **item.sampling), "I-1"
+    event(f"preempted: {min(core.load().num_preemptions, 3)}")
+    computed = sum(plan.num_tokens for plan in core.plans)
+    least = sum(len(item.prompt) + item.max_tokens - 1 for item in trace)
+    assert computed <= least * (1 + core.load().num_preemptions), "I-24"
+    assert core.load().num_held_blocks == 0, "I-10"
+
+
 @settings(max_examples=100, deadline=None)
 @given(CONFIGS, st.lists(TRAFFIC, min_size=2, max_size=8), st.sets(st.integers(0, 20), min_size=1, max_size=4))
 def test_i28_a_failure_touches_the_rows_of_its_plan_and_nobody_else(
@@ -173,7 +252,11 @@ def test_i5_i23_chunks_are_contiguous_and_first_chunks_come_in_arrival_order(
             if row.request_id not in next_start:
                 first_seen.append(row.request_id)
                 next_start[row.request_id] = core.events[row.request_id][0].cached_tokens
+            if row.kind is not RowKind.DECODE and row.start < next_start[row.request_id]:
+                next_start[row.request_id] = row.start  # preempted: it starts over, from wherever the cache reaches
             assert row.start == next_start[row.request_id], "I-5"
             next_start[row.request_id] = row.end
+    if core.config.scheduler.admission_order == "bypass" or core.load().num_preemptions:
+        return  # a request may overtake, and a preempted one comes back by its ticket
     arrival = sorted(first_seen, key=lambda name: (trace[int(name[1:])].arrives, int(name[1:])))
     assert first_seen == arrival, "I-23"

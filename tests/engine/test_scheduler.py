@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 
 from engine.block_manager import BlockManager
+from engine.config import SchedulerConfig
 from engine.protocol import SamplingParams, Submission
 from engine.request import Request, create_request
 from engine.scheduler import Scheduler
 from engine.step import RowKind
 from tests.support.engines import RecordingCore, resolved_config
+
+UNALIGNED = SchedulerConfig(chunk_align=1)
+FULL = SchedulerConfig(reserve_mode="full", preempt_policy="none")
 
 
 def scheduler_with(prompts: list[int], **overrides: object) -> Scheduler:
@@ -18,7 +22,7 @@ def scheduler_with(prompts: list[int], **overrides: object) -> Scheduler:
     )
     scheduler = Scheduler(config, BlockManager(config.num_kv_blocks, config.block_size))
     for i, length in enumerate(prompts):
-        scheduler.add(request_of(str(i), length, i, config))
+        scheduler.add(request_of(str(i), length, i, config), now=0.0)
     return scheduler
 
 
@@ -38,13 +42,13 @@ def request_of(request_id: str, length: int, ticket: int, config: object, max_to
     ],
 )
 def test_prefill_chunks_fill_the_budget_in_arrival_order(prompts: list[int], budget: int, chunks: list[int]) -> None:
-    rows = scheduler_with(prompts, max_prefill_tokens=budget).plan()
+    rows = scheduler_with(prompts, max_prefill_tokens=budget, scheduler=UNALIGNED).plan(0.0).rows
     assert [row.count for row in rows] == chunks
 
 
 def test_planning_changes_nothing() -> None:
     scheduler = scheduler_with([100, 600], max_prefill_tokens=512)
-    assert scheduler.plan() == scheduler.plan()
+    assert scheduler.plan(0.0) == scheduler.plan(0.0)
     assert scheduler.num_running == 0
 
 
@@ -57,7 +61,7 @@ def test_the_chunk_that_completes_a_prompt_is_last_also_when_it_has_one_token() 
 
 
 def test_every_decoding_request_has_a_row_in_every_step_while_a_long_prompt_is_prefilled() -> None:
-    core = RecordingCore(max_num_batched_tokens=12, max_prefill_tokens=12)
+    core = RecordingCore(max_num_batched_tokens=12, max_prefill_tokens=12, scheduler=UNALIGNED)
     for name in "abc":
         core.send(name, range(1, 4), max_tokens=20, ignore_eos=True)
     core.keep(core.step())
@@ -82,7 +86,7 @@ def test_max_prefill_tokens_caps_prefill_rows_and_not_decode_rows() -> None:
 
 
 def test_a_request_that_does_not_fit_yet_waits_and_is_not_overtaken() -> None:
-    core = RecordingCore(num_kv_blocks=10, enable_prefix_caching=False)
+    core = RecordingCore(num_kv_blocks=10, enable_prefix_caching=False, scheduler=FULL)
     core.send("running", range(1, 17), max_tokens=9, ignore_eos=True)  # 6 of 10 blocks for its whole life
     core.keep(core.step())
     core.send("large", range(2, 20), max_tokens=7)  # 6 blocks
@@ -119,5 +123,5 @@ def test_a_request_that_waits_looks_its_prefix_up_once_an_epoch_and_not_once_a_s
 
     monkeypatch.setattr(BlockManager, "match", counting_match)
     for _ in range(5):
-        scheduler.plan()
+        scheduler.plan(0.0)
     assert calls == 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.config import DEFAULT_MODEL, ResolvedConfig
+from engine.config import DEFAULT_MODEL, ResolvedConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.executor import TorchExecutor
 from engine.prepare import prepare_model
@@ -32,6 +32,7 @@ class Bench:
         self.executor, self.resolved = executor, resolved
         self.prompts = tokenized_prompts()[:6]
         self.cached: dict[str, int] = {}
+        self.preemptions = 0
 
     def serve(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, rounds: int = 1, **overrides: Any
@@ -50,6 +51,7 @@ class Bench:
                         texts[event.request_id].append(event.token_id)
                     elif isinstance(event, Finished):
                         self.cached[event.request_id] = event.usage.cached_tokens
+        self.preemptions = core.load().num_preemptions
         return list(texts.values())
 
 
@@ -97,6 +99,19 @@ def test_greedy_text_is_the_same_when_requests_wait_for_blocks(bench: Bench, alo
     blocks = -(-longest // bench.resolved.block_size) + 6
     settings = {"num_kv_blocks": blocks, "max_num_seqs": 6, "max_num_batched_tokens": 64, "max_prefill_tokens": 64}
     assert bench.serve(bench.prompts, GREEDY, **settings) == alone
+
+
+@pytest.mark.parametrize("how", ["lifo", "retract"])
+def test_text_is_the_same_after_a_preemption_computes_it_again(bench: Bench, how: str) -> None:
+    """S4-R10: with a chunk that ends between prompt and answer, a preempted request was taken for finished early."""
+    prompts = [prompt[:20] for prompt in bench.prompts[:3]]
+    expected = [bench.serve([prompt], GREEDY, enable_prefix_caching=False)[0] for prompt in prompts]
+    policy = SchedulerConfig(reserve_mode="prompt", preempt_policy=how, watermark_blocks=0)
+    budget = {"max_num_batched_tokens": 24, "max_prefill_tokens": 24, "max_num_seqs": 3}
+    # Two prompts of 2 blocks fit into 5, and grow to 3 blocks each.
+    settings = {"num_kv_blocks": 5, "scheduler": policy, "enable_prefix_caching": False}
+    assert bench.serve(prompts, GREEDY, **settings, **budget) == expected
+    assert bench.preemptions > 0
 
 
 def test_sampled_text_depends_on_the_seed_only(bench: Bench) -> None:

@@ -177,6 +177,8 @@ async def test_load_tells_what_each_engine_runs_and_holds(make_app: MakeApp) -> 
         "num_blocks": 8,
         "num_held_blocks": 0,
         "num_evictable_blocks": 0,
+        "num_preemptions": 0,
+        "reserve_ratio": 0.7,
     }
 
 

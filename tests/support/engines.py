@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
-from engine.config import ResolvedConfig
+from engine.config import ResolvedConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
 from engine.protocol import Event, Finished, SamplingParams, Submission, Token
@@ -29,6 +29,7 @@ def resolved_config(**overrides: Any) -> ResolvedConfig:
         max_prefill_tokens=32,
         max_queued_requests=1000,
         enable_prefix_caching=True,
+        scheduler=SchedulerConfig(),
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
         dtype="none",
@@ -39,11 +40,15 @@ def resolved_config(**overrides: Any) -> ResolvedConfig:
 
 
 class RecordingCore(EngineCore):
-    """An engine core over the fake executor that keeps every plan it executed and every event it emitted."""
+    """An engine core over the fake executor that keeps every step it executed and every event it emitted.
+
+    Its clock is turned by hand: `tick_ms` a step.
+    """
 
     def __init__(
         self,
         *,
+        tick_ms: float = 10.0,
         alphabet: Sequence[int] = tuple(range(VOCAB)),
         reply: Sequence[int] | None = None,
         before_step: Callable[[StepPlan], None] | None = None,
@@ -65,7 +70,14 @@ class RecordingCore(EngineCore):
             failing=failing,
             verify_prefix=True,
         )
-        super().__init__(executor, config)
+        self.now = 0.0
+        self._tick_s = tick_ms / 1000
+        super().__init__(executor, config, clock=lambda: self.now)
+
+    def step(self) -> list[Event]:
+        """A step, before which the clock has moved by `tick_ms`."""
+        self.now += self._tick_s
+        return super().step()
 
     def _record(self, plan: StepPlan) -> None:
         self.plans.append(plan)
