@@ -63,7 +63,13 @@ class AsyncEngine:
     # --- callers' side: any event loop ------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Yield a request's events one by one: Scheduled, Token*, then exactly one of Finished or Failed.
 
@@ -72,7 +78,8 @@ class AsyncEngine:
         Raises:
             RequestRejected: before the first event, with the limit in the message.
         """
-        submission = Submission(request_id or uuid.uuid4().hex, tuple(prompt_token_ids), sampling)
+        request_id = request_id or uuid.uuid4().hex
+        submission = Submission(request_id, tuple(prompt_token_ids), sampling, timeout_s, queue_timeout_s)
         stream = self.stream(submission)
         try:
             async for events in stream:

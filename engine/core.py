@@ -3,17 +3,26 @@ Never blocks on anything but the executor and never knows who listens; one threa
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
 from collections.abc import Callable
 
 from engine.block_manager import BlockManager
 from engine.config import ResolvedConfig
-from engine.planner import PlannedRow
+from engine.planner import Plan, PlannedRow
 from engine.protocol import ErrorCode, Event, Failed, Finished, FinishReason, LoadSnapshot, Scheduled, Token
 from engine.request import Request
 from engine.scheduler import Scheduler
-from engine.step import Executor, ExecutorFatalError, RowKind, ScheduledRequest, StepOutput, StepPlan
+from engine.step import (
+    Executor,
+    ExecutorFatalError,
+    ExecutorOutOfMemoryError,
+    RowKind,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+)
 from engine.stopping import finish_reason, is_stop_token
 
 logger = logging.getLogger(__name__)
@@ -36,6 +45,8 @@ class EngineCore:
         self._clock = clock
         self._num_steps = 0
         self._num_preemptions = 0
+        self._retrying = False  # the last step ran out of memory and is being tried with less prefill
+        self._deadlines: list[tuple[float, int, bool, Request]] = []  # a heap: (when, ticket, also if it runs, request)
 
     @property
     def has_work(self) -> bool:
@@ -55,7 +66,11 @@ class EngineCore:
 
     def submit(self, request: Request) -> list[Event]:
         """Queue a request that `create_request` made. It has no events before its first step."""
-        self._scheduler.add(request, self._clock())
+        now = self._clock()
+        self._scheduler.add(request, now)
+        for running_too, timeout_s in ((False, request.queue_timeout_s), (True, request.timeout_s)):
+            if timeout_s is not None:
+                heapq.heappush(self._deadlines, (now + timeout_s, request.ticket, running_too, request))
         return []
 
     def abort(self, request_id: str) -> list[Event]:
@@ -72,16 +87,21 @@ class EngineCore:
             ExecutorFatalError: the executor can run no further step; whoever owns the core ends what is live.
         """
         now = self._clock()
+        events = self._end_late(now)
         plan = self._scheduler.plan(now)
         if not plan.rows:
             assert not self.has_work, "live requests, but nothing to run"
-            return []
+            return events
         fresh = [row.request for row in plan.rows if not row.request.was_scheduled]
         step = self._scheduler.commit(plan, now)
         self._num_preemptions += len(plan.preempted)
         self._executor.forget([request.request_id for request in plan.preempted])
-        events: list[Event] = [Scheduled(request.request_id, request.cached) for request in fresh]
+        events += [Scheduled(request.request_id, request.cached) for request in fresh]
         output = self._execute(step)
+        if isinstance(output, ExecutorOutOfMemoryError) and self._may_retry(plan):
+            self._scheduler.roll_back(plan)
+            return events
+        self._retrying = False
         if isinstance(output, Exception):
             return events + [self._fail(row.request, ErrorCode.STEP_FAILED, str(output)) for row in plan.rows]
         failed = dict(output.failed)
@@ -92,6 +112,24 @@ class EngineCore:
                 events += self._apply(row, scheduled, tokens)
         return events
 
+    def _end_late(self, now: float) -> list[Event]:
+        """End the requests whose deadline has passed; that for the queue ends only those that never ran."""
+        events: list[Event] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, running_too, request = heapq.heappop(self._deadlines)
+            live = self._scheduler.find(request.request_id) is request
+            if live and (running_too or not request.was_scheduled):
+                what = f"{request.timeout_s} s" if running_too else f"{request.queue_timeout_s} s in the queue"
+                message = f"The request was ended after {what}, as its deadline says."
+                events.append(self._fail(request, ErrorCode.DEADLINE_EXCEEDED, message))
+        return events
+
+    def _may_retry(self, plan: Plan) -> bool:
+        """Once, and only where there is prefill to make smaller: decode rows alone would need the same memory again."""
+        retry = not self._retrying and any(row.kind is not RowKind.DECODE for row in plan.rows)
+        self._retrying = retry
+        return retry
+
     def _execute(self, step: StepPlan) -> StepOutput | Exception:
         """Run the step. An ordinary failure is returned: it concerns the step's rows and nobody else."""
         try:
@@ -99,6 +137,9 @@ class EngineCore:
             output = self._executor.collect()
         except ExecutorFatalError:
             raise
+        except ExecutorOutOfMemoryError as error:
+            logger.warning("step %d, %d tokens, ran out of memory: %s", step.step_id, step.num_tokens, error)
+            return error
         except Exception as error:
             logger.exception("step %d failed, %d rows", step.step_id, len(step.rows))
             return error

@@ -7,8 +7,8 @@ import ctypes
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from engine.models.config import read_model_config
 from engine.models.decoder import Decoder
 from engine.resolve import resolve, torch_dtype
 from engine.sampler import sample
-from engine.step import StepOutput, StepPlan
+from engine.step import ExecutorOutOfMemoryError, StepOutput, StepPlan
 from engine.weights import dummy_weights, load_weights
 from kernels.ops import select_ops
 
@@ -45,12 +45,17 @@ class TorchExecutor:
 
         Raises:
             ValueError: the plan breaks the seam's contract.
+            ExecutorOutOfMemoryError: there is no memory for the activations of so many tokens.
         """
+        with _out_of_memory():
+            self._outputs.append(self._run(plan))
+
+    def _run(self, plan: StepPlan) -> StepOutput:
         inputs, hidden = self._forward(plan)
         wanted = [row.sampling for row in plan.rows if row.sampling is not None]
         logits = self._model.logits(hidden[inputs.sampled_tokens]) if wanted else None  # [sampling rows, vocab]
         tokens = sample(logits, wanted) if logits is not None else []
-        self._outputs.append(_output(plan, tokens))
+        return _output(plan, tokens)
 
     def collect(self) -> StepOutput:
         return self._outputs.popleft()
@@ -79,6 +84,17 @@ class TorchExecutor:
         if self._thread != threading.get_ident():
             torch.set_num_threads(self._num_threads)
             self._thread = threading.get_ident()
+
+
+@contextmanager
+def _out_of_memory() -> Iterator[None]:
+    """Translate torch's ways of saying that an allocation failed; the CPU allocator has no type of its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise ExecutorOutOfMemoryError(str(error)) from error
+        raise
 
 
 def _output(plan: StepPlan, tokens: Sequence[int | None]) -> StepOutput:

@@ -48,6 +48,8 @@ class View:
     ratio: float
     now: float
     """Monotonic seconds."""
+    prefill_limit: int
+    """Most prefill tokens in this step: max_prefill_tokens, or less after the executor ran out of memory."""
     last_decode: float
     """When a step last carried decode rows, or the first decoding request was promoted."""
 
@@ -95,7 +97,7 @@ class _Planner:
 
     def _compose(self) -> tuple[bool, int]:
         """(whether decode rows run, token budget of prefill)."""
-        budget = self._config.max_prefill_tokens
+        budget = self._view.prefill_limit
         mode = self._policy.batch_mode
         if not self._view.decoding:
             return False, budget
@@ -119,7 +121,7 @@ class _Planner:
         self._decode()
         if not self._rows and self._view.prefilling:
             self._make_room_for_elder()
-            self._continue_prompts(self._config.max_prefill_tokens)
+            self._continue_prompts(self._view.prefill_limit)
 
     # --- decode rows: memory for all of them first, then the rows -------------------------------------------------
 
@@ -224,7 +226,7 @@ class _Planner:
     def _local_chunk(self) -> int:
         """The longest chunk that a step holds whatever else it carries."""
         beside_decodes = self._config.max_num_batched_tokens - self._config.max_num_seqs
-        most = min(self._config.max_prefill_tokens, beside_decodes)
+        most = min(self._view.prefill_limit, beside_decodes)
         return min(most, self._policy.long_prefill_token_threshold or most)
 
     # --- admission ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ class ErrorCode(StrEnum):
     INVALID_PARAMETER = "invalid_parameter"
     QUEUE_FULL = "queue_full"
     DRAINING = "draining"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
     STEP_FAILED = "step_failed"
     ENGINE_DEAD = "engine_dead"
 
@@ -114,11 +115,24 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One request as the engine takes it: token ids in, token ids out. `request_id` is unique among live requests."""
+    """One request as the engine takes it: token ids in, token ids out. `request_id` is unique among live requests.
+
+    Raises:
+        RequestRejected: a timeout is not a positive number.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    timeout_s: float | None = None
+    """Seconds after which the request ends with DEADLINE_EXCEEDED, wherever it is; None: never."""
+    queue_timeout_s: float | None = None
+    """The same for a request that has not run yet."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("timeout_s", self.timeout_s), ("queue_timeout_s", self.queue_timeout_s)):
+            if value is not None:
+                _require(math.isfinite(value) and value > 0, name, "a positive number of seconds", value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ class Request:
     num_preemptions: int = 0
     num_overtakes: int = 0
     """Requests behind this one that were admitted before it (`admission_order: bypass`)."""
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
     waiting_since: float = 0.0
     """Monotonic seconds of the arrival, or of the last chunk: how long this prompt has stood still."""
     prefix_match: tuple[int, tuple[int, ...]] = (-1, ())
@@ -113,6 +115,8 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
         prompt_len=len(prompt),
         max_new=max_new,
         queue_key=ticket,
+        timeout_s=submission.timeout_s,
+        queue_timeout_s=submission.queue_timeout_s,
         sampling=params,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
         stop_token_ids=stops,

@@ -25,6 +25,7 @@ class Scheduler:
         self._promised = 0  # blocks that admitted requests may still allocate in their lives
         self._next_step_id = 0
         self._last_decode = 0.0
+        self._prefill_limit = config.max_prefill_tokens
         # Each in the order in which it is served: dicts for O(1) removal in the middle.
         self.waiting: dict[str, Request] = {}
         self.prefilling: dict[str, Request] = {}
@@ -60,6 +61,7 @@ class Scheduler:
             promised_blocks=self._promised,
             ratio=self._ratio.value,
             now=now,
+            prefill_limit=self._prefill_limit,
             last_decode=self._last_decode,
         )
         return make_plan(view, self._config)
@@ -139,6 +141,17 @@ class Scheduler:
         queue = [*self.waiting.values(), request]
         self.waiting = {r.request_id: r for r in sorted(queue, key=lambda r: (r.queue_key, r.ticket))}
 
+    def roll_back(self, plan: Plan) -> None:
+        """The executor ran out of memory and computed nothing of this plan: plan it again, with half the prefill.
+
+        The requests keep the blocks that they took, and their seats; only progress is undone. The limit stays until the
+        engine is idle: what did not fit once would not fit again.
+        """
+        for row in plan.rows:
+            row.request.scheduled = row.start
+        prefill = sum(row.count for row in plan.rows if row.kind is not RowKind.DECODE)
+        self._prefill_limit = max(prefill // 2, min(self._blocks.block_size, self._prefill_limit))
+
     # --- after the step --------------------------------------------------------------------------------------------
 
     def advance(self, request: Request, end: int, now: float) -> None:
@@ -159,6 +172,7 @@ class Scheduler:
             self._leave(request)
         if not (self.waiting or self.prefilling or self.decoding):
             self._ratio.reset()
+            self._prefill_limit = self._config.max_prefill_tokens
 
     def _leave(self, request: Request) -> None:
         if self.prefilling.pop(request.request_id, None) is None:

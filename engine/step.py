@@ -83,10 +83,15 @@ class ExecutorFatalError(Exception):
     """Raised by an executor that can run no further step; the engine fails what is live and turns unhealthy."""
 
 
+class ExecutorOutOfMemoryError(Exception):
+    """Raised by an executor that lacked memory for a step's activations; a smaller step may succeed."""
+
+
 class Executor(Protocol):
     """Runs steps in order. `launch` may return before the work is done; `collect` waits for the oldest launched step.
 
-    An ordinary exception from either fails the rows of that plan only; ExecutorFatalError ends the engine.
+    An ordinary exception from either fails the rows of that plan only; after ExecutorOutOfMemoryError a step with
+    prefill is tried once more with half of it; ExecutorFatalError ends the engine.
     """
 
     def launch(self, plan: StepPlan) -> None: ...

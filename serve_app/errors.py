@@ -70,6 +70,8 @@ ENGINE_RULES: dict[ErrorCode, _Rule] = {
     ErrorCode.INVALID_PARAMETER: _Rule(400, INVALID_REQUEST, "invalid_value"),
     ErrorCode.QUEUE_FULL: _Rule(503, "server_overloaded", "queue_full", _RETRY_SOON, "The request queue is full."),
     ErrorCode.DRAINING: _Rule(503, "service_unavailable", "draining", _RETRY_SOON, "This server is shutting down."),
+    # 504 and not 408, which clients retry: a second try would be as late.
+    ErrorCode.DEADLINE_EXCEEDED: _Rule(504, "timeout", "deadline_exceeded", {"x-should-retry": "false"}),
     ErrorCode.STEP_FAILED: _Rule(500, "server_error", "step_failed", None, "The engine failed to compute a step."),
     ErrorCode.ENGINE_DEAD: _Rule(503, "server_error", "engine_dead", _RETRY_SOON, "The engine is not running."),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from engine.config import ResolvedConfig, SchedulerConfig
@@ -17,7 +19,7 @@ from engine.protocol import (
     Usage,
 )
 from engine.request import create_request
-from engine.step import ExecutorFatalError, RowKind, StepPlan
+from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, RowKind, StepPlan
 from tests.support.engines import EOS, VOCAB, RecordingCore, answer_alone, resolved_config
 
 PROMPT = list(range(1, 20))
@@ -326,3 +328,81 @@ def test_a_token_event_carries_the_sampled_id() -> None:
     core.send("a", PROMPT, max_tokens=1)
     core.run()
     assert core.events["a"][1] == Token("a", 9)
+
+
+# --- memory for a step ------------------------------------------------------------------------------------------------
+
+
+def out_of_memory_above(tokens: int) -> Callable[[StepPlan], None]:
+    def check(plan: StepPlan) -> None:
+        if plan.num_tokens > tokens:
+            raise ExecutorOutOfMemoryError("no room for activations")
+
+    return check
+
+
+def test_a_step_with_prefill_that_ran_out_of_memory_is_tried_again_with_half() -> None:
+    core = RecordingCore(before_step=out_of_memory_above(20), max_num_batched_tokens=32, max_prefill_tokens=32)
+    core.send("a", range(1, 31), max_tokens=4, ignore_eos=True)
+    core.send("b", [5] * 9, max_tokens=4, ignore_eos=True)
+    core.run()
+    assert core.tokens("a") == answer_alone(range(1, 31), max_tokens=4, ignore_eos=True)
+    assert core.tokens("b") == answer_alone([5] * 9, max_tokens=4, ignore_eos=True)
+    assert [plan.num_tokens for plan in core.plans][:2] == [30, 12], "half of 30, down to a block boundary"
+    assert sum(isinstance(event, Scheduled) for event in core.events["a"]) == 1
+    assert core.load().num_held_blocks == 0
+
+
+def test_decode_rows_of_a_step_that_ran_out_of_memory_lose_nothing() -> None:
+    core = RecordingCore(before_step=out_of_memory_above(20), max_num_batched_tokens=32, max_prefill_tokens=32)
+    core.send("a", [1, 2, 3], max_tokens=12, ignore_eos=True)
+    core.keep(core.step())
+    core.send("b", [5] * 40, max_tokens=2, ignore_eos=True)
+    core.run()
+    assert core.tokens("a") == answer_alone([1, 2, 3], max_tokens=12, ignore_eos=True)
+    assert core.tokens("b") == answer_alone([5] * 40, max_tokens=2, ignore_eos=True)
+
+
+def test_a_second_failure_in_a_row_is_an_error_of_its_own_rows() -> None:
+    core = RecordingCore(before_step=out_of_memory_above(3), max_num_batched_tokens=32, max_prefill_tokens=32)
+    core.send("large", [5] * 30, max_tokens=2, ignore_eos=True)
+    core.keep(core.step())
+    assert core.events["large"] == [Scheduled("large", 0)], "rolled back, not failed"
+    core.run()
+    assert core.events["large"][-1] == Failed("large", ErrorCode.STEP_FAILED, "no room for activations")
+    core.send("small", [5] * 3, max_tokens=2, ignore_eos=True)
+    core.run()
+    assert len(core.tokens("small")) == 2
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_ends_at_its_deadline_wherever_it_is() -> None:
+    core = RecordingCore(tick_ms=100, max_num_seqs=1)
+    core.send("running", PROMPT, max_tokens=100, ignore_eos=True, timeout_s=1.0)
+    core.send("waiting", PROMPT, max_tokens=100, ignore_eos=True, timeout_s=0.5)
+    core.run()
+    assert core.events["waiting"] == [core.events["waiting"][-1]], "it never ran"
+    for name in ("running", "waiting"):
+        end = core.events[name][-1]
+        assert isinstance(end, Failed)
+        assert end.code is ErrorCode.DEADLINE_EXCEEDED
+    assert "0.5 s" in core.events["waiting"][-1].message
+    assert 5 < len(core.tokens("running")) < 11
+    assert core.load().num_held_blocks == 0
+
+
+def test_a_queue_deadline_ends_only_what_never_ran() -> None:
+    core = RecordingCore(tick_ms=100, max_num_seqs=1)
+    core.send("running", PROMPT, max_tokens=30, ignore_eos=True, queue_timeout_s=0.5)
+    core.send("waiting", PROMPT, max_tokens=30, ignore_eos=True, queue_timeout_s=0.5, timeout_s=0.5)
+    core.run()
+    assert len(core.tokens("running")) == 30
+    assert isinstance(core.events["waiting"][-1], Failed)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_a_timeout_that_is_no_positive_number_is_refused(value: float) -> None:
+    with pytest.raises(RequestRejected, match="timeout_s must be a positive number of seconds"):
+        Submission("r", (1,), SamplingParams(), timeout_s=value)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.config import SchedulerConfig
 from engine.protocol import TERMINAL, Failed, Finished, FinishReason, RequestRejected, Scheduled, Token
-from engine.step import RowKind, StepPlan
+from engine.step import ExecutorOutOfMemoryError, RowKind, StepPlan
 from tests.support.engines import RecordingCore, answer_alone
 
 
@@ -235,6 +235,29 @@ def test_i28_a_failure_touches_the_rows_of_its_plan_and_nobody_else(
         assert isinstance(core.events[request_id][-1], Failed) == (request_id in failed), "I-28"
         if request_id not in failed and item.aborts is None:
             assert core.tokens(request_id) == answer_alone(item.prompt, **item.sampling), "I-1, I-28"
+    assert core.load().num_held_blocks == 0, "I-10"
+
+
+@settings(max_examples=100, deadline=None)
+@given(CONFIGS, st.lists(TRAFFIC, min_size=2, max_size=8), st.sets(st.integers(0, 20), min_size=1, max_size=6))
+def test_i28_a_step_that_runs_out_of_memory_once_changes_no_token(
+    overrides: dict[str, object], trace: list[Traffic], failing: set[int]
+) -> None:
+    ran_out = False
+
+    def fail(plan: StepPlan) -> None:
+        nonlocal ran_out
+        prefill = any(row.kind is not RowKind.DECODE for row in plan.rows)
+        ran_out = prefill and plan.step_id in failing and not ran_out
+        if ran_out:
+            raise ExecutorOutOfMemoryError("injected")
+
+    core = RecordingCore(before_step=fail, **overrides)
+    for request_id, item in run_traffic(core, trace).items():
+        check_events(core, request_id, item)
+        expected = answer_alone(item.prompt, **item.sampling)
+        tokens = core.tokens(request_id)
+        assert tokens == (expected if item.aborts is None else expected[: len(tokens)]), "I-1, I-28"
     assert core.load().num_held_blocks == 0, "I-10"
 
 

@@ -35,6 +35,7 @@ EXPECTED = {
     ErrorCode.INVALID_PARAMETER: (400, "invalid_request_error", "invalid_value"),
     ErrorCode.QUEUE_FULL: (503, "server_overloaded", "queue_full"),
     ErrorCode.DRAINING: (503, "service_unavailable", "draining"),
+    ErrorCode.DEADLINE_EXCEEDED: (504, "timeout", "deadline_exceeded"),
     ErrorCode.STEP_FAILED: (500, "server_error", "step_failed"),
     ErrorCode.ENGINE_DEAD: (503, "server_error", "engine_dead"),
 }
@@ -51,6 +52,7 @@ async def test_a_refusal_by_the_engine_is_a_real_status_streamed_or_not(code: Er
     answer = await chat(ScriptedClient(rejection), stream=stream)
     assert (answer.status, answer.error["type"], answer.error["code"]) == EXPECTED[code]
     assert ("retry-after" in answer.headers) == (answer.status == 503)
+    assert (answer.headers.get("x-should-retry") == "false") == (code is ErrorCode.DEADLINE_EXCEEDED)
     assert len(answer.error["message"]) <= 1000
     if code in (ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.KV_CAPACITY_EXCEEDED):
         assert "maximum context length" in answer.error["message"]

@@ -84,9 +84,17 @@ class RecordingCore(EngineCore):
         if self._hook:
             self._hook(plan)
 
-    def send(self, request_id: str, prompt: Iterable[int], **sampling: Any) -> None:
+    def send(
+        self,
+        request_id: str,
+        prompt: Iterable[int],
+        *,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        **sampling: Any,
+    ) -> None:
         params = SamplingParams(**{"temperature": 0.0, **sampling})
-        submission = Submission(request_id, tuple(prompt), params)
+        submission = Submission(request_id, tuple(prompt), params, timeout_s, queue_timeout_s)
         self.keep(self.submit(create_request(submission, self.config, next(self._tickets))))
 
     def keep(self, events: Sequence[Event]) -> Sequence[Event]:
