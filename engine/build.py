@@ -53,6 +53,7 @@ def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
         max_queued_requests=config.max_queued_requests,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduler=config.scheduler,
+        step_trace=config.step_trace,
         vocab_size=FAKE_VOCAB_SIZE,
         eos_token_ids=(FAKE_EOS_TOKEN_ID,),
         dtype="none",

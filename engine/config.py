@@ -161,6 +161,7 @@ class EngineConfig:
     num_threads: int | None = setting(
         None, "Torch threads of this engine. Unset: the machine's cores shared among the engine replicas.", ge=1
     )
+    step_trace: bool = setting(False, "Log a line for every step: its rows, its tokens, and how long it took.")
     scheduler: SchedulerConfig = field(
         default_factory=SchedulerConfig, metadata={"description": "How steps are composed; see below."}
     )
@@ -190,6 +191,7 @@ class ResolvedConfig:
     scheduler: SchedulerConfig
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    step_trace: bool
     dtype: str
     attention_backend: str
     num_threads: int

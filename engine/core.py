@@ -56,6 +56,7 @@ class EngineCore:
         return LoadSnapshot(
             num_running=self._scheduler.num_running,
             num_waiting=len(self._scheduler.waiting),
+            num_queued_tokens=self._scheduler.num_queued_tokens,
             num_blocks=self._blocks.num_blocks,
             num_held_blocks=self._blocks.num_held,
             num_evictable_blocks=self._blocks.num_evictable,
@@ -132,6 +133,7 @@ class EngineCore:
 
     def _execute(self, step: StepPlan) -> StepOutput | Exception:
         """Run the step. An ordinary failure is returned: it concerns the step's rows and nobody else."""
+        started = time.perf_counter()
         try:
             self._executor.launch(step)
             output = self._executor.collect()
@@ -144,7 +146,22 @@ class EngineCore:
             logger.exception("step %d failed, %d rows", step.step_id, len(step.rows))
             return error
         self._num_steps += 1
+        if self.config.step_trace:
+            self._trace(step, started)
         return output
+
+    def _trace(self, step: StepPlan, started: float) -> None:
+        """One line a step: what it carried, and how long the executor took."""
+        prefill = [len(row.token_ids) for row in step.rows if row.kind is not RowKind.DECODE]
+        logger.info(
+            "step=%d decode=%d prefill_requests=%d prefill_tokens=%d waiting=%d us=%d",
+            step.step_id,
+            len(step.rows) - len(prefill),
+            len(prefill),
+            sum(prefill),
+            len(self._scheduler.waiting),
+            (time.perf_counter() - started) * 1e6,
+        )
 
     def _apply(self, row: PlannedRow, scheduled: ScheduledRequest, tokens: tuple[int, ...]) -> list[Event]:
         request = row.request

@@ -192,6 +192,8 @@ class LoadSnapshot:
 
     num_running: int
     num_waiting: int
+    num_queued_tokens: int
+    """Tokens still to prefill: of waiting requests, and the rest of prompts that are partly computed."""
     num_blocks: int
     num_held_blocks: int
     num_evictable_blocks: int

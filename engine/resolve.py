@@ -37,6 +37,7 @@ def resolve(model_dir: Path, model: ModelConfig, config: EngineConfig, ops: Ops)
         max_queued_requests=config.max_queued_requests,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduler=config.scheduler,
+        step_trace=config.step_trace,
         vocab_size=model.vocab_size,
         eos_token_ids=_eos_token_ids(model_dir),
         dtype=str(dtype).removeprefix("torch."),

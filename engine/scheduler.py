@@ -24,6 +24,7 @@ class Scheduler:
         self._ratio = ReserveRatio(config.scheduler)
         self._promised = 0  # blocks that admitted requests may still allocate in their lives
         self._next_step_id = 0
+        self._waiting_tokens = 0
         self._last_decode = 0.0
         self._prefill_limit = config.max_prefill_tokens
         # Each in the order in which it is served: dicts for O(1) removal in the middle.
@@ -36,6 +37,11 @@ class Scheduler:
         return len(self.prefilling) + len(self.decoding)
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Tokens still to prefill. Prefix hits of waiting requests are not known yet and count as work."""
+        return self._waiting_tokens + sum(r.target - r.computed for r in self.prefilling.values())
+
+    @property
     def reserve_ratio(self) -> float:
         return self._ratio.value
 
@@ -44,6 +50,7 @@ class Scheduler:
         request.extend_hashes(request.prompt_len, self._blocks.block_size)
         request.waiting_since = now
         self.waiting[request.request_id] = request
+        self._waiting_tokens += len(request.token_ids)
 
     def find(self, request_id: str) -> Request | None:
         for queue in (self.waiting, self.prefilling, self.decoding):
@@ -90,6 +97,7 @@ class Scheduler:
 
     def _admit(self, request: Request, prefix: tuple[int, ...]) -> None:
         del self.waiting[request.request_id]
+        self._waiting_tokens -= len(request.token_ids)
         self.prefilling[request.request_id] = request
         self._blocks.claim(prefix)
         request.block_ids = prefix
@@ -138,6 +146,7 @@ class Scheduler:
             request.queue_key = min([*keys, request.ticket]) - 1
         elif self._config.scheduler.requeue == "back":
             request.queue_key = max([*keys, request.ticket]) + 1
+        self._waiting_tokens += len(request.token_ids)
         queue = [*self.waiting.values(), request]
         self.waiting = {r.request_id: r for r in sorted(queue, key=lambda r: (r.queue_key, r.ticket))}
 
@@ -170,6 +179,8 @@ class Scheduler:
         """The one way out, for stop, length, abort and error alike: leave the queues and give everything back."""
         if self.waiting.pop(request.request_id, None) is None:
             self._leave(request)
+        else:
+            self._waiting_tokens -= len(request.token_ids)
         if not (self.waiting or self.prefilling or self.decoding):
             self._ratio.reset()
             self._prefill_limit = self._config.max_prefill_tokens

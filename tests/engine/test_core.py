@@ -375,6 +375,18 @@ def test_a_second_failure_in_a_row_is_an_error_of_its_own_rows() -> None:
     assert len(core.tokens("small")) == 2
 
 
+# --- what can be seen from outside ------------------------------------------------------------------------------------
+
+
+def test_a_traced_step_says_what_it_carried(caplog: pytest.LogCaptureFixture) -> None:
+    core = RecordingCore(step_trace=True)
+    core.send("a", [1, 2, 3], max_tokens=2, ignore_eos=True)
+    with caplog.at_level("INFO", logger="engine.core"):
+        core.run()
+    assert "step=0 decode=0 prefill_requests=1 prefill_tokens=3 waiting=0 us=" in caplog.text
+    assert "step=1 decode=1 prefill_requests=0 prefill_tokens=0 waiting=0 us=" in caplog.text
+
+
 # --- deadlines --------------------------------------------------------------------------------------------------------
 
 

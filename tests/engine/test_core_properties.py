@@ -116,6 +116,10 @@ def check_blocks(core: RecordingCore) -> None:
     held = {block for request in core._scheduler.prefilling.values() for block in request.block_ids}
     held |= {block for request in core._scheduler.decoding.values() for block in request.block_ids}
     assert load.num_held_blocks == len(held), "I-10"
+    scheduler = core._scheduler
+    queued = sum(len(request.token_ids) for request in scheduler.waiting.values())
+    queued += sum(request.target - request.computed for request in scheduler.prefilling.values())
+    assert load.num_queued_tokens == queued, "I-31"
 
 
 def run_traffic(core: RecordingCore, trace: list[Traffic]) -> dict[str, Traffic]:
@@ -174,7 +178,8 @@ def test_i1_tokens_are_the_same_under_every_schedule_and_neighbour(
         else:
             assert tokens == expected[: len(tokens)], "I-1"
     load = core.load()
-    assert (load.num_held_blocks, load.num_running, load.num_waiting) == (0, 0, 0), "I-10, I-31"
+    gauges = (load.num_held_blocks, load.num_running, load.num_waiting, load.num_queued_tokens)
+    assert gauges == (0, 0, 0, 0), "I-10, I-31"
 
 
 # A pool that holds the largest request and little more: running out of memory is the rule here, not the exception.

@@ -85,7 +85,7 @@ class ScriptedClient:
             raise self.health
 
     async def load(self) -> list[LoadSnapshot]:
-        return [LoadSnapshot(0, 0, 8, 0, 0, len(self.submissions), 0, 0.7)]
+        return [LoadSnapshot(0, 0, 0, 8, 0, 0, len(self.submissions), 0, 0.7)]
 
 
 class LocalClient:

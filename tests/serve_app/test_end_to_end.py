@@ -174,6 +174,7 @@ async def test_load_tells_what_each_engine_runs_and_holds(make_app: MakeApp) -> 
     assert load == {
         "num_running": 0,
         "num_waiting": 0,
+        "num_queued_tokens": 0,
         "num_blocks": 8,
         "num_held_blocks": 0,
         "num_evictable_blocks": 0,

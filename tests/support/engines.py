@@ -32,6 +32,7 @@ def resolved_config(**overrides: Any) -> ResolvedConfig:
         scheduler=SchedulerConfig(),
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
+        step_trace=False,
         dtype="none",
         attention_backend="fake",
         num_threads=1,
