@@ -6,17 +6,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import platform
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.executor import create_executor
+from engine.machine import machine
 from engine.prepare import prepare_model
 from engine.step import Executor, RowKind, RowSampling, ScheduledRequest, StepPlan
 
@@ -50,14 +48,6 @@ def measure(executor: Executor, plan: StepPlan, steps: int) -> dict[str, float]:
         times.append((time.perf_counter() - started) * 1000)
     counted = times[3:]
     return {"ms_p50": statistics.median(counted), "ms_min": min(counted), "ms_max": max(counted)}
-
-
-def machine() -> dict[str, str]:
-    """What the figures were taken on."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {"commit": commit.stdout.strip(), "cpu": f"{len(names)} x {names[0] if names else platform.processor()}"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -46,7 +46,7 @@ class EngineCore:
         self._num_steps = 0
         self._num_preemptions = 0
         self._retrying = False  # the last step ran out of memory and is being tried with less prefill
-        self._deadlines: list[tuple[float, int, bool, Request]] = []  # a heap: (when, ticket, also if it runs, request)
+        self._deadlines: list[tuple[float, int, bool, str]] = []  # a heap: (when, ticket, also if it runs, request id)
 
     @property
     def has_work(self) -> bool:
@@ -71,7 +71,7 @@ class EngineCore:
         self._scheduler.add(request, now)
         for running_too, timeout_s in ((False, request.queue_timeout_s), (True, request.timeout_s)):
             if timeout_s is not None:
-                heapq.heappush(self._deadlines, (now + timeout_s, request.ticket, running_too, request))
+                heapq.heappush(self._deadlines, (now + timeout_s, request.ticket, running_too, request.request_id))
         return []
 
     def abort(self, request_id: str) -> list[Event]:
@@ -117,9 +117,11 @@ class EngineCore:
         """End the requests whose deadline has passed; that for the queue ends only those that never ran."""
         events: list[Event] = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, running_too, request = heapq.heappop(self._deadlines)
-            live = self._scheduler.find(request.request_id) is request
-            if live and (running_too or not request.was_scheduled):
+            _, ticket, running_too, request_id = heapq.heappop(self._deadlines)
+            request = self._scheduler.find(request_id)
+            if request is None or request.ticket != ticket:  # ended before; the id may be another's by now
+                continue
+            if running_too or not request.was_scheduled:
                 what = f"{request.timeout_s} s" if running_too else f"{request.queue_timeout_s} s in the queue"
                 message = f"The request was ended after {what}, as its deadline says."
                 events.append(self._fail(request, ErrorCode.DEADLINE_EXCEEDED, message))

@@ -167,7 +167,7 @@ class _Planner:
     def _make_room_for_elder(self) -> None:
         """Prompts hold all memory and none can go on: take it from the youngest until the oldest can."""
         assert self._elder is not None
-        while self._room(self._elder) <= 0 and (victim := self._youngest_prompt()):
+        while not self._next_chunk(self._elder, self._view.prefill_limit) and (victim := self._youngest_prompt()):
             self._preempted.append(victim)
             self._memory = self._admission(self._available())
 
@@ -180,16 +180,12 @@ class _Planner:
 
     def _continue_prompts(self, budget: int) -> int:
         """Next chunks of prompts that are partly computed, oldest first; return the budget that is left."""
-        local = self._policy.chunk_boundary == "request_local"
         for request in self._view.prefilling.values():
             if budget <= 0:
                 break
             if request in self._preempted:
                 continue
-            count = self._chunk_size(request.scheduled, request.target, budget)
-            room = self._room(request)
-            count = (count if count <= room else 0) if local else min(count, room)
-            if count > 0:
+            if count := self._next_chunk(request, budget):
                 self._memory.grow(self._missing(request, request.scheduled + count))
                 self._add_chunk(request, request.scheduled, request.target, count)
                 budget -= count
@@ -197,9 +193,16 @@ class _Planner:
                 self._num_partial += 1
         return budget
 
-    def _room(self, request: Request) -> int:
-        """Tokens that the request's own last block and all available blocks could take."""
-        return (len(request.block_ids) + self._memory.available) * self._block_size - request.scheduled
+    def _next_chunk(self, request: Request, budget: int) -> int:
+        """Tokens of a running prompt's next chunk, as far as its own last block and all available ones reach.
+
+        A request-local chunk is not cut short: its end would depend on who else holds memory.
+        """
+        count = self._chunk_size(request.scheduled, request.target, budget)
+        room = (len(request.block_ids) + self._memory.available) * self._block_size - request.scheduled
+        if self._policy.chunk_boundary == "request_local":
+            return count if count <= room else 0
+        return min(count, room)
 
     def _add_chunk(
         self, request: Request, start: int, target: int, count: int, prefix: tuple[int, ...] | None = None

@@ -166,10 +166,12 @@ class Scheduler:
     def advance(self, request: Request, end: int, now: float) -> None:
         """Positions below `end` are computed: publish the blocks they fill, and promote a finished prompt."""
         request.computed = end
-        request.extend_hashes(end, self._blocks.block_size)
-        for i in range(request.num_published, end // self._blocks.block_size):
-            self._blocks.publish(request.block_ids[i], request.block_hashes[i])
-        request.num_published = end // self._blocks.block_size
+        num_full = end // self._blocks.block_size
+        if num_full > request.num_published:
+            request.extend_hashes(end, self._blocks.block_size)
+            for i in range(request.num_published, num_full):
+                self._blocks.publish(request.block_ids[i], request.block_hashes[i])
+            request.num_published = num_full
         if end == request.target:
             if not self.decoding:
                 self._last_decode = now

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import os
 from collections.abc import AsyncGenerator
@@ -51,6 +52,9 @@ class EngineReplica:
     def __init__(self, settings: AppSettings) -> None:
         log_as_serve_does()
         self._engine = build_engine(settings.model, share_threads(settings.engine, settings.engine_replicas))
+        # What lives as long as the process is not searched again: full collections paused steps for 20 to 30 ms.
+        gc.collect()
+        gc.freeze()
 
     async def stream(self, submission: Submission) -> AsyncGenerator[list[Event] | EngineError, None]:
         """Yield event batches: the first at once, then all that is queued, so that a busy hop costs one item for

@@ -23,6 +23,7 @@ PURE = [
     "core",
     "async_engine",
     "fake_executor",
+    "machine",
 ]
 HEAVY = ["torch", "numpy", "ray", "starlette", "pydantic", "transformers", "tokenizers", "safetensors", "kernels"]
 

@@ -178,9 +178,12 @@ def test_an_id_in_use_is_refused_until_its_request_has_ended(make_engine: MakeEn
         engine = make_engine(before_step=lambda plan: gate.acquire() and None)
         task = asyncio.create_task(collect(engine.generate(PROMPT, LONG, "r")))
         await asyncio.sleep(0.01)
-        with pytest.raises(RequestRejected, match="'r' is already in use"):
-            await collect(engine.generate(PROMPT, LONG, "r"))
-        gate.release(1000)
+        try:
+            with pytest.raises(RequestRejected, match="'r' is already in use"):
+                async with asyncio.timeout(5):
+                    await collect(engine.generate(PROMPT, LONG, "r"))
+        finally:
+            gate.release(1000)
         assert isinstance((await task)[-1], Finished)
 
     asyncio.run(main())

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from engine.bench import main
+from engine.bench_mixed import STREAMS, MixedLoad, percentile
+from engine.config import FakeConfig
+from engine.fake_executor import FakeExecutor
 from tests.engine.test_build import TINY
+from tests.support.engines import resolved_config
 
 
 def test_the_last_line_is_one_document_with_a_cell_for_each_shape(
@@ -22,3 +27,17 @@ def test_the_last_line_is_one_document_with_a_cell_for_each_shape(
     assert shapes == [("decode", 1), ("decode", 3), ("prefill", 16)]
     assert all(0 < cell["ms_min"] <= cell["ms_p50"] <= cell["ms_max"] for cell in document["cells"])
     assert (document["seed"], document["config"]["max_model_len"]) == (5, 128)
+
+
+def test_the_mixed_load_runs_on_any_executor_and_says_whether_it_measured_anything() -> None:
+    """S1-R5: prompts that waited for a seat left the streams undisturbed, and the figures looked perfect."""
+    config = resolved_config(max_model_len=4096, num_kv_blocks=4096, max_num_batched_tokens=64, max_prefill_tokens=64)
+    for seats, valid in ((16, True), (STREAMS, False)):
+        executor = FakeExecutor(config.num_kv_blocks, config.block_size, range(32), config=FakeConfig(step_delay_ms=1))
+        figures = MixedLoad(executor, dataclasses.replace(config, max_num_seqs=seats), seed=1, every_s=0.02).run()
+        assert figures["valid"] is valid
+        assert 0 < figures["gap_p50"] <= figures["gap_p99"] <= figures["gap_max"]
+
+
+def test_percentiles_lie_between_the_nearest_ranks() -> None:
+    assert [percentile([4, 1, 3, 2], share) for share in (0, 0.5, 1)] == [1, 2.5, 4]

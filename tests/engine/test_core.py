@@ -219,6 +219,18 @@ def test_a_prompt_that_is_still_being_chunked_lends_only_what_is_computed() -> N
     assert core.tokens("b") == core.tokens("a") == answer_alone(PROMPT, max_tokens=1)
 
 
+def test_a_prompt_that_starts_beside_its_own_prefix_hits_what_is_computed_by_then() -> None:
+    """S4-R11: the twin of a prompt that is one chunk of five far may skip that chunk and no more."""
+    capped = SchedulerConfig(long_prefill_token_threshold=4, max_partial_prefills=0)
+    core = RecordingCore(scheduler=capped)
+    core.send("a", PROMPT, max_tokens=1)
+    core.keep(core.step())
+    core.send("b", PROMPT, max_tokens=1)
+    core.run()
+    assert core.events["b"][0] == Scheduled("b", cached_tokens=4)
+    assert core.tokens("b") == core.tokens("a") == answer_alone(PROMPT, max_tokens=1)
+
+
 def test_an_answer_is_cached_too_so_that_the_next_turn_of_a_chat_reuses_it() -> None:
     core = RecordingCore()
     core.send("turn 1", PROMPT, max_tokens=10, ignore_eos=True)
@@ -351,6 +363,24 @@ def test_a_step_with_prefill_that_ran_out_of_memory_is_tried_again_with_half() -
     assert [plan.num_tokens for plan in core.plans][:2] == [30, 12], "half of 30, down to a block boundary"
     assert sum(isinstance(event, Scheduled) for event in core.events["a"]) == 1
     assert core.load().num_held_blocks == 0
+
+
+def test_blocks_that_a_request_keeps_for_its_retry_are_not_given_to_others() -> None:
+    """S5-R16: the smaller chunk needed fewer blocks than were held, and that counted as blocks that were free."""
+    core = RecordingCore(
+        before_step=out_of_memory_above(20),
+        num_kv_blocks=7,
+        max_num_batched_tokens=28,
+        max_prefill_tokens=27,
+        scheduler=SchedulerConfig(reserve_mode="prompt", watermark_blocks=0, chunk_align=8),
+    )
+    core.send("large", range(1, 29), max_tokens=1)  # all 7 blocks
+    for name, token in (("b", 2), ("c", 3)):
+        core.send(name, [token, token], max_tokens=1, ignore_eos=True)
+    core.run()
+    assert [[row.request_id for row in plan.rows] for plan in core.plans[:2]] == [["large"], ["large"]]
+    assert [plan.num_tokens for plan in core.plans[:2]] == [24, 8]
+    assert core.finished("c").reason is FinishReason.LENGTH
 
 
 def test_decode_rows_of_a_step_that_ran_out_of_memory_lose_nothing() -> None:

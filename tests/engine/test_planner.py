@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 
 from engine.config import ConfigError, SchedulerConfig
-from engine.protocol import Scheduled
-from engine.reservation import ReserveRatio
+from engine.protocol import SamplingParams, Scheduled, Submission
+from engine.request import create_request
+from engine.reservation import ReserveRatio, reserved_tokens
 from engine.step import RowKind, StepPlan
-from tests.support.engines import RecordingCore, answer_alone
+from tests.support.engines import RecordingCore, answer_alone, resolved_config
 
 
 def policy(**settings: object) -> SchedulerConfig:
@@ -106,6 +107,41 @@ def test_request_local_chunks_depend_on_the_request_alone(neighbours: int) -> No
     assert chunks_of(core, "a") == [32, 32, 16]
 
 
+def test_a_request_local_chunk_fits_beside_as_many_decode_rows_as_there_are_seats() -> None:
+    """S1-B18: a chunk as long as the whole step would wait until nobody decodes any more."""
+    local = policy(chunk_boundary="request_local", max_partial_prefills=0)
+    core = RecordingCore(max_num_seqs=4, max_num_batched_tokens=12, max_prefill_tokens=12, scheduler=local)
+    core.send("stream", [1, 2], max_tokens=40, ignore_eos=True)
+    core.keep(core.step())
+    core.send("long", [3] * 24, max_tokens=1)
+    core.run()
+    assert chunks_of(core, "long") == [8, 8, 8]
+    assert [kinds(plan) for plan in core.plans[1:4]] == ["dp"] * 3
+
+
+@pytest.mark.parametrize(("most", "at_a_time"), [(1, 1), (2, 2), (0, 4)])
+def test_no_more_prompts_are_partly_computed_than_the_setting_says(most: int, at_a_time: int) -> None:
+    """S5-R3: eight prompts that shared the budget each got an eighth of it, and none got on."""
+    capped = policy(long_prefill_token_threshold=4, max_partial_prefills=most)
+    core = RecordingCore(max_num_batched_tokens=64, max_prefill_tokens=64, num_kv_blocks=200, scheduler=capped)
+    for i in range(4):
+        core.send(f"r{i}", [i + 1] * 40, max_tokens=1)
+    core.run()
+    assert max(sum(row.kind is RowKind.MIDDLE for row in plan.rows) for plan in core.plans) == at_a_time
+
+
+def test_a_prompt_that_is_partly_computed_has_a_seat() -> None:
+    """S4-R1: a hundred partial prompts at max_num_seqs 4 made a step of a hundred rows."""
+    capped = policy(long_prefill_token_threshold=4, max_partial_prefills=0)
+    core = RecordingCore(
+        max_num_seqs=4, max_num_batched_tokens=64, max_prefill_tokens=64, num_kv_blocks=2000, scheduler=capped
+    )
+    for i in range(100):
+        core.send(f"r{i}", [i % 31 + 1] * 20, max_tokens=2, ignore_eos=True)
+    core.run()
+    assert max(len(plan.rows) for plan in core.plans) == 4
+
+
 # --- batch modes -----------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +187,7 @@ def test_decode_first_holds_prompts_back_and_no_longer_than_its_bound() -> None:
     )
     traffic(core)
     prefills = [i for i, plan in enumerate(core.plans[1:]) if "p" in kinds(plan)]
-    assert prefills[0] >= 4, "the first prompt waits while others decode"
+    assert 4 <= prefills[0] <= 6, "the first prompt waits while others decode, and for 50 ms"
     assert all(b - a <= 6 for a, b in pairwise(prefills) if b < 28)
 
 
@@ -202,6 +238,19 @@ def test_full_reservation_never_preempts() -> None:
     assert core.load().num_preemptions == 0
 
 
+def test_what_a_request_was_promised_is_given_back_when_it_is_aborted() -> None:
+    """I-15: promises that outlived their requests would add up until nobody is admitted any more."""
+    core = RecordingCore(num_kv_blocks=32, scheduler=policy(reserve_mode="full", preempt_policy="none"))
+    for i in range(10):
+        core.send(f"a{i}", [1] * 8, max_tokens=24, ignore_eos=True)
+        core.keep(core.step())
+        core.keep(core.abort(f"a{i}"))
+    for i in range(4):
+        core.send(f"r{i}", [i + 2] * 8, max_tokens=24, ignore_eos=True)
+    core.keep(core.step())
+    assert core.load().num_running == 4
+
+
 def test_a_lone_request_is_admitted_whatever_the_reservation_says() -> None:
     """S5-R11: its own reservation kept the only request out for ever."""
     for scheduler in (policy(reserve_mode="ratio"), policy(reserve_mode="prompt", watermark_blocks=8)):
@@ -224,6 +273,29 @@ def test_an_answer_is_clipped_once_for_admission() -> None:
         core.send(f"r{i}", [i + 1] * 8, max_tokens=60, ignore_eos=True)
     core.keep(core.step())
     assert core.load().num_running == 5
+
+
+def test_answers_that_are_admitted_in_one_step_are_each_reserved() -> None:
+    """S5-R1: the sum was clipped a second time, so that the third request of a step cost no answer at all."""
+    core = RecordingCore(
+        num_kv_blocks=12,
+        max_num_batched_tokens=64,
+        max_prefill_tokens=64,
+        enable_prefix_caching=False,
+        scheduler=policy(reserve_mode="ratio", reserve_clip=4),
+    )
+    for i in range(6):  # the nth finds 12 - 2n blocks, and needs 2 for its prompt and n + 1 for all answers
+        core.send(f"r{i}", [i + 1] * 8, max_tokens=20, ignore_eos=True)
+    core.keep(core.step())
+    assert core.load().num_running == 4
+
+
+def test_a_preempted_request_reserves_what_is_left_of_its_answer() -> None:
+    """S5-R12: it reserved the whole answer again, and waited for memory that it could never use."""
+    submission = Submission("a", (1, 2, 3), SamplingParams(max_tokens=20))
+    request = create_request(submission, resolved_config(), 0)
+    request.token_ids += [5] * 15
+    assert (reserved_tokens(request, 4096), reserved_tokens(request, 3)) == (5, 3)
 
 
 # --- the ratio -------------------------------------------------------------------------------------------------------
@@ -324,6 +396,78 @@ def test_retract_takes_the_shortest_answer_and_then_the_longest_prompt() -> None
     while not core.load().num_preemptions:
         core.keep(core.step())
     assert list(core._scheduler.waiting) == ["long prompt"]
+
+
+def test_retract_takes_the_shorter_answer_whatever_the_prompts() -> None:
+    """I-18: whoever is furthest has most to compute again."""
+    core = RecordingCore(num_kv_blocks=12, scheduler=prompt_only(), enable_prefix_caching=False)
+    core.send("elder", [1] * 8, max_tokens=20, ignore_eos=True)
+    core.send("further", [2] * 12, max_tokens=20, ignore_eos=True)
+    for _ in range(3):
+        core.keep(core.step())
+    core.send("latest", [3] * 4, max_tokens=20, ignore_eos=True)
+    while not core.load().num_preemptions:
+        core.keep(core.step())
+    assert list(core._scheduler.waiting) == ["latest"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "queue"),
+    [
+        ({}, ["victim", "waits"]),
+        ({"requeue": "front"}, ["victim", "waits"]),
+        ({"requeue": "back"}, ["waits", "victim"]),
+    ],
+)
+def test_a_step_that_preempts_admits_nobody_and_the_victim_keeps_its_place(
+    settings: dict[str, object], queue: list[str]
+) -> None:
+    """I-24, S5-R13: a newcomer would take what the victim gave up for others, and old work would wait behind it."""
+    core = RecordingCore(num_kv_blocks=12, scheduler=prompt_only(**settings), enable_prefix_caching=False)
+    core.send("elder", [1] * 8, max_tokens=30, ignore_eos=True)
+    core.send("victim", [2] * 16, max_tokens=30, ignore_eos=True)
+    while core.load().num_held_blocks < 10:
+        core.keep(core.step())
+    core.send("waits", [3] * 16, max_tokens=1)
+    while not core.load().num_preemptions:
+        core.keep(core.step())
+    assert [row.request_id for row in core.plans[-1].rows] == ["elder"]
+    assert list(core._scheduler.waiting) == queue
+
+
+def test_an_answer_that_is_computed_again_in_chunks_samples_after_the_last_one_only() -> None:
+    """S4-R10: a chunk that ended between prompt and answer was taken for the last, and sampled without its KV."""
+    core = RecordingCore(
+        num_kv_blocks=16,
+        max_num_batched_tokens=14,
+        max_prefill_tokens=12,
+        scheduler=prompt_only(),
+        enable_prefix_caching=False,
+    )
+    for i, name in enumerate(("elder", "victim")):
+        core.send(name, [i + 1] * 10, max_tokens=40, ignore_eos=True)
+    core.run()
+    again = chunks_of(core, "victim")[-3:]
+    assert again[:2] == [12, 12], "the first ends behind the prompt of 10, and inside the answer"
+    for i, name in enumerate(("elder", "victim")):
+        assert core.tokens(name) == answer_alone([i + 1] * 10, max_tokens=40, ignore_eos=True)
+
+
+def test_younger_answers_never_take_the_last_block_from_the_oldest_prompt() -> None:
+    """I-21: while answers grew into the memory that its prompt was admitted on, the oldest request stood still."""
+    core = RecordingCore(
+        num_kv_blocks=20,
+        max_num_batched_tokens=64,
+        max_prefill_tokens=8,
+        scheduler=prompt_only(long_prefill_token_threshold=4, max_partial_prefills=0),
+        enable_prefix_caching=False,
+    )
+    core.send("elder", [1] * 60, max_tokens=1)
+    for i in range(3):
+        core.send(f"r{i}", [i + 2] * 4, max_tokens=40, ignore_eos=True)
+    core.run()
+    steps = [i for i, plan in enumerate(core.plans) if any(row.request_id == "elder" for row in plan.rows)]
+    assert steps == list(range(15))
 
 
 def test_a_victim_has_no_row_in_the_step_that_takes_its_memory() -> None:
