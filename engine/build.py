@@ -43,17 +43,10 @@ def _build_torch(model: str, config: EngineConfig) -> tuple[Executor, ResolvedCo
 
 
 def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
-    resolved = ResolvedConfig(
+    resolved = ResolvedConfig.of(
+        config,
         max_model_len=config.max_model_len or FAKE_MAX_MODEL_LEN,
-        block_size=config.block_size,
         num_kv_blocks=config.num_kv_blocks or FAKE_NUM_KV_BLOCKS,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_prefill_tokens=config.max_prefill_tokens or config.max_num_batched_tokens,
-        max_queued_requests=config.max_queued_requests,
-        enable_prefix_caching=config.enable_prefix_caching,
-        scheduler=config.scheduler,
-        step_trace=config.step_trace,
         vocab_size=FAKE_VOCAB_SIZE,
         eos_token_ids=(FAKE_EOS_TOKEN_ID,),
         dtype="none",

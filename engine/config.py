@@ -198,6 +198,21 @@ class ResolvedConfig:
     reasons: dict[str, str] = field(default_factory=dict)
     """Setting -> why it has its value, one sentence each; logged at start."""
 
+    @classmethod
+    def of(cls, asked: EngineConfig, **found: Any) -> ResolvedConfig:
+        """What was asked and needs no resolving, with what was found."""
+        return cls(
+            block_size=asked.block_size,
+            max_num_seqs=asked.max_num_seqs,
+            max_num_batched_tokens=asked.max_num_batched_tokens,
+            max_prefill_tokens=asked.max_prefill_tokens or asked.max_num_batched_tokens,
+            max_queued_requests=asked.max_queued_requests,
+            enable_prefix_caching=asked.enable_prefix_caching,
+            scheduler=asked.scheduler,
+            step_trace=asked.step_trace,
+            **found,
+        )
+
     @property
     def max_request_tokens(self) -> int:
         """Longest prompt + answer that this engine can hold: the context, or the whole KV cache if that is smaller.

@@ -27,17 +27,10 @@ def resolve(model_dir: Path, model: ModelConfig, config: EngineConfig, ops: Ops)
     dtype, dtype_reason = _dtype(config)
     num_blocks, blocks_reason = _num_blocks(model, config, dtype)
     num_threads, threads_reason = _num_threads(config)
-    return ResolvedConfig(
+    return ResolvedConfig.of(
+        config,
         max_model_len=max_model_len,
-        block_size=config.block_size,
         num_kv_blocks=num_blocks,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_prefill_tokens=config.max_prefill_tokens or config.max_num_batched_tokens,
-        max_queued_requests=config.max_queued_requests,
-        enable_prefix_caching=config.enable_prefix_caching,
-        scheduler=config.scheduler,
-        step_trace=config.step_trace,
         vocab_size=model.vocab_size,
         eos_token_ids=_eos_token_ids(model_dir),
         dtype=str(dtype).removeprefix("torch."),

@@ -1,4 +1,4 @@
-"""Owns the reverts of known defects, and the proof that a test catches each: `python -m tests.mutations [name ...]`.
+"""Owns the reverts of known defects, a long table, and the proof that a test catches each: `python -m tests.mutations`.
 Never touches the checkout but for tests/mutations.md: every revert is applied to a copy in a temporary directory."""
 
 from __future__ import annotations
