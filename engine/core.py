@@ -105,12 +105,12 @@ class EngineCore:
         self._retrying = False
         if isinstance(output, Exception):
             return events + [self._fail(row.request, ErrorCode.STEP_FAILED, str(output)) for row in plan.rows]
-        failed = dict(output.failed)
+        failed, computed_at = dict(output.failed), self._clock()
         for i, (row, scheduled, tokens) in enumerate(zip(plan.rows, step.rows, output.sampled, strict=True)):
             if i in failed:
                 events.append(self._fail(row.request, ErrorCode.STEP_FAILED, failed[i]))
             else:
-                events += self._apply(row, scheduled, tokens)
+                events += self._apply(row, scheduled, tokens, computed_at)
         return events
 
     def _end_late(self, now: float) -> list[Event]:
@@ -165,9 +165,11 @@ class EngineCore:
             (time.perf_counter() - started) * 1e6,
         )
 
-    def _apply(self, row: PlannedRow, scheduled: ScheduledRequest, tokens: tuple[int, ...]) -> list[Event]:
+    def _apply(
+        self, row: PlannedRow, scheduled: ScheduledRequest, tokens: tuple[int, ...], computed_at: float
+    ) -> list[Event]:
         request = row.request
-        self._scheduler.advance(request, scheduled.end, self._clock())
+        self._scheduler.advance(request, scheduled.end, computed_at)
         assert bool(tokens) == (row.kind is not RowKind.MIDDLE), f"{row.kind} row returned {len(tokens)} tokens"
         events: list[Event] = []
         for token_id in tokens:

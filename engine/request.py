@@ -46,7 +46,6 @@ class Request:
     """Place in the queue: the ticket, unless a preemption was told to requeue elsewhere."""
     was_scheduled: bool = False
     """The Scheduled event was sent; a preemption does not send it again."""
-    num_preemptions: int = 0
     num_overtakes: int = 0
     """Requests behind this one that were admitted before it (`admission_order: bypass`)."""
     timeout_s: float | None = None

@@ -99,7 +99,7 @@ def _num_blocks(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) ->
 
 def _num_threads(config: EngineConfig) -> tuple[int, str]:
     if config.num_threads is not None:
-        return config.num_threads, "asked for"
+        return config.num_threads, "num_threads in the config, or this replica's share of the machine's cores"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cpu_quota()
     if quota is not None and quota < cores:

@@ -138,7 +138,6 @@ class Scheduler:
     def _preempt(self, request: Request, now: float) -> None:
         """Give everything back and wait again. What it computed stays in the prefix cache until it is evicted."""
         self._leave(request)
-        request.num_preemptions += 1
         request.computed = request.scheduled = request.target = 0
         request.waiting_since = now
         keys = [other.queue_key for other in self.waiting.values()]

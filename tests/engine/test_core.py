@@ -1,4 +1,4 @@
-"""Contracts of the engine core: one request's life, what ends it, and who shares its fate."""
+"""Contracts of the engine core: one request's life, what ends it, and who shares its fate. Long: every end of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contracts of the planner's modes, reservations and preemptions. Sx-Rn are the specification's defects."""
+"""Contracts of the planner's modes, reservations and preemptions. Long: a test for each Sx-Rn defect."""
 
 from __future__ import annotations
 

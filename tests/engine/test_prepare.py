@@ -1,4 +1,4 @@
-"""Owns the contract of model preparation: four forms of a name, one sound directory, made once, or a named refusal.
+"""Owns the contract of model preparation, long for its four forms of a name: one sound directory, or a named refusal.
 Never touches the shared cache, apart from the packaged default, which is prepared there once and then reused."""
 
 from __future__ import annotations
