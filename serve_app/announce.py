@@ -52,7 +52,7 @@ def _instructions(base: str, model_id: str) -> str:
     return (
         f"\nchunkserve is ready: {base}\n\n"
         f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-        f"""    -d '{{"model": "{model_id}", "messages": {messages}}}'\n"""
+        f"""    -d '{{"model": "{model_id}", "temperature": 0, "messages": {messages}}}'\n"""
     )
 
 
