@@ -11,7 +11,8 @@ from types import FrameType
 import ray
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.schema import ApplicationStatus
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatusOverview, ReplicaState
 from ray.serve.scripts import cli
 
 from serve_app.preflight import ConfigRefused, preflight
@@ -54,17 +55,24 @@ def drain_and_shutdown() -> None:
     signal.alarm(0)  # Ray's native SIGTERM handler has set one that aborts the process after three seconds
     print("Shutting down: letting running requests finish. Signal again to stop at once.", flush=True)
     for name, app in serve.status().applications.items():
-        if app.status == ApplicationStatus.RUNNING:
-            _report(name, drain(name))
-            _delete(name)
+        _report(name, drain(name, app))
+        _delete(name)
     serve.shutdown()
 
 
-def drain(app_name: str) -> int:
-    """Ask every ingress replica of an application to drain; return how many requests had to be ended."""
+def drain(app_name: str, app: ApplicationStatusOverview) -> int:
+    """Ask every ingress replica of an application to drain; return how many requests had to be ended.
+
+    An application that is still deploying, or unhealthy, has streams too: what counts is a replica that runs.
+    """
     try:
-        late: list[int] = serve.get_app_handle(app_name).broadcast("drain").results()
-    except RayError as error:  # somebody else's application in the same config, or a replica that just died
+        ingress = serve.get_app_handle(app_name)
+        deployment = app.deployments.get(ingress.deployment_name)
+        if deployment is None or not deployment.replica_states.get(ReplicaState.RUNNING):
+            return 0  # a broadcast would wait for the first replica
+        late: list[int] = ingress.broadcast("drain").results()
+    except (RayError, RayServeException) as error:
+        # Somebody else's application in the same config, one that is being deleted, or a replica that just died.
         print(f"{app_name} was not drained: {type(error).__name__}", flush=True)
         return 0
     return sum(late)

@@ -223,6 +223,19 @@ def test_two_engine_replicas_answer_at_once_and_sigterm_lets_streams_finish() ->
         assert gone(server) == [], "nothing that serve run started outlives it"
 
 
+def test_sigterm_lets_streams_finish_while_replicas_are_still_starting() -> None:
+    one_too_many = {"ingress_num_cpus": 1, "ingress_replicas": 1 + (os.cpu_count() or 1), "engine_num_cpus": 0}
+    with serve_run(fake(**one_too_many)) as server, ThreadPoolExecutor(4) as pool:
+        streams = [pool.submit(read_stream, server, 200) for _ in range(4)]
+        while sum(engine["num_running"] for engine in loads(server)) < 4:
+            time.sleep(0.05)
+        assert server.end(signal.SIGTERM) == 0
+        for stream in streams:
+            payloads = stream.result(timeout=30)
+            assert payloads[-1] == "[DONE]"
+            assert json.loads(payloads[-2])["choices"][0]["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
 def test_what_cannot_finish_in_time_ends_with_an_error_frame(how: str) -> None:
     with serve_run(fake(drain_timeout_s=1)) as server, ThreadPoolExecutor(3) as pool:
