@@ -8,9 +8,11 @@ import itertools
 import logging
 import queue
 import threading
+import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from engine.config import ResolvedConfig
@@ -29,6 +31,9 @@ from engine.protocol import (
 from engine.request import create_request
 
 logger = logging.getLogger(__name__)
+
+MAX_WAIT_S = 3600.0
+"""A queue refuses to wait for longer than some platforms' clocks count, and a deadline may be any number of seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,17 +75,18 @@ class AsyncEngine:
         *,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
+        prepared: Awaitable[None] | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Yield a request's events one by one: Scheduled, Token*, then exactly one of Finished or Failed.
 
-        Leaving the loop early aborts the request once the generator is closed.
+        Leaving the loop early aborts the request once the generator is closed. `prepared` is as for `stream`.
 
         Raises:
             RequestRejected: before the first event, with the limit in the message.
         """
         request_id = request_id or uuid.uuid4().hex
         submission = Submission(request_id, tuple(prompt_token_ids), sampling, timeout_s, queue_timeout_s)
-        stream = self.stream(submission)
+        stream = self.stream(submission, prepared)
         try:
             async for events in stream:
                 for event in events:
@@ -88,14 +94,28 @@ class AsyncEngine:
         finally:
             await stream.aclose()
 
-    async def stream(self, submission: Submission) -> AsyncGenerator[list[Event], None]:
+    async def stream(
+        self, submission: Submission, prepared: Awaitable[None] | None = None
+    ) -> AsyncGenerator[list[Event], None]:
         """Yield everything queued since the last item: the first events at once, later ones coalesced while the
         reader is busy. Closing or cancelling it aborts the request by the next step.
+
+        `prepared` is awaited while the request keeps its place in the queue, and may run only then: what its prompt
+        stands for, such as an image, is still being made. If it raises, the request fails; it is cancelled when the
+        request ends first.
 
         Raises:
             RequestRejected: before the first item; nothing was enqueued.
         """
-        stream = self._open(submission)
+        preparation = None if prepared is None else asyncio.ensure_future(prepared)
+        try:
+            stream = self._open(submission, prepared=preparation is None)
+        except EngineError:
+            if preparation is not None:
+                preparation.cancel()
+            raise
+        if preparation is not None:
+            preparation.add_done_callback(lambda done: self._end_preparation(submission.request_id, stream, done))
         try:
             while True:
                 await stream.ready.wait()
@@ -107,12 +127,25 @@ class AsyncEngine:
         finally:
             if self._streams.get(submission.request_id) is stream:  # no terminal event yet
                 self.abort(submission.request_id)
+            if preparation is not None:
+                preparation.cancel()
 
-    def _open(self, submission: Submission) -> _Stream:
+    def _end_preparation(self, request_id: str, stream: _Stream, done: asyncio.Future[None]) -> None:
+        """The request may run, or fails like its preparation did."""
+        error = None if done.cancelled() else done.exception()
+        if self._streams.get(request_id) is not stream:  # it has ended, and its id may be another's
+            return
+        if done.cancelled() or error is not None:
+            message = str(error or "The preparation was cancelled.") or type(error).__name__
+            self._commands.put(lambda: self._core.fail(request_id, message))
+        else:
+            self._commands.put(lambda: self._core.prepared(request_id))
+
+    def _open(self, submission: Submission, *, prepared: bool) -> _Stream:
         self._check_open(submission)
         request = create_request(submission, self.config, next(self._tickets))
         stream = self._streams[submission.request_id] = _Stream(asyncio.get_running_loop())
-        self._commands.put(lambda: self._core.submit(request))
+        self._commands.put(lambda: self._core.submit(request, prepared=prepared))
         self._check_alive()  # again: the thread may have failed its last streams just before this one was added
         return stream
 
@@ -181,16 +214,25 @@ class AsyncEngine:
         self._end(message)
 
     def _run_commands(self) -> list[Event]:
-        """Submits and aborts that arrived since the last step; blocks while there is nothing else to do."""
+        """Submits and aborts that arrived since the last step; blocks while there is nothing else to do.
+
+        A deadline ends the wait: a request whose prompt is still being made is no work, but has one.
+        """
         events: list[Event] = []
         if not self._core.has_work:
-            events += self._commands.get()()
+            with suppress(queue.Empty):
+                events += self._commands.get(timeout=self._longest_wait())()
         while True:
             try:
                 command = self._commands.get_nowait()
             except queue.Empty:
                 return events
             events += command()
+
+    def _longest_wait(self) -> float | None:
+        """Seconds to the next deadline; None if there is none."""
+        deadline = self._core.next_deadline
+        return None if deadline is None else min(max(deadline - time.monotonic(), 0.0), MAX_WAIT_S)
 
     def _publish(self, events: Sequence[Event]) -> None:
         self._load = self._core.load()

@@ -18,7 +18,7 @@ from engine.machine import machine
 from engine.prepare import prepare_model
 from engine.step import Executor, RowKind, RowSampling, ScheduledRequest, StepPlan
 
-GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
+GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 def decode_plan(rows: int, context: int, block_size: int, draw: Callable[[], int]) -> StepPlan:
@@ -35,7 +35,7 @@ def prefill_plan(count: int, context: int, block_size: int, draw: Callable[[], i
 def _row(i: int, kind: RowKind, start: int, count: int, blocks: int, draw: Callable[[], int]) -> ScheduledRequest:
     ids = tuple(draw() for _ in range(count))
     table = tuple(range(i * blocks, (i + 1) * blocks))
-    return ScheduledRequest(str(i), kind, start, ids, table, dataclasses.replace(GREEDY, position=start + count))
+    return ScheduledRequest(str(i), kind, start, ids, table, GREEDY)
 
 
 def measure(executor: Executor, plan: StepPlan, steps: int) -> dict[str, float]:

@@ -35,6 +35,7 @@ class _Watched:
 
     def __init__(self, executor: Executor) -> None:
         self.collect, self.forget, self.shutdown = executor.collect, executor.forget, executor.shutdown
+        self.capabilities = executor.capabilities
         self._launch = executor.launch
         self.num_mixed_steps = 0
 

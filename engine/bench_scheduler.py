@@ -16,6 +16,7 @@ from dataclasses import fields
 from itertools import product
 from typing import Any
 
+from engine.applier import Applier
 from engine.config import EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.machine import machine
@@ -23,7 +24,7 @@ from engine.planner import Plan
 from engine.protocol import Event, Finished, SamplingParams, Submission
 from engine.request import create_request
 from engine.scheduler import Scheduler
-from engine.step import RowKind, ScheduledRequest, StepOutput, StepPlan
+from engine.step import Capabilities, RowKind, ScheduledRequest, StepOutput, StepPlan
 
 BLOCK_SIZE = 16
 VOCAB = 50_000
@@ -40,6 +41,8 @@ Milliseconds = dict[str, list[float]]
 
 class CannedExecutor:
     """Answers every sampling row with the same token; nothing is computed."""
+
+    capabilities = Capabilities()
 
     def __init__(self) -> None:
         self._output: StepOutput | None = None
@@ -88,6 +91,7 @@ class TimedCore(EngineCore):
         super().__init__(self._canned, config)
         self.times: Milliseconds = defaultdict(list)
         self._scheduler = timed = _TimedScheduler(config, self._blocks)
+        self._applier = Applier(timed, self._canned, takes_drafts=False)
         timed.times = self.times
         self._draw = draw
         self._churns = traffic == "churn"

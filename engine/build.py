@@ -52,6 +52,7 @@ def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
         dtype="none",
         attention_backend="fake",
         num_threads=1,
+        recurrent_state=config.fake.recurrent_state,
         reasons={"attention_backend": "executor is fake: tokens are scripted, no model is loaded."},
     )
     reply = config.fake.reply
@@ -62,5 +63,6 @@ def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
         reply=None if reply is None else reply.encode(),
         eos_token_id=FAKE_EOS_TOKEN_ID,
         config=config.fake,
+        num_drafts=config.num_speculative_tokens,
     )
     return executor, resolved

@@ -46,6 +46,7 @@ class FakeConfig:
     reply: str | None = setting(None, "Text that every request is answered with; unset gives a hash of the prefix.")
     step_delay_ms: float = setting(0.0, "How long a step takes.", ge=0)
     token_delay_ms: float = setting(0.0, "Added to a step for each token that it computes.", ge=0)
+    recurrent_state: bool = setting(False, "Act as a hybrid model, with recurrent state besides KV.")
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -63,7 +64,10 @@ class SchedulerConfig:
         "is any. `decode_first`: decode rows alone while there are any. The next two settings bound these.",
     )
     decode_starve_ms: float = setting(
-        200.0, "`prefill_first`: longest time without a decode step while requests decode.", ge=0
+        200.0,
+        "Longest time without decode rows while requests decode, where prefill has steps of its own: `prefill_first`, "
+        "`chunk_owner: engine`, `prompt_logprobs_step: dedicated`. A step that has begun is not cut short.",
+        ge=0,
     )
     prefill_starve_ms: float = setting(
         2000.0, "`decode_first` and decode_finish_tokens: longest time that a prompt waits for its next chunk.", ge=0
@@ -94,7 +98,7 @@ class SchedulerConfig:
     reserve_clip: int = setting(4096, "`ratio`: most answer tokens of one request that count.", ge=1)
     watermark_blocks: int = setting(1, "`prompt`: blocks that stay free at an admission.", ge=0)
     max_partial_prefills: int = setting(
-        1, "Most prompts that are partly computed after a step. 0: as many as there are seats.", ge=0
+        1, "Most prompts of one priority that are partly computed after a step. 0: as many as there are seats.", ge=0
     )
     long_prefill_token_threshold: int = setting(0, "Most tokens of one prompt in a step. 0: no limit.", ge=0)
     chunk_align: int | None = setting(
@@ -104,6 +108,46 @@ class SchedulerConfig:
         "shared",
         "`shared`: chunks take what the step has left. `request_local`: chunk ends depend on the request alone.",
     )
+    chunk_owner: Literal["scheduler", "engine"] = setting(
+        "scheduler",
+        "Who cuts a prompt that is longer than a step's prefill. `engine`: all of it in one step of its own, forward "
+        "after forward, which decode rows wait for; for offline use and comparisons.",
+    )
+    atomic_policy: Literal["defer", "extend"] = setting(
+        "defer",
+        "A span that must not be cut and does not fit into what is left of max_prefill_tokens: a later step takes it, "
+        "or the chunk goes on to its end, past that limit but within max_num_batched_tokens.",
+    )
+    prompt_logprobs_step: Literal["mixed", "dedicated"] = setting(
+        "mixed",
+        "Chunks whose prompt tokens are scored share steps with decode rows, or have steps without any (bounded by "
+        "decode_starve_ms).",
+    )
+    prefill_fill_ratio: float = setting(
+        0.0,
+        "While requests decode, prefill waits until this share of max_prefill_tokens is queued, prefix hits included. "
+        "0: it never waits. The next two settings bound it.",
+        ge=0,
+        le=1,
+    )
+    coalesce_waiting_ms: float = setting(300.0, "Longest time that a new prompt is held back for that.", ge=0)
+    coalesce_partial_ms: float = setting(80.0, "The same for the next chunk of a prompt that has begun.", ge=0)
+    priority_age_ms: float = setting(
+        10_000.0,
+        "A request that waited this long goes before all priorities and shares; a begun prompt that stood still for it "
+        "goes on. Where everybody waits longer, arrival alone decides.",
+        ge=0,
+    )
+    answer_token_weight: float = setting(
+        2.0, "What an answer token counts against its tenant's share; a prompt token counts 1.", ge=0
+    )
+    state_snapshot_tokens: int = setting(
+        0,
+        "Hybrid models: a snapshot of the recurrent state at each multiple of this position, a multiple of block_size, "
+        "for prefix hits to start from. 0: none, and no prefix hits.",
+        ge=0,
+    )
+    state_snapshots: int = setting(64, "Hybrid models: snapshots that are kept.", ge=1)
     admission_order: Literal["strict", "bypass"] = setting(
         "strict", "Whether requests that fit may overtake one that does not fit yet."
     )
@@ -125,6 +169,13 @@ class SchedulerConfig:
             raise ConfigError(
                 "chunk_boundary request_local cuts prompts by their own length, so several may be partial at a time: "
                 "set max_partial_prefills to 0 or more than 1."
+            )
+        if self.chunk_owner == "engine" and (
+            self.chunk_boundary == "request_local" or self.long_prefill_token_threshold
+        ):
+            raise ConfigError(
+                "chunk_owner engine computes a prompt in one call, so chunk_boundary request_local and "
+                "long_prefill_token_threshold, which cut it, would never act."
             )
         if self.ratio_min > self.ratio_init:
             raise ConfigError(f"ratio_min ({self.ratio_min}) must not exceed ratio_init ({self.ratio_init}).")
@@ -158,6 +209,13 @@ class EngineConfig:
     )
     max_queued_requests: int = setting(1024, "Most requests waiting to be admitted; one more is refused.", ge=0)
     enable_prefix_caching: bool = setting(True, "Reuse the KV blocks of a prompt prefix that was computed before.")
+    overlap: bool = setting(
+        False,
+        "Plan and launch a step before the one before it is read back, so that the device never waits for Python.",
+    )
+    num_speculative_tokens: int = setting(
+        0, "Tokens that the executor drafts for each decode row, for the next step to verify together.", ge=0
+    )
     num_threads: int | None = setting(
         None, "Torch threads of this engine. Unset: the machine's cores shared among the engine replicas.", ge=1
     )
@@ -169,10 +227,26 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.max_num_batched_tokens < self.max_num_seqs + 1:
+        least = self.max_num_seqs * (1 + self.num_speculative_tokens) + 1
+        if self.max_num_batched_tokens < least:
+            a_row = f" * (1 + num_speculative_tokens {self.num_speculative_tokens})" * bool(self.num_speculative_tokens)
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs + 1 "
-                f"({self.max_num_seqs + 1}): decode rows would leave no room for prefill, which would starve."
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs{a_row} + 1 "
+                f"({least}): decode rows would leave no room for prefill, which would starve."
+            )
+        if self.overlap and self.num_speculative_tokens:
+            raise ConfigError(
+                "overlap plans a step before it is known how many tokens the one before gave: set "
+                "num_speculative_tokens to 0, or overlap to false."
+            )
+        if self.overlap and self.scheduler.chunk_owner == "engine":
+            raise ConfigError(
+                "chunk_owner engine runs several forwards in one step; overlap launches one: choose either."
+            )
+        if self.scheduler.state_snapshot_tokens % self.block_size:
+            raise ConfigError(
+                f"state_snapshot_tokens ({self.scheduler.state_snapshot_tokens}) must be a multiple of block_size "
+                f"({self.block_size}): a prefix hit needs KV and state that end at the same position."
             )
 
 
@@ -192,9 +266,13 @@ class ResolvedConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     step_trace: bool
+    overlap: bool
+    num_speculative_tokens: int
     dtype: str
     attention_backend: str
     num_threads: int
+    recurrent_state: bool = False
+    """The model has state besides KV: requests hold state slots, and prefix hits need snapshots."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Setting -> why it has its value, one sentence each; logged at start."""
 
@@ -210,7 +288,22 @@ class ResolvedConfig:
             enable_prefix_caching=asked.enable_prefix_caching,
             scheduler=asked.scheduler,
             step_trace=asked.step_trace,
+            overlap=asked.overlap,
+            num_speculative_tokens=asked.num_speculative_tokens,
             **found,
+        )
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """Tokens of a step whose seats all decode."""
+        return self.max_num_seqs * (1 + self.num_speculative_tokens)
+
+    @property
+    def max_atomic_span(self) -> int:
+        """Longest span of a prompt that every step could take whole, whatever else it carries."""
+        beside_decodes = self.max_num_batched_tokens - self.max_decode_tokens
+        return (
+            beside_decodes if self.scheduler.atomic_policy == "extend" else min(beside_decodes, self.max_prefill_tokens)
         )
 
     @property

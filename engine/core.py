@@ -3,29 +3,44 @@ Never blocks on anything but the executor and never knows who listens; one threa
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from engine.applier import Applier
 from engine.block_manager import BlockManager
-from engine.config import ResolvedConfig
-from engine.planner import Plan, PlannedRow
-from engine.protocol import ErrorCode, Event, Failed, Finished, FinishReason, LoadSnapshot, Scheduled, Token
+from engine.config import ConfigError, ResolvedConfig
+from engine.deadlines import Deadlines
+from engine.planner import DeferReason, Plan
+from engine.protocol import ErrorCode, Event, FinishReason, LoadSnapshot, Scheduled
 from engine.request import Request
 from engine.scheduler import Scheduler
+from engine.split import collect_in_chunks
 from engine.step import (
+    Capabilities,
     Executor,
     ExecutorFatalError,
     ExecutorOutOfMemoryError,
     RowKind,
-    ScheduledRequest,
     StepOutput,
     StepPlan,
 )
-from engine.stopping import finish_reason, is_stop_token
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A committed step. A row's results are its request's own only while the request's epoch is what it was here."""
+
+    plan: Plan
+    step: StepPlan
+    epochs: tuple[int, ...]
+    started: float
+    output: StepOutput | Exception | None
+    """None: to be collected. An exception: the launch failed."""
 
 
 class EngineCore:
@@ -37,41 +52,70 @@ class EngineCore:
     def __init__(
         self, executor: Executor, config: ResolvedConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock` gives monotonic seconds; tests turn it by hand."""
+        """`clock` gives monotonic seconds; tests turn it by hand.
+
+        Raises:
+            ConfigError: the config needs what this executor cannot do.
+        """
+        check_capabilities(config, executor.capabilities)
         self.config = config
         self._executor = executor
         self._blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(config, self._blocks)
+        self._applier = Applier(self._scheduler, executor, takes_drafts=config.num_speculative_tokens > 0)
         self._clock = clock
+        self._in_flight: _Launched | None = None  # with overlap: launched, and not read back yet
         self._num_steps = 0
         self._num_preemptions = 0
+        self._graph_uses: Counter[tuple[bool, str]] = Counter()
+        self._deferred: DeferReason | None = None
+        self._reserved_blocks = 0
         self._retrying = False  # the last step ran out of memory and is being tried with less prefill
-        self._deadlines: list[tuple[float, int, bool, str]] = []  # a heap: (when, ticket, also if it runs, request id)
+        self._deadlines = Deadlines(self._scheduler.find)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._scheduler.num_running or self._scheduler.waiting)
+        return bool(self._scheduler.num_running or self._scheduler.waiting or self._in_flight)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `step` has something to do even if there is no work, by the clock; it may turn out to be nothing."""
+        return self._deadlines.next
 
     def load(self) -> LoadSnapshot:
+        scheduler = self._scheduler
         return LoadSnapshot(
-            num_running=self._scheduler.num_running,
-            num_waiting=len(self._scheduler.waiting),
-            num_queued_tokens=self._scheduler.num_queued_tokens,
+            num_running=scheduler.num_running,
+            num_waiting=len(scheduler.waiting) + len(scheduler.preparing),
+            num_preparing=len(scheduler.preparing),
+            num_waiting_preempted=sum(request.was_scheduled for request in scheduler.waiting),
+            wait_reason=self._deferred.value if self._deferred and scheduler.waiting else None,
+            num_queued_tokens=scheduler.num_queued_tokens,
             num_blocks=self._blocks.num_blocks,
             num_held_blocks=self._blocks.num_held,
             num_evictable_blocks=self._blocks.num_evictable,
+            num_reserved_blocks=self._reserved_blocks if scheduler.num_running else 0,
             num_steps=self._num_steps,
             num_preemptions=self._num_preemptions,
-            reserve_ratio=self._scheduler.reserve_ratio,
+            reserve_ratio=scheduler.reserve_ratio,
+            graph_hits={name: count for (hit, name), count in self._graph_uses.items() if hit},
+            graph_misses={name: count for (hit, name), count in self._graph_uses.items() if not hit},
         )
 
-    def submit(self, request: Request) -> list[Event]:
-        """Queue a request that `create_request` made. It has no events before its first step."""
+    def submit(self, request: Request, *, prepared: bool = True) -> list[Event]:
+        """Queue a request that `create_request` made. It has no events before its first step.
+
+        One that is not `prepared` keeps its place and is not planned before `prepared` says so: what its prompt stands
+        for, such as an image, is still being made.
+        """
         now = self._clock()
-        self._scheduler.add(request, now)
-        for running_too, timeout_s in ((False, request.queue_timeout_s), (True, request.timeout_s)):
-            if timeout_s is not None:
-                heapq.heappush(self._deadlines, (now + timeout_s, request.ticket, running_too, request.request_id))
+        self._scheduler.add(request, now, prepared=prepared)
+        self._deadlines.add(request, now)
+        return []
+
+    def prepared(self, request_id: str) -> list[Event]:
+        """The request may run from now on. Ignored for one that has ended."""
+        self._scheduler.prepared(request_id)
         return []
 
     def abort(self, request_id: str) -> list[Event]:
@@ -79,53 +123,72 @@ class EngineCore:
         request = self._scheduler.find(request_id)
         if request is None:
             return []
-        return [self._finish(request, FinishReason.ABORT)]
+        return [self._applier.finish(request, FinishReason.ABORT)]
+
+    def fail(self, request_id: str, message: str) -> list[Event]:
+        """End a request whose preparation failed. Ignored for one that has ended."""
+        request = self._scheduler.find(request_id)
+        if request is None:
+            return []
+        return [self._applier.fail(request, ErrorCode.PREPARATION_FAILED, message)]
+
+    # --- the step: one loop without and one with overlap, over the same parts -------------------------------------
 
     def step(self) -> list[Event]:
-        """Compute one step and return its events; [] when nothing is live.
+        """Compute one step and return its events; [] when nothing is live. With overlap, launch one step and return the
+        events of the one before.
 
         Raises:
             ExecutorFatalError: the executor can run no further step; whoever owns the core ends what is live.
         """
         now = self._clock()
         events = self._end_late(now)
+        launched, scheduled = self._launch(now)
+        due = [launched]
+        if self.config.overlap:
+            due, self._in_flight = [self._in_flight], launched
+            if launched is not None and launched.output is not None:  # it failed: nothing may build on it
+                due, self._in_flight = [*due, launched], None
+        return [*events, *scheduled, *(event for step in due if step is not None for event in self._complete(step))]
+
+    def _launch(self, now: float) -> tuple[_Launched | None, list[Event]]:
+        """Plan and start a step; None if there is nothing to run, or if it ran out of memory and is planned again."""
+        self._retrying &= self._scheduler.num_running > 0  # else nobody of the step that failed is left
         plan = self._scheduler.plan(now)
+        self._deferred, self._reserved_blocks = plan.deferred, plan.reserved_blocks
         if not plan.rows:
-            assert not self.has_work, "live requests, but nothing to run"
-            return events
+            assert self._in_flight or not self.has_work, "live requests, but nothing to run"
+            return None, []
         fresh = [row.request for row in plan.rows if not row.request.was_scheduled]
         step = self._scheduler.commit(plan, now)
         self._num_preemptions += len(plan.preempted)
         self._executor.forget([request.request_id for request in plan.preempted])
-        events += [Scheduled(request.request_id, request.cached) for request in fresh]
-        output = self._execute(step)
-        if isinstance(output, ExecutorOutOfMemoryError) and self._may_retry(plan):
-            self._scheduler.roll_back(plan)
-            return events
+        events: list[Event] = [Scheduled(request.request_id, request.cached) for request in fresh]
+        launched = self._start(plan, step)
+        if isinstance(launched.output, ExecutorOutOfMemoryError) and self._may_retry(plan):
+            self._scheduler.roll_back(plan, step)
+            return None, events
         self._retrying = False
-        if isinstance(output, Exception):
-            return events + [self._fail(row.request, ErrorCode.STEP_FAILED, str(output)) for row in plan.rows]
-        failed, computed_at = dict(output.failed), self._clock()
-        for i, (row, scheduled, tokens) in enumerate(zip(plan.rows, step.rows, output.sampled, strict=True)):
-            if i in failed:
-                events.append(self._fail(row.request, ErrorCode.STEP_FAILED, failed[i]))
-            else:
-                events += self._apply(row, scheduled, tokens, computed_at)
-        return events
+        return launched, events
 
-    def _end_late(self, now: float) -> list[Event]:
-        """End the requests whose deadline has passed; that for the queue ends only those that never ran."""
-        events: list[Event] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, ticket, running_too, request_id = heapq.heappop(self._deadlines)
-            request = self._scheduler.find(request_id)
-            if request is None or request.ticket != ticket:  # ended before; the id may be another's by now
-                continue
-            if running_too or not request.was_scheduled:
-                what = f"{request.timeout_s} s" if running_too else f"{request.queue_timeout_s} s in the queue"
-                message = f"The request was ended after {what}, as its deadline says."
-                events.append(self._fail(request, ErrorCode.DEADLINE_EXCEEDED, message))
-        return events
+    def _start(self, plan: Plan, step: StepPlan) -> _Launched:
+        """Launch. An ordinary failure is kept: it concerns the step's rows and nobody else."""
+        started = time.perf_counter()
+        output: StepOutput | Exception | None = None
+        try:
+            if cuts := plan.rows[0].cuts:
+                output = collect_in_chunks(self._executor, step, cuts)
+            else:
+                self._executor.launch(step)
+        except ExecutorFatalError:
+            raise
+        except ExecutorOutOfMemoryError as error:
+            logger.warning("step %d, %d tokens, ran out of memory: %s", step.step_id, step.num_tokens, error)
+            output = error
+        except Exception as error:
+            logger.exception("step %d failed, %d rows", step.step_id, len(step.rows))
+            output = error
+        return _Launched(plan, step, tuple(row.request.epoch for row in plan.rows), started, output)
 
     def _may_retry(self, plan: Plan) -> bool:
         """Once, and only where there is prefill to make smaller: decode rows alone would need the same memory again."""
@@ -133,27 +196,55 @@ class EngineCore:
         self._retrying = retry
         return retry
 
-    def _execute(self, step: StepPlan) -> StepOutput | Exception:
-        """Run the step. An ordinary failure is returned: it concerns the step's rows and nobody else."""
-        started = time.perf_counter()
+    def _complete(self, launched: _Launched) -> list[Event]:
+        """Read a step back and apply it, row by row; rows whose request has ended or was preempted are nobody's."""
+        output = self._collect(launched)
+        if isinstance(output, StepOutput):
+            failed = dict(output.failed)
+        else:
+            output, failed = (
+                StepOutput(launched.step.step_id, ()),
+                dict.fromkeys(range(len(launched.epochs)), str(output)),
+            )
+        events: list[Event] = []
+        rows = zip(launched.plan.rows, launched.step.rows, launched.epochs, strict=True)
+        for number, (row, scheduled, epoch) in enumerate(rows):
+            if row.request.epoch == epoch and number not in failed:
+                events += self._applier.apply(row, scheduled, output, number)
+                continue
+            self._scheduler.discard(scheduled)
+            if row.request.epoch == epoch:
+                events.append(self._applier.fail(row.request, ErrorCode.STEP_FAILED, failed[number]))
+        return events
+
+    def _collect(self, launched: _Launched) -> StepOutput | Exception:
+        output = launched.output
         try:
-            self._executor.launch(step)
-            output = self._executor.collect()
+            output = self._executor.collect() if output is None else output
         except ExecutorFatalError:
             raise
-        except ExecutorOutOfMemoryError as error:
-            logger.warning("step %d, %d tokens, ran out of memory: %s", step.step_id, step.num_tokens, error)
-            return error
         except Exception as error:
-            logger.exception("step %d failed, %d rows", step.step_id, len(step.rows))
+            logger.exception("step %d failed, %d rows", launched.step.step_id, len(launched.step.rows))
             return error
-        self._num_steps += 1
-        if self.config.step_trace:
-            self._trace(step, started)
+        if isinstance(output, StepOutput):
+            self._num_steps += 1
+            if output.graph is not None:
+                self._graph_uses[output.graph.hit, output.graph.name] += 1
+            if self.config.step_trace:
+                self._trace(launched.step, launched.started)
         return output
 
+    def _end_late(self, now: float) -> list[Event]:
+        """End the requests whose deadline has passed."""
+        return [
+            self._applier.fail(
+                request, ErrorCode.DEADLINE_EXCEEDED, f"The request was ended after {waited}, as its deadline says."
+            )
+            for request, waited in self._deadlines.passed(now)
+        ]
+
     def _trace(self, step: StepPlan, started: float) -> None:
-        """One line a step: what it carried, and how long the executor took."""
+        """One line a step: what it carried, and how long it was with the executor."""
         prefill = [len(row.token_ids) for row in step.rows if row.kind is not RowKind.DECODE]
         logger.info(
             "step=%d decode=%d prefill_requests=%d prefill_tokens=%d waiting=%d us=%d",
@@ -165,34 +256,31 @@ class EngineCore:
             (time.perf_counter() - started) * 1e6,
         )
 
-    def _apply(
-        self, row: PlannedRow, scheduled: ScheduledRequest, tokens: tuple[int, ...], computed_at: float
-    ) -> list[Event]:
-        request = row.request
-        self._scheduler.advance(request, scheduled.end, computed_at)
-        assert bool(tokens) == (row.kind is not RowKind.MIDDLE), f"{row.kind} row returned {len(tokens)} tokens"
-        events: list[Event] = []
-        for token_id in tokens:
-            if is_stop_token(request, token_id):
-                return [*events, self._finish(request, FinishReason.STOP, token_id)]
-            request.token_ids.append(token_id)
-            events.append(Token(request.request_id, token_id))
-            if reason := finish_reason(request):
-                return [*events, self._finish(request, reason)]
-        return events
-
-    def _finish(self, request: Request, reason: FinishReason, stop_token_id: int | None = None) -> Event:
-        self._release(request)
-        usage = request.usage(stop_token=stop_token_id is not None)
-        return Finished(request.request_id, reason, usage, stop_token_id)
-
-    def _fail(self, request: Request, code: ErrorCode, message: str) -> Event:
-        self._release(request)
-        return Failed(request.request_id, code, message)
-
-    def _release(self, request: Request) -> None:
-        self._scheduler.release(request)
-        self._executor.forget([request.request_id])
-
     def shutdown(self) -> None:
         self._executor.shutdown()
+
+
+def check_capabilities(config: ResolvedConfig, can: Capabilities) -> None:
+    """Raise ConfigError where the config needs what the executor cannot do: it is refused, never done by halves."""
+    mode = config.scheduler.batch_mode
+    needs = (
+        (mode != "prefill_first", can.mixed_rows, f"batch_mode {mode} puts decode rows beside prefill"),
+        (config.overlap, can.overlap, "overlap feeds tokens that are not read back yet"),
+        (bool(config.num_speculative_tokens), can.drafts, "num_speculative_tokens needs drafts"),
+        (
+            bool(config.scheduler.state_snapshot_tokens),
+            can.recurrent_state,
+            "state_snapshot_tokens keeps recurrent state",
+        ),
+    )
+    for asked, able, what in needs:
+        if asked and not able:
+            raise ConfigError(f"{what}, which this model's executor cannot do.")
+    if can.recurrent_state and config.num_speculative_tokens:
+        raise ConfigError(
+            "A recurrent state cannot be taken back to before a rejected draft: set num_speculative_tokens 0."
+        )
+    if can.recurrent_state and config.scheduler.chunk_owner == "engine":
+        raise ConfigError(
+            "chunk_owner engine does not hand a recurrent state from chunk to chunk: use chunk_owner scheduler."
+        )

@@ -1,5 +1,5 @@
 """Owns one model on one device: runs the steps that a plan describes, in order.
-Never schedules, and keeps nothing of a request between steps but its K and V in the blocks that the plan names."""
+Never schedules, and keeps of a request between steps only its newest token, and K and V in the blocks of the plan."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ import ctypes
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.config import EngineConfig, ResolvedConfig
-from engine.inputs import StepInputs, build_inputs
+from engine.inputs import StepInputs, build_inputs, is_lost
 from engine.kv_cache import KVCache
+from engine.logprobs import prompt_logprobs, sampled_logprobs
 from engine.models.config import read_model_config
 from engine.models.decoder import Decoder
+from engine.protocol import TokenLogprobs
 from engine.resolve import resolve, torch_dtype
 from engine.sampler import sample
-from engine.step import ExecutorOutOfMemoryError, StepOutput, StepPlan
+from engine.step import Capabilities, ExecutorOutOfMemoryError, StepOutput, StepPlan
 from engine.weights import dummy_weights, load_weights
 from kernels.ops import select_ops
+
+NO_LOGIT = "The model gave no finite logit."
+LOST_TOKEN = "The token to go on from was not sampled: its row failed in the step before."
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
@@ -38,6 +44,11 @@ class TorchExecutor:
         self._num_threads = num_threads
         self._thread: int | None = None
         self._outputs: deque[StepOutput] = deque()
+        self._newest: dict[str, int] = {}  # request id -> the token it sampled last
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(mixed_rows=True, overlap=True)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
@@ -52,20 +63,43 @@ class TorchExecutor:
 
     def _run(self, plan: StepPlan) -> StepOutput:
         inputs, hidden = self._forward(plan)
+        scores = prompt_logprobs(plan.rows, hidden, self._model.logits)
+        tokens, logprobs = self._sample(plan, hidden[inputs.sampled_tokens])
+        lost = [number for number, row in enumerate(plan.rows) if is_lost(row, self._newest)]
+        output = _output(plan, tokens, logprobs, scores, lost)
+        self._keep_newest(plan, output)
+        return output
+
+    def _sample(self, plan: StepPlan, hidden: Tensor) -> tuple[dict[int, int | None], dict[int, TokenLogprobs | None]]:
+        """Tokens, and log-probabilities of those that were asked for, by row. hidden: [sampling rows, hidden]"""
+        numbers = [number for number, row in enumerate(plan.rows) if row.sampling is not None]
+        if not numbers:
+            return {}, {}
         wanted = [row.sampling for row in plan.rows if row.sampling is not None]
-        logits = self._model.logits(hidden[inputs.sampled_tokens]) if wanted else None  # [sampling rows, vocab]
-        tokens = sample(logits, wanted) if logits is not None else []
-        return _output(plan, tokens)
+        logits = self._model.logits(hidden)  # [sampling rows, vocab]
+        tokens = sample(logits, wanted, [plan.rows[number].end for number in numbers])
+        logprobs = sampled_logprobs(logits, wanted, tokens)
+        return dict(zip(numbers, tokens, strict=True)), {numbers[i]: found for i, found in logprobs.items()}
+
+    def _keep_newest(self, plan: StepPlan, output: StepOutput) -> None:
+        """What PENDING_TOKEN stands for in the next step: nothing where this one failed, lest it be an older token."""
+        for number, _ in output.failed:
+            self._newest.pop(plan.rows[number].request_id, None)
+        for row, tokens in zip(plan.rows, output.sampled, strict=True):
+            if tokens:
+                self._newest[row.request_id] = tokens[-1]
 
     def collect(self) -> StepOutput:
         return self._outputs.popleft()
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Nothing is kept per request: its blocks are the scheduler's, and are overwritten by their next owner."""
+        for request_id in request_ids:
+            self._newest.pop(request_id, None)
 
     def shutdown(self) -> None:
         """Drop weights and cache. No step can run afterwards; a second call finds nothing to drop."""
         self._outputs.clear()
+        self._newest.clear()
         with suppress(AttributeError):
             del self._model, self._cache
 
@@ -76,7 +110,7 @@ class TorchExecutor:
 
     def _forward(self, plan: StepPlan) -> tuple[StepInputs, Tensor]:
         self._set_threads()
-        inputs = build_inputs(plan, self._block_size)
+        inputs = build_inputs(plan, self._block_size, self._newest)
         return inputs, self._model.forward(inputs, self._cache)
 
     def _set_threads(self) -> None:
@@ -97,18 +131,23 @@ def _out_of_memory() -> Iterator[None]:
         raise
 
 
-def _output(plan: StepPlan, tokens: Sequence[int | None]) -> StepOutput:
-    """Give the sampled tokens to the rows that asked for one."""
-    remaining = iter(tokens)
-    sampled = [next(remaining) if row.sampling is not None else None for row in plan.rows]
+def _output(
+    plan: StepPlan,
+    tokens: Mapping[int, int | None],
+    logprobs: Mapping[int, TokenLogprobs | None],
+    scores: Mapping[int, tuple[TokenLogprobs, ...] | None],
+    lost: Sequence[int],
+) -> StepOutput:
+    """What each row asked for, by row; a row that lacks any of it has failed, and returns nothing else."""
+    found = chain(tokens.items(), logprobs.items(), scores.items())
+    failed = {number: NO_LOGIT for number, value in found if value is None} | dict.fromkeys(lost, LOST_TOKEN)
+    good = {number: token for number, token in tokens.items() if token is not None and number not in failed}
     return StepOutput(
         plan.step_id,
-        sampled=tuple(() if token is None else (token,) for token in sampled),
-        failed=tuple(
-            (number, "The model gave no finite logit.")
-            for number, (row, token) in enumerate(zip(plan.rows, sampled, strict=True))
-            if row.sampling is not None and token is None
-        ),
+        sampled=tuple((good[number],) if number in good else () for number in range(len(plan.rows))),
+        failed=tuple(sorted(failed.items())),
+        logprobs={number: (of,) for number, of in logprobs.items() if of is not None and number not in failed},
+        prompt_logprobs={number: of for number, of in scores.items() if of is not None and number not in failed},
     )
 
 

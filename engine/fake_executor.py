@@ -4,11 +4,21 @@ Never needs torch. Its KV slots remember what was written, so that a scheduling 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.config import FakeConfig
-from engine.step import ScheduledRequest, StepOutput, StepPlan
+from engine.protocol import TokenLogprobs
+from engine.step import (
+    PENDING_TOKEN,
+    Capabilities,
+    GraphUse,
+    RowKind,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+)
 
 _MASK = (1 << 64) - 1
 
@@ -34,11 +44,33 @@ class _Slot:
     digest: int
 
 
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A recurrent state: what it has consumed, all positions below `position`."""
+
+    position: int
+    digest: int
+
+
+_ZERO_STATE = _State(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """One row's results."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    drafts: tuple[int, ...]
+
+
 class FakeExecutor:
     """Answers with a hash of (prefix, seed, position), or with a fixed reply followed by `eos_token_id`.
 
     Hash tokens depend on the whole prefix as read back through the block table, so that any schedule that gives a
-    request the wrong KV changes its answer.
+    request the wrong KV changes its answer. A recurrent state, where there is one, must have consumed every position
+    once and in order, or the row fails.
     """
 
     def __init__(
@@ -50,12 +82,15 @@ class FakeExecutor:
         reply: Sequence[int] | None = None,
         eos_token_id: int = 0,
         config: FakeConfig | None = None,
+        num_drafts: int = 0,
+        graph_sizes: Sequence[int] = (),
         before_step: Callable[[StepPlan], None] | None = None,
         failing: Callable[[ScheduledRequest], str | None] | None = None,
         verify_prefix: bool = False,
     ) -> None:
-        """`alphabet`: the tokens that hashes choose from. `before_step` may raise or block, to script a
-        step's failure; `failing` says why a row fails alone.
+        """`alphabet`: the tokens that hashes choose from. `num_drafts`: tokens proposed after each sampled one, a
+        quarter of them wrong. `graph_sizes`: rows of decode steps that are counted as captured. `before_step` may raise
+        or block, to script a step's failure; `failing` says why a row fails alone.
         `verify_prefix` checks every slot that a row builds on (O(context) a row) and not the newest one alone."""
         self._slots: list[_Slot | None] = [None] * (num_blocks * block_size)
         self._block_size = block_size
@@ -63,41 +98,88 @@ class FakeExecutor:
         self._reply = None if reply is None else tuple(reply)
         self._eos_token_id = eos_token_id
         self._config = config or FakeConfig()
+        self._num_drafts = num_drafts
+        self._graph_sizes = sorted(graph_sizes)
         self._before_step = before_step
         self._failing = failing or (lambda row: None)
         self._verify_prefix = verify_prefix
         self._prompt_ends: dict[str, int] = {}  # request id -> position of its first sampled token
-        self._output: StepOutput | None = None
+        self._newest: dict[str, int] = {}  # request id -> what it sampled last
+        self._states: dict[int, _State] = {}  # by state slot
+        self._snapshots: dict[int, _State] = {}
+        self._broken: set[str] = set()  # requests with a failed row: what builds on it fails too
+        self._outputs: deque[StepOutput] = deque()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(overlap=True, drafts=self._num_drafts > 0, recurrent_state=self._config.recurrent_state)
 
     def launch(self, plan: StepPlan) -> None:
         delay_ms = self._config.step_delay_ms + self._config.token_delay_ms * plan.num_tokens
         if delay_ms:
             time.sleep(delay_ms / 1000)
+        self._place_states(plan)
         if self._before_step:
             self._before_step(plan)
-        failed = tuple((i, why) for i, row in enumerate(plan.rows) if (why := self._failing(row)))
-        bad = {i for i, _ in failed}
-        sampled = tuple(() if i in bad else self._compute(row) for i, row in enumerate(plan.rows))
-        self._output = StepOutput(plan.step_id, sampled, failed)
+        results = [self._fails(row) or self._compute(row) for row in plan.rows]
+        self._save_states(plan)
+        self._outputs.append(self._output(plan, results))
 
     def collect(self) -> StepOutput:
-        assert self._output is not None, "collect without launch"
-        output, self._output = self._output, None
-        return output
+        return self._outputs.popleft()
 
     def forget(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._prompt_ends.pop(request_id, None)
+            self._newest.pop(request_id, None)
+            self._broken.discard(request_id)
 
     def shutdown(self) -> None:
         self._slots.clear()
 
-    def _compute(self, row: ScheduledRequest) -> tuple[int, ...]:
+    def _fails(self, row: ScheduledRequest) -> str | None:
+        if row.request_id in self._broken:
+            return "The row before it failed."
+        why = self._failing(row)
+        if why is not None:
+            self._broken.add(row.request_id)
+        return why
+
+    def _output(self, plan: StepPlan, results: Sequence[str | _Computed]) -> StepOutput:
+        done = {i: result for i, result in enumerate(results) if isinstance(result, _Computed)}
+        return StepOutput(
+            plan.step_id,
+            sampled=tuple(done[i].tokens if i in done else () for i in range(len(results))),
+            failed=tuple((i, result) for i, result in enumerate(results) if isinstance(result, str)),
+            logprobs={i: row.logprobs for i, row in done.items() if row.logprobs},
+            prompt_logprobs={i: row.prompt_logprobs for i, row in done.items() if row.prompt_logprobs},
+            drafts={i: row.drafts for i, row in done.items() if row.drafts},
+            graph=self._graph(plan) if self._graph_sizes else None,
+        )
+
+    def _graph(self, plan: StepPlan) -> GraphUse:
+        """As a GPU executor counts: decode steps replay the smallest captured size that holds them."""
+        if any(row.kind is not RowKind.DECODE for row in plan.rows):
+            return GraphUse(False, "prefill rows")
+        size = next((size for size in self._graph_sizes if size >= len(plan.rows)), None)
+        return (
+            GraphUse(False, f"more than {self._graph_sizes[-1]} rows")
+            if size is None
+            else GraphUse(True, f"decode {size}")
+        )
+
+    # --- KV ---------------------------------------------------------------------------------------------------------
+
+    def _compute(self, row: ScheduledRequest) -> _Computed:
         digest = self._read_prefix(row)
-        for position, token_id in enumerate(row.token_ids, row.start):
+        token_ids = row.token_ids if row.token_ids != (PENDING_TOKEN,) else (self._newest[row.request_id],)
+        digests = []
+        for position, token_id in enumerate(token_ids, row.start):
             digest = mix64(digest ^ mix64(token_id))
+            digests.append(digest)
             self._slots[self._slot_index(row, position)] = _Slot(position, token_id, digest)
-        return () if row.sampling is None else (self._sample(row, digest),)
+        self._consume(row, token_ids)
+        return self._answer(row, token_ids, digests)
 
     def _slot_index(self, row: ScheduledRequest, position: int) -> int:
         return row.block_ids[position // self._block_size] * self._block_size + position % self._block_size
@@ -120,9 +202,60 @@ class FakeExecutor:
             raise KvMismatchError(f"{row.request_id}: position {position} holds {slot}")
         return slot
 
-    def _sample(self, row: ScheduledRequest, digest: int) -> int:
+    # --- recurrent state --------------------------------------------------------------------------------------------
+
+    def _place_states(self, plan: StepPlan) -> None:
+        """The copies that come before all else, and are done even if the step then fails."""
+        for source, target in plan.state_moves:
+            self._states[target] = self._states.get(source, _ZERO_STATE)
+        for row in plan.rows:
+            if row.state is not None and row.state.restore is not None:
+                self._states[row.state.slot] = self._snapshots[row.state.restore]
+
+    def _consume(self, row: ScheduledRequest, token_ids: Sequence[int]) -> None:
+        if row.state is None:
+            return
+        state = self._states[row.state.slot] if row.start else _ZERO_STATE
+        kept = self._read_slot(row, row.start - 1).digest if row.start else 0
+        if (state.position, state.digest) != (row.start, kept):
+            raise KvMismatchError(
+                f"{row.request_id}: the state of slot {row.state.slot} is {state}, not at {row.start}"
+            )
+        digest = state.digest
+        for token_id in token_ids:
+            digest = mix64(digest ^ mix64(token_id))
+        self._states[row.state.slot] = _State(row.end, digest)
+
+    def _save_states(self, plan: StepPlan) -> None:
+        for row in plan.rows:
+            if row.state is not None and row.state.save is not None:
+                self._snapshots[row.state.save] = self._states.get(row.state.slot, _ZERO_STATE)
+
+    # --- answers ----------------------------------------------------------------------------------------------------
+
+    def _answer(self, row: ScheduledRequest, token_ids: Sequence[int], digests: Sequence[int]) -> _Computed:
+        scores = []
+        if row.scoring is not None:
+            first = row.scoring.first - row.start
+            for digest, token_id in zip(digests[first:], row.scoring.token_ids, strict=False):
+                scores.append(self._logprobs(digest, token_id, row.scoring.num_logprobs))
+        if row.sampling is None:
+            return _Computed((), (), tuple(scores), ())
+        first = len(token_ids) - 1 if row.kind is RowKind.LAST else 0
+        sampled: list[int] = []
+        for i in range(first, len(token_ids)):
+            sampled.append(self._sample(row, digests[i], row.start + i + 1))
+            if i + 1 < len(token_ids) and sampled[-1] != token_ids[i + 1]:
+                break  # a wrong draft: what follows it was computed for nothing
+        self._newest[row.request_id] = sampled[-1]
+        count = row.sampling.num_logprobs
+        chosen = [] if count is None else zip(digests[first:], sampled, strict=False)
+        logprobs = tuple(self._logprobs(digest, token, count or 0) for digest, token in chosen)
+        last = first + len(sampled) - 1
+        return _Computed(tuple(sampled), logprobs, tuple(scores), self._draft(row, digests[last], row.start + last + 1))
+
+    def _sample(self, row: ScheduledRequest, digest: int, position: int) -> int:
         assert row.sampling is not None
-        position = row.sampling.position
         if self._reply is not None:
             index = position - self._prompt_ends.setdefault(row.request_id, position)
             return self._reply[index] if index < len(self._reply) else self._eos_token_id
@@ -130,3 +263,22 @@ class FakeExecutor:
         choices = [token for token in self._alphabet if token not in row.sampling.banned_token_ids]
         choices = choices or [self._eos_token_id]
         return choices[mix64(digest ^ mix64(seed ^ mix64(position))) % len(choices)]
+
+    def _draft(self, row: ScheduledRequest, digest: int, position: int) -> tuple[int, ...]:
+        """Tokens after the newest sampled one, which stands at `position`; every fourth guess is wrong."""
+        drafts: list[int] = []
+        token_id = self._newest[row.request_id]
+        for ahead in range(1, self._num_drafts + 1):
+            digest = mix64(digest ^ mix64(token_id))
+            token_id = self._sample(row, digest, position + ahead)
+            drafts.append(self._alphabet[0] if mix64(digest) % 4 == 0 else token_id)
+        return tuple(drafts)
+
+    def _logprobs(self, digest: int, token_id: int, count: int) -> TokenLogprobs:
+        """A made-up distribution of the prefix: the same for every schedule."""
+        scored = sorted((-self._surprise(digest, token), token) for token in self._alphabet) if count else []
+        top = tuple((token, score) for score, token in reversed(scored[-count:])) if count else ()
+        return TokenLogprobs(token_id, -self._surprise(digest, token_id), top)
+
+    def _surprise(self, digest: int, token_id: int) -> float:
+        return 1.0 + mix64(digest ^ mix64(token_id)) % 1000 / 100

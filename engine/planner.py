@@ -3,27 +3,56 @@ Never changes a request, a block or a queue: a plan is a proposal, and making it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import chain
+from operator import attrgetter
+from typing import NamedTuple
 
 from engine.block_manager import BlockManager
+from engine.chunks import ChunkRule, Room
 from engine.config import ResolvedConfig
 from engine.request import Request
 from engine.reservation import Admission
+from engine.state_slots import Snapshots
 from engine.step import RowKind
+from engine.waiting import WaitingQueue
+
+MAX_PASSED = 64
+"""`admission_order: bypass` looks past this many requests that do not fit: testing 2,000 took 4.6 ms of every step."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
-    """A decision: compute `count` positions of `request` from `start`. For a request that is being admitted,
-    `prefix_blocks` are the cached blocks it starts from; None for one that already runs."""
+class DeferReason(StrEnum):
+    """Why the first request in the queue was not admitted by a plan."""
+
+    MEMORY = "memory"
+    SEATS = "seats"
+    TOKENS = "tokens"
+    """The step's prefill budget is spent, or a span that must not be cut waits for a step of its own."""
+    PARTIAL = "partial"
+    """As many prompts are partly computed as may be."""
+    MODE = "mode"
+    """The step carries other rows: by batch_mode, prefill_fill_ratio, or prompt_logprobs_step."""
+    PREEMPTION = "preemption"
+    """Memory has just run out."""
+
+
+class PlannedRow(NamedTuple):
+    """A decision: compute `num_tokens` positions of `request` from `start`. For a request that is being admitted,
+    `prefix_blocks` are the cached blocks it starts from; None for one that already runs.
+
+    A tuple, because a plan makes hundreds: a frozen dataclass takes three times as long.
+    """
 
     request: Request
     kind: RowKind
     start: int
-    count: int
+    num_tokens: int
     prefix_blocks: tuple[int, ...] | None = None
+    cuts: tuple[int, ...] = ()
+    """`chunk_owner: engine`: positions at which the engine cuts the row, which has the step to itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +62,22 @@ class Plan:
     """Give their memory back before the rows take theirs."""
     overtaken: tuple[Request, ...] = ()
     """One entry for each time a waiting request was passed by."""
+    deferred: DeferReason | None = None
+    """Why the first request that still waits is not in this plan."""
+    reserved_blocks: int = 0
+    """Blocks that are kept for requests that run."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a plan is made from. Each queue is in the order in which it is served."""
+    """What a plan is made from. Each mapping is in the order in which it is served."""
 
-    waiting: Mapping[str, Request]
+    waiting: WaitingQueue
     prefilling: Mapping[str, Request]
     decoding: Mapping[str, Request]
     blocks: BlockManager
+    snapshots: Snapshots | None
+    """None: the model has no recurrent state."""
     promised_blocks: int
     """`reserve_mode: full`: blocks that admitted requests may still allocate."""
     ratio: float
@@ -55,7 +90,7 @@ class View:
 
 
 def make_plan(view: View, config: ResolvedConfig) -> Plan:
-    """The next step. Empty only when nothing is live. O(rows + requests that are tested for admission)."""
+    """The next step. Empty only when nothing can run before results arrive. O(rows + requests tested for admission)."""
     return _Planner(view, config).plan()
 
 
@@ -67,20 +102,32 @@ class _Planner:
         self._config = config
         self._policy = config.scheduler
         self._block_size = config.block_size
+        self._chunks = ChunkRule(config, view.prefill_limit)
         self._rows: list[PlannedRow] = []
         self._preempted: list[Request] = []
         self._overtaken: list[Request] = []
+        self._deferred: DeferReason | None = None
         self._chunk_ends: dict[str, int] = {}  # prefill rows of this plan
-        self._num_partial = 0
-        running = [*view.decoding.values(), *view.prefilling.values()]
+        self._num_partial: Counter[int] = Counter()  # by priority
+        self._num_decodes = 0
+        self._passed: list[Request] = []  # requests that did not fit, and may be overtaken `_slack` more times
+        self._slack = self._policy.max_overtakes
+        self._taken: set[int] = set()  # cached blocks that nobody held before this plan
+        self._tokens_left = config.max_num_batched_tokens
         # The oldest request that holds memory is never a victim, so that somebody always gets on.
-        self._elder = min(running, key=lambda request: request.ticket, default=None)
-        self._memory = self._admission(view.blocks.num_available)
+        running = chain(view.decoding.values(), view.prefilling.values())
+        self._elder = min(running, key=attrgetter("ticket"), default=None)
+        self._memory = self._admission()
 
-    def _admission(self, available_blocks: int) -> Admission:
-        view = self._view
+    def _admission(self) -> Admission:
+        view, gone = self._view, self._preempted
         return Admission(
-            self._config, ratio=view.ratio, promised_blocks=view.promised_blocks, available_blocks=available_blocks
+            self._config,
+            ratio=view.ratio,
+            promised_blocks=view.promised_blocks,
+            available_blocks=self._available(),
+            decoding=_without(gone, view.decoding.values()),
+            prefilling=_without(gone, view.prefilling.values()),
         )
 
     def plan(self) -> Plan:
@@ -88,61 +135,123 @@ class _Planner:
         if decodes:
             self._decode()
         if budget:
-            self._prefill(min(budget, self._config.max_num_batched_tokens - len(self._rows)))
+            self._prefill(budget)
+        elif not self._preempted:
+            self._defer(DeferReason.MODE)
         if not self._rows:
             self._go_on_somehow()
-        return Plan(tuple(self._rows), tuple(self._preempted), tuple(self._overtaken))
+        if self._preempted:
+            self._defer(DeferReason.PREEMPTION)
+        return Plan(
+            tuple(self._rows), tuple(self._preempted), tuple(self._overtaken), self._deferred, self._memory.reserved
+        )
 
     # --- which kinds of rows this step carries --------------------------------------------------------------------
 
     def _compose(self) -> tuple[bool, int]:
         """(whether decode rows run, token budget of prefill)."""
         budget = self._view.prefill_limit
-        mode = self._policy.batch_mode
         if not self._view.decoding:
             return False, budget
-        if mode == "prefill_first" and (self._view.prefilling or self._view.waiting):
+        decode_first = self._policy.batch_mode == "decode_first" or self._someone_is_about_to_finish()
+        if (decode_first and not self._prompt_starves()) or self._gathers():
+            return True, 0
+        if (self._view.prefilling or self._view.waiting) and self._prefill_runs_alone():
             starved = (self._view.now - self._view.last_decode) * 1000 >= self._policy.decode_starve_ms
             return (True, 0) if starved else (False, budget)
-        if (mode == "decode_first" or self._someone_is_about_to_finish()) and not self._prompt_starves():
-            return True, 0
         return True, budget
+
+    def _prefill_runs_alone(self) -> bool:
+        if self._policy.batch_mode == "prefill_first":
+            return True
+        first = self._first_prompt()
+        return self._is_dedicated(first) or self._is_cut_by_engine(first)
+
+    def _first_prompt(self) -> Request:
+        return next(chain(self._begun_prompts(), self._view.waiting.in_order(self._view.now)))
+
+    def _is_dedicated(self, request: Request) -> bool:
+        return self._policy.prompt_logprobs_step == "dedicated" and request.prompt_logprobs is not None
+
+    def _is_cut_by_engine(self, request: Request) -> bool:
+        if self._policy.chunk_owner == "scheduler":
+            return False
+        begun = request.request_id in self._view.prefilling
+        start = request.scheduled if begun else len(self._match_prefix(request)) * self._block_size
+        beside_decodes = self._tokens_left - sum(r.num_decode_tokens for r in self._view.decoding.values())
+        return len(request.token_ids) - start > min(self._view.prefill_limit, beside_decodes)
 
     def _someone_is_about_to_finish(self) -> bool:
         few = self._policy.decode_finish_tokens
         return bool(few) and any(r.max_new - r.num_output <= few for r in self._view.decoding.values())
 
     def _prompt_starves(self) -> bool:
-        oldest = next(chain(self._view.prefilling.values(), self._view.waiting.values()), None)
-        return oldest is not None and (self._view.now - oldest.waiting_since) * 1000 >= self._policy.prefill_starve_ms
+        first = next(iter(self._view.prefilling.values()), None)
+        since = first.waiting_since if first else self._view.waiting.oldest_since()
+        return since is not None and (self._view.now - since) * 1000 >= self._policy.prefill_starve_ms
+
+    def _gathers(self) -> bool:
+        """Whether prefill waits until there is enough of it to fill a step (`prefill_fill_ratio`)."""
+        view, policy = self._view, self._policy
+        if not policy.prefill_fill_ratio:
+            return False
+        queued = view.waiting.num_tokens + sum(r.target - r.scheduled for r in view.prefilling.values())
+        if queued >= policy.prefill_fill_ratio * view.prefill_limit:
+            return False
+        partial_since = min((r.waiting_since for r in view.prefilling.values()), default=view.now)
+        waiting_since = view.waiting.oldest_since()
+        waited_ms = 0.0 if waiting_since is None else (view.now - waiting_since) * 1000
+        return waited_ms < policy.coalesce_waiting_ms and (
+            not view.prefilling or (view.now - partial_since) * 1000 < policy.coalesce_partial_ms
+        )
 
     def _go_on_somehow(self) -> None:
         """The mode's own choice came to nothing: decode, or else make room for the oldest prompt."""
         self._decode()
-        if not self._rows and self._view.prefilling:
-            self._make_room_for_elder()
-            self._continue_prompts(self._view.prefill_limit)
+        awaits_results = any(not r.num_decode_tokens for r in self._view.decoding.values())
+        if not self._rows and self._view.prefilling and not awaits_results:
+            budget = min(self._view.prefill_limit, self._tokens_left)
+            self._make_room_for_elder(budget)
+            self._continue_prompts(budget)
 
     # --- decode rows: memory for all of them first, then the rows -------------------------------------------------
 
     def _decode(self) -> None:
         """Find victims until the rest fits, and only then build rows: a victim never has a row in the same step."""
-        decoding = [request for request in self._view.decoding.values() if request not in self._preempted]
-        while self._growth(decoding) + self._elder_chunk() > self._available():
+        decoding = list(_without(self._preempted, self._view.decoding.values()))
+        counts = [request.num_decode_tokens for request in decoding]
+        growth = self._growth(decoding, counts)
+        while growth + self._elder_chunk() > self._available():
             victim = self._choose_victim(decoding)
             assert victim is not None, "memory ran out with nobody to take it from"
             self._preempted.append(victim)
             decoding = [request for request in decoding if request is not victim]
-        self._memory = self._admission(self._available())
-        self._memory.grow(self._growth(decoding))
-        self._rows += [PlannedRow(request, RowKind.DECODE, request.scheduled, 1) for request in decoding]
+            counts = [request.num_decode_tokens for request in decoding]
+            growth = self._growth(decoding, counts)
+        if self._preempted:
+            self._memory = self._admission()
+        self._memory.grow_answers(growth)
+        self._rows += [
+            PlannedRow(request, RowKind.DECODE, request.scheduled, count)
+            for request, count in zip(decoding, counts, strict=True)
+            if count
+        ]
+        self._num_decodes = len(self._rows)
+        self._tokens_left -= sum(counts)
 
     def _available(self) -> int:
         """Blocks at hand once this plan's victims have given up theirs."""
-        return self._view.blocks.num_available + self._view.blocks.freed_by(r.block_ids for r in self._preempted)
+        blocks = self._view.blocks
+        return blocks.num_available + (blocks.freed_by(r.block_ids for r in self._preempted) if self._preempted else 0)
 
-    def _growth(self, decoding: list[Request]) -> int:
-        return sum(self._missing(request, request.scheduled + 1) for request in decoding)
+    def _growth(self, decoding: list[Request], counts: list[int]) -> int:
+        """Blocks that these rows take together."""
+        size = self._block_size
+        return sum(
+            -(-(request.scheduled + count) // size) - len(request.block_ids)
+            for request, count in zip(decoding, counts, strict=True)
+            if request.scheduled + count > len(request.block_ids) * size
+        )
 
     def _elder_chunk(self) -> int:
         """A block for the oldest request's prompt: younger answers must not take the last one from it."""
@@ -153,129 +262,178 @@ class _Planner:
         return max(-(-num_tokens // self._block_size) - len(request.block_ids), 0)
 
     def _choose_victim(self, decoding: list[Request]) -> Request | None:
+        """Of the least urgent, by policy. The elder never; prompts only when there is no answer to take from."""
         candidates = [request for request in decoding if request is not self._elder]
         if not candidates:  # an emergency: prompts hold what the last decode row needs
             return self._youngest_prompt()
+        least_urgent = max(request.priority for request in candidates)
+        candidates = [request for request in candidates if request.priority == least_urgent]
         if self._policy.preempt_policy == "lifo":
             return max(candidates, key=lambda request: request.ticket)
         return min(candidates, key=lambda request: (request.num_output, -request.prompt_len, -request.ticket))
 
     def _youngest_prompt(self) -> Request | None:
-        prompts = [r for r in self._view.prefilling.values() if r is not self._elder and r not in self._preempted]
+        prompts = [r for r in _without(self._preempted, self._view.prefilling.values()) if r is not self._elder]
         return max(prompts, key=lambda request: request.ticket, default=None)
 
-    def _make_room_for_elder(self) -> None:
+    def _make_room_for_elder(self, budget: int) -> None:
         """Prompts hold all memory and none can go on: take it from the youngest until the oldest can."""
         assert self._elder is not None
-        while not self._next_chunk(self._elder, self._view.prefill_limit) and (victim := self._youngest_prompt()):
+        while not self._next_chunk(self._elder, budget) and (victim := self._youngest_prompt()):
             self._preempted.append(victim)
-            self._memory = self._admission(self._available())
+            self._memory = self._admission()
 
     # --- prefill rows ---------------------------------------------------------------------------------------------
 
     def _prefill(self, budget: int) -> None:
+        """Prompts that have begun, then new ones; but before the former, those whose priority is more urgent."""
+        budget = min(budget, self._tokens_left)
+        begun = self._begun_prompts()
+        if begun and not self._preempted and not self._is_aged(begun[0]):
+            budget = self._admit(budget, more_urgent_than=begun[0].priority)
         budget = self._continue_prompts(budget)
-        if budget > 0 and not self._preempted:
+        if not self._preempted:
             self._admit(budget)
 
+    def _is_aged(self, request: Request) -> bool:
+        return (self._view.now - request.waiting_since) * 1000 >= self._policy.priority_age_ms
+
+    def _begun_prompts(self) -> list[Request]:
+        """Prompts that are partly computed: whoever stood still too long, then the most urgent, then the oldest."""
+        begun = list(_without(self._preempted, self._view.prefilling.values()))
+        return sorted(begun, key=lambda request: (not self._is_aged(request), request.priority))
+
     def _continue_prompts(self, budget: int) -> int:
-        """Next chunks of prompts that are partly computed, oldest first; return the budget that is left."""
-        for request in self._view.prefilling.values():
-            if budget <= 0:
-                break
-            if request in self._preempted:
+        """Next chunks of prompts that are partly computed; return the budget that is left."""
+        for request in self._begun_prompts():
+            count = 0
+            if budget > 0 and not (self._num_decodes and self._is_dedicated(request)):
+                count = self._next_chunk(request, budget)
+            if not count:
+                self._num_partial[request.priority] += 1
                 continue
-            if count := self._next_chunk(request, budget):
-                self._memory.grow(self._missing(request, request.scheduled + count))
-                self._add_chunk(request, request.scheduled, request.target, count)
-                budget -= count
-            else:
-                self._num_partial += 1
+            self._memory.grow_prompt(self._missing(request, request.scheduled + count))
+            self._add_chunk(request, request.scheduled, request.target, count)
+            budget -= count
         return budget
 
     def _next_chunk(self, request: Request, budget: int) -> int:
         """Tokens of a running prompt's next chunk, as far as its own last block and all available ones reach.
 
-        A request-local chunk is not cut short: its end would depend on who else holds memory.
+        A chunk whose end is the request's own is not cut short: its end would depend on who else holds memory.
         """
-        count = self._chunk_size(request.scheduled, request.target, budget)
-        room = (len(request.block_ids) + self._memory.available) * self._block_size - request.scheduled
-        if self._policy.chunk_boundary == "request_local":
-            return count if count <= room else 0
-        return min(count, room)
+        start, target = request.scheduled, request.target
+        count = self._chunk_size(request, start, target, budget)
+        room = (len(request.block_ids) + self._memory.available) * self._block_size - start
+        if count <= room:
+            return count
+        return (
+            0 if self._chunks.is_whole else self._chunks.outside_spans(request, start, start + room, most=room) - start
+        )
 
     def _add_chunk(
         self, request: Request, start: int, target: int, count: int, prefix: tuple[int, ...] | None = None
     ) -> None:
-        kind = RowKind.LAST if start + count == target else RowKind.MIDDLE
-        self._num_partial += kind is RowKind.MIDDLE
-        self._chunk_ends[request.request_id] = start + count
-        self._rows.append(PlannedRow(request, kind, start, count, prefix))
+        end = start + count
+        kind = RowKind.LAST if end == target else RowKind.MIDDLE
+        self._num_partial[request.priority] += kind is RowKind.MIDDLE
+        self._chunk_ends[request.request_id] = end
+        self._tokens_left -= count
+        cuts = self._chunks.cuts(request, start, target)
+        self._rows.append(PlannedRow(request, kind, start, count, prefix, cuts))
 
-    def _chunk_size(self, start: int, target: int, budget: int) -> int:
-        """Tokens of the next chunk. 0: not in this step."""
-        policy, remaining = self._policy, target - start
-        if policy.chunk_boundary == "request_local":
-            own = min(remaining, self._local_chunk())
-            return own if own <= budget else 0
-        count = min(remaining, budget, policy.long_prefill_token_threshold or remaining)
-        if count == remaining:
-            return count
-        align = policy.chunk_align or self._block_size
-        aligned = (start + count) // align * align - start
-        # A sliver waits for a step with more room, unless it is all the prefill that this step would have.
-        return aligned if aligned > 0 else (0 if self._chunk_ends else count)
-
-    def _local_chunk(self) -> int:
-        """The longest chunk that a step holds whatever else it carries."""
-        beside_decodes = self._config.max_num_batched_tokens - self._config.max_num_seqs
-        most = min(self._view.prefill_limit, beside_decodes)
-        return min(most, self._policy.long_prefill_token_threshold or most)
+    def _chunk_size(self, request: Request, start: int, target: int, budget: int) -> int:
+        room = Room(budget, self._tokens_left, bool(self._chunk_ends), not self._rows)
+        return self._chunks.size(request, start, target, room)
 
     # --- admission ------------------------------------------------------------------------------------------------
 
-    def _admit(self, budget: int) -> None:
+    def _admit(self, budget: int, more_urgent_than: int | None = None) -> int:
+        """First chunks of waiting requests, in their order; return the budget that is left."""
         view = self._view
-        seats = self._config.max_num_seqs - len(view.decoding) - len(view.prefilling)
-        self._memory.expect(view.decoding.values(), view.prefilling.values(), self._chunk_ends)
-        passed: list[Request] = []  # requests that did not fit, and may be overtaken `slack` more times
-        slack = self._policy.max_overtakes
-        taken: set[int] = set()  # cached blocks that nobody held before this plan
-        for request in view.waiting.values():
-            if budget <= 0 or seats <= 0:
+        seats = self._config.max_num_seqs - len(view.decoding) - len(view.prefilling) - self._num_admitted()
+        most_passed = 1 if self._policy.admission_order == "strict" else MAX_PASSED
+        for request in self._candidates(more_urgent_than):
+            if len(self._passed) >= most_passed:
+                break
+            if seats <= 0 or budget <= 0:
+                self._defer(DeferReason.SEATS if seats <= 0 else DeferReason.TOKENS)
                 break
             prefix = self._match_prefix(request)
-            shared = sum(view.blocks.is_held(block) or block in taken for block in prefix)
+            shared = sum(view.blocks.is_held(block) or block in self._taken for block in prefix)
             alone = not (view.decoding or view.prefilling or self._rows)
             if not self._memory.fits(request, shared, alone=alone):
-                if self._policy.admission_order == "strict":
-                    break
-                passed.append(request)
-                slack = min(slack, self._policy.max_overtakes - request.num_overtakes)
+                self._defer(DeferReason.MEMORY)
+                self._passed.append(request)
+                self._slack = min(self._slack, self._policy.max_overtakes - request.num_overtakes)
                 continue
-            if passed and slack <= 0:
+            if self._passed and self._slack <= 0:
                 break
             start, target = len(prefix) * self._block_size, len(request.token_ids)
-            count = self._chunk_size(start, target, budget)
-            if count <= 0 or (start + count < target and self._too_many_partial()):
+            count = self._chunk_size(request, start, target, budget)
+            if reason := self._refuses_chunk(request, count, target - start):
+                self._defer(reason)
                 break
             self._memory.admit(request, len(prefix) - shared, len(prefix), start + count)
             self._add_chunk(request, start, target, count, prefix)
-            taken.update(prefix)
-            self._overtaken += passed
-            slack -= bool(passed)
+            self._taken.update(prefix)
+            self._overtaken += self._passed
+            self._slack -= bool(self._passed)
             budget -= count
             seats -= 1
+        return budget
 
-    def _too_many_partial(self) -> bool:
+    def _num_admitted(self) -> int:
+        return sum(row.prefix_blocks is not None for row in self._rows)
+
+    def _candidates(self, more_urgent_than: int | None) -> Iterator[Request]:
+        for request in self._view.waiting.in_order(self._view.now):
+            if more_urgent_than is not None and request.priority >= more_urgent_than:
+                return
+            if request.request_id not in self._chunk_ends and request not in self._passed:
+                yield request
+
+    def _refuses_chunk(self, request: Request, count: int, remaining: int) -> DeferReason | None:
+        if self._num_decodes and self._is_dedicated(request):
+            return DeferReason.MODE
+        if count <= 0:
+            return DeferReason.TOKENS
         most = self._policy.max_partial_prefills
-        return bool(most) and self._num_partial >= most
+        too_many = bool(most) and count < remaining and self._num_partial[request.priority] >= most
+        return DeferReason.PARTIAL if too_many else None
+
+    def _defer(self, reason: DeferReason) -> None:
+        """Keep the first reason: it is that of the request whose turn it was."""
+        if self._view.waiting or self._preempted:
+            self._deferred = self._deferred or reason
 
     def _match_prefix(self, request: Request) -> tuple[int, ...]:
         """Cached blocks to start from. At least one token is always computed, for its logits."""
+        view = self._view
+        caches = view.blocks.epoch + (view.snapshots.epoch if view.snapshots else 0)
         epoch, matched = request.prefix_match
-        if epoch != self._view.blocks.epoch:
+        if epoch != caches:
             most = (len(request.token_ids) - 1) // self._block_size
-            matched = self._view.blocks.match(request.block_hashes[:most])
-            request.prefix_match = (self._view.blocks.epoch, matched)  # a memo, not a decision
+            if request.prompt_logprobs is not None:  # what predicts a token without a log-probability is computed
+                most = min(most, len(request.prompt_logprobs) // self._block_size)
+            matched = view.blocks.match(request.block_hashes[:most])
+            matched = matched[: self._usable(request, len(matched))]
+            request.prefix_match = (caches, matched)  # a memo, not a decision
         return matched
+
+    def _usable(self, request: Request, num_blocks: int) -> int:
+        """How many matched blocks end outside every span and, for a hybrid model, at a snapshot of the state."""
+        while num_blocks:
+            end = num_blocks * self._block_size
+            cut = next((begin for begin, finish in request.atomic_spans if begin < end < finish), None)
+            if cut is not None:
+                num_blocks = cut // self._block_size
+            elif self._view.snapshots and self._view.snapshots.find(request.block_hashes[num_blocks - 1]) is None:
+                num_blocks -= 1
+            else:
+                break
+        return num_blocks
+
+
+def _without(gone: list[Request], requests: Iterable[Request]) -> Iterable[Request]:
+    return [request for request in requests if request not in gone] if gone else requests

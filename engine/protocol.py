@@ -4,8 +4,12 @@ Never holds state, and imports nothing but the standard library, so that any pro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+MAX_LOGPROBS = 20
+"""Most alternatives that can be asked for with a token's log-probability, as at OpenAI."""
 
 
 class ErrorCode(StrEnum):
@@ -18,6 +22,7 @@ class ErrorCode(StrEnum):
     QUEUE_FULL = "queue_full"
     DRAINING = "draining"
     DEADLINE_EXCEEDED = "deadline_exceeded"
+    PREPARATION_FAILED = "preparation_failed"
     STEP_FAILED = "step_failed"
     ENGINE_DEAD = "engine_dead"
 
@@ -91,12 +96,16 @@ class SamplingParams:
     seed: int | None = None
     """Key of the counter-based generator; None draws one at submit."""
     max_tokens: int | None = None
-    """None: as many as the context holds."""
+    """None: as many as the context holds. 0: compute the prompt and stop, to score it or to have it cached."""
     min_tokens: int = 0
     """No end-of-sequence or stop token is sampled before this many tokens."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     """Stop tokens besides the model's own; a stop token is counted in usage but never emitted."""
+    logprobs: int | None = None
+    """Return each token's log-probability, and this many alternatives with theirs; None: neither."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
 
     def __post_init__(self) -> None:
         _require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", ">= 0", self.temperature)
@@ -106,8 +115,11 @@ class SamplingParams:
         _require(self.min_tokens >= 0, "min_tokens", ">= 0", self.min_tokens)
         if self.seed is not None:
             _require(-(2**63) <= self.seed < 2**63, "seed", "a signed 64-bit integer", self.seed)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _require(0 <= count <= MAX_LOGPROBS, name, f"in 0 to {MAX_LOGPROBS}", count)
         if self.max_tokens is not None:
-            _require(self.max_tokens >= 1, "max_tokens", ">= 1", self.max_tokens)
+            _require(self.max_tokens >= 0, "max_tokens", ">= 0", self.max_tokens)
             _require(
                 self.min_tokens <= self.max_tokens, "min_tokens", f"<= max_tokens ({self.max_tokens})", self.min_tokens
             )
@@ -118,7 +130,7 @@ class Submission:
     """One request as the engine takes it: token ids in, token ids out. `request_id` is unique among live requests.
 
     Raises:
-        RequestRejected: a timeout is not a positive number.
+        RequestRejected: a timeout is not a positive number, or the spans are not in order.
     """
 
     request_id: str
@@ -128,11 +140,22 @@ class Submission:
     """Seconds after which the request ends with DEADLINE_EXCEEDED, wherever it is; None: never."""
     queue_timeout_s: float | None = None
     """The same for a request that has not run yet."""
+    priority: int = 0
+    """A lower number is served before a higher one, within the age bound of `priority_age_ms`."""
+    tenant: str = ""
+    """Whom the request is for: tenants of one priority share the engine evenly."""
+    atomic_spans: tuple[tuple[int, int], ...] = ()
+    """[start, end) of prompt positions that are computed together, such as an image: no chunk ends inside one."""
 
     def __post_init__(self) -> None:
         for name, value in (("timeout_s", self.timeout_s), ("queue_timeout_s", self.queue_timeout_s)):
             if value is not None:
                 _require(math.isfinite(value) and value > 0, name, "a positive number of seconds", value)
+        low = 0
+        for start, end in self.atomic_spans:
+            _require(low <= start < end, "atomic_spans", f"[start, end) in order and apart, from {low} on", start)
+            low = end
+        _require(low <= len(self.prompt_token_ids), "atomic_spans", "inside the prompt", low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +167,18 @@ class Usage:
     cached_tokens: int
 
 
-# What a request's sink receives, in this order: Scheduled, Token*, then exactly one of Finished or Failed.
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probability of a token under the model's own distribution, before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens and theirs, best first, as many as were asked for."""
+
+
+# What a request's sink receives, in this order: Scheduled, PromptLogprobs if asked for and the prompt was computed,
+# Token*, then exactly one of Finished or Failed.
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +190,22 @@ class Scheduled:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The prompt is computed. Sent once, never again after a preemption."""
+
+    request_id: str
+    logprobs: tuple[TokenLogprobs, ...]
+    """Of the prompt's second token to its last: nothing predicts the first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """One sampled token that belongs to the answer."""
 
     request_id: str
     token_id: int
+    logprobs: TokenLogprobs | None = None
+    """Set exactly where SamplingParams.logprobs is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +216,8 @@ class Finished:
     reason: FinishReason
     usage: Usage
     stop_token_id: int | None = None
+    stop_logprobs: TokenLogprobs | None = None
+    """Of the stop token, where log-probabilities were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +229,7 @@ class Failed:
     message: str
 
 
-Event = Scheduled | Token | Finished | Failed
+Event = Scheduled | PromptLogprobs | Token | Finished | Failed
 TERMINAL = (Finished, Failed)
 
 
@@ -192,12 +239,24 @@ class LoadSnapshot:
 
     num_running: int
     num_waiting: int
+    num_preparing: int
+    """Of those that wait, requests whose prompt is still being made."""
+    num_waiting_preempted: int
+    """Of those that wait, requests that ran before and lost their memory."""
+    wait_reason: str | None
+    """Why the first in the queue was not admitted in the last step; None if nobody waits."""
     num_queued_tokens: int
     """Tokens still to prefill: of waiting requests, and the rest of prompts that are partly computed."""
     num_blocks: int
     num_held_blocks: int
     num_evictable_blocks: int
+    num_reserved_blocks: int
+    """Blocks that admission keeps for what running requests are expected to need still."""
     num_steps: int
     num_preemptions: int
     reserve_ratio: float
     """Share of running requests' remaining answers that admission keeps free (`reserve_mode: ratio`)."""
+    graph_hits: Mapping[str, int] = field(default_factory=dict)
+    """Steps that replayed a captured graph, by graph; empty for executors without graphs."""
+    graph_misses: Mapping[str, int] = field(default_factory=dict)
+    """Steps that no graph fitted, by reason."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.block_manager import hash_block
 from engine.config import ResolvedConfig
-from engine.protocol import ErrorCode, RequestRejected, SamplingParams, Submission, Usage
-from engine.step import RowSampling
+from engine.protocol import ErrorCode, RequestRejected, SamplingParams, Submission, TokenLogprobs, Usage
+from engine.step import PENDING_TOKEN, PromptScoring, RowSampling
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +20,8 @@ class Request:
         0 ........... cached ........ computed ....... scheduled ...... target     len(token_ids)
         | prefix hit  | KV present    | in flight      | still to do    |          | + sampled tokens
 
-    Progress is one number, `computed`, that chases `target`; there is no prefill phase to fall out of.
+    Progress is one number, `computed`, that chases `target`; there is no prefill phase to fall out of. Without overlap
+    and drafts, `scheduled` and `computed` are equal between steps.
     """
 
     request_id: str
@@ -31,14 +32,25 @@ class Request:
     max_new: int
     """Most tokens to sample."""
     sampling: SamplingParams
-    seed: int
+    row_sampling: RowSampling
+    early_sampling: RowSampling
+    """Before `min_tokens`: stop tokens are banned."""
     stop_token_ids: frozenset[int]
+    priority: int = 0
+    tenant: str = ""
+    atomic_spans: tuple[tuple[int, int], ...] = ()
     target: int = 0
     """len(token_ids), frozen at admission."""
     cached: int = 0
     """Prompt tokens found in the prefix cache when the request was first admitted."""
     computed: int = 0
     scheduled: int = 0
+    num_pending: int = 0
+    """Sampled tokens in flight: 1 between a step that samples and its results."""
+    epoch: int = 0
+    """Changes when the request loses its memory: results of rows that were launched before are not its own any more."""
+    drafts: tuple[int, ...] = ()
+    """Tokens that may follow, for the next decode row to verify."""
     block_ids: tuple[int, ...] = ()
     block_hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0
@@ -53,7 +65,9 @@ class Request:
     waiting_since: float = 0.0
     """Monotonic seconds of the arrival, or of the last chunk: how long this prompt has stood still."""
     prefix_match: tuple[int, tuple[int, ...]] = (-1, ())
-    """(block manager epoch, matched blocks): a waiting request looks its prefix up once an epoch, not once a step."""
+    """(epoch of the caches, matched blocks): a waiting request looks its prefix up once an epoch, not once a step."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Entry i is of the prompt's token i + 1; grows chunk by chunk, and is None where nobody asked or it was sent."""
 
     @property
     def num_output(self) -> int:
@@ -62,24 +76,38 @@ class Request:
     @property
     def lifetime_tokens(self) -> int:
         """Positions whose KV is ever written: the last sampled token is not fed back."""
-        return self.prompt_len + self.max_new - 1
+        return self.prompt_len + max(self.max_new, 1) - 1
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens of the next decode row; 0 when the tokens in flight are the last."""
+        left = self.prompt_len + self.max_new - len(self.token_ids) - self.num_pending
+        return 1 + len(self.drafts) if left > 0 else 0
 
     def usage(self, *, stop_token: bool) -> Usage:
         return Usage(self.prompt_len, self.num_output + stop_token, self.cached)
 
-    def next_sampling(self) -> RowSampling:
-        """Parameters for the token at position len(token_ids)."""
-        params = self.sampling
-        banned = self.stop_token_ids if self.num_output < params.min_tokens else ()
-        return RowSampling(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=self.seed,
-            position=len(self.token_ids),
-            banned_token_ids=tuple(sorted(banned)),
-        )
+    def next_sampling(self) -> RowSampling | None:
+        """How the next token is chosen; None for a request that only has its prompt computed."""
+        if not self.max_new:
+            return None
+        early = self.num_output + self.num_pending < self.sampling.min_tokens
+        return self.early_sampling if early else self.row_sampling
+
+    def next_tokens(self, count: int) -> tuple[int, ...]:
+        """`count` tokens from `scheduled` on: known ones, then what is in flight or drafted."""
+        known = tuple(self.token_ids[self.scheduled : self.scheduled + count])
+        if len(known) == count:
+            return known
+        return known + self.drafts if known else (PENDING_TOKEN,)
+
+    def scoring(self, count: int) -> PromptScoring | None:
+        """The prompt tokens that the next `count` positions predict and that have no log-probability yet."""
+        if self.prompt_logprobs is None:
+            return None
+        first = max(self.scheduled, len(self.prompt_logprobs))
+        tokens = tuple(self.token_ids[first + 1 : min(self.scheduled + count + 1, self.prompt_len)])
+        return PromptScoring(first, tokens, self.sampling.prompt_logprobs or 0) if tokens else None
 
     def extend_hashes(self, num_tokens: int, block_size: int) -> None:
         """Hash the full blocks among the first `num_tokens` tokens that are not hashed yet."""
@@ -95,7 +123,8 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
         RequestRejected: with the field, the limit and the value.
     """
     prompt, params = submission.prompt_token_ids, submission.sampling
-    _check_prompt(prompt, config)
+    _check_prompt(prompt, params, config)
+    _check_spans(submission.atomic_spans, config)
     _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
     max_new = _resolve_max_new(len(prompt), params.max_tokens, config)
     stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos_token_ids))
@@ -107,6 +136,14 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
             config.vocab_size - 1,
             len(stops),
         )
+    row_sampling = RowSampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        num_logprobs=params.logprobs,
+    )
     return Request(
         request_id=submission.request_id,
         ticket=ticket,
@@ -117,16 +154,22 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
         timeout_s=submission.timeout_s,
         queue_timeout_s=submission.queue_timeout_s,
         sampling=params,
-        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        row_sampling=row_sampling,
+        early_sampling=replace(row_sampling, banned_token_ids=tuple(sorted(stops))),
         stop_token_ids=stops,
+        priority=submission.priority,
+        tenant=submission.tenant,
+        atomic_spans=submission.atomic_spans,
+        prompt_logprobs=None if params.prompt_logprobs is None else [],
     )
 
 
-def _check_prompt(prompt: Sequence[int], config: ResolvedConfig) -> None:
+def _check_prompt(prompt: Sequence[int], params: SamplingParams, config: ResolvedConfig) -> None:
     if not prompt:
         raise RequestRejected(ErrorCode.EMPTY_PROMPT, "The prompt has no tokens.", "prompt", 1, 0)
     _check_ids("prompt", prompt, config.vocab_size)
-    if len(prompt) >= config.max_model_len:
+    longest = config.max_model_len - (params.max_tokens != 0)
+    if len(prompt) > longest:
         raise RequestRejected(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             f"This model's maximum context length is {config.max_model_len} tokens, prompt and answer together. "
@@ -134,6 +177,19 @@ def _check_prompt(prompt: Sequence[int], config: ResolvedConfig) -> None:
             "prompt",
             config.max_model_len,
             len(prompt),
+        )
+
+
+def _check_spans(spans: Sequence[tuple[int, int]], config: ResolvedConfig) -> None:
+    longest = max((end - start for start, end in spans), default=0)
+    if longest > config.max_atomic_span:
+        raise RequestRejected(
+            ErrorCode.INVALID_PARAMETER,
+            f"atomic_spans holds a span of {longest} tokens, and this engine computes at most {config.max_atomic_span} "
+            "in one piece.",
+            "atomic_spans",
+            config.max_atomic_span,
+            longest,
         )
 
 
@@ -160,14 +216,16 @@ def _resolve_max_new(prompt_len: int, max_tokens: int | None, config: ResolvedCo
             config.max_model_len - prompt_len,
             max_new,
         )
-    if max_new < 1 or prompt_len + max_new > config.max_request_tokens:
+    answer = max(max_new, 0 if max_tokens == 0 else 1)
+    kept = prompt_len + max(answer, 1) - 1  # the last token's KV is never written
+    longest = config.max_request_tokens - (max_tokens == 0)  # and without an answer there is no such token
+    if max_new < answer or kept > config.num_kv_blocks * config.block_size:
         raise RequestRejected(
             ErrorCode.KV_CAPACITY_EXCEEDED,
-            f"The KV cache of this engine holds requests of up to {config.max_request_tokens} tokens. However, you "
-            f"requested {prompt_len + max(max_new, 1)}: {prompt_len} in the prompt and {max(max_new, 1)} for the "
-            "answer (max_tokens).",
-            "max_tokens",
-            config.max_request_tokens - prompt_len,
-            max_new,
+            f"The KV cache of this engine holds requests of up to {longest} tokens. However, you "
+            f"requested {prompt_len + answer}: {prompt_len} in the prompt and {answer} for the answer (max_tokens).",
+            "prompt" if max_tokens == 0 else "max_tokens",
+            longest if max_tokens == 0 else longest - prompt_len,
+            prompt_len if max_tokens == 0 else max_new,
         )
     return max_new

@@ -48,32 +48,51 @@ def reserved_tokens(request: Request, clip: int) -> int:
 class Admission:
     """Memory as one plan sees it: what is available, and what is spoken for. Follows the plan as it grows."""
 
-    def __init__(self, config: ResolvedConfig, *, ratio: float, promised_blocks: int, available_blocks: int) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        *,
+        ratio: float,
+        promised_blocks: int,
+        available_blocks: int,
+        decoding: Iterable[Request],
+        prefilling: Iterable[Request],
+    ) -> None:
+        """`decoding` and `prefilling`: the requests that keep their memory in this plan."""
         self._mode = config.scheduler.reserve_mode
         self._clip = config.scheduler.reserve_clip
         self._watermark = config.scheduler.watermark_blocks
         self._block_size = config.block_size
-        self._ratio = ratio
         self._promised = promised_blocks
-        self._outstanding = 0
         self._answer_tokens = 0.0
+        if self._mode == "ratio":
+            # `reserved_tokens` written out: a call for each of hundreds of requests is a tenth of a plan's time
+            clip = self._clip
+            tokens = sum(min(r.max_new + r.prompt_len - len(r.token_ids), clip) for r in decoding)
+            self._answer_tokens = tokens * ratio
+        self._outstanding = sum(self.blocks_for(r.target) - len(r.block_ids) for r in prefilling)
         self.available = available_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def grow(self, blocks: int) -> None:
-        """A running request takes blocks that it was promised."""
+    @property
+    def reserved(self) -> int:
+        """Blocks that admission keeps for requests that run: the rest of their prompts, and of their answers."""
+        if self._mode == "full":
+            return self._promised
+        return self._outstanding + math.ceil(self._answer_tokens / self._block_size)
+
+    def grow_answers(self, blocks: int) -> None:
+        """Decoding requests take blocks that they were promised."""
         self.available -= blocks
         self._promised -= blocks
 
-    def expect(self, decoding: Iterable[Request], prefilling: Iterable[Request], planned: dict[str, int]) -> None:
-        """Count what running requests will still need. `planned`: request id -> end of its chunk in this plan."""
-        self._answer_tokens = sum(reserved_tokens(request, self._clip) for request in decoding) * self._ratio
-        for request in prefilling:
-            end = planned.get(request.request_id, request.scheduled)
-            held = max(self.blocks_for(end), len(request.block_ids))
-            self._outstanding += self.blocks_for(request.target) - held
+    def grow_prompt(self, blocks: int) -> None:
+        """The next chunk of an admitted prompt takes its blocks."""
+        self.available -= blocks
+        self._promised -= blocks
+        self._outstanding -= blocks
 
     def fits(self, request: Request, shared_blocks: int, *, alone: bool) -> bool:
         """Whether a waiting request may start. `shared_blocks` of its prompt are held by others anyway.
@@ -98,4 +117,5 @@ class Admission:
         self.available -= hits_taken + held - num_prefix_blocks
         self._promised += self.blocks_for(request.lifetime_tokens) - held
         self._outstanding += self.blocks_for(len(request.token_ids)) - held
-        self._answer_tokens += reserved_tokens(request, self._clip)
+        if self._mode == "ratio":
+            self._answer_tokens += reserved_tokens(request, self._clip)

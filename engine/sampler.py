@@ -42,9 +42,11 @@ def uniform(seed: int, position: int) -> float:
     return ((high << 32 | low) >> 11) * 2.0**-53
 
 
-def sample(logits: Tensor, rows: Sequence[RowSampling]) -> list[int | None]:
-    """One token per row, None for a row without a finite largest logit (NaN, or every token banned): it has no answer,
-    and its neighbours are not to blame. logits: [rows, vocab].
+def sample(logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int]) -> list[int | None]:
+    """One token per row, the one at positions[row] of its request. logits: [rows, vocab], which are not changed.
+
+    None for a row without a finite largest logit (NaN, or every token banned): it has no answer, and its neighbours
+    are not to blame.
 
     The order of filters is temperature, top-k, top-p, min-p, each on what the one before left; ties go to the lower
     token id. `kernels.reference.sample` defines the result.
@@ -56,7 +58,8 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> list[int | None]:
     if drawn:
         index = torch.tensor(drawn)
         scores = logits[index] - best[index].unsqueeze(1)  # [drawn, vocab], 0 at the most likely
-        tokens[index] = _draw(scores, [rows[number] for number in drawn])
+        draws = [uniform(rows[number].seed, positions[number]) for number in drawn]
+        tokens[index] = _draw(scores, [rows[number] for number in drawn], draws)
     return [int(token) if ok else None for token, ok in zip(tokens.tolist(), sound, strict=True)]
 
 
@@ -68,7 +71,7 @@ def _ban(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
     return logits.index_put((index[:, 0], index[:, 1]), torch.tensor(-torch.inf))
 
 
-def _draw(scores: Tensor, rows: list[RowSampling]) -> Tensor:
+def _draw(scores: Tensor, rows: list[RowSampling], draws: list[float]) -> Tensor:
     """Inverse CDF over the filtered probabilities, in vocabulary order. # [rows] int64"""
     temperature = torch.tensor([max(row.temperature, SMALLEST_TEMPERATURE) for row in rows])
     scores = scores / temperature.unsqueeze(1)
@@ -78,9 +81,9 @@ def _draw(scores: Tensor, rows: list[RowSampling]) -> Tensor:
     mass.masked_fill_(mass < torch.tensor([row.min_p for row in rows], dtype=torch.float64).unsqueeze(1), 0.0)
     cumulative = mass.cumsum_(dim=-1)
     total = cumulative[:, -1:].clone()
-    draws = torch.tensor([uniform(row.seed, row.position) for row in rows], dtype=torch.float64).unsqueeze(1)
     # Rounding must not reach the total itself: no token's cumulative mass exceeds that.
-    target = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
+    target = torch.tensor(draws, dtype=torch.float64).unsqueeze(1) * total
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target, right=True).squeeze(1)
 
 

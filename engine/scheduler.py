@@ -8,29 +8,36 @@ from engine.config import ResolvedConfig
 from engine.planner import Plan, PlannedRow, View, make_plan
 from engine.request import Request
 from engine.reservation import ReserveRatio
-from engine.step import RowKind, ScheduledRequest, StepPlan
+from engine.state_slots import Snapshots, StateSlots
+from engine.step import RowKind, ScheduledRequest, StateUse, StepPlan
+from engine.waiting import WaitingQueue
 
 
 class Scheduler:
     """Waiting, prefilling and decoding requests over one block manager.
 
     A request waits, prefills chunk by chunk, decodes, and is released. A preemption gives its memory back and puts it
-    among the waiting again, to compute prompt and answer so far once more; nothing is sampled twice.
+    among the waiting again, to compute prompt and answer so far once more; nothing is sampled twice. Its cursor
+    `scheduled` moves when a plan is committed, `computed` when the results are in.
     """
 
     def __init__(self, config: ResolvedConfig, blocks: BlockManager) -> None:
         self._config = config
         self._blocks = blocks
         self._ratio = ReserveRatio(config.scheduler)
+        self._states = StateSlots() if config.recurrent_state else None
+        self._snapshots = Snapshots(config.scheduler.state_snapshots) if config.recurrent_state else None
         self._promised = 0  # blocks that admitted requests may still allocate in their lives
         self._next_step_id = 0
-        self._waiting_tokens = 0
         self._last_decode = 0.0
         self._prefill_limit = config.max_prefill_tokens
+        self.waiting = WaitingQueue(config.scheduler)
+        self.preparing: dict[str, Request] = {}
+        """Not ready to be planned: their prompts are still being made. They keep their place in the queue."""
         # Each in the order in which it is served: dicts for O(1) removal in the middle.
-        self.waiting: dict[str, Request] = {}
         self.prefilling: dict[str, Request] = {}
         self.decoding: dict[str, Request] = {}
+        """Requests whose whole prompt is scheduled."""
 
     @property
     def num_running(self) -> int:
@@ -38,33 +45,41 @@ class Scheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens still to prefill. Prefix hits of waiting requests are not known yet and count as work."""
-        return self._waiting_tokens + sum(r.target - r.computed for r in self.prefilling.values())
+        """Prompt tokens that are in no step yet. Prefix hits of waiting requests, not known yet, count as work."""
+        return self.waiting.num_tokens + sum(r.target - r.scheduled for r in self.prefilling.values())
 
     @property
     def reserve_ratio(self) -> float:
         return self._ratio.value
 
-    def add(self, request: Request, now: float) -> None:
+    def add(self, request: Request, now: float, *, prepared: bool = True) -> None:
         """Queue a request. Its prompt is hashed here, once, to be looked up while it waits."""
         request.extend_hashes(request.prompt_len, self._blocks.block_size)
         request.waiting_since = now
-        self.waiting[request.request_id] = request
-        self._waiting_tokens += len(request.token_ids)
+        self.waiting.enter(request)
+        if not prepared:
+            self.waiting.remove(request)
+            self.preparing[request.request_id] = request
+
+    def prepared(self, request_id: str) -> None:
+        """The request may be planned from now on, in the place that its arrival gave it."""
+        if request := self.preparing.pop(request_id, None):
+            self.waiting.add(request)
 
     def find(self, request_id: str) -> Request | None:
-        for queue in (self.waiting, self.prefilling, self.decoding):
-            if request_id in queue:
-                return queue[request_id]
-        return None
+        for running in (self.decoding, self.prefilling, self.preparing):
+            if request_id in running:
+                return running[request_id]
+        return self.waiting.find(request_id)
 
     def plan(self, now: float) -> Plan:
-        """The next step, at `now` in monotonic seconds; empty when nothing is live. Changes nothing."""
+        """The next step, at `now` in monotonic seconds; empty when nothing can run. Changes nothing."""
         view = View(
             waiting=self.waiting,
             prefilling=self.prefilling,
             decoding=self.decoding,
             blocks=self._blocks,
+            snapshots=self._snapshots,
             promised_blocks=self._promised,
             ratio=self._ratio.value,
             now=now,
@@ -84,7 +99,10 @@ class Scheduler:
             if row.prefix_blocks is not None:  # all claims first: an allocation below must not evict them
                 self._admit(row.request, row.prefix_blocks)
         self._keep_ratio(plan)
-        step = StepPlan(self._next_step_id, tuple(self._schedule(row, now) for row in plan.rows))
+        moves = self._states.take_moves() if self._states else ()
+        restores = [self._snapshot(row) for row in plan.rows]  # all of them first: a save below may overwrite one
+        rows = tuple(self._schedule(row, restore, now) for row, restore in zip(plan.rows, restores, strict=True))
+        step = StepPlan(self._next_step_id, rows, moves)
         self._next_step_id += 1
         return step
 
@@ -96,8 +114,7 @@ class Scheduler:
             self._ratio.after_step(decoded=True in kinds, prefilled=False in kinds)
 
     def _admit(self, request: Request, prefix: tuple[int, ...]) -> None:
-        del self.waiting[request.request_id]
-        self._waiting_tokens -= len(request.token_ids)
+        self.waiting.remove(request)
         self.prefilling[request.request_id] = request
         self._blocks.claim(prefix)
         request.block_ids = prefix
@@ -105,29 +122,45 @@ class Scheduler:
         request.computed = request.scheduled = len(prefix) * self._blocks.block_size
         if not request.was_scheduled:
             request.cached = request.computed
+            if self.waiting.shares:
+                self.waiting.serve(request, prompt_tokens=request.prompt_len - request.cached)
         request.target = len(request.token_ids)
         self._promised += self._still_promised(request)
+        if self._states is not None:
+            self._states.take(request.request_id)
 
     def _still_promised(self, request: Request) -> int:
         return self._blocks.blocks_for(request.lifetime_tokens) - len(request.block_ids)
 
-    def _schedule(self, row: PlannedRow, now: float) -> ScheduledRequest:
-        request, end = row.request, row.start + row.count
+    def _schedule(self, row: PlannedRow, restore: int | None, now: float) -> ScheduledRequest:
+        request, end = row.request, row.start + row.num_tokens
         assert row.start == request.scheduled, f"{request.request_id}: at {request.scheduled}, not {row.start}"
         self._grow(request, end)
+        sampling = None if row.kind is RowKind.MIDDLE else request.next_sampling()
+        scheduled = ScheduledRequest(
+            request.request_id,
+            row.kind,
+            row.start,
+            request.next_tokens(row.num_tokens),
+            request.block_ids,
+            sampling,
+            None if row.kind is RowKind.DECODE else request.scoring(row.num_tokens),
+            self._state_use(row, restore) if self._states is not None else None,
+        )
         request.scheduled = end
+        request.num_pending += sampling is not None
         request.was_scheduled = True
         request.waiting_since = now
         if row.kind is RowKind.DECODE:
             self._last_decode = now
-        return ScheduledRequest(
-            request_id=request.request_id,
-            kind=row.kind,
-            start=row.start,
-            token_ids=tuple(request.token_ids[row.start : end]),
-            block_ids=request.block_ids,
-            sampling=None if row.kind is RowKind.MIDDLE else request.next_sampling(),
-        )
+        elif row.kind is RowKind.LAST:
+            self._promote(request, now)
+        return scheduled
+
+    def _promote(self, request: Request, now: float) -> None:
+        if not self.decoding:
+            self._last_decode = now
+        self.decoding[request.request_id] = self.prefilling.pop(request.request_id)
 
     def _grow(self, request: Request, num_tokens: int) -> None:
         missing = self._blocks.blocks_for(num_tokens) - len(request.block_ids)
@@ -135,53 +168,90 @@ class Scheduler:
             request.block_ids += self._blocks.allocate(missing)
             self._promised -= missing
 
+    def _snapshot(self, row: PlannedRow) -> int | None:
+        """What an admission from a prefix starts from: the state after it was kept with it."""
+        if self._snapshots is None or not row.prefix_blocks:
+            return None
+        return self._snapshots.use(row.request.block_hashes[len(row.prefix_blocks) - 1])
+
+    def _state_use(self, row: PlannedRow, restore: int | None) -> StateUse:
+        assert self._states is not None
+        assert self._snapshots is not None
+        stride = self._config.scheduler.state_snapshot_tokens
+        due = stride and (row.start + row.num_tokens) % stride == 0
+        return StateUse(
+            self._states.slot_of(row.request.request_id), restore, self._snapshots.reserve() if due else None
+        )
+
     def _preempt(self, request: Request, now: float) -> None:
         """Give everything back and wait again. What it computed stays in the prefix cache until it is evicted."""
         self._leave(request)
-        request.computed = request.scheduled = request.target = 0
+        request.computed = request.scheduled = request.target = request.num_pending = 0
+        request.drafts = ()
         request.waiting_since = now
-        keys = [other.queue_key for other in self.waiting.values()]
+        keys = [other.queue_key for other in self.waiting]
         if self._config.scheduler.requeue == "front":
             request.queue_key = min([*keys, request.ticket]) - 1
         elif self._config.scheduler.requeue == "back":
             request.queue_key = max([*keys, request.ticket]) + 1
-        self._waiting_tokens += len(request.token_ids)
-        queue = [*self.waiting.values(), request]
-        self.waiting = {r.request_id: r for r in sorted(queue, key=lambda r: (r.queue_key, r.ticket))}
+        self.waiting.add(request)
 
-    def roll_back(self, plan: Plan) -> None:
+    def roll_back(self, plan: Plan, step: StepPlan) -> None:
         """The executor ran out of memory and computed nothing of this plan: plan it again, with half the prefill.
 
         The requests keep the blocks that they took, and their seats; only progress is undone. The limit stays until the
         engine is idle: what did not fit once would not fit again.
         """
-        for row in plan.rows:
-            row.request.scheduled = row.start
-        prefill = sum(row.count for row in plan.rows if row.kind is not RowKind.DECODE)
-        self._prefill_limit = max(prefill // 2, min(self._blocks.block_size, self._prefill_limit))
+        prompts = list(self.prefilling.values())
+        for row, scheduled in zip(plan.rows, step.rows, strict=True):
+            request = row.request
+            request.scheduled = row.start
+            request.num_pending -= scheduled.sampling is not None
+            self.discard(scheduled)
+            if row.kind is RowKind.LAST:
+                prompts.append(self.decoding.pop(request.request_id))
+        prompts.sort(key=lambda request: (request.queue_key, request.ticket))
+        self.prefilling = {request.request_id: request for request in prompts}
+        prefill = sum(row.num_tokens for row in plan.rows if row.kind is not RowKind.DECODE)
+        least = min(self._blocks.block_size, self._prefill_limit)
+        self._prefill_limit = max(min(prefill, self._prefill_limit) // 2, least)  # spans, and what the engine cuts
 
     # --- after the step --------------------------------------------------------------------------------------------
 
-    def advance(self, request: Request, end: int, now: float) -> None:
-        """Positions below `end` are computed: publish the blocks they fill, and promote a finished prompt."""
+    def advance(self, request: Request, scheduled: ScheduledRequest, end: int) -> None:
+        """Positions below `end` are computed: publish the blocks they fill, and the state that was kept at it."""
         request.computed = end
-        num_full = end // self._blocks.block_size
+        if self.waiting.shares and scheduled.sampling is not None:
+            decoded = scheduled.kind is RowKind.DECODE  # with drafts, several in one row
+            self.waiting.serve(request, answer_tokens=end - scheduled.start if decoded else 1)
+        num_full = end // self._config.block_size
         if num_full > request.num_published:
             request.extend_hashes(end, self._blocks.block_size)
             for i in range(request.num_published, num_full):
                 self._blocks.publish(request.block_ids[i], request.block_hashes[i])
             request.num_published = num_full
-        if end == request.target:
-            if not self.decoding:
-                self._last_decode = now
-            self.decoding[request.request_id] = self.prefilling.pop(request.request_id)
+        if scheduled.state is not None and scheduled.state.save is not None and self._snapshots is not None:
+            self._snapshots.publish(scheduled.state.save, request.block_hashes[num_full - 1])
+
+    def draft(self, request: Request, drafts: tuple[int, ...]) -> None:
+        """Keep what is drafted to follow, as far as the answer may still go; what was not accepted is taken back."""
+        if self._config.num_speculative_tokens:
+            request.scheduled = request.computed
+            early = request.num_output < request.sampling.min_tokens  # stop tokens are banned at one position a row
+            most = 0 if early else min(self._config.num_speculative_tokens, request.max_new - request.num_output - 1)
+            request.drafts = drafts[:most]
+
+    def discard(self, scheduled: ScheduledRequest) -> None:
+        """A row's results are nobody's: its request has ended or was preempted, or the row failed."""
+        if scheduled.state is not None and scheduled.state.save is not None and self._snapshots is not None:
+            self._snapshots.cancel(scheduled.state.save)
 
     def release(self, request: Request) -> None:
         """The one way out, for stop, length, abort and error alike: leave the queues and give everything back."""
-        if self.waiting.pop(request.request_id, None) is None:
+        waited = self.waiting.remove(request) or self.preparing.pop(request.request_id, None) is not None
+        if not waited:
             self._leave(request)
-        else:
-            self._waiting_tokens -= len(request.token_ids)
+        self.waiting.leave(request)
         if not (self.waiting or self.prefilling or self.decoding):
             self._ratio.reset()
             self._prefill_limit = self._config.max_prefill_tokens
@@ -191,5 +261,8 @@ class Scheduler:
             del self.decoding[request.request_id]  # KeyError: released twice
         self._promised -= self._still_promised(request)
         self._blocks.release(request.block_ids)
+        if self._states is not None:
+            self._states.give_back(request.request_id)
         request.block_ids = ()
         request.num_published = 0
+        request.epoch += 1

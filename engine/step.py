@@ -3,36 +3,70 @@ Never holds a tensor or a reference to a live request: a plan is a frozen pictur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
+
+from engine.protocol import TokenLogprobs
+
+PENDING_TOKEN = -1
+"""In a row's token ids: what this request sampled in the step before, which is not read back yet (overlap)."""
 
 
 class RowKind(Enum):
     """What a row is, said explicitly: a last chunk of one token is not a decode, though both have length 1."""
 
     MIDDLE = "middle"
-    """A chunk that leaves part of the prompt to compute: no logits, no sampling."""
+    """A chunk that leaves part of the prompt to compute: samples nothing."""
     LAST = "last"
-    """The chunk that completes the prompt: samples the first token."""
+    """The chunk that completes the prompt: samples the first token, unless none was asked for."""
     DECODE = "decode"
-    """Feeds the newest token and samples the next."""
+    """Feeds the newest token, and what is drafted to follow it, and samples what comes next."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How to choose the token at `position`. The random number depends on (seed, position) and nothing else."""
+    """How to choose a token. The random number depends on (seed, position) and nothing else."""
 
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int
-    position: int
-    """Index, in prompt + answer, of the token to be sampled."""
     banned_token_ids: tuple[int, ...] = ()
     """Never sampled in this step (stop tokens before `min_tokens`)."""
+    num_logprobs: int | None = None
+    """Alternatives to return with the token's log-probability; None: no log-probability."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Log-probabilities of prompt tokens that a chunk must return.
+
+        0 .... start .... first .......... first + n ... end        n = len(token_ids)
+                          | predicts token_ids |
+
+    Position `first + i` predicts `token_ids[i]`, which is the prompt's token at `first + i + 1`: the first token of a
+    prompt has no prediction, and the first of a chunk is predicted by the chunk before.
+    """
+
+    first: int
+    token_ids: tuple[int, ...]
+    num_logprobs: int
+    """Alternatives to return with each."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateUse:
+    """Where a row of a hybrid model keeps its recurrent state, which has consumed every position below `start`."""
+
+    slot: int
+    """Read before the row and written after it. A row that starts at 0 starts from the zero state."""
+    restore: int | None = None
+    """A snapshot to copy into `slot` before any row of the step runs."""
+    save: int | None = None
+    """Where to copy the state to when all rows of the step have run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +76,9 @@ class ScheduledRequest:
     0 ........ start ................. end          end = start + len(token_ids)
     | KV present | token_ids, KV written |
     | block_ids: ceil(end / block_size) or more |
+
+    A row that samples chooses the token at position `end`. A decode row with drafts, [newest, draft 1, ... draft k],
+    chooses one for each position from `start + 1` to `end`, up to the first that is not what was drafted for it.
     """
 
     request_id: str
@@ -50,7 +87,9 @@ class ScheduledRequest:
     token_ids: tuple[int, ...]
     block_ids: tuple[int, ...]
     sampling: RowSampling | None
-    """None exactly when kind is MIDDLE."""
+    """None: nothing is sampled, as for every MIDDLE row."""
+    scoring: PromptScoring | None = None
+    state: StateUse | None = None
 
     @property
     def end(self) -> int:
@@ -59,10 +98,12 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass: decode rows first, then prefill chunks, each in arrival order."""
+    """One forward pass: decode rows first, then prefill chunks."""
 
     step_id: int
     rows: tuple[ScheduledRequest, ...]
+    state_moves: tuple[tuple[int, int], ...] = ()
+    """(from, to) state slots to copy, in this order, before anything else of the step."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,13 +111,30 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphUse:
+    """Whether a step replayed a captured graph, and which, or why none fitted."""
+
+    hit: bool
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step returns: `sampled[i]` are row i's new tokens, empty for a MIDDLE row and for one that failed."""
+    """What a step returns. The mappings are from a row's number to what that row asked for."""
 
     step_id: int
     sampled: tuple[tuple[int, ...], ...]
+    """Row i's new tokens: empty for a row that samples nothing and for one that failed."""
     failed: tuple[tuple[int, str], ...] = ()
     """(row, why) of rows that failed alone, in row order; the others are good."""
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """One for each sampled token."""
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """One for each token of the row's `scoring`."""
+    drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Tokens that may follow the sampled ones, for the next step to verify."""
+    graph: GraphUse | None = None
+    """None: the executor has no graphs."""
 
 
 class ExecutorFatalError(Exception):
@@ -84,15 +142,34 @@ class ExecutorFatalError(Exception):
 
 
 class ExecutorOutOfMemoryError(Exception):
-    """Raised by an executor that lacked memory for a step's activations; a smaller step may succeed."""
+    """Raised by `launch` for want of memory for a step's activations: nothing was computed; a smaller step may fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an executor can do. A config that needs more is refused at start, not served by something slower."""
+
+    mixed_rows: bool = True
+    """Decode rows and prefill chunks in one step."""
+    overlap: bool = False
+    """PENDING_TOKEN: a step may be launched before the one before it is collected."""
+    drafts: bool = False
+    """Proposes tokens, and verifies several in one row."""
+    recurrent_state: bool = False
+    """The model has state besides KV, which follows `StateUse`."""
 
 
 class Executor(Protocol):
     """Runs steps in order. `launch` may return before the work is done; `collect` waits for the oldest launched step.
 
+    A row that builds on one that failed, of a step that was not read back in time, fails alone like it.
+    A plan's `state_moves` and restores are done whatever then becomes of the step: nobody asks for them again.
     An ordinary exception from either fails the rows of that plan only; after ExecutorOutOfMemoryError a step with
     prefill is tried once more with half of it; ExecutorFatalError ends the engine.
     """
+
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     def launch(self, plan: StepPlan) -> None: ...
 

@@ -3,7 +3,6 @@ Never changes the request; stop strings are the ingress's, which knows text."""
 
 from __future__ import annotations
 
-from engine.protocol import FinishReason
 from engine.request import Request
 
 
@@ -12,6 +11,8 @@ def is_stop_token(request: Request, token_id: int) -> bool:
     return token_id in request.stop_token_ids and request.num_output >= request.sampling.min_tokens
 
 
-def finish_reason(request: Request) -> FinishReason | None:
-    """Why the request is over now that its newest token is appended, or None if it goes on."""
-    return FinishReason.LENGTH if request.num_output >= request.max_new else None
+def is_complete(request: Request) -> bool:
+    """Whether the answer has as many tokens as were asked for."""
+    num_output = request.num_output
+    assert num_output <= request.max_new, f"{request.request_id}: {num_output} tokens of {request.max_new}"
+    return num_output == request.max_new

@@ -72,6 +72,9 @@ ENGINE_RULES: dict[ErrorCode, _Rule] = {
     ErrorCode.DRAINING: _Rule(503, "service_unavailable", "draining", _RETRY_SOON, "This server is shutting down."),
     # 504 and not 408, which clients retry: a second try would be as late.
     ErrorCode.DEADLINE_EXCEEDED: _Rule(504, "timeout", "deadline_exceeded", {"x-should-retry": "false"}),
+    ErrorCode.PREPARATION_FAILED: _Rule(
+        500, "server_error", "preparation_failed", None, "The server failed to prepare the prompt."
+    ),
     ErrorCode.STEP_FAILED: _Rule(500, "server_error", "step_failed", None, "The engine failed to compute a step."),
     ErrorCode.ENGINE_DEAD: _Rule(503, "server_error", "engine_dead", _RETRY_SOON, "The engine is not running."),
 }
@@ -120,8 +123,9 @@ def model_not_found(requested: str, served: str) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first few mistakes in one message, without their input: a 4 KB body must not give a 20 MB answer."""
-    found = error.errors(include_url=False, include_input=False)
+    """The first few mistakes in one message, without their input, except small numbers: a 4 KB body must not give a
+    20 MB answer."""
+    found = error.errors(include_url=False)
     lines = [f"{_dotted(item) or 'body'}: {_told(item)}" for item in found[:MAX_LISTED_ERRORS]]
     if len(found) > MAX_LISTED_ERRORS:
         lines.append(f"and {len(found) - MAX_LISTED_ERRORS} more")
@@ -133,7 +137,13 @@ def from_validation(error: ValidationError) -> ApiError:
 
 def _told(item: Any) -> str:
     # pydantic names the Python class here.
-    return "should be an object" if item["type"] == "model_type" else clip(item["msg"], 200)
+    told = "should be an object" if item["type"] == "model_type" else clip(item["msg"], 200)
+    return f"{told}, but it is {item['input']}" if _is_small_number_out_of_range(item) else told
+
+
+def _is_small_number_out_of_range(item: Any) -> bool:
+    # Python refuses to write an integer of more than 4,300 digits.
+    return bool(item["type"].startswith(("greater_than", "less_than")) and abs(item["input"]) < 10**20)
 
 
 def _dotted(item: Any) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 
 import pytest
@@ -279,9 +279,12 @@ def test_shutting_down_fails_what_is_live_and_is_idempotent(make_engine: MakeEng
     asyncio.run(main())
 
 
-def test_a_storm_of_clients_that_leave_at_random_moments_leaves_nothing_behind(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_storm_of_clients_that_leave_at_random_moments_leaves_nothing_behind(
+    make_engine: MakeEngine, overlap: bool
+) -> None:
     async def main() -> None:
-        engine = make_engine(max_num_batched_tokens=9, max_prefill_tokens=5)
+        engine = make_engine(max_num_batched_tokens=9, max_prefill_tokens=5, overlap=overlap)
 
         async def client(index: int) -> None:
             async with aclosing(engine.generate(tuple(range(1, 2 + index % 23)), LONG)) as stream:
@@ -305,3 +308,272 @@ def test_two_engines_in_one_process_do_not_meet(make_engine: MakeEngine) -> None
         assert len(answers[0]) == 22
 
     asyncio.run(main())
+
+
+def test_an_engine_with_overlap_streams_to_the_last_event_and_then_rests(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        steps: list[StepPlan] = []
+        engine = make_engine(before_step=steps.append, overlap=True)
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        for _ in range(2):
+            async with asyncio.timeout(10):
+                events = await collect(engine.generate(PROMPT, params, "r"))
+            expected = answer_alone(PROMPT, max_tokens=6, ignore_eos=True)
+            assert [e.token_id for e in events if isinstance(e, Token)] == expected
+        assert len(steps) == 12
+
+    asyncio.run(main())
+
+
+# --- preparation: the prompt is still being made ---------------------------------------------------------------------
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def run_within(seconds: float, main: Coroutine[None, None, None]) -> None:
+    asyncio.run(asyncio.wait_for(main, seconds))
+
+
+def test_a_request_runs_once_it_is_prepared_in_the_place_that_its_arrival_gave_it(make_engine: MakeEngine) -> None:
+    """S5-R20: a request that was skipped while its image was decoded went to the end of the queue."""
+
+    async def main() -> None:
+        gate, ran = threading.Semaphore(0), []
+
+        def before_step(plan: StepPlan) -> None:
+            gate.acquire()
+            ran.extend(row.request_id for row in plan.rows)
+
+        engine = make_engine(before_step=before_step, max_num_seqs=1)
+        image: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        late = asyncio.create_task(collect(engine.generate(PROMPT, params, "late", prepared=image)))
+        others = [asyncio.create_task(collect(engine.generate(PROMPT, params, name))) for name in ("first", "second")]
+        try:
+            await until(lambda: "second" in engine._streams)
+            image.set_result(None)
+            await asyncio.sleep(0)
+        finally:
+            gate.release(100)
+        await asyncio.gather(late, *others)
+        assert ran == ["first"] * 2 + ["late"] * 2 + ["second"] * 2
+        assert isinstance(late.result()[-1], Finished)
+
+    run_within(20, main())
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(ValueError("The image cannot be read."), "The image cannot be read."), (OSError(), "OSError")],
+)
+def test_a_preparation_that_raises_fails_its_request_with_what_it_said(
+    make_engine: MakeEngine, error: Exception, message: str
+) -> None:
+    async def main() -> None:
+        async def prepare() -> None:
+            raise error
+
+        engine = make_engine()
+        events = await collect(engine.generate(PROMPT, LONG, "r", prepared=prepare()))
+        assert events == [Failed("r", ErrorCode.PREPARATION_FAILED, message)]
+        answer = await collect(engine.generate(PROMPT, SamplingParams(max_tokens=1), "r"))
+        assert isinstance(answer[-1], Finished)
+        await until_idle(engine)
+
+    run_within(20, main())
+
+
+def test_a_preparation_that_somebody_cancels_fails_its_request(make_engine: MakeEngine) -> None:
+    """It would wait for ever otherwise."""
+
+    async def main() -> None:
+        image: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        image.cancel()
+        (event,) = await collect(make_engine().generate(PROMPT, LONG, "r", prepared=image))
+        assert event == Failed("r", ErrorCode.PREPARATION_FAILED, "The preparation was cancelled.")
+
+    run_within(20, main())
+
+
+def test_leaving_early_cancels_the_preparation_and_aborts_the_request(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        started, cancelled = asyncio.Event(), asyncio.Event()
+
+        async def prepare() -> None:
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+        engine = make_engine()
+        task = asyncio.create_task(collect(engine.generate(PROMPT, LONG, "r", prepared=prepare())))
+        await started.wait()
+        await until(lambda: engine.load().num_preparing == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await cancelled.wait()
+        await until_idle(engine)
+        assert engine.load().num_preparing == 0
+        assert isinstance((await collect(engine.generate(PROMPT, SamplingParams(max_tokens=1))))[-1], Finished)
+
+    run_within(20, main())
+
+
+def test_the_preparation_of_a_refused_request_never_starts(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        started = []
+
+        async def prepare() -> None:
+            started.append(True)
+
+        with pytest.raises(RequestRejected, match="no tokens"):
+            await collect(make_engine().generate((), LONG, prepared=prepare()))
+        await asyncio.sleep(0)
+        assert not started
+
+    run_within(20, main())
+
+
+def test_a_late_preparation_does_not_reach_the_next_request_of_its_id(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        started, finish, finished = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def stubborn() -> None:
+            started.set()
+            while not finish.is_set():
+                try:
+                    await finish.wait()
+                except asyncio.CancelledError:
+                    continue  # deaf to it
+            finished.set()
+
+        engine = make_engine()
+        first = asyncio.create_task(collect(engine.generate(PROMPT, LONG, "r", prepared=stubborn())))
+        await started.wait()
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await until(lambda: "r" not in engine._streams)
+        image: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        second = asyncio.create_task(collect(engine.generate(PROMPT, LONG, "r", prepared=image)))
+        await until(lambda: "r" in engine._streams)
+        finish.set()
+        await finished.wait()
+        await asyncio.sleep(0)
+        await collect(engine.generate(PROMPT, SamplingParams(max_tokens=1)))  # commands are served in order
+        assert engine.load().num_preparing == 1
+        image.set_result(None)
+        assert isinstance((await second)[-1], Finished)
+
+    run_within(20, main())
+
+
+def test_draining_waits_for_what_is_being_prepared(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        engine = make_engine()
+        image: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        late = asyncio.create_task(collect(engine.generate(PROMPT, LONG, "r", prepared=image)))
+        await until(lambda: engine.load().num_preparing == 1)
+        drain = asyncio.create_task(engine.drain())
+        await asyncio.sleep(0)
+        assert not drain.done()
+        image.set_result(None)
+        await drain
+        assert isinstance((await late)[-1], Finished)
+
+    run_within(20, main())
+
+
+def test_shutting_down_fails_what_is_being_prepared_and_cancels_the_preparation(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        engine = make_engine()
+        image: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        late = asyncio.create_task(collect(engine.generate(PROMPT, LONG, "r", prepared=image)))
+        await until(lambda: engine.load().num_preparing == 1)
+        await asyncio.to_thread(engine.shutdown)
+        assert (await late)[-1].code is ErrorCode.ENGINE_DEAD  # type: ignore[union-attr]
+        assert image.cancelled()
+
+    run_within(20, main())
+
+
+# --- deadlines of an engine without work -----------------------------------------------------------------------------
+
+
+def test_a_deadline_ends_a_request_although_the_engine_has_nothing_to_run(make_engine: MakeEngine) -> None:
+    """The step thread slept until the next command, and a request whose prompt never came waited for ever."""
+
+    async def main() -> None:
+        engine = make_engine()
+        image: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        (end,) = await collect(engine.generate(PROMPT, LONG, "r", timeout_s=0.02, prepared=image))
+        assert isinstance(end, Failed)
+        assert end.code is ErrorCode.DEADLINE_EXCEEDED
+        assert image.cancelled(), "nobody waits for it any more"
+        await until_idle(engine)
+
+    run_within(20, main())
+
+
+def test_the_deadline_of_an_ended_request_harms_nobody(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        engine = make_engine()
+        params = SamplingParams(max_tokens=1)
+        await collect(engine.generate(PROMPT, params, "r", timeout_s=0.01))
+        image: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        late = asyncio.create_task(collect(engine.generate(PROMPT, params, "r", timeout_s=1000.0, prepared=image)))
+        await until(lambda: engine._core.next_deadline is not None and len(engine._core._deadlines) == 1)
+        image.set_result(None)
+        assert isinstance((await late)[-1], Finished)
+
+    run_within(20, main())
+
+
+def test_a_deadline_beyond_what_clocks_count_is_no_deadline(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        engine = make_engine()
+        image: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        late = asyncio.create_task(collect(engine.generate(PROMPT, LONG, "r", timeout_s=1e300, prepared=image)))
+        await until(lambda: engine.load().num_preparing == 1)
+        image.set_result(None)
+        assert isinstance((await late)[-1], Finished)
+        await engine.check_health()
+
+    run_within(20, main())
+
+
+# --- the published load ----------------------------------------------------------------------------------------------
+
+
+def test_the_published_load_says_who_waits_and_why(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        gate = threading.Semaphore(0)
+        engine = make_engine(before_step=lambda plan: gate.acquire() and None, max_num_seqs=1)
+        assert (engine.load().num_preparing, engine.load().wait_reason) == (0, None)
+        image: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        tasks = [asyncio.create_task(collect(engine.generate(PROMPT, LONG, "late", prepared=image)))]
+        tasks += [asyncio.create_task(collect(engine.generate(PROMPT, LONG))) for _ in range(2)]
+        try:
+            await until(lambda: len(engine._streams) == 3)
+            gate.release(2)
+            await until(lambda: engine.load().num_steps == 2)
+            load = engine.load()
+            assert (load.num_running, load.num_waiting, load.num_preparing) == (1, 2, 1)
+            assert (load.wait_reason, load.num_waiting_preempted) == ("seats", 0)
+            assert load.num_reserved_blocks > 0
+            assert (load.graph_hits, load.graph_misses) == ({}, {}), "this executor has none"
+        finally:
+            image.set_result(None)
+            gate.release(10_000)
+        await asyncio.gather(*tasks)
+        await until_idle(engine)
+        load = engine.load()
+        assert (load.num_preparing, load.num_reserved_blocks, load.wait_reason) == (0, 0, None)
+
+    run_within(60, main())

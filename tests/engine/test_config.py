@@ -1,13 +1,18 @@
-"""Contracts of the engine's configuration."""
+"""Contracts of the engine's configuration: what is refused, and that the refusal names field and rule.
+Combinations are refused where they are made, and what an executor cannot do where it is known."""
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import pytest
 
-from engine.config import ConfigError, EngineConfig, FakeConfig
-from tests.support.engines import resolved_config
+from engine.config import ConfigError, EngineConfig, FakeConfig, SchedulerConfig
+from engine.core import EngineCore, check_capabilities
+from engine.fake_executor import FakeExecutor
+from engine.step import Capabilities, RowKind
+from tests.support.engines import RecordingCore, resolved_config
 
 
 def test_a_value_out_of_bounds_is_refused_by_field_rule_and_value() -> None:
@@ -36,3 +41,129 @@ def test_a_config_cannot_change_after_it_was_made() -> None:
 def test_the_longest_request_is_bounded_by_the_context_or_by_the_whole_kv_cache() -> None:
     assert resolved_config(max_model_len=100, num_kv_blocks=64, block_size=4).max_request_tokens == 100
     assert resolved_config(max_model_len=1000, num_kv_blocks=64, block_size=4).max_request_tokens == 257
+
+
+# --- settings that contradict each other -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"prefill_fill_ratio": 1.5}, "prefill_fill_ratio must be <= 1, but it is 1.5"),
+        ({"prefill_fill_ratio": -0.1}, "prefill_fill_ratio must be >= 0"),
+        ({"coalesce_waiting_ms": -1}, "coalesce_waiting_ms must be >= 0"),
+        ({"coalesce_partial_ms": -1}, "coalesce_partial_ms must be >= 0"),
+        ({"priority_age_ms": -1}, "priority_age_ms must be >= 0"),
+        ({"answer_token_weight": -1}, "answer_token_weight must be >= 0"),
+        ({"state_snapshot_tokens": -1}, "state_snapshot_tokens must be >= 0"),
+        ({"state_snapshots": 0}, "state_snapshots must be >= 1, but it is 0"),
+        ({"chunk_owner": "engine", "long_prefill_token_threshold": 4}, "long_prefill_token_threshold, which cut it"),
+        (
+            {"chunk_owner": "engine", "chunk_boundary": "request_local", "max_partial_prefills": 0},
+            "chunk_owner engine .* chunk_boundary request_local",
+        ),
+        ({"reserve_mode": "full", "preempt_policy": "lifo"}, "so preempt_policy lifo would never act"),
+        ({"reserve_mode": "prompt", "preempt_policy": "none"}, "reserve_mode prompt admits more than fits for ever"),
+    ],
+)
+def test_a_scheduler_setting_that_could_not_act_or_contradicts_another_is_refused(
+    settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        SchedulerConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"max_num_seqs": 8, "num_speculative_tokens": 3, "max_num_batched_tokens": 32},
+            r"max_num_batched_tokens \(32\) must be at least max_num_seqs \* \(1 \+ num_speculative_tokens 3\) \+ 1 "
+            r"\(33\)",
+        ),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens must be >= 0"),
+        ({"overlap": True, "num_speculative_tokens": 2}, "num_speculative_tokens to 0, or overlap to false"),
+        ({"overlap": True, "scheduler": SchedulerConfig(chunk_owner="engine")}, "chunk_owner engine .* overlap"),
+        (
+            {"block_size": 16, "scheduler": SchedulerConfig(state_snapshot_tokens=24)},
+            r"state_snapshot_tokens \(24\) must be a multiple of block_size \(16\)",
+        ),
+    ],
+)
+def test_an_engine_setting_that_contradicts_another_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        EngineConfig(**settings)
+
+
+def test_the_least_token_budget_and_a_snapshot_at_every_block_are_accepted() -> None:
+    EngineConfig(max_num_seqs=8, num_speculative_tokens=3, max_num_batched_tokens=33)
+    EngineConfig(max_num_seqs=8, max_num_batched_tokens=9)
+    EngineConfig(block_size=16, scheduler=SchedulerConfig(state_snapshot_tokens=16))
+
+
+@pytest.mark.parametrize(("how", "longest"), [("defer", 12), ("extend", 16)])
+def test_the_longest_atomic_span_fits_beside_as_many_decode_rows_as_there_are_seats(how: str, longest: int) -> None:
+    config = resolved_config(
+        max_num_seqs=4,
+        num_speculative_tokens=3,
+        max_num_batched_tokens=32,
+        max_prefill_tokens=12,
+        scheduler=SchedulerConfig(atomic_policy=how),
+    )
+    assert (config.max_decode_tokens, config.max_atomic_span) == (16, longest)
+
+
+# --- executors that cannot do what the config needs ------------------------------------------------------------------
+
+ABLE = Capabilities(mixed_rows=True, overlap=True, drafts=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "missing", "sentence"),
+    [
+        ({}, {"mixed_rows": False}, "batch_mode mixed puts decode rows beside prefill"),
+        (
+            {"scheduler": SchedulerConfig(batch_mode="decode_first")},
+            {"mixed_rows": False},
+            "batch_mode decode_first puts decode rows beside prefill",
+        ),
+        ({"overlap": True}, {"overlap": False}, "overlap feeds tokens that are not read back yet"),
+        ({"num_speculative_tokens": 2}, {"drafts": False}, "num_speculative_tokens needs drafts"),
+        (
+            {"scheduler": SchedulerConfig(state_snapshot_tokens=8)},
+            {},
+            "state_snapshot_tokens keeps recurrent state, which this model's executor cannot do",
+        ),
+        ({"num_speculative_tokens": 2}, {"recurrent_state": True}, "set num_speculative_tokens 0"),
+        (
+            {"scheduler": SchedulerConfig(chunk_owner="engine")},
+            {"recurrent_state": True},
+            "chunk_owner engine does not hand a recurrent state from chunk to chunk",
+        ),
+    ],
+)
+def test_what_the_executor_cannot_do_is_refused_and_not_done_by_halves(
+    overrides: dict[str, Any], missing: dict[str, bool], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check_capabilities(resolved_config(**overrides), replace(ABLE, **missing))
+
+
+def test_an_executor_without_mixed_rows_serves_steps_that_are_never_mixed() -> None:
+    """decode_first mixes too, once a prompt has waited for too long; prefill_first never does."""
+    scheduler = SchedulerConfig(batch_mode="prefill_first", decode_starve_ms=20, prefill_fill_ratio=0.5)
+    check_capabilities(resolved_config(scheduler=scheduler), Capabilities(mixed_rows=False))
+    core = RecordingCore(scheduler=scheduler, max_num_batched_tokens=24, max_prefill_tokens=12, num_kv_blocks=40)
+    for i in range(24):
+        core.send(f"r{i}", [i + 1] * (3 + 5 * i % 17), max_tokens=1 + i % 5, ignore_eos=True)
+        core.keep(core.step())
+    core.run()
+    assert all(len({row.kind is RowKind.DECODE for row in plan.rows}) == 1 for plan in core.plans)
+
+
+def test_a_core_checks_its_executor_before_it_takes_requests() -> None:
+    config = resolved_config(overlap=True, scheduler=SchedulerConfig(chunk_align=1))
+    executor = FakeExecutor(config.num_kv_blocks, config.block_size, range(4))
+    EngineCore(executor, config)
+    with pytest.raises(ConfigError, match="num_speculative_tokens needs drafts"):
+        EngineCore(executor, replace(config, overlap=False, num_speculative_tokens=1))

@@ -171,7 +171,9 @@ def test_stop_tokens_that_leave_nothing_to_sample_are_refused() -> None:
         ("top_p", 1.5),
         ("top_k", -1),
         ("min_p", 2.0),
-        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("logprobs", 21),
+        ("prompt_logprobs", -1),
         ("min_tokens", -1),
         ("seed", 2**63),
     ],
@@ -433,6 +435,15 @@ def test_a_request_ends_at_its_deadline_wherever_it_is() -> None:
     assert "0.5 s" in core.events["waiting"][-1].message
     assert 5 < len(core.tokens("running")) < 11
     assert core.load().num_held_blocks == 0
+
+
+def test_deadlines_of_requests_that_ended_do_not_pile_up() -> None:
+    """A server whose clients allow ten minutes for answers of one second kept six hundred times too many."""
+    core = RecordingCore()
+    for i in range(1000):
+        core.send(f"r{i}", [1, 2], max_tokens=1, timeout_s=600)
+        core.run()
+    assert len(core._deadlines) < 150
 
 
 def test_a_queue_deadline_ends_only_what_never_ran() -> None:

@@ -232,7 +232,7 @@ def test_s2_starts_what_fits_now_and_takes_memory_from_the_latest_arrival_which_
     assert sizes(step(core)) == [8, 12, 8]
     while not core.load().num_preemptions:
         step(core)
-    assert list(core._scheduler.waiting) == ["last", "waits"]
+    assert core.waiting == ["last", "waits"]
 
 
 # --- S3 --------------------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def test_s4_takes_memory_from_the_latest_arrival_which_waits_at_the_front_with_i
         core.send(name, [i + 1] * 8, max_tokens=12, ignore_eos=True)
     while not core.load().num_preemptions:
         step(core)
-    assert list(core._scheduler.waiting) == ["c", "waits"]
+    assert core.waiting == ["c", "waits"]
     answered = len(core.tokens("c"))
     core.run()
     _, again, *_ = [row for plan in core.plans for row in plan.rows if row.request_id == "c" and row.start == 0]
@@ -369,6 +369,6 @@ def test_s5_retracts_the_shortest_answer_then_the_longest_prompt_and_puts_it_beh
         core.send(name, [i + 1] * length, max_tokens=20, ignore_eos=True)
     while not core.load().num_preemptions:
         step(core)
-    assert list(core._scheduler.waiting) == ["waits", "long prompt"]
+    assert core.waiting == ["waits", "long prompt"]
     used = sum(len(core.tokens(name)) - 1 for name in ("elder", "short prompt"))  # before this step's tokens
     assert core.load().reserve_ratio == min((used + 20 * 2) / (2 * 20 + 1), 1.0)

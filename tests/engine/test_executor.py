@@ -15,10 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import ConfigError, EngineConfig
-from engine.executor import TorchExecutor, create_executor
+from engine.executor import LOST_TOKEN, NO_LOGIT, TorchExecutor, create_executor
 from engine.inputs import build_inputs
-from engine.step import RowKind, RowSampling, ScheduledRequest, StepPlan
+from engine.sampler import uniform
+from engine.step import (
+    PENDING_TOKEN,
+    Capabilities,
+    PromptScoring,
+    RowKind,
+    RowSampling,
+    ScheduledRequest,
+    StateUse,
+    StepPlan,
+)
 from engine.weights import CheckpointError
+from kernels import reference
 from kernels.ops import select_ops
 from tests.support.plans import chunk, decode, forced_logits, forced_logits_together, greedy, greedy_text, run
 from tests.support.tiny_models import KINDS, VOCAB, edit_config, save_model
@@ -127,7 +138,7 @@ def test_a_row_without_finite_logits_fails_alone(checkpoint: Path) -> None:
     executor._model._weights = replace(weights, embedding=embedding)
     executor.launch(StepPlan(1, (bad, good)))
     output = executor.collect()
-    assert output.failed == ((0, "The model gave no finite logit."),)
+    assert output.failed == ((0, NO_LOGIT),)
     assert output.sampled == ((), expected)
 
 
@@ -138,14 +149,84 @@ def test_collect_returns_launched_steps_in_order(executor: TorchExecutor) -> Non
     executor.forget(["a"])
 
 
+def test_a_last_chunk_that_asks_for_no_token_gets_none_and_its_neighbours_get_theirs(executor: TorchExecutor) -> None:
+    expected = run(executor, chunk("b", TOKENS[:9], 0, 9, OTHER_BLOCKS))[0]
+    silent = replace(chunk("a", TOKENS[:20], 0, 20, BLOCKS), sampling=None)
+    assert run(executor, silent, chunk("b", TOKENS[:9], 0, 9, OTHER_BLOCKS)) == ((), expected)
+
+
+def test_the_random_number_of_a_sample_is_that_of_the_position_it_fills(executor: TorchExecutor) -> None:
+    drawn = RowSampling(temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=42)
+    for end in (1, 9, 40):
+        row = replace(chunk("a", TOKENS[:end], 0, end, BLOCKS), sampling=drawn)
+        logits = executor.logits(StepPlan(0, (row,)))[-1]
+        assert run(executor, row) == ((reference.sample(logits, uniform(42, end), temperature=5.0),),)
+    row = replace(decode("a", 5, 40, BLOCKS), sampling=drawn)
+    logits = executor.logits(StepPlan(0, (row,)))[-1]
+    assert run(executor, row) == ((reference.sample(logits, uniform(42, 41), temperature=5.0),),)
+
+
+# Overlap: a step is launched before the one before it is collected.
+
+
+def test_steps_that_go_on_from_pending_tokens_give_the_text_of_known_ones(executor: TorchExecutor) -> None:
+    assert executor.capabilities == Capabilities(mixed_rows=True, overlap=True)
+    texts = [greedy_text(executor, TOKENS[:20], BLOCKS, 4), greedy_text(executor, TOKENS[5:40], OTHER_BLOCKS, 4)]
+    prompts = [chunk("a", TOKENS[:20], 0, 20, BLOCKS), chunk("b", TOKENS[5:40], 0, 35, OTHER_BLOCKS)]
+    plans = [StepPlan(0, tuple(prompts))]
+    for i in range(3):
+        rows = (decode("b", PENDING_TOKEN, 35 + i, OTHER_BLOCKS), decode("a", PENDING_TOKEN, 20 + i, BLOCKS))
+        plans.append(StepPlan(1 + i, rows))
+    executor.launch(plans[0])
+    got: dict[str, list[int]] = {"a": [], "b": []}
+    for number, plan in enumerate(plans):
+        if number + 1 < len(plans):
+            executor.launch(plans[number + 1])
+        for row, tokens in zip(plan.rows, executor.collect().sampled, strict=True):
+            got[row.request_id] += tokens
+    assert [got["a"], got["b"]] == texts
+
+
+def test_a_row_that_goes_on_from_a_failed_one_fails_alone(checkpoint: Path) -> None:
+    """It was planned before anybody knew; an older token of the request must not take the missing one's place."""
+    executor = make(checkpoint)
+    text = greedy_text(executor, TOKENS[:20], OTHER_BLOCKS, 2)
+    run(executor, chunk("bad", TOKENS[:5], 0, 5, BLOCKS), chunk("good", TOKENS[:20], 0, 20, OTHER_BLOCKS))
+    weights = executor._model._weights
+    embedding = weights.embedding.clone()
+    embedding[7] = torch.nan
+    executor._model._weights = replace(weights, embedding=embedding)
+    executor.launch(StepPlan(1, (decode("bad", 7, 5, BLOCKS),)))
+    lost = decode("bad", PENDING_TOKEN, 6, BLOCKS)
+    executor.launch(StepPlan(2, (lost, decode("good", PENDING_TOKEN, 20, OTHER_BLOCKS))))
+    assert executor.collect().failed == ((0, NO_LOGIT),)
+    output = executor.collect()
+    assert (output.failed, output.sampled) == (((0, LOST_TOKEN),), ((), (text[1],)))
+
+
+def test_what_is_kept_of_a_request_goes_when_it_is_forgotten(executor: TorchExecutor) -> None:
+    run(executor, chunk("a", TOKENS, 0, 70, BLOCKS), chunk("b", TOKENS[:9], 0, 9, OTHER_BLOCKS))
+    executor.forget(["a", "never seen"])
+    lost = replace(decode("a", PENDING_TOKEN, 70, BLOCKS), sampling=greedy(num_logprobs=1))
+    executor.launch(StepPlan(1, (lost, decode("b", PENDING_TOKEN, 9, OTHER_BLOCKS))))
+    output = executor.collect()
+    assert (output.failed, output.logprobs) == (((0, LOST_TOKEN),), {})
+    executor.forget(["b"])
+    assert not executor._newest
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         (ScheduledRequest("r", RowKind.MIDDLE, 0, (), (1,), None), "1 blocks for 0..0"),
         (ScheduledRequest("r", RowKind.MIDDLE, 10, (5,) * 7, (1,), None), "1 blocks for 10..17"),
-        (ScheduledRequest("r", RowKind.DECODE, 3, (5, 6), (1,), greedy(5)), "holds one token"),
-        (ScheduledRequest("r", RowKind.LAST, 0, (5,), (1,), None), "kind last with sampling None"),
-        (ScheduledRequest("r", RowKind.MIDDLE, 0, (5,), (1,), greedy(1)), "kind middle with sampling"),
+        (ScheduledRequest("r", RowKind.DECODE, 3, (5, 6), (1,), greedy()), "holds one token"),
+        (ScheduledRequest("r", RowKind.DECODE, 3, (5,), (1,), None), "kind decode with sampling None"),
+        (ScheduledRequest("r", RowKind.MIDDLE, 0, (5,), (1,), greedy()), "kind middle with sampling"),
+        (ScheduledRequest("r", RowKind.LAST, 0, (PENDING_TOKEN,), (1,), greedy()), "a chunk's tokens are known"),
+        (ScheduledRequest("r", RowKind.LAST, 0, (5,), (1,), greedy(), state=StateUse(0)), "no recurrent state"),
+        (ScheduledRequest("r", RowKind.LAST, 4, (5, 6), (1,), greedy(), PromptScoring(3, (5,), 0)), "scores 3..4 of"),
+        (ScheduledRequest("r", RowKind.LAST, 4, (5, 6), (1,), greedy(), PromptScoring(5, (6, 7), 0)), "scores 5..7 of"),
     ],
 )
 def test_a_plan_that_breaks_the_contract_fails_alone(
@@ -161,6 +242,8 @@ def test_a_decode_row_after_a_chunk_is_refused(executor: TorchExecutor) -> None:
         run(executor, chunk("a", TOKENS, 0, 3, BLOCKS), decode("b", 1, 0, OTHER_BLOCKS))
     with pytest.raises(ValueError, match="no rows"):
         run(executor)
+    with pytest.raises(ValueError, match="state moves"):
+        executor.launch(StepPlan(1, (chunk("a", TOKENS, 0, 3, BLOCKS),), state_moves=((0, 1),)))
 
 
 def test_a_token_outside_the_vocabulary_fails_its_own_step_only(executor: TorchExecutor) -> None:
@@ -182,7 +265,7 @@ def test_slots_and_positions_equal_a_naive_count(rows: list[tuple[bool, int, int
         blocks = tuple(range(next_block, next_block + -(-(start + length) // block_size) + 1))[::-1]
         next_block += len(blocks)
         kind = RowKind.DECODE if is_decode else RowKind.MIDDLE
-        sampling = greedy(start + 1) if is_decode else None
+        sampling = greedy() if is_decode else None
         plan_rows.append(ScheduledRequest("r", kind, start, (7,) * length, blocks, sampling))
         for position in range(start, start + length):
             positions.append(position)
@@ -231,7 +314,7 @@ def test_dummy_weights_need_only_the_config(checkpoint: Path, tmp_path: Path) ->
 
 
 def test_seeded_sampling_does_not_depend_on_chunks_or_neighbours(executor: TorchExecutor) -> None:
-    drawn = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.0, seed=42, position=40)
+    drawn = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.0, seed=42)
     last = ScheduledRequest("a", RowKind.LAST, 30, tuple(TOKENS[30:40]), BLOCKS, drawn)
     run(executor, chunk("a", TOKENS, 0, 30, BLOCKS))
     alone = run(executor, last)

@@ -395,7 +395,7 @@ def test_retract_takes_the_shortest_answer_and_then_the_longest_prompt() -> None
         core.send(name, [i + 1] * length, max_tokens=20, ignore_eos=True)
     while not core.load().num_preemptions:
         core.keep(core.step())
-    assert list(core._scheduler.waiting) == ["long prompt"]
+    assert core.waiting == ["long prompt"]
 
 
 def test_retract_takes_the_shorter_answer_whatever_the_prompts() -> None:
@@ -408,7 +408,7 @@ def test_retract_takes_the_shorter_answer_whatever_the_prompts() -> None:
     core.send("latest", [3] * 4, max_tokens=20, ignore_eos=True)
     while not core.load().num_preemptions:
         core.keep(core.step())
-    assert list(core._scheduler.waiting) == ["latest"]
+    assert core.waiting == ["latest"]
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,7 @@ def test_a_step_that_preempts_admits_nobody_and_the_victim_keeps_its_place(
     while not core.load().num_preemptions:
         core.keep(core.step())
     assert [row.request_id for row in core.plans[-1].rows] == ["elder"]
-    assert list(core._scheduler.waiting) == queue
+    assert core.waiting == queue
 
 
 def test_an_answer_that_is_computed_again_in_chunks_samples_after_the_last_one_only() -> None:

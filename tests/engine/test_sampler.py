@@ -4,6 +4,7 @@ Never tests statistics where an exact answer exists."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -19,16 +20,19 @@ def row(
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int = 0,
-    position: int = 0,
     banned: tuple[int, ...] = (),
 ) -> RowSampling:
-    return RowSampling(temperature, top_k, top_p, min_p, seed, position, banned)
+    return RowSampling(temperature, top_k, top_p, min_p, seed, banned)
 
 
-def oracle(logits: torch.Tensor, spec: RowSampling) -> int:
+def draw(logits: torch.Tensor, specs: Sequence[RowSampling]) -> list[int | None]:
+    return sample(logits, specs, [0] * len(specs))
+
+
+def oracle(logits: torch.Tensor, spec: RowSampling, position: int = 0) -> int:
     return reference.sample(
         logits,
-        uniform(spec.seed, spec.position),
+        uniform(spec.seed, position),
         temperature=spec.temperature,
         top_k=spec.top_k,
         top_p=spec.top_p,
@@ -80,50 +84,50 @@ def test_a_batch_of_mixed_rows_equals_the_naive_oracle(vocab: int) -> None:
                 top_p=rng.choice([1.0, 1.0, 0.9, 0.5, 0.01]),
                 min_p=rng.choice([0.0, 0.0, 0.05, 0.5]),
                 seed=rng.randrange(-(2**63), 2**63),
-                position=rng.randrange(200_000),
                 banned=tuple(rng.sample(range(vocab), rng.choice([0, 0, 2]))),
             )
             for _ in range(8)
         ]
-        assert sample(logits, specs) == [oracle(line, spec) for line, spec in zip(logits, specs, strict=True)]
+        positions = [rng.randrange(200_000) for _ in specs]
+        assert sample(logits, specs, positions) == list(map(oracle, logits, specs, positions))
 
 
 def test_neighbours_do_not_change_a_row() -> None:
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(1))
     specs = [row(top_k=9), row(temperature=0), row(top_p=0.8, seed=3), row(min_p=0.1, seed=4), row(seed=5)]
-    assert sample(logits, specs) == [sample(logits[i : i + 1], [spec])[0] for i, spec in enumerate(specs)]
+    assert draw(logits, specs) == [draw(logits[i : i + 1], [spec])[0] for i, spec in enumerate(specs)]
 
 
 def test_a_nucleus_wider_than_the_guess_falls_back_to_the_whole_vocabulary() -> None:
     vocab = 4 * NUCLEUS_GUESS
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(2)) * 0.01
     specs = [row(top_p=0.95, seed=seed) for seed in range(3)]
-    assert sample(logits, specs) == [oracle(line, spec) for line, spec in zip(logits, specs, strict=True)]
+    assert draw(logits, specs) == [oracle(line, spec) for line, spec in zip(logits, specs, strict=True)]
     narrow = torch.cat((logits[:1], logits[1:2] * 1000))  # one row falls back, the other does not
-    assert sample(narrow, specs[:2]) == [oracle(line, spec) for line, spec in zip(narrow, specs, strict=False)]
+    assert draw(narrow, specs[:2]) == [oracle(line, spec) for line, spec in zip(narrow, specs, strict=False)]
 
 
 @pytest.mark.parametrize("spec", [row(top_k=1), row(top_p=1e-9), row(min_p=1.0), row(temperature=1e-30)])
 def test_the_tightest_filter_equals_greedy(spec: RowSampling) -> None:
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(3))
-    assert sample(logits, [spec]) == sample(logits, [row(temperature=0)])
+    assert draw(logits, [spec]) == draw(logits, [row(temperature=0)])
 
 
 @pytest.mark.parametrize("spec", [row(temperature=0), row(top_k=1), row(top_p=1e-9)])
 def test_ties_go_to_the_lowest_token_id(spec: RowSampling) -> None:
-    assert sample(torch.tensor([[0.0, 2.0, 2.0, 1.0]]), [spec]) == [1]
+    assert draw(torch.tensor([[0.0, 2.0, 2.0, 1.0]]), [spec]) == [1]
 
 
 def test_ties_at_the_edge_keep_exactly_top_k() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0]])
-    drawn = {sample(logits, [row(top_k=2, temperature=5.0, seed=seed)])[0] for seed in range(60)}
+    drawn = {draw(logits, [row(top_k=2, temperature=5.0, seed=seed)])[0] for seed in range(60)}
     assert drawn == {0, 1}
 
 
 def test_all_mass_in_one_token_is_always_that_token() -> None:
     logits = torch.full((1, 50), -torch.inf)
     logits[0, 17] = 3.0
-    assert {sample(logits, [row(seed=seed)])[0] for seed in range(20)} == {17}
+    assert {draw(logits, [row(seed=seed)])[0] for seed in range(20)} == {17}
 
 
 def test_a_draw_near_one_stays_on_a_token_with_mass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,36 +135,36 @@ def test_a_draw_near_one_stays_on_a_token_with_mass(monkeypatch: pytest.MonkeyPa
     logits = torch.tensor([[0.0, 0.3, 0.7, -torch.inf, -torch.inf]])
     for value, token in ((1 - 2.0**-53, 2), (0.0, 0)):
         monkeypatch.setattr("engine.sampler.uniform", lambda seed, position, value=value: value)
-        assert sample(logits, [row()]) == [token]
+        assert draw(logits, [row()]) == [token]
 
 
 def test_a_draw_of_zero_skips_leading_tokens_without_mass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.sampler.uniform", lambda seed, position: 0.0)
-    assert sample(torch.tensor([[-torch.inf, 1.0, 0.0]]), [row()]) == [1]
+    assert draw(torch.tensor([[-torch.inf, 1.0, 0.0]]), [row()]) == [1]
 
 
 def test_banned_tokens_are_never_chosen_by_either_path() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0]]).expand(2, 3)
     specs = [row(temperature=0, banned=(0,)), row(temperature=1e-9, banned=(0, 1))]
-    assert sample(logits, specs) == [1, 2]
+    assert draw(logits, specs) == [1, 2]
     assert logits[0].tolist() == [5.0, 4.0, 3.0]
 
 
 def test_bfloat16_logits_are_widened_before_they_are_filtered() -> None:
     logits = (torch.randn(2, 100, generator=torch.Generator().manual_seed(4)) * 3).bfloat16()
     specs = [row(seed=9), row(top_p=0.7, seed=8)]
-    assert sample(logits, specs) == [oracle(line.float(), spec) for line, spec in zip(logits, specs, strict=True)]
+    assert draw(logits, specs) == [oracle(line.float(), spec) for line, spec in zip(logits, specs, strict=True)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_without_a_finite_logit_has_no_token_and_its_neighbours_have_theirs(temperature: float) -> None:
     logits = torch.tensor([[0.0, 9.0], [torch.nan, 0.0], [-torch.inf, -torch.inf], [9.0, 0.0]])
-    assert sample(logits, [row(temperature=temperature, top_k=1)] * 4) == [1, None, None, 0]
-    assert sample(logits[:1], [row(temperature=temperature, banned=(0, 1))]) == [None]
+    assert draw(logits, [row(temperature=temperature, top_k=1)] * 4) == [1, None, None, 0]
+    assert draw(logits[:1], [row(temperature=temperature, banned=(0, 1))]) == [None]
 
 
 def test_sampled_frequencies_follow_the_probabilities() -> None:
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(3000, 3)
-    tokens = sample(logits, [row(seed=11, position=position) for position in range(3000)])
+    tokens = sample(logits, [row(seed=11)] * 3000, range(3000))
     for token, share in enumerate((0.5, 0.3, 0.2)):
         assert abs(tokens.count(token) / 3000 - share) < 0.04

@@ -43,7 +43,7 @@ def request_of(request_id: str, length: int, ticket: int, config: object, max_to
 )
 def test_prefill_chunks_fill_the_budget_in_arrival_order(prompts: list[int], budget: int, chunks: list[int]) -> None:
     rows = scheduler_with(prompts, max_prefill_tokens=budget, scheduler=UNALIGNED).plan(0.0).rows
-    assert [row.count for row in rows] == chunks
+    assert [row.num_tokens for row in rows] == chunks
 
 
 def test_planning_changes_nothing() -> None:

@@ -1,8 +1,10 @@
-"""I-34: every scheduler setting changes what some step computes; a setting that does not is a promise not kept."""
+"""I-34: every setting of the scheduler changes what some step computes; one that does not is a promise not kept.
+Never says which step: a witness is one trace whose plans differ."""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from engine.step import StepPlan
 from tests.support.engines import RecordingCore
 
 PROMPT_ONLY = {"reserve_mode": "prompt", "watermark_blocks": 0}
+GATHERING = {"prefill_fill_ratio": 1.0}
 
 # setting -> (base of both runs, the other value)
 WITNESSES: dict[str, tuple[dict[str, Any], Any]] = {
@@ -33,31 +36,83 @@ WITNESSES: dict[str, tuple[dict[str, Any], Any]] = {
     "long_prefill_token_threshold": ({}, 3),
     "chunk_align": ({}, 1),
     "chunk_boundary": ({"max_partial_prefills": 0}, "request_local"),
+    "chunk_owner": ({}, "engine"),
+    "atomic_policy": ({}, "extend"),
+    "prompt_logprobs_step": ({}, "dedicated"),
+    "prefill_fill_ratio": ({}, 1.0),
+    "coalesce_waiting_ms": (GATHERING, 0.0),
+    "coalesce_partial_ms": (GATHERING, 0.0),
+    "priority_age_ms": ({}, 50.0),
+    "answer_token_weight": ({}, 0.0),
+    "state_snapshot_tokens": ({}, 8),
+    "state_snapshots": ({"state_snapshot_tokens": 4}, 2),
     "admission_order": (PROMPT_ONLY, "bypass"),
     "max_overtakes": ({**PROMPT_ONLY, "admission_order": "bypass"}, 1),
 }
 
+# The same for settings beside the scheduler's that change what is planned.
+ENGINE_WITNESSES: dict[str, tuple[dict[str, Any], Any]] = {
+    "overlap": ({}, True),
+    "num_speculative_tokens": ({"max_num_seqs": 4}, 3),
+    "enable_prefix_caching": ({}, True),
+    "max_num_seqs": ({"num_kv_blocks": 48}, 3),
+    "max_prefill_tokens": ({}, 10),
+    "max_num_batched_tokens": ({}, 13),
+}
 
-def plans(**settings: Any) -> list[StepPlan]:
-    """Every step of a trace with long and short prompts, arrivals while others decode, and too little memory."""
+HYBRID = {"recurrent_state": True, "enable_prefix_caching": True}
+"""The engine of witnesses whose settings are about recurrent state: prefix hits start from snapshots."""
+
+
+def plans(engine: dict[str, Any] | None = None, **settings: Any) -> list[StepPlan]:
+    """Every step of a trace with long and short prompts, arrivals while others decode, and too little memory. It has
+    two priorities of three tenants, prompts that share prefixes, spans that must not be cut, and scored prompts."""
     core = RecordingCore(
         tick_ms=10,
-        num_kv_blocks=24,
-        max_num_batched_tokens=20,
-        max_prefill_tokens=12,
-        enable_prefix_caching=False,
         scheduler=SchedulerConfig(**settings),
+        **{
+            "num_kv_blocks": 24,
+            "max_num_batched_tokens": 20,
+            "max_prefill_tokens": 12,
+            "enable_prefix_caching": False,
+            **(engine or {}),
+        },
     )
-    for i in range(24):
-        core.send(f"r{i}", [i % 31 + 1] * (4 + 11 * i % 40), max_tokens=1 + 13 * i % 37, seed=0, ignore_eos=True)
-        if i % 3 == 0:
+    for i in range(40):
+        length = 4 + 11 * i % 40
+        core.send(
+            f"r{i}",
+            ([i % 4 + 1] * 16 + [i % 31 + 1] * 40)[:length],
+            max_tokens=1 + 13 * i % 37,
+            seed=0,
+            ignore_eos=True,
+            priority=int(i % 7 == 3),
+            tenant="abc"[i * i % 3],
+            atomic_spans=((5, 9), (21, 25)) if length > 25 else (),
+            prompt_logprobs=0 if i % 5 == 4 else None,
+        )
+        for _ in range(i % 3 == 0 if i < 24 else 6):  # a burst, and then one after another
             core.keep(core.step())
     core.run()
     return core.plans
 
 
+@cache
+def base_plans(engine: tuple[tuple[str, Any], ...], settings: tuple[tuple[str, Any], ...]) -> list[StepPlan]:
+    """What settings are compared with, run twice: a difference would be the trace's own."""
+    found = plans(dict(engine), **dict(settings))
+    assert found == plans(dict(engine), **dict(settings))
+    return found
+
+
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SchedulerConfig)])
 def test_i34_a_setting_changes_a_plan(name: str) -> None:
     base, other = WITNESSES[name]
-    assert plans(**base) == plans(**base), "a difference would be the trace's own"
-    assert plans(**base) != plans(**{**base, name: other})
+    engine = HYBRID if name.startswith("state_") else {}
+    assert base_plans(tuple(engine.items()), tuple(base.items())) != plans(engine, **{**base, name: other})
+
+
+@pytest.mark.parametrize("name", ENGINE_WITNESSES)
+def test_i34_a_setting_of_the_engine_changes_a_plan(name: str) -> None:
+    base, other = ENGINE_WITNESSES[name]
+    assert base_plans(tuple(base.items()), ()) != plans({**base, name: other})

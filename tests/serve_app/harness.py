@@ -85,7 +85,23 @@ class ScriptedClient:
             raise self.health
 
     async def load(self) -> list[LoadSnapshot]:
-        return [LoadSnapshot(0, 0, 0, 8, 0, 0, len(self.submissions), 0, 0.7)]
+        return [
+            LoadSnapshot(
+                num_running=0,
+                num_waiting=0,
+                num_preparing=0,
+                num_waiting_preempted=0,
+                wait_reason=None,
+                num_queued_tokens=0,
+                num_blocks=8,
+                num_held_blocks=0,
+                num_evictable_blocks=0,
+                num_reserved_blocks=0,
+                num_steps=len(self.submissions),
+                num_preemptions=0,
+                reserve_ratio=0.7,
+            )
+        ]
 
 
 class LocalClient:
@@ -191,6 +207,17 @@ class Answer:
         """The streamed answer's text."""
         choices = [choice for frame in self.frames for choice in frame.get("choices", [])]
         return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+
+
+def joined_choice(answer: Answer) -> dict[str, Any]:
+    """The chunks of a streamed completion as the choice of a whole one."""
+    choices = [frame["choices"][0] for frame in answer.frames]
+    assert all(choice["finish_reason"] is None for choice in choices[:-1])
+    logprobs = choices[0]["logprobs"] and {
+        key: [value for choice in choices for value in choice["logprobs"][key]] for key in choices[0]["logprobs"]
+    }
+    text = "".join(choice["text"] for choice in choices)
+    return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": choices[-1]["finish_reason"]}
 
 
 async def post(app: ASGIApp, path: str, body: Any) -> Answer:

@@ -36,6 +36,7 @@ EXPECTED = {
     ErrorCode.QUEUE_FULL: (503, "server_overloaded", "queue_full"),
     ErrorCode.DRAINING: (503, "service_unavailable", "draining"),
     ErrorCode.DEADLINE_EXCEEDED: (504, "timeout", "deadline_exceeded"),
+    ErrorCode.PREPARATION_FAILED: (500, "server_error", "preparation_failed"),
     ErrorCode.STEP_FAILED: (500, "server_error", "step_failed"),
     ErrorCode.ENGINE_DEAD: (503, "server_error", "engine_dead"),
 }

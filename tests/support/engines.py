@@ -3,12 +3,13 @@ Never hides a failure: the executor verifies every KV slot that a row builds on.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
-from engine.config import ResolvedConfig, SchedulerConfig
+from engine.config import FakeConfig, ResolvedConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
 from engine.protocol import Event, Finished, SamplingParams, Submission, Token
@@ -33,6 +34,8 @@ def resolved_config(**overrides: Any) -> ResolvedConfig:
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
         step_trace=False,
+        overlap=False,
+        num_speculative_tokens=0,
         dtype="none",
         attention_backend="fake",
         num_threads=1,
@@ -54,6 +57,7 @@ class RecordingCore(EngineCore):
         reply: Sequence[int] | None = None,
         before_step: Callable[[StepPlan], None] | None = None,
         failing: Callable[[ScheduledRequest], str | None] | None = None,
+        graph_sizes: Sequence[int] = (),
         **overrides: Any,
     ) -> None:
         config = resolved_config(**overrides)
@@ -67,6 +71,9 @@ class RecordingCore(EngineCore):
             alphabet,
             reply=reply,
             eos_token_id=EOS,
+            config=FakeConfig(recurrent_state=config.recurrent_state),
+            num_drafts=config.num_speculative_tokens,
+            graph_sizes=graph_sizes,
             before_step=self._record,
             failing=failing,
             verify_prefix=True,
@@ -85,18 +92,19 @@ class RecordingCore(EngineCore):
         if self._hook:
             self._hook(plan)
 
-    def send(
-        self,
-        request_id: str,
-        prompt: Iterable[int],
-        *,
-        timeout_s: float | None = None,
-        queue_timeout_s: float | None = None,
-        **sampling: Any,
+    def send(self, request_id: str, prompt: Iterable[int], *, prepared: bool = True, **options: Any) -> None:
+        """Submit; `options` are fields of Submission and of SamplingParams."""
+        names = {field.name for field in dataclasses.fields(Submission)}
+        of_submission = {name: options.pop(name) for name in list(options) if name in names}
+        params = SamplingParams(**{"temperature": 0.0, **options})
+        self.send_params(request_id, tuple(prompt), params, prepared=prepared, **of_submission)
+
+    def send_params(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, *, prepared: bool = True, **fields: Any
     ) -> None:
-        params = SamplingParams(**{"temperature": 0.0, **sampling})
-        submission = Submission(request_id, tuple(prompt), params, timeout_s, queue_timeout_s)
-        self.keep(self.submit(create_request(submission, self.config, next(self._tickets))))
+        submission = Submission(request_id, prompt, params, **fields)
+        request = create_request(submission, self.config, next(self._tickets))
+        self.keep(self.submit(request, prepared=prepared))
 
     def keep(self, events: Sequence[Event]) -> Sequence[Event]:
         for event in events:
@@ -109,6 +117,11 @@ class RecordingCore(EngineCore):
                 return
             self.keep(self.step())
         raise AssertionError(f"still live after {max_steps} steps: {self.load()}")
+
+    @property
+    def waiting(self) -> list[str]:
+        """Ids of the requests that wait, in the order in which they are served."""
+        return [request.request_id for request in self._scheduler.waiting.in_order(self.now)]
 
     def tokens(self, request_id: str) -> list[int]:
         return [event.token_id for event in self.events[request_id] if isinstance(event, Token)]

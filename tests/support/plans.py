@@ -4,28 +4,52 @@ Never schedules: tests say what each step holds."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from engine.executor import TorchExecutor
-from engine.step import RowKind, RowSampling, ScheduledRequest, StepPlan
+from engine.protocol import TokenLogprobs
+from engine.step import PromptScoring, RowKind, RowSampling, ScheduledRequest, StepPlan
 
 
-def greedy(position: int) -> RowSampling:
-    return RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=position)
+def greedy(num_logprobs: int | None = None) -> RowSampling:
+    return RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, num_logprobs=num_logprobs)
 
 
 def chunk(name: str, tokens: Sequence[int], start: int, end: int, blocks: Sequence[int]) -> ScheduledRequest:
     """Positions [start, end) of a prompt; LAST if that completes it."""
     last = end == len(tokens)
-    sampling = greedy(end) if last else None
+    sampling = greedy() if last else None
     kind = RowKind.LAST if last else RowKind.MIDDLE
     return ScheduledRequest(name, kind, start, tuple(tokens[start:end]), tuple(blocks), sampling)
 
 
 def decode(name: str, token: int, position: int, blocks: Sequence[int]) -> ScheduledRequest:
-    return ScheduledRequest(name, RowKind.DECODE, position, (token,), tuple(blocks), greedy(position + 1))
+    return ScheduledRequest(name, RowKind.DECODE, position, (token,), tuple(blocks), greedy())
+
+
+def scored(
+    name: str, tokens: Sequence[int], start: int, end: int, blocks: Sequence[int], num_logprobs: int = 0
+) -> ScheduledRequest:
+    """Positions [start, end) of a prompt that is only scored: each predicts the prompt's next token, if it has one."""
+    scoring = PromptScoring(start, tuple(tokens[start + 1 : end + 1]), num_logprobs)
+    return replace(chunk(name, tokens, start, end, blocks), sampling=None, scoring=scoring)
+
+
+def prompt_scores(
+    executor: TorchExecutor, tokens: Sequence[int], blocks: Sequence[int], ends: Sequence[int], num_logprobs: int = 0
+) -> list[TokenLogprobs]:
+    """Log-probabilities of a prompt fed in chunks that end at `ends`, one after another as each chunk returns them."""
+    found: list[TokenLogprobs] = []
+    for start, end in pairwise((0, *ends)):
+        executor.launch(StepPlan(start, (scored("a", tokens, start, end, blocks, num_logprobs),)))
+        output = executor.collect()
+        assert output.sampled == ((),)
+        found += output.prompt_logprobs[0]
+    return found
 
 
 def run(executor: TorchExecutor, *rows: ScheduledRequest, step_id: int = 0) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,94 @@
+"""Owns what results do to a request, and every event that tells of it: tokens, log-probabilities, the one terminal.
+Never plans and never runs a step; a row's results reach it once, and only while they are its request's own."""
+
+from __future__ import annotations
+
+from engine.planner import PlannedRow
+from engine.protocol import (
+    ErrorCode,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Token,
+    TokenLogprobs,
+)
+from engine.request import Request
+from engine.scheduler import Scheduler
+from engine.step import Executor, RowKind, ScheduledRequest, StepOutput
+from engine.stopping import is_complete, is_stop_token
+
+
+class Applier:
+    """Applies results row by row, and ends requests, which gives back all that they hold, here and in the executor."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, takes_drafts: bool) -> None:
+        self._takes_drafts = takes_drafts
+        self._scheduler = scheduler
+        self._executor = executor
+
+    def apply(self, row: PlannedRow, scheduled: ScheduledRequest, output: StepOutput, number: int) -> list[Event]:
+        """The events of row `number`, whose request is `row.request`."""
+        request, tokens = row.request, output.sampled[number]
+        samples = scheduled.sampling is not None
+        assert bool(tokens) == samples, f"{row.kind} row returned {len(tokens)} tokens"
+        request.num_pending -= samples
+        events: list[Event] = []
+        if request.prompt_logprobs is not None:
+            events += self._score(request, row, output.prompt_logprobs.get(number, ()))
+        logprobs = output.logprobs.get(number) if output.logprobs else None
+        stop = self._accept(request, tokens, logprobs, events)
+        # Of drafts, the KV of those that were accepted is good; what was computed after them is written over.
+        decoded = row.kind is RowKind.DECODE
+        computed = min(row.start + len(tokens), len(request.token_ids)) if decoded else scheduled.end
+        self._scheduler.advance(request, scheduled, computed)
+        if stop is not None:
+            events.append(self.finish(request, FinishReason.STOP, stop))
+        elif row.kind is not RowKind.MIDDLE and is_complete(request):
+            events.append(self.finish(request, FinishReason.LENGTH))
+        elif self._takes_drafts:
+            self._scheduler.draft(request, output.drafts.get(number, ()))
+        return events
+
+    def _score(self, request: Request, row: PlannedRow, scores: tuple[TokenLogprobs, ...]) -> list[Event]:
+        """Add to the prompt's log-probabilities; they are sent once, with the prompt's last chunk."""
+        assert request.prompt_logprobs is not None
+        request.prompt_logprobs += scores
+        if row.kind is not RowKind.LAST:
+            return []
+        assert len(request.prompt_logprobs) == request.prompt_len - 1, "every prompt token but the first has one"
+        event = PromptLogprobs(request.request_id, tuple(request.prompt_logprobs))
+        request.prompt_logprobs = None
+        return [event]
+
+    def _accept(
+        self,
+        request: Request,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        events: list[Event],
+    ) -> Token | None:
+        """Append new tokens and their events, up to a stop token, which is returned."""
+        for i, token_id in enumerate(tokens):
+            event = Token(request.request_id, token_id, logprobs[i] if logprobs else None)
+            if is_stop_token(request, token_id):
+                return event
+            request.token_ids.append(token_id)
+            events.append(event)
+        return None
+
+    def finish(self, request: Request, reason: FinishReason, stop: Token | None = None) -> Event:
+        self._release(request)
+        usage = request.usage(stop_token=stop is not None)
+        if stop is None:
+            return Finished(request.request_id, reason, usage)
+        return Finished(request.request_id, reason, usage, stop.token_id, stop.logprobs)
+
+    def fail(self, request: Request, code: ErrorCode, message: str) -> Event:
+        self._release(request)
+        return Failed(request.request_id, code, message)
+
+    def _release(self, request: Request) -> None:
+        self._scheduler.release(request)
+        self._executor.forget([request.request_id])

@@ -1,0 +1,94 @@
+"""Owns log-probabilities: of sampled tokens, and of a prompt's tokens from the hidden states of its chunks.
+Never sees bans, temperature or filters, and never holds the logits of more prompt positions than SCORED_POSITIONS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from engine.protocol import TokenLogprobs
+from engine.step import RowSampling, ScheduledRequest
+
+# Positions whose log-probabilities are computed at a time: with float32, ranks and copies they take at most 32 bytes a
+# position and token of the vocabulary, 100 MB at 49,152, however long the prompt. Fewer would read lm_head more often.
+SCORED_POSITIONS = 64
+
+Wanted = tuple[int, int, int]
+"""A row of the logits, a token id, and how many alternatives."""
+
+
+def sampled_logprobs(
+    logits: Tensor, rows: Sequence[RowSampling], tokens: Sequence[int | None]
+) -> dict[int, TokenLogprobs | None]:
+    """Of the rows that ask and have a token, by row. logits: [rows, vocab], the model's own."""
+    wanted = [
+        (number, token, row.num_logprobs)
+        for number, (row, token) in enumerate(zip(rows, tokens, strict=True))
+        if row.num_logprobs is not None and token is not None
+    ]
+    return dict(zip((number for number, _, _ in wanted), _in_pieces(wanted, logits.__getitem__), strict=True))
+
+
+def prompt_logprobs(
+    rows: Sequence[ScheduledRequest], hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+) -> dict[int, tuple[TokenLogprobs, ...] | None]:
+    """Of the rows with `scoring`, by row; None where a position has no distribution.
+
+    hidden: [num_tokens, hidden], of all rows; logits_of: [n, hidden] -> [n, vocab].
+    """
+    scores: dict[int, list[Wanted]] = {}
+    begin = 0  # the row's first token among those of the step
+    for number, row in enumerate(rows):
+        if (scoring := row.scoring) is not None:
+            index = begin + scoring.first - row.start
+            scores[number] = [(index + i, token, scoring.num_logprobs) for i, token in enumerate(scoring.token_ids)]
+        begin += len(row.token_ids)
+    found = iter(_in_pieces([each for row in scores.values() for each in row], lambda index: logits_of(hidden[index])))
+    return {number: _all(islice(found, len(row))) for number, row in scores.items()}
+
+
+def _all(found: Iterable[TokenLogprobs | None]) -> tuple[TokenLogprobs, ...] | None:
+    every = tuple(found)
+    good = tuple(each for each in every if each is not None)
+    return good if len(good) == len(every) else None
+
+
+def _in_pieces(wanted: Sequence[Wanted], logits_at: Callable[[Tensor], Tensor]) -> list[TokenLogprobs | None]:
+    """logits_at: row numbers [n] -> logits [n, vocab]."""
+    found: list[TokenLogprobs | None] = []
+    for first in range(0, len(wanted), SCORED_POSITIONS):
+        index, token_ids, counts = zip(*wanted[first : first + SCORED_POSITIONS], strict=True)
+        found += token_logprobs(logits_at(torch.tensor(index)), token_ids, counts)
+    return found
+
+
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs | None]:
+    """Of token_ids[i] and the counts[i] most likely tokens under logits[i]; ties go to the lower token id.
+
+    None for a row that has no distribution: its logits hold a NaN or +inf, or are all -inf. logits: [rows, vocab].
+    """
+    wide = logits.float()
+    logprobs = wide.log_softmax(dim=-1)
+    own = logprobs.gather(1, torch.tensor(token_ids).unsqueeze(1)).squeeze(1).tolist()
+    top_ids = _most_likely(wide, min(max(counts), wide.shape[1]))  # [rows, most]
+    tops = zip(top_ids.tolist(), logprobs.gather(1, top_ids).tolist(), strict=True)
+    return [
+        TokenLogprobs(token, value, tuple(islice(zip(*top, strict=True), count))) if value == value else None  # not NaN
+        for token, value, count, top in zip(token_ids, own, counts, tops, strict=True)
+    ]
+
+
+def _most_likely(logits: Tensor, count: int) -> Tensor:
+    """Ids of the `count` largest of each row, best first. # [rows, count] int64
+
+    torch.topk returns equal values in any order, and in bfloat16 many are equal. So it ranks integers of which no two
+    are: the float's bits, made to order as the float does, above the token id counted downwards.
+    """
+    if not count:
+        return torch.empty(len(logits), 0, dtype=torch.int64)
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are equal
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    return bits.long().mul_(1 << 32).sub_(torch.arange(logits.shape[1])).topk(count, dim=-1).indices

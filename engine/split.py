@@ -1,0 +1,48 @@
+"""Owns the engine-internal splitter (`chunk_owner: engine`): one prompt as several forwards inside one step.
+Never decides where to cut: the plan says it. For offline use, and as the other half of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+from engine.protocol import TokenLogprobs
+from engine.step import Executor, PromptScoring, RowKind, ScheduledRequest, StepOutput, StepPlan
+
+
+def collect_in_chunks(executor: Executor, step: StepPlan, cuts: tuple[int, ...]) -> StepOutput:
+    """Run the one row of `step` chunk by chunk, and return its last output with what all of them scored."""
+    (row,) = step.rows
+    scores: list[TokenLogprobs] = []
+    output: StepOutput | None = None
+    for chunk in _chunks(row, cuts):
+        executor.launch(replace(step, rows=(chunk,)))
+        output = executor.collect()
+        scores += output.prompt_logprobs.get(0, ())
+        if output.failed:
+            break
+    assert output is not None
+    return replace(output, prompt_logprobs={0: tuple(scores)} if scores else {})
+
+
+def _chunks(row: ScheduledRequest, cuts: tuple[int, ...]) -> Iterator[ScheduledRequest]:
+    for start, end in pairwise((row.start, *cuts, row.end)):
+        last = end == row.end
+        yield replace(
+            row,
+            kind=row.kind if last else RowKind.MIDDLE,
+            start=start,
+            token_ids=row.token_ids[start - row.start : end - row.start],
+            sampling=row.sampling if last else None,
+            scoring=_scored_between(row.scoring, start, end),
+        )
+
+
+def _scored_between(scoring: PromptScoring | None, start: int, end: int) -> PromptScoring | None:
+    """The part of a row's scoring whose predicting positions lie in [start, end)."""
+    if scoring is None:
+        return None
+    first = max(scoring.first, start)
+    tokens = scoring.token_ids[first - scoring.first : max(end - scoring.first, 0)]
+    return replace(scoring, first=first, token_ids=tokens) if tokens else None

@@ -1,0 +1,74 @@
+"""Owns the places of recurrent state: one dense slot a running request, and snapshots that a prefix hit can start from.
+Never touches state itself; it deals in slot numbers, and says which copies the executor has to make."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class StateSlots:
+    """n running requests hold slots 0 to n-1, so that a captured graph sees one range; the last one takes the place of
+    whoever leaves (swap-remove). A move names slots as they are when the step that carries it begins."""
+
+    def __init__(self) -> None:
+        self._owners: list[str] = []  # by slot
+        self._slots: dict[str, int] = {}
+        self._moves: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def slot_of(self, request_id: str) -> int:
+        return self._slots[request_id]
+
+    def take(self, request_id: str) -> None:
+        assert request_id not in self._slots, f"{request_id} has a state slot"
+        self._slots[request_id] = len(self._owners)
+        self._owners.append(request_id)
+
+    def give_back(self, request_id: str) -> None:
+        hole, last = self._slots.pop(request_id), self._owners.pop()
+        if last != request_id:
+            self._owners[hole] = last
+            self._moves.append((self._slots[last], hole))
+            self._slots[last] = hole
+
+    def take_moves(self) -> tuple[tuple[int, int], ...]:
+        """Copies for the next step to make before all else, (from, to) in order."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
+
+
+class Snapshots:
+    """State after a whole prefix, by the digest of its last block. Unused ones are overwritten, oldest use first."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count - 1, -1, -1))
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self.epoch = 0
+        """Changes whenever a lookup could answer differently."""
+
+    def find(self, digest: bytes) -> int | None:
+        return self._slots.get(digest)
+
+    def use(self, digest: bytes) -> int:
+        self._slots.move_to_end(digest)
+        return self._slots[digest]
+
+    def reserve(self) -> int | None:
+        """A slot to save to; None when all are being saved to. `publish` or `cancel` follows."""
+        if not self._free and self._slots:
+            self._free.append(self._slots.popitem(last=False)[1])
+            self.epoch += 1
+        return self._free.pop() if self._free else None
+
+    def publish(self, slot: int, digest: bytes) -> None:
+        """The save is done. The first snapshot of a prefix stays."""
+        if digest in self._slots:
+            self.cancel(slot)
+        else:
+            self._slots[digest] = slot
+            self.epoch += 1
+
+    def cancel(self, slot: int) -> None:
+        self._free.append(slot)

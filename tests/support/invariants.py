@@ -1,0 +1,391 @@
+"""Owns the checks of the specification's invariants (I-1 to I-35, section 5.4) on a running engine core, each by name.
+Never steers: whoever drives the core decides what happens to it, and every step of it is looked at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from engine.planner import Plan, PlannedRow
+from engine.protocol import (
+    TERMINAL,
+    ErrorCode,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    SamplingParams,
+    Scheduled,
+    Token,
+)
+from engine.request import Request
+from engine.step import ExecutorOutOfMemoryError, RowKind, ScheduledRequest, StepPlan
+from tests.support.engines import RecordingCore
+from tests.support.oracle import answer_of, logprobs_of, prompt_logprobs_of
+
+
+class CheckedCore(RecordingCore):
+    """A core whose every plan, step and event is held to the invariants. `fault` is what happens to the next step."""
+
+    def __init__(self, **overrides: Any) -> None:
+        super().__init__(before_step=self._before_step, failing=self._fails_alone, graph_sizes=(1, 2, 4), **overrides)
+        self._reached: set[str] = set()
+        self._violation: AssertionError | None = None
+        self.fault: str | None = None  # "step", "row" or "memory"
+        self.submitted: dict[str, tuple[tuple[int, ...], SamplingParams]] = {}
+        self.aborted: set[str] = set()
+        self.expected_failures: set[str] = set()
+        self.live: dict[str, Request] = {}
+        self._next_start: dict[str, tuple[int, int]] = {}  # request id -> (least, most) start of its next row
+        self._last_ratio = self._scheduler.reserve_ratio
+        self._progress = (-1, -1, 0)  # (the elder's ticket, its cursor, steps since it moved)
+        self._give_up = self._scheduler.discard
+        self._scheduler.discard = self._discard  # type: ignore[method-assign]
+        self._make_plan = self._scheduler.plan
+        self._scheduler.plan = self._checked_plan  # type: ignore[method-assign]
+
+    THINGS = (
+        "preempted",
+        "prefix hit",
+        "prompt in chunks",
+        "span kept whole",
+        "prompt scored in chunks",
+        "draft accepted",
+        "draft rejected",
+        "state restored",
+        "result discarded",
+        "cut by the engine",
+        "step failed",
+        "row failed",
+        "out of memory",
+        "cancelled",
+        "late",
+        "stopped",
+    )
+
+    def reached(self) -> set[str]:
+        """Which of THINGS happened so far."""
+        return self._reached | ({"preempted"} if self.load().num_preemptions else set())
+
+    # --- driving ----------------------------------------------------------------------------------------------------
+
+    def accept(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, **options: Any) -> None:
+        """Submit. Raises RequestRejected like the core; then nothing of the request is kept anywhere (I-27)."""
+        before = self.load()
+        try:
+            self.send_params(request_id, prompt, params, **options)
+        except Exception:
+            assert self.load() == before, "I-27"
+            raise
+        request = self._scheduler.find(request_id)
+        assert request is not None
+        self.submitted[request_id] = (prompt, params)
+        self.live[request_id] = request
+
+    def cancel(self, request_id: str) -> None:
+        self.aborted.add(request_id)
+        self._reached.add("cancelled")
+        self.see(self.abort(request_id))
+        self._last_ratio = self._scheduler.reserve_ratio  # an idle engine starts over
+
+    def checked_step(self) -> None:
+        events = self.step()
+        if self._violation is not None:
+            raise self._violation
+        self.see(events)
+        self.check_state()
+
+    def finish(self) -> None:
+        """Run to the end and check what every request got."""
+        max_steps = 500 + 4 * sum(len(prompt) + (params.max_tokens or 0) for prompt, params in self.submitted.values())
+        for request_id in list(self._scheduler.preparing):
+            self.prepared(request_id)
+        for _ in range(max_steps):
+            if not self.has_work:
+                break
+            self.checked_step()
+        assert not self.has_work, f"I-19: still live after {max_steps} steps: {self.load()}"
+        self.check_state()
+        self.check_idle()
+        for request_id in self.submitted:
+            self.check_answer(request_id)
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def _before_step(self, plan: StepPlan) -> None:
+        try:
+            self.check_step(plan)
+            prefill = any(row.kind is not RowKind.DECODE for row in plan.rows)
+            if self.fault == "memory" and prefill:
+                self.fault = None
+                self._reached.add("out of memory")
+                if self._retrying:  # the second time in a row: half of it was too much as well
+                    self.expected_failures |= {row.request_id for row in plan.rows}
+                raise ExecutorOutOfMemoryError("injected")
+            if self.fault == "step":
+                self.fault = None
+                self._reached.add("step failed")
+                self.expected_failures |= {row.request_id for row in plan.rows}
+                raise RuntimeError("injected")
+            for row in plan.rows:
+                self._check_contiguous(row)
+        except AssertionError as violation:  # the core takes it for a failure of the step
+            self._violation = violation
+            raise
+
+    def _fails_alone(self, row: ScheduledRequest) -> str | None:
+        if self.fault != "row":
+            return None
+        self.fault = None
+        self._reached.add("row failed")
+        self.expected_failures.add(row.request_id)
+        return "injected"
+
+    def _discard(self, scheduled: ScheduledRequest) -> None:
+        self._reached.add("result discarded")
+        self._give_up(scheduled)
+
+    # --- a plan, before it is committed -----------------------------------------------------------------------------
+
+    def _checked_plan(self, now: float) -> Plan:
+        plan = self._make_plan(now)
+        assert plan == self._make_plan(now), "I-32"
+        for row in plan.rows:
+            self._check_row(row)
+        self._check_victims(plan)
+        self._check_decodes(plan, now)
+        self._check_admissions(plan, now)
+        for row in plan.rows:
+            if row.prefix_blocks is not None:
+                self._next_start[row.request.request_id] = (row.start, row.start)
+            self._reached |= {"prefix hit"} if row.prefix_blocks else set()
+            self._reached |= {"cut by the engine"} if row.cuts else set()
+        return plan
+
+    def _check_row(self, row: PlannedRow) -> None:
+        request, end = row.request, row.start + row.num_tokens
+        assert row.num_tokens > 0, "I-6"
+        if row.prefix_blocks is None:
+            assert row.start == request.scheduled, "I-5"
+        else:
+            assert row.start == len(row.prefix_blocks) * self.config.block_size, "I-5"
+            assert row.start <= len(request.token_ids) - 1, "I-6, I-11"
+            assert not any(a < row.start < b for a, b in request.atomic_spans), "I-13"
+        target = len(request.token_ids) if row.prefix_blocks is not None else request.target
+        if row.kind is RowKind.DECODE:
+            assert row.start >= target, "I-8"
+            assert end <= request.lifetime_tokens, "I-35"
+        else:
+            assert (row.kind is RowKind.LAST) == (end == target), "I-7, I-8"
+            assert not any(a < end < b for a, b in request.atomic_spans), "I-13"
+            assert not any(a < cut < b for a, b in request.atomic_spans for cut in row.cuts), "I-13"
+
+    def _check_victims(self, plan: Plan) -> None:
+        victims = set(plan.preempted)
+        running = [*self._scheduler.decoding.values(), *self._scheduler.prefilling.values()]
+        assert len(victims) == len(plan.preempted), "I-4"
+        assert not victims & {row.request for row in plan.rows}, "I-4"
+        if victims:
+            assert min(running, key=lambda request: request.ticket) not in victims, "I-18"
+            assert not any(row.prefix_blocks is not None for row in plan.rows), "no admission after a preemption"
+
+    def _check_decodes(self, plan: Plan, now: float) -> None:
+        policy = self.config.scheduler
+        rows = {row.request for row in plan.rows}
+        due = [r for r in self._scheduler.decoding.values() if r.num_decode_tokens and r not in plan.preempted]
+        mixed = policy.batch_mode != "prefill_first" and policy.chunk_owner == "scheduler"
+        if mixed and policy.prompt_logprobs_step == "mixed":
+            assert all(request in rows for request in due), "I-22"
+        waited_ms = (now - self._scheduler._last_decode) * 1000
+        assert not due or waited_ms <= policy.decode_starve_ms or any(r in rows for r in due), "I-22"
+
+    def _check_admissions(self, plan: Plan, now: float) -> None:
+        if self.config.scheduler.admission_order == "strict":
+            admitted = [row.request for row in plan.rows if row.prefix_blocks is not None]
+            order = [request for _, request in zip(admitted, self._scheduler.waiting.in_order(now), strict=False)]
+            assert admitted == order, "I-23"
+
+    # --- a step, as the executor gets it ----------------------------------------------------------------------------
+
+    def _check_contiguous(self, row: ScheduledRequest) -> None:
+        least, most = self._next_start[row.request_id]
+        assert least <= row.start <= most, "I-5"
+        drafted = row.kind is RowKind.DECODE and self.config.num_speculative_tokens
+        self._note(row, accepted=row.start > least, rejected=row.start < most)
+        self._next_start[row.request_id] = (row.start + 1 if drafted else row.end, row.end)
+
+    def _note(self, row: ScheduledRequest, *, accepted: bool, rejected: bool) -> None:
+        middle = row.kind is RowKind.MIDDLE
+        happened = {
+            "prompt in chunks": middle,
+            "span kept whole": middle and self.live[row.request_id].atomic_spans,
+            "prompt scored in chunks": middle and row.scoring,
+            "draft accepted": accepted,
+            "draft rejected": rejected,
+            "state restored": row.state is not None and row.state.restore is not None,
+        }
+        self._reached.update(name for name, did in happened.items() if did)
+
+    def check_step(self, plan: StepPlan) -> None:
+        config, names = self.config, [row.request_id for row in plan.rows]
+        prefill = sum(len(row.token_ids) for row in plan.rows if row.kind is not RowKind.DECODE)
+        assert plan.num_tokens <= config.max_num_batched_tokens, "I-2"
+        assert len(names) <= config.max_num_seqs, "I-2"
+        extends = config.scheduler.atomic_policy == "extend"
+        spans = any(request.atomic_spans for name in names if (request := self.live.get(name)))
+        assert prefill <= config.max_prefill_tokens or (extends and spans), "I-2"
+        assert len(set(names)) == len(names), "I-4"
+        for row in plan.rows:
+            assert row.request_id in self.live, "I-26: only what was launched before the end may still run"
+            assert row.token_ids, "I-6"
+            assert row.sampling is None or row.kind is not RowKind.MIDDLE, "I-7"
+            assert len(row.block_ids) * config.block_size >= row.end, "I-12"
+            assert len(row.token_ids) <= 1 + config.num_speculative_tokens or row.kind is not RowKind.DECODE, "I-35"
+
+    # --- the state between two steps --------------------------------------------------------------------------------
+
+    def check_state(self) -> None:
+        running = [*self._scheduler.prefilling.values(), *self._scheduler.decoding.values()]
+        self._check_cursors(running)
+        self._check_blocks(running)
+        self._check_load(running)
+        self._check_ratio()
+        self._check_progress(running)
+        if self._scheduler._states is not None:
+            slots = sorted(self._scheduler._states.slot_of(request.request_id) for request in running)
+            assert slots == list(range(len(running))), "I-9"
+
+    def _check_cursors(self, running: list[Request]) -> None:
+        config = self.config
+        assert len(running) <= config.max_num_seqs, "I-3"
+        for request in running:
+            assert 0 <= request.computed <= request.scheduled, "I-6"
+            assert request.scheduled <= len(request.token_ids) + request.num_pending, "I-6"
+            assert request.cached <= request.prompt_len - 1, "I-6"
+            if not config.overlap:
+                assert request.computed == request.scheduled, "the cursors coincide without overlap"
+                assert not request.num_pending, "I-33"
+            prefilling = request.request_id in self._scheduler.prefilling
+            assert prefilling == (request.scheduled < request.target), "I-6"
+
+    def _check_blocks(self, running: list[Request]) -> None:
+        blocks = self._blocks
+        holders = Counter(block for request in running for block in request.block_ids)
+        assert blocks._holders == [holders[block] for block in range(blocks.num_blocks)], "I-10"
+        free, evictable = set(blocks._free), set(blocks._evictable)
+        assert len(free) == len(blocks._free), "I-10"
+        assert not free & evictable, "I-10"
+        assert free | evictable | set(holders) == set(range(blocks.num_blocks)), "I-10"
+        assert not (free | evictable) & set(holders), "I-10"
+        for request in running:
+            assert all(holders[block] == 1 for block in request.block_ids[request.num_published :]), "I-10: writable"
+            assert request.num_published * self.config.block_size <= request.computed, "I-11"
+
+    def _check_load(self, running: list[Request]) -> None:
+        load, scheduler = self.load(), self._scheduler
+        assert load.num_running + load.num_waiting == len(self.live), "I-31"
+        queued = sum(len(request.token_ids) for request in scheduler.waiting)
+        queued += sum(request.target - request.scheduled for request in scheduler.prefilling.values())
+        assert load.num_queued_tokens == queued, "I-31"
+        graphs = sum(load.graph_hits.values()) + sum(load.graph_misses.values())
+        # An engine-owned prompt is one step of several forwards; a failed step counts nowhere.
+        assert graphs == load.num_steps, "I-31"
+        if self.config.scheduler.reserve_mode == "full":
+            assert not load.num_preemptions, "I-15"
+            promised = sum(self._blocks.blocks_for(r.lifetime_tokens) - len(r.block_ids) for r in running)
+            assert promised <= self._blocks.num_available, "I-15"
+
+    def _check_ratio(self) -> None:
+        ratio, policy = self._scheduler.reserve_ratio, self.config.scheduler
+        assert 0 < ratio <= 1, "I-16"
+        decay = (policy.ratio_init - policy.ratio_min) / policy.ratio_decay_steps
+        allowed = {self._last_ratio, max(self._last_ratio - decay, policy.ratio_min)}
+        idle = not (self._scheduler.waiting or self._scheduler.num_running)
+        preempted = self.load().num_preemptions != getattr(self, "_last_preemptions", 0)
+        assert ratio in allowed or (idle and ratio == policy.ratio_init) or preempted, "I-16"
+        self._last_ratio, self._last_preemptions = ratio, self.load().num_preemptions
+
+    def _check_progress(self, running: list[Request]) -> None:
+        """The oldest request that holds memory gets on, within the bounds of the config."""
+        if not running:
+            self._progress = (-1, -1, 0)
+            return
+        elder, policy = min(running, key=lambda request: request.ticket), self.config.scheduler
+        if self._progress[:2] != (elder.ticket, elder.computed):
+            self._progress = (elder.ticket, elder.computed, -1)
+        self._progress = (*self._progress[:2], self._progress[2] + 1)
+        bound_ms = policy.decode_starve_ms + policy.prefill_starve_ms + policy.priority_age_ms
+        bound_ms += policy.coalesce_partial_ms + policy.coalesce_waiting_ms
+        assert self._progress[2] <= bound_ms / (self._tick_s * 1000) + 100, "I-21"
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def see(self, events: list[Event]) -> None:
+        for event in events:
+            assert event.request_id in self.live, f"I-26: {event} after the end"
+            if isinstance(event, Scheduled):
+                assert not self.events[event.request_id], "I-29"
+            elif not isinstance(event, TERMINAL):
+                assert isinstance(self.events[event.request_id][0], Scheduled), "I-29"
+            if isinstance(event, PromptLogprobs):
+                assert len(self.events[event.request_id]) == 1, "I-14"
+            if isinstance(event, TERMINAL):
+                request = self.live.pop(event.request_id)
+                assert request.block_ids == (), "I-10"
+                assert event.request_id in self.aborted or not self._was_aborted(event), "I-26"
+            self._reached |= {"late"} if isinstance(event, Failed) and "deadline" in event.code else set()
+            self._reached |= {"stopped"} if isinstance(event, Finished) and event.stop_token_id is not None else set()
+            if isinstance(event, Failed) and event.code is ErrorCode.STEP_FAILED:
+                assert event.request_id in self.expected_failures, "I-28"
+            self.keep([event])
+
+    def _was_aborted(self, event: Event) -> bool:
+        return isinstance(event, Finished) and event.reason is FinishReason.ABORT
+
+    def check_idle(self) -> None:
+        load = self.load()
+        gauges = (load.num_held_blocks, load.num_running, load.num_waiting, load.num_queued_tokens)
+        assert gauges == (0, 0, 0, 0), "I-10, I-31"
+        assert load.num_reserved_blocks == 0, "I-31"
+        assert load.wait_reason is None, "I-31"
+        assert self._scheduler._promised == 0, "I-15"
+        assert self._scheduler.reserve_ratio == self.config.scheduler.ratio_init, "I-16"
+        assert not self._scheduler.waiting._served, "nothing to share when idle"
+        executor: Any = self._executor
+        assert not executor._newest, "I-33: residue"
+        assert not executor._outputs, "I-33: residue"
+
+    def check_answer(self, request_id: str) -> None:
+        """What one request got, against what it gets alone (I-1)."""
+        prompt, params = self.submitted[request_id]
+        events = self.events[request_id]
+        terminals = [event for event in events if isinstance(event, TERMINAL)]
+        assert len(terminals) == 1, "I-19, I-26"
+        assert events[-1] is terminals[0], "I-26"
+        expected, stopped = answer_of(prompt, params)
+        tokens, end = self.tokens(request_id), terminals[0]
+        complete = isinstance(end, Finished) and end.reason is not FinishReason.ABORT
+        assert tokens == (expected if complete else expected[: len(tokens)]), "I-1"
+        self._check_logprobs(request_id, tokens, complete=complete)
+        if request_id in self.expected_failures:
+            assert not complete or self.config.overlap, "I-28"
+        if isinstance(end, Finished):
+            assert end.usage.prompt_tokens == len(prompt), "I-30"
+            assert end.usage.completion_tokens == len(tokens) + (complete and stopped), "I-30"
+        if complete:
+            assert isinstance(end, Finished)
+            assert (end.reason is FinishReason.STOP) == stopped, "I-30"
+
+    def _check_logprobs(self, request_id: str, tokens: list[int], *, complete: bool) -> None:
+        prompt, params = self.submitted[request_id]
+        sent = [event.logprobs for event in self.events[request_id] if isinstance(event, PromptLogprobs)]
+        if params.prompt_logprobs is None:
+            assert not sent, "I-14"
+        elif complete or tokens:
+            assert sent == [prompt_logprobs_of(prompt, params.prompt_logprobs)], "I-14"
+        given = [event.logprobs for event in self.events[request_id] if isinstance(event, Token)]
+        text = [*prompt, *tokens]
+        for i, entry in enumerate(given, len(prompt)):
+            expected = None if params.logprobs is None else logprobs_of(text[:i], text[i], params.logprobs)
+            assert entry == expected, "I-1: log-probabilities"

@@ -1,0 +1,123 @@
+"""Owns the random configs and requests that property tests draw from.
+Never draws what is refused: of two settings that exclude each other, one gives way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from engine.config import SchedulerConfig
+from engine.protocol import SamplingParams
+
+
+def _scheduler(values: dict[str, Any]) -> SchedulerConfig:
+    if values["reserve_mode"] == "full":
+        values = {**values, "preempt_policy": "none"}
+    if values["chunk_boundary"] == "request_local":
+        values = {**values, "max_partial_prefills": 0, "chunk_owner": "scheduler"}
+    if values["chunk_owner"] == "engine":
+        values = {**values, "long_prefill_token_threshold": 0}
+    return SchedulerConfig(**values)
+
+
+SCHEDULERS = st.fixed_dictionaries(
+    dict(
+        batch_mode=st.sampled_from(["mixed", "mixed", "prefill_first", "decode_first"]),
+        decode_starve_ms=st.sampled_from([0.0, 30.0, 200.0]),
+        prefill_starve_ms=st.sampled_from([0.0, 50.0, 500.0]),
+        decode_finish_tokens=st.sampled_from([0, 4]),
+        reserve_mode=st.sampled_from(["full", "ratio", "ratio", "prompt"]),
+        preempt_policy=st.sampled_from(["lifo", "retract"]),
+        requeue=st.sampled_from(["arrival", "front", "back"]),
+        ratio_decay_steps=st.sampled_from([3, 600]),
+        ratio_decay_on=st.sampled_from(["decode_only", "any_decode"]),
+        reserve_clip=st.sampled_from([2, 4096]),
+        watermark_blocks=st.sampled_from([0, 1]),
+        max_partial_prefills=st.sampled_from([0, 1, 2]),
+        long_prefill_token_threshold=st.sampled_from([0, 5]),
+        chunk_align=st.sampled_from([None, 1, 3]),
+        chunk_boundary=st.sampled_from(["shared", "shared", "request_local"]),
+        chunk_owner=st.sampled_from(["scheduler", "scheduler", "scheduler", "engine"]),
+        atomic_policy=st.sampled_from(["defer", "extend"]),
+        prompt_logprobs_step=st.sampled_from(["mixed", "dedicated"]),
+        prefill_fill_ratio=st.sampled_from([0.0, 0.0, 1.0]),
+        coalesce_waiting_ms=st.sampled_from([0.0, 50.0]),
+        coalesce_partial_ms=st.sampled_from([0.0, 30.0]),
+        priority_age_ms=st.sampled_from([50.0, 1000.0]),
+        admission_order=st.sampled_from(["strict", "bypass"]),
+        max_overtakes=st.sampled_from([1, 16]),
+    )
+).map(_scheduler)
+
+_LOOPS: list[dict[str, Any]] = [
+    {},
+    {"overlap": True},
+    {"num_speculative_tokens": 3},
+    {"recurrent_state": True},
+    {"recurrent_state": True, "overlap": True},
+]
+
+
+def _engine(values: dict[str, Any]) -> dict[str, Any]:
+    values = dict(values)
+    loop, stride = values.pop("loop"), values.pop("stride")
+    if values["scheduler"].chunk_owner == "engine":
+        loop = {}
+    least = values["max_num_seqs"] * (1 + loop.get("num_speculative_tokens", 0)) + 1
+    values["max_num_batched_tokens"] = max(values["max_num_batched_tokens"], least)
+    if "recurrent_state" in loop:
+        snapshots = {"state_snapshot_tokens": stride * values["block_size"], "state_snapshots": 3}
+        values["scheduler"] = replace(values["scheduler"], **snapshots)
+    return {**values, **loop}
+
+
+CONFIGS = st.fixed_dictionaries(
+    dict(
+        loop=st.sampled_from(_LOOPS),
+        stride=st.sampled_from([0, 1, 3]),
+        block_size=st.sampled_from([1, 2, 4]),
+        num_kv_blocks=st.sampled_from([12, 24, 46, 46, 80]),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.sampled_from([7, 8, 13, 64]),
+        max_prefill_tokens=st.sampled_from([1, 3, 8, 64]),
+        enable_prefix_caching=st.booleans(),
+        scheduler=SCHEDULERS,
+    )
+).map(_engine)
+
+# Prompts are cuts of two texts plus a tail, so that prefixes are shared, differ late, and end anywhere in a block.
+PROMPTS = st.builds(
+    lambda text, cut, tail: (text * 40)[:cut] + tuple(tail),
+    st.sampled_from([(1, 2, 3), (1, 2, 3, 4, 5)]),
+    st.integers(1, 30),
+    st.lists(st.integers(1, 31), max_size=6),
+)
+
+
+def _params(values: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{**values, "min_tokens": min(values["min_tokens"], values["max_tokens"])})
+
+
+PARAMS = st.fixed_dictionaries(
+    dict(
+        max_tokens=st.one_of(st.integers(0, 12), st.integers(15, 34)),
+        temperature=st.sampled_from([0.0, 1.0]),
+        seed=st.integers(0, 3),
+        ignore_eos=st.booleans(),
+        min_tokens=st.sampled_from([0, 0, 3]),
+        stop_token_ids=st.sampled_from([(), (), (5, 9)]),
+        logprobs=st.sampled_from([None, None, 0, 2]),
+        prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+    )
+).map(_params)
+
+
+@st.composite
+def spans(draw: st.DrawFn, length: int) -> tuple[tuple[int, int], ...]:
+    """Mostly none; else spans in order, apart or touching."""
+    if length < 2 or draw(st.integers(0, 3)):
+        return ()
+    cuts = sorted(draw(st.sets(st.integers(0, length), min_size=2, max_size=4)))
+    return tuple(zip(cuts[::2], cuts[1::2], strict=False))
