@@ -15,14 +15,17 @@ from engine.protocol import (
     Failed,
     Finished,
     FinishReason,
+    PromptLogprobs,
     Scheduled,
     Submission,
     Token,
     Usage,
 )
 from serve_app.detokenizer import Detokenizer
+from serve_app.echo import Echo
 from serve_app.engine_client import EngineClient
 from serve_app.errors import ApiError
+from serve_app.logprobs import ScoredToken, TokenQueue
 from serve_app.stop_strings import StopStrings
 
 _REASONS: dict[FinishReason, Literal["stop", "length"]] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -30,22 +33,34 @@ _REASONS: dict[FinishReason, Literal["stop", "length"]] = {FinishReason.STOP: "s
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that is final. `finish_reason` is set on the last piece, and only there."""
+    """Text that is final. `finish_reason` is set on the last piece, and only there.
+
+    `tokens` are those whose text this piece completes, and None if no log-probabilities were asked for.
+    """
 
     text: str
     finish_reason: Literal["stop", "length"] | None = None
+    tokens: tuple[ScoredToken, ...] | None = None
 
 
 class Completion:
     """One request, from its submission to its last piece. Used once."""
 
     def __init__(
-        self, client: EngineClient, submission: Submission, detokenizer: Detokenizer, stops: Sequence[str]
+        self,
+        client: EngineClient,
+        submission: Submission,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        echo: Echo | None = None,
     ) -> None:
+        """`echo`: the prompt's text goes first, with its tokens' log-probabilities if the submission asks for them."""
         self._client = client
         self._submission = submission
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
+        self._echo = echo
+        self._tokens = None if submission.sampling.logprobs is None else TokenQueue()
         self._min_tokens = submission.sampling.min_tokens
         self._generated = 0
         self._cached = 0
@@ -83,21 +98,40 @@ class Completion:
         for event in events:
             match event:
                 case Token():
-                    texts.append(self._accept(event.token_id))
+                    texts.append(self._accept(event))
                     if self._stops.matched:
-                        return Piece("".join(texts), "stop")
+                        return self._piece(texts, "stop")
                 case Scheduled():
                     self._cached = event.cached_tokens
+                    if self._echo is not None and self._tokens is None:
+                        texts.append(self._echo.text)
+                case PromptLogprobs():
+                    texts.append(self._show_prompt(event))
                 case Finished():
                     texts.append(self._stops.flush())
-                    return Piece("".join(texts), self._finish(event))
+                    return self._piece(texts, self._finish(event))
                 case Failed():
                     raise EngineError(event.code, event.message)
-        return Piece("".join(texts))
+        return self._piece(texts)
 
-    def _accept(self, token_id: int) -> str:
+    def _piece(self, texts: list[str], reason: Literal["stop", "length"] | None = None) -> Piece:
+        text = "".join(texts)
+        if self._tokens is None:
+            return Piece(text, reason)
+        return Piece(text, reason, self._tokens.take(len(text)) if reason is None else self._tokens.take_all())
+
+    def _show_prompt(self, event: PromptLogprobs) -> str:
+        assert self._echo is not None, "scores of a prompt that nobody wants to see"
+        assert self._tokens is not None
+        token_ids, text = self._submission.prompt_token_ids, self._echo.text
+        self._tokens.add_prompt(token_ids, self._echo.offsets, event.logprobs, len(text))
+        return text
+
+    def _accept(self, event: Token) -> str:
         self._generated += 1
-        text = self._detokenizer.push(token_id)
+        text = self._detokenizer.push(event.token_id)
+        if self._tokens is not None:
+            self._tokens.add(event.token_id, event.logprobs, len(text))
         return self._stops.push(text) if text and self._generated >= self._min_tokens else text
 
     def _finish(self, event: Finished) -> Literal["stop", "length"]:
@@ -106,15 +140,15 @@ class Completion:
             text = "The request was aborted by the server."
             raise ApiError(503, text, type="server_error", code="aborted", headers={"Retry-After": "1"})
         self._final_usage = event.usage
+        if self._tokens is not None and event.stop_token_id is not None:
+            # Counted in usage, so it has an entry: clients that asked for one token cut the last entry off.
+            self._tokens.add(event.stop_token_id, event.stop_logprobs, 0)
         return _REASONS[event.reason]
 
 
 async def whole_text(completion: Completion) -> Piece:
     """The complete answer in one piece."""
-    texts: list[str] = []
-    reason: Literal["stop", "length"] | None = None
-    async with aclosing(completion.pieces()) as pieces:
-        async for piece in pieces:
-            texts.append(piece.text)
-            reason = piece.finish_reason
-    return Piece("".join(texts), reason)
+    async with aclosing(completion.pieces()) as stream:
+        pieces = [piece async for piece in stream]
+    tokens = None if pieces[-1].tokens is None else tuple(token for piece in pieces for token in piece.tokens or ())
+    return Piece("".join(piece.text for piece in pieces), pieces[-1].finish_reason, tokens)

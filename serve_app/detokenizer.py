@@ -29,6 +29,10 @@ class Detokenizer:
             text = self._give_up()
         return text
 
+    def drop(self) -> None:
+        """Forget what waits for the end of its character, and the text before it."""
+        self._restart()
+
     def _restart(self) -> None:
         self._stream = DecodeStream(skip_special_tokens=True)
         self._pending: list[int] = []

@@ -16,33 +16,34 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from engine.protocol import EngineError, Submission
+from engine.protocol import EngineError
 from serve_app.asgi import RequestGuard, read_json_body, unless_client_leaves
 from serve_app.completion import Completion, whole_text
 from serve_app.engine_client import EngineClient, ServedModel
 from serve_app.errors import ApiError, clip, model_not_found, to_api_error
+from serve_app.logprobs import json_chars
 from serve_app.offload import run_sized
 from serve_app.response import ChatShape, Envelope, Shape, TextShape, model_json
 from serve_app.schema import ChatRequest, CompletionRequest, RequestT, parse_request
 from serve_app.sse import send_stream
-from serve_app.submission import chat_submission, completion_submission
+from serve_app.submission import Prepared, prepare_chat, prepare_completion
 from serve_app.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 4 * 2**20
 """About a million tokens of text; a body is held in memory while it is read and parsed."""
 
-Submit = Callable[[RequestT, str, Tokenizer, ServedModel], Awaitable[Submission]]
+Prepare = Callable[[RequestT, str, Tokenizer, ServedModel], Awaitable[Prepared]]
 
 
 class _Generate(Generic[RequestT]):
     """An endpoint that answers with generated text, streamed or whole. One class, so that both endpoints agree."""
 
     def __init__(
-        self, context: _Context, kind: type[RequestT], submit: Submit[RequestT], shape: Shape, id_prefix: str
+        self, context: _Context, kind: type[RequestT], prepare: Prepare[RequestT], shape: Shape, id_prefix: str
     ) -> None:
         self._context = context
         self._kind = kind
-        self._submit = submit
+        self._prepare = prepare
         self._shape = shape
         self._id_prefix = id_prefix
 
@@ -52,21 +53,23 @@ class _Generate(Generic[RequestT]):
 
     async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         request = await run_sized(len(body), lambda: parse_request(self._kind, body))
-        completion, envelope = await self._prepare(request)
+        completion, envelope = await self._start(request)
         if request.stream:
             await send_stream(send, completion, envelope, request.include_usage)
         else:
             piece = await whole_text(completion)
-            await JSONResponse(envelope.body(piece, completion.usage))(scope, receive, send)
+            size = json_chars(piece.tokens or ())
+            response = await run_sized(size, lambda: JSONResponse(envelope.body(piece, completion.usage)))
+            await response(scope, receive, send)
 
-    async def _prepare(self, request: RequestT) -> tuple[Completion, Envelope]:
+    async def _start(self, request: RequestT) -> tuple[Completion, Envelope]:
         context = self._context
         if request.model != context.model.id:
             raise model_not_found(request.model, context.model.id)
         # Fresh even where the client names its request: ids of live requests are unique in the engine.
         request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
-        submission = await self._submit(request, request_id, context.tokenizer, context.model)
-        completion = Completion(context.client, submission, context.tokenizer.detokenizer(), request.stops)
+        ready = await self._prepare(request, request_id, context.tokenizer, context.model)
+        completion = Completion(context.client, ready.submission, ready.detokenizer, request.stops, ready.echo)
         return completion, Envelope(request_id, context.model.id, self._shape)
 
 
@@ -117,8 +120,8 @@ def create_app(
 ) -> Starlette:
     """Build the app. It has no state of its own besides its arguments, so that replicas are interchangeable."""
     context = _Context(client, tokenizer, model, max_body_bytes)
-    chat = _Generate(context, ChatRequest, chat_submission, ChatShape(), "chatcmpl")
-    completions = _Generate(context, CompletionRequest, completion_submission, TextShape(), "cmpl")
+    chat = _Generate(context, ChatRequest, prepare_chat, ChatShape(), "chatcmpl")
+    completions = _Generate(context, CompletionRequest, prepare_completion, TextShape(tokenizer.token_text), "cmpl")
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"]),

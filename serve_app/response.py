@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 from engine.protocol import Usage
 from serve_app.completion import Piece
 from serve_app.engine_client import ServedModel
+from serve_app.logprobs import TokenText, logprobs_json
 
 Json = dict[str, Any]
 
@@ -49,8 +50,12 @@ class TextShape:
     object: ClassVar[str] = "text_completion"
     chunk_object: ClassVar[str] = "text_completion"
 
+    def __init__(self, token_text: TokenText) -> None:
+        self._token_text = token_text
+
     def choice(self, piece: Piece) -> Json:
-        return _choice("text", piece.text, piece)
+        logprobs = None if piece.tokens is None else logprobs_json(piece.tokens, self._token_text)
+        return _choice("text", piece.text, piece, logprobs)
 
     def opening(self) -> Json | None:
         return None
@@ -59,8 +64,8 @@ class TextShape:
         return self.choice(piece)
 
 
-def _choice(key: str, value: Any, piece: Piece) -> Json:
-    return {"index": 0, key: value, "logprobs": None, "finish_reason": piece.finish_reason}
+def _choice(key: str, value: Any, piece: Piece, logprobs: Json | None = None) -> Json:
+    return {"index": 0, key: value, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import pydantic_core
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from engine.protocol import MAX_LOGPROBS
 from serve_app.errors import ApiError, from_validation
 from serve_app.strict_model import StrictModel, Unsupported
 
@@ -70,8 +71,6 @@ _UNSUPPORTED_IN_CHAT: Unsupported = {
 }
 _UNSUPPORTED_IN_COMPLETIONS: Unsupported = {
     **_UNSUPPORTED,
-    "logprobs": _NEVER,  # 0 asks for the chosen token's
-    "echo": _NO,
     "suffix": ("",),
     "best_of": _OFF,
     "add_special_tokens": (True,),
@@ -195,6 +194,18 @@ class CompletionRequest(GenerationRequest):
         _union("a string or a list of token ids"),
         BeforeValidator(_single_prompt),
     ]
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool | None = None
+    """The answer's text begins with the prompt's."""
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """Each token's log-probability, and this many alternatives; with `echo`, the prompt's tokens' too."""
+
+    @model_validator(mode="after")
+    def _an_answer_has_text(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            text = "should be at least 1 unless echo is true, but it is 0: there would be nothing to answer"
+            raise PydanticCustomError("nothing", "{text}", {"text": text, "field": "max_tokens"})
+        return self
 
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)

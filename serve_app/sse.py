@@ -12,6 +12,8 @@ from starlette.types import Send
 from serve_app.asgi import ClientGone
 from serve_app.completion import Completion, Piece
 from serve_app.errors import to_api_error
+from serve_app.logprobs import json_chars
+from serve_app.offload import run_sized
 from serve_app.response import Envelope, Json, usage_json
 
 _HEADERS = [
@@ -39,7 +41,7 @@ async def send_stream(send: Send, completion: Completion, envelope: Envelope, in
         except ClientGone:
             raise
         except Exception as error:  # noqa: BLE001 - to_api_error logs it; the client must learn that this is no end
-            await _send_frame(send, to_api_error(error).body())
+            await _send(send, _frame(to_api_error(error).body()))
         await send({"type": "http.response.body", "body": _DONE})
 
 
@@ -54,18 +56,28 @@ async def _send_answer(
     # OpenAI's schema: where usage was asked for, it is null on every chunk but the last.
     blank: Json = {"usage": None} if include_usage else {}
     if (opening := envelope.shape.opening()) is not None:
-        await _send_frame(send, envelope.chunk([opening]) | blank)
+        await _send(send, _frame(envelope.chunk([opening]) | blank))
     await _send_piece(send, first, envelope, blank)
     async for piece in pieces:
         await _send_piece(send, piece, envelope, blank)
     if include_usage:
-        await _send_frame(send, envelope.chunk([]) | {"usage": usage_json(completion.usage)})
+        await _send(send, _frame(envelope.chunk([]) | {"usage": usage_json(completion.usage)}))
 
 
 async def _send_piece(send: Send, piece: Piece, envelope: Envelope, blank: Json) -> None:
-    if piece.text or piece.finish_reason is not None:
-        await _send_frame(send, envelope.chunk([envelope.shape.delta(piece)]) | blank)
+    if piece.tokens:
+        await _send(send, await run_sized(json_chars(piece.tokens), lambda: _piece_frame(piece, envelope, blank)))
+    elif piece.text or piece.finish_reason is not None:
+        await _send(send, _piece_frame(piece, envelope, blank))
 
 
-async def _send_frame(send: Send, payload: Json) -> None:
-    await send({"type": "http.response.body", "body": f"data: {_encode(payload)}\n\n".encode(), "more_body": True})
+def _piece_frame(piece: Piece, envelope: Envelope, blank: Json) -> bytes:
+    return _frame(envelope.chunk([envelope.shape.delta(piece)]) | blank)
+
+
+def _frame(payload: Json) -> bytes:
+    return f"data: {_encode(payload)}\n\n".encode()
+
+
+async def _send(send: Send, frame: bytes) -> None:
+    await send({"type": "http.response.body", "body": frame, "more_body": True})

@@ -1,9 +1,10 @@
-"""Owns text to token ids and back for one model: tokenizer.json, the chat template, incremental decoding.
+"""Owns text to token ids and back for one model: tokenizer.json, the chat template, decoding of answers and of tokens.
 Never imports transformers or torch: loading takes milliseconds, and ingress replicas stay small."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ _BYTE_LEVEL_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte
 
 
 class Tokenizer:
@@ -34,6 +36,10 @@ class Tokenizer:
         self._chat_template = chat_template
         self.eos_token_id = eos_token_id
         self.vocab_size = max(core.get_vocab().values()) + 1
+        added = core.get_added_tokens_decoder()
+        self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
+        """The texts of the tokens that an answer does not show."""
+        self._token_texts: dict[int, str] = {}  # at most the vocabulary
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
@@ -80,6 +86,25 @@ class Tokenizer:
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self._core)
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone, as it is inside a text; special tokens are shown.
+
+        A token with part of a character is no text: it is written as its bytes, `bytes: \\xf0\\x9f`, as at OpenAI. Many
+        such tokens would else have the same text, U+FFFD.
+        """
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self._decode_one(token_id)
+        return text
+
+    def _decode_one(self, token_id: int) -> str:
+        once = self._core.decode([token_id], skip_special_tokens=False)
+        if "\ufffd" in once and (data := _partial_bytes(self._core.id_to_token(token_id))) is not None:
+            return "bytes:" + "".join(_readable(byte) for byte in data)
+        # SentencePiece's decoders strip the space of a text's first word, but not of its second.
+        twice = self._core.decode([token_id, token_id], skip_special_tokens=False)
+        return twice[len(once) :] if twice.startswith(once) else once
+
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
@@ -109,8 +134,31 @@ def _template_source(root: Path, config: Mapping[str, Any]) -> str | None:
     return source
 
 
+def _partial_bytes(piece: str | None) -> bytes | None:
+    """The bytes that a vocabulary's entry stands for, if they are no text."""
+    if piece is None:
+        return None
+    if match := _BYTE_PIECE.fullmatch(piece):
+        return bytes([int(match[1], 16)])
+    if not all(letter in _BYTES for letter in piece):
+        return None
+    data = bytes(_BYTES[letter] for letter in piece)
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return data
+    return None  # U+FFFD itself
+
+
+def _readable(byte: int) -> str:
+    return chr(byte) if 0x20 <= byte < 0x7F and byte != ord("\\") else f"\\x{byte:02x}"
+
+
 def _byte_vocabulary() -> dict[str, int]:
     """The letters that the byte-level decoder knows: a printable Latin-1 byte is itself, the n-th other is 256 + n."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}
+
+
+_BYTES = _byte_vocabulary()

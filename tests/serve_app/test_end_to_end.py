@@ -8,6 +8,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import openai
 import pytest
@@ -30,6 +31,7 @@ from tests.serve_app.harness import (
     ScriptedClient,
     app_for,
     finished,
+    joined_choice,
     post,
     scheduled,
     tokens,
@@ -166,6 +168,60 @@ async def test_many_streams_at_once_each_get_their_own_answer(make_app: MakeApp)
     assert [answer.text for answer in together] == [answer.text for answer in alone]
 
 
+SCORED_PROMPT = "Un long texte, près de sept blocs : 🦜 " * 3  # 129 tokens: more than eight steps of 16
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+async def test_scores_of_a_prompt_in_many_chunks_are_those_of_a_prompt_in_one(
+    make_app: MakeApp, max_tokens: int
+) -> None:
+    body = {"model": MODEL.id, "prompt": SCORED_PROMPT, "echo": True, "logprobs": 2, "temperature": 0}
+    body |= {"max_tokens": max_tokens, "ignore_eos": True}
+    choices: list[dict[str, Any]] = []
+    for budget in (512, 64, 32, 16):
+        app = make_app(max_num_batched_tokens=budget, max_num_seqs=8, fake=FakeConfig())
+        answer = (await post(app, "/v1/completions", body)).json
+        (load,) = (await Exchange(app, "GET", "/load").finish()).json["engines"]
+        assert load["num_steps"] >= len(SCORED_PROMPT.encode()) // budget
+        assert answer["usage"]["prompt_tokens"] == len(SCORED_PROMPT.encode())
+        assert answer["usage"]["completion_tokens"] == max_tokens
+        streamed = await post(app, "/v1/completions", body | {"stream": True})
+        choices += [answer["choices"][0], joined_choice(streamed)]
+    first = choices[0]
+    assert [choice for choice in choices if choice != first] == []
+    assert first["text"].startswith(SCORED_PROMPT)
+    assert (len(first["text"]), first["finish_reason"]) == (len(SCORED_PROMPT) + max_tokens, "length")
+    logprobs = first["logprobs"]
+    assert {len(values) for values in logprobs.values()} == {len(SCORED_PROMPT.encode()) + max_tokens}
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    assert all(score <= 0 for score in logprobs["token_logprobs"][1:])
+    assert len(set(logprobs["token_logprobs"])) > 10, "scores that differ from position to position"
+    for token, score, top in zip(
+        *(logprobs[key][1:] for key in ("tokens", "token_logprobs", "top_logprobs")), strict=True
+    ):
+        assert top[token] == score
+        assert 2 <= len(top) <= 3
+
+
+async def test_openais_client_reads_scores_and_every_token_counted_has_one(make_app: MakeApp) -> None:
+    """As lm-evaluation-harness asks: the prompt as token ids, one token more, of which the scores are cut off."""
+    async with openai_client(make_app()) as client:
+        answer = await client.completions.create(
+            model=MODEL.id, prompt=list(b"to be"), echo=True, logprobs=1, max_tokens=1, temperature=0
+        )
+        ended = await client.completions.create(model=MODEL.id, prompt="x", logprobs=0, temperature=0, max_tokens=99)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["t", "o", " ", "b", "e", REPLY[0]]
+    assert logprobs.text_offset == [0, 1, 2, 3, 4, 5]
+    assert logprobs.token_logprobs is not None
+    assert all(isinstance(score, float) for score in logprobs.token_logprobs[1:])
+    assert (ended.choices[0].text, ended.choices[0].finish_reason) == (REPLY, "stop")
+    assert ended.choices[0].logprobs is not None
+    assert ended.usage is not None
+    assert len(ended.choices[0].logprobs.tokens or ()) == ended.usage.completion_tokens
+
+
 async def test_load_tells_what_each_engine_runs_and_holds(make_app: MakeApp) -> None:
     app = make_app(num_kv_blocks=8)
     await Exchange(app, "POST", "/v1/completions", json.dumps({**PROMPT, "max_tokens": 3}).encode()).finish()
@@ -174,12 +230,18 @@ async def test_load_tells_what_each_engine_runs_and_holds(make_app: MakeApp) -> 
     assert load == {
         "num_running": 0,
         "num_waiting": 0,
+        "num_preparing": 0,
+        "num_waiting_preempted": 0,
+        "wait_reason": None,
         "num_queued_tokens": 0,
         "num_blocks": 8,
         "num_held_blocks": 0,
         "num_evictable_blocks": 0,
+        "num_reserved_blocks": 0,
         "num_preemptions": 0,
         "reserve_ratio": 0.7,
+        "graph_hits": {},
+        "graph_misses": {},
     }
 
 

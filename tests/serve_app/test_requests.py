@@ -131,7 +131,7 @@ async def test_a_field_that_would_change_the_answer_is_refused_by_name(name: str
     assert name in error["message"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("logprobs", 0), ("echo", True), ("suffix", "x"), ("best_of", 2)])
+@pytest.mark.parametrize(("name", "value"), [("prompt_logprobs", 0), ("suffix", "x"), ("best_of", 2)])
 async def test_completions_refuse_what_they_do_not_do(name: str, value: Any) -> None:
     error = await refused(ScriptedClient(), "/v1/completions", PROMPT | {name: value})
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")

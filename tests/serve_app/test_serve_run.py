@@ -96,6 +96,34 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
+def test_a_prompt_is_scored_and_the_likelier_word_has_the_better_score(client: openai.OpenAI) -> None:
+    def score(word: str) -> float:
+        """Of ` word` after the text; checks the whole object on the way."""
+        prompt = f"The capital of France is {word}"
+        answer = client.completions.create(
+            model=MODEL, prompt=prompt, echo=True, logprobs=2, max_tokens=0, temperature=0
+        )
+        choice, usage = answer.choices[0], answer.usage
+        assert (choice.text, choice.finish_reason) == (prompt, "length")
+        assert usage is not None
+        assert choice.logprobs is not None
+        tokens, scores = choice.logprobs.tokens or [], choice.logprobs.token_logprobs or []
+        assert "".join(tokens) == prompt
+        assert (usage.completion_tokens, usage.prompt_tokens) == (0, len(tokens))
+        assert scores[0] is None
+        assert all(value <= 0 for value in scores[1:])
+        offsets = choice.logprobs.text_offset or []
+        assert [prompt[at:].startswith(token) for at, token in zip(offsets, tokens, strict=True)] == [True] * len(
+            tokens
+        )
+        for token, value, top in zip(tokens[1:], scores[1:], (choice.logprobs.top_logprobs or [])[1:], strict=True):
+            assert top[token] == value
+            assert max(top.values()) >= value
+        return sum(scores[5:])
+
+    assert score("Paris") > score("banana") + 1
+
+
 def test_a_long_prompt_is_prefilled_while_streams_go_on(client: openai.OpenAI) -> None:
     long_prompt = "time year people way day man thing woman life child world school state " * 100
     stream = client.completions.create(
