@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONFIG ?= config.yaml
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test test-slow test-mutations check format install model docs clean
+.PHONY: serve test test-slow test-deep test-mutations check format install model docs clean
 
 serve: install ## prepare the model of config.yaml, serve it, and say how to call it once it answers
 	@$(BIN)/python -m serve_app.announce $(CONFIG) & exec $(BIN)/serve run $(CONFIG)
@@ -15,6 +15,9 @@ test: model ## the whole suite but for what takes minutes
 
 test-slow: model ## a fresh clone in a new virtual environment, through the README's two commands
 	$(BIN)/python -m pytest -m slow
+
+test-deep: install ## 100,000 random lives of the engine, new ones each time; tests/deep.json keeps the last result (half an hour)
+	$(BIN)/python -m tests.deep
 
 test-mutations: install ## revert the scheduler's fixes one by one; each must be caught by a test (some minutes)
 	$(BIN)/python -m tests.mutations
