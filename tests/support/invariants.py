@@ -38,7 +38,7 @@ class CheckedCore(RecordingCore):
         self.expected_failures: set[str] = set()
         self.live: dict[str, Request] = {}
         self._next_start: dict[str, tuple[int, int]] = {}  # request id -> (least, most) start of its next row
-        self._last_ratio = self._scheduler.reserve_ratio
+        self._last_ratio, self._last_preemptions = self._scheduler.reserve_ratio, 0
         self._progress = (-1, -1, 0)  # (the elder's ticket, its cursor, steps since it moved)
         self._give_up = self._scheduler.discard
         self._scheduler.discard = self._discard  # type: ignore[method-assign]
@@ -302,9 +302,9 @@ class CheckedCore(RecordingCore):
         decay = (policy.ratio_init - policy.ratio_min) / policy.ratio_decay_steps
         allowed = {self._last_ratio, max(self._last_ratio - decay, policy.ratio_min)}
         idle = not (self._scheduler.waiting or self._scheduler.num_running)
-        preempted = self.load().num_preemptions != getattr(self, "_last_preemptions", 0)
+        preempted = self._num_preemptions != self._last_preemptions
         assert ratio in allowed or (idle and ratio == policy.ratio_init) or preempted, "I-16"
-        self._last_ratio, self._last_preemptions = ratio, self.load().num_preemptions
+        self._last_ratio, self._last_preemptions = ratio, self._num_preemptions
 
     def _check_progress(self, running: list[Request]) -> None:
         """The oldest request that holds memory gets on, within the bounds of the config."""
