@@ -10,24 +10,43 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "mutations.md"
 TIMEOUT_S = 60
+WORKERS = min(os.cpu_count() or 1, 4)
+"""Copies of the checkout; each tries one revert at a time."""
+
+Item = TypeVar("Item")
 
 ASYNC = "tests/engine/test_async_engine.py"
 BLOCKS = "tests/engine/test_block_manager.py"
+CHUNK_OWNER = "tests/engine/test_chunk_owner.py"
+COALESCING = "tests/engine/test_coalescing.py"
 CONFIG = "tests/engine/test_config.py"
 CORE = "tests/engine/test_core.py"
+DRAFTS = "tests/engine/test_drafts.py"
+EXECUTOR = "tests/engine/test_executor.py"
+GAPS = "tests/engine/test_mutation_gaps.py"
+LOAD = "tests/engine/test_load_snapshot.py"
+LOGPROBS = "tests/engine/test_logprobs.py"
+OVERLAP = "tests/engine/test_overlap.py"
 PLANNER = "tests/engine/test_planner.py"
-PROPERTIES = "tests/engine/test_core_properties.py"
+PREPARING = "tests/engine/test_preparing.py"
 SCHEDULER = "tests/engine/test_scheduler.py"
+SCORING = "tests/engine/test_prompt_scoring.py"
+SPANS = "tests/engine/test_atomic_spans.py"
+STATES = "tests/engine/test_state_slots.py"
+WAITING = "tests/engine/test_waiting.py"
 
 
 @dataclass(frozen=True)
@@ -62,8 +81,8 @@ MUTATIONS = (
         "S1-R8 a",
         "A lifetime counts the KV of the last token, which is never written.",
         "engine/request.py",
-        "return self.prompt_len + self.max_new - 1",
-        "return self.prompt_len + self.max_new",
+        "return self.prompt_len + max(self.max_new, 1) - 1",
+        "return self.prompt_len + max(self.max_new, 1)",
         (CORE, PLANNER),
     ),
     Mutation(
@@ -78,8 +97,8 @@ MUTATIONS = (
         "S2-R14",
         "A token budget that decode rows use up is accepted, and prefill starves.",
         "engine/config.py",
-        "if self.max_num_batched_tokens < self.max_num_seqs + 1:",
-        "if self.max_num_batched_tokens < self.max_num_seqs:",
+        "least = self.max_num_seqs * (1 + self.num_speculative_tokens) + 1",
+        "least = self.max_num_seqs * (1 + self.num_speculative_tokens)",
         (CONFIG,),
     ),
     Mutation(
@@ -103,17 +122,17 @@ MUTATIONS = (
         "S2-R4",
         "A last chunk of one token is taken for a decode row.",
         "engine/planner.py",
-        "        self._num_partial += kind is RowKind.MIDDLE\n",
+        "        self._num_partial[request.priority] += kind is RowKind.MIDDLE\n",
         "        kind = RowKind.DECODE if kind is RowKind.LAST and count == 1 else kind\n"
-        "        self._num_partial += kind is RowKind.MIDDLE\n",
+        "        self._num_partial[request.priority] += kind is RowKind.MIDDLE\n",
         (SCHEDULER,),
     ),
     Mutation(
         "S4-R10",
         "A chunk is final once it passes the prompt, also of a preempted request that has an answer to recompute.",
         "engine/planner.py",
-        "kind = RowKind.LAST if start + count == target else RowKind.MIDDLE",
-        "kind = RowKind.LAST if start + count >= request.prompt_len else RowKind.MIDDLE",
+        "kind = RowKind.LAST if end == target else RowKind.MIDDLE",
+        "kind = RowKind.LAST if end >= request.prompt_len else RowKind.MIDDLE",
         (PLANNER,),
     ),
     Mutation(
@@ -136,56 +155,57 @@ MUTATIONS = (
         "S4-R14",
         "A preemption strips the newest token as if it were a placeholder.",
         "engine/scheduler.py",
-        "        request.computed = request.scheduled = request.target = 0\n",
-        "        request.computed = request.scheduled = request.target = 0\n        del request.token_ids[-1:]\n",
+        "        request.computed = request.scheduled = request.target = request.num_pending = 0\n",
+        "        request.computed = request.scheduled = request.target = request.num_pending = 0\n"
+        "        del request.token_ids[-1:]\n",
         (PLANNER,),
     ),
     Mutation(
         "S4-B14 sliver",
         "Alignment rounds a chunk down to nothing although the step has no other prefill, and its prompt starves.",
-        "engine/planner.py",
-        "return aligned if aligned > 0 else (0 if self._chunk_ends else count)",
-        "return max(aligned, 0)",
+        "engine/chunks.py",
+        "count = aligned if aligned > 0 else (0 if room.has_prefill else count)",
+        "count = max(aligned, 0)",
         (PLANNER,),
     ),
     Mutation(
         "S5-R17",
         "Nothing is admitted beside the tail chunk of a prompt.",
         "engine/planner.py",
-        "        if budget > 0 and not self._preempted:\n",
-        "        if budget > 0 and not self._preempted and not self._view.prefilling:\n",
+        "        if not self._preempted:\n            self._admit(budget)\n",
+        "        if not self._preempted and not self._view.prefilling:\n            self._admit(budget)\n",
         (PLANNER,),
     ),
     Mutation(
         "S5-R3",
         "Any number of prompts may be partly computed, so that all share the budget and none gets on.",
         "engine/planner.py",
-        "return bool(most) and self._num_partial >= most",
-        "return False",
+        "too_many = bool(most) and count < remaining and self._num_partial[request.priority] >= most",
+        "too_many = False",
         (PLANNER,),
     ),
     Mutation(
         "S1-B18",
         "A request-local chunk may be longer than what decode rows leave of a step, and waits until they end.",
-        "engine/planner.py",
-        "        most = min(self._view.prefill_limit, beside_decodes)\n",
-        "        most = min(self._view.prefill_limit, self._config.max_num_batched_tokens)\n",
-        (PLANNER, PROPERTIES),
+        "engine/chunks.py",
+        "        most = min(self._limit, beside_decodes)\n",
+        "        most = min(self._limit, self._config.max_num_batched_tokens)\n",
+        (PLANNER,),
     ),
     Mutation(
         "I-2 a",
         "Prefill may use all of the step's tokens instead of max_prefill_tokens.",
         "engine/planner.py",
-        "        budget = self._view.prefill_limit\n        mode",
-        "        budget = self._config.max_num_batched_tokens\n        mode",
+        "        budget = self._view.prefill_limit\n        if not",
+        "        budget = self._config.max_num_batched_tokens\n        if not",
         (SCHEDULER,),
     ),
     Mutation(
         "I-2 b",
         "Decode rows are not taken off the step's token budget.",
         "engine/planner.py",
-        "self._prefill(min(budget, self._config.max_num_batched_tokens - len(self._rows)))",
-        "self._prefill(min(budget, self._config.max_num_batched_tokens))",
+        "        budget = min(budget, self._tokens_left)\n        begun",
+        "        begun",
         (SCHEDULER,),
     ),
     # --- modes and their bounds ----------------------------------------------------------------------------------
@@ -201,16 +221,16 @@ MUTATIONS = (
         "S1-R9",
         "decode_first keeps prompts waiting for as long as somebody decodes.",
         "engine/planner.py",
-        " and not self._prompt_starves():",
-        ":",
+        "if (decode_first and not self._prompt_starves()) or",
+        "if decode_first or",
         (PLANNER,),
     ),
     Mutation(
         "I-23",
         "bypass overtakes a request that does not fit without a bound.",
         "engine/planner.py",
-        "            if passed and slack <= 0:\n",
-        "            if passed and slack is None:\n",
+        "            if self._passed and self._slack <= 0:\n",
+        "            if self._passed and self._slack is None:\n",
         (PLANNER,),
     ),
     # --- reservation ---------------------------------------------------------------------------------------------
@@ -300,8 +320,9 @@ MUTATIONS = (
         "S5-R6, R7",
         "A victim keeps the decode row that it had in the step that takes its memory.",
         "engine/planner.py",
-        "RowKind.DECODE, request.scheduled, 1) for request in decoding]",
-        "RowKind.DECODE, request.scheduled, 1) for request in self._view.decoding.values()]",
+        "            for request, count in zip(decoding, counts, strict=True)\n            if count\n",
+        "            for request in self._view.decoding.values()\n"
+        "            if (count := request.num_decode_tokens)\n",
         (PLANNER,),
     ),
     Mutation(
@@ -332,17 +353,17 @@ MUTATIONS = (
         "I-24",
         "A step that has just preempted somebody admits somebody else.",
         "engine/planner.py",
-        "        if budget > 0 and not self._preempted:\n",
-        "        if budget > 0:\n",
+        "        if not self._preempted:\n            self._admit(budget)\n",
+        "        self._admit(budget)\n",
         (PLANNER,),
     ),
     Mutation(
         "I-21",
         "Younger answers take the last block from the oldest request's prompt.",
         "engine/planner.py",
-        "while self._growth(decoding) + self._elder_chunk() > self._available():",
-        "while self._growth(decoding) > self._available():",
-        (PLANNER, PROPERTIES),
+        "while growth + self._elder_chunk() > self._available():",
+        "while growth > self._available():",
+        (PLANNER,),
     ),
     Mutation(
         "I-10 victims",
@@ -350,7 +371,7 @@ MUTATIONS = (
         "engine/block_manager.py",
         "return sum(count == self._holders[block_id] for block_id, count in releases.items())",
         "return len(releases)",
-        (BLOCKS, PLANNER, PROPERTIES),
+        (GAPS,),
     ),
     # --- the prefix cache ----------------------------------------------------------------------------------------
     Mutation(
@@ -386,7 +407,7 @@ MUTATIONS = (
         "S5-R18",
         "A request that waits looks its prefix up in every step.",
         "engine/planner.py",
-        "        if epoch != self._view.blocks.epoch:\n",
+        "        if epoch != caches:\n",
         "        if epoch is not None:\n",
         (SCHEDULER,),
     ),
@@ -398,31 +419,34 @@ MUTATIONS = (
             if row.prefix_blocks is not None:  # all claims first: an allocation below must not evict them
                 self._admit(row.request, row.prefix_blocks)
         self._keep_ratio(plan)
-        step = StepPlan(self._next_step_id, tuple(self._schedule(row, now) for row in plan.rows))
+        moves = self._states.take_moves() if self._states else ()
+        restores = [self._snapshot(row) for row in plan.rows]  # all of them first: a save below may overwrite one
+        rows = tuple(self._schedule(row, restore, now) for row, restore in zip(plan.rows, restores, strict=True))
+        step = StepPlan(self._next_step_id, rows, moves)
 """,
         """        self._keep_ratio(plan)
         scheduled = []
         for row in plan.rows:
             if row.prefix_blocks is not None:
                 self._admit(row.request, row.prefix_blocks)
-            scheduled.append(self._schedule(row, now))
-        step = StepPlan(self._next_step_id, tuple(scheduled))
+            scheduled.append(self._schedule(row, self._snapshot(row), now))
+        step = StepPlan(self._next_step_id, tuple(scheduled), self._states.take_moves() if self._states else ())
 """,
-        (CORE, PLANNER, PROPERTIES),
+        (GAPS,),
     ),
     Mutation(
         "I-10 hits",
         "A hit that nobody holds costs nothing at admission, although it is then no longer there to evict.",
         "engine/planner.py",
-        "shared = sum(view.blocks.is_held(block) or block in taken for block in prefix)",
+        "shared = sum(view.blocks.is_held(block) or block in self._taken for block in prefix)",
         "shared = len(prefix)",
-        (CORE, PLANNER, PROPERTIES),
+        (GAPS,),
     ),
     Mutation(
         "S1-R13",
         "Each request that shares a held prefix is charged for it again.",
         "engine/planner.py",
-        "shared = sum(view.blocks.is_held(block) or block in taken for block in prefix)",
+        "shared = sum(view.blocks.is_held(block) or block in self._taken for block in prefix)",
         "shared = 0",
         (CORE,),
     ),
@@ -432,7 +456,7 @@ MUTATIONS = (
         "engine/request.py",
         'parent = self.block_hashes[-1] if self.block_hashes else b""',
         'parent = b""',
-        (CORE, PROPERTIES),
+        (CORE,),
     ),
     Mutation(
         "S4-R12 eviction",
@@ -463,16 +487,17 @@ MUTATIONS = (
         "S1-R2, S4-R17",
         "An abort is ignored in the middle of a prompt.",
         "engine/core.py",
-        "        if request is None:\n            return []\n",
-        "        if request is None or request_id in self._scheduler.prefilling:\n            return []\n",
+        "        if request is None:\n            return []\n        return [self._applier.finish(",
+        "        if request is None or request_id in self._scheduler.prefilling:\n            return []\n"
+        "        return [self._applier.finish(",
         (CORE,),
     ),
     Mutation(
         "S5-R21",
         "An abort is ignored while its request waits.",
         "engine/scheduler.py",
-        "for queue in (self.waiting, self.prefilling, self.decoding):",
-        "for queue in (self.prefilling, self.decoding):",
+        "return self.waiting.find(request_id)",
+        "return None",
         (CORE,),
     ),
     Mutation(
@@ -487,16 +512,16 @@ MUTATIONS = (
         "S3-R1 a",
         "A failed step fails every live request, also those that it did not carry.",
         "engine/core.py",
-        "return events + [self._fail(row.request, ErrorCode.STEP_FAILED, str(output)) for row in plan.rows]",
-        "live = [*self._scheduler.waiting.values(), *self._scheduler.prefilling.values(), "
-        "*self._scheduler.decoding.values()]\n"
-        "            return events + [self._fail(request, ErrorCode.STEP_FAILED, str(output)) for request in live]",
+        "                events.append(self._applier.fail(row.request, ErrorCode.STEP_FAILED, failed[number]))\n",
+        "                live = [*self._scheduler.waiting, *self._scheduler.prefilling.values()]\n"
+        "                live += self._scheduler.decoding.values()\n"
+        "                events += [self._applier.fail(r, ErrorCode.STEP_FAILED, failed[number]) for r in live]\n",
         (CORE,),
     ),
     Mutation(
         "S3-R1 b",
         "A request that fails is told so, and keeps its blocks and its seat.",
-        "engine/core.py",
+        "engine/applier.py",
         "        self._release(request)\n        return Failed(",
         "        return Failed(",
         (CORE,),
@@ -505,9 +530,18 @@ MUTATIONS = (
         "S1-R14 a",
         "A fatal executor error is taken for the failure of one step.",
         "engine/core.py",
-        "        except ExecutorFatalError:\n            raise\n",
-        "",
+        "            raise\n        except ExecutorOutOfMemoryError as error:\n",
+        "            output = ExecutorFatalError()\n        except ExecutorOutOfMemoryError as error:\n",
         (CORE,),
+    ),
+    Mutation(
+        "S1-R14 c",
+        "A fatal executor error is taken for the failure of one step where its results are read.",
+        "engine/core.py",
+        "            output = self._executor.collect() if output is None else output\n"
+        "        except ExecutorFatalError:\n            raise\n",
+        "            output = self._executor.collect() if output is None else output\n",
+        (CORE, OVERLAP),
     ),
     Mutation(
         "S1-R14 b",
@@ -529,8 +563,8 @@ MUTATIONS = (
         "S1-R7 b",
         "A step that ran out of memory is tried again as large as it was.",
         "engine/scheduler.py",
-        "self._prefill_limit = max(prefill // 2,",
-        "self._prefill_limit = max(prefill,",
+        "max(min(prefill, self._prefill_limit) // 2, least)",
+        "max(min(prefill, self._prefill_limit), least)",
         (CORE,),
     ),
     Mutation(
@@ -539,7 +573,7 @@ MUTATIONS = (
         "engine/planner.py",
         "return max(-(-num_tokens // self._block_size) - len(request.block_ids), 0)",
         "return -(-num_tokens // self._block_size) - len(request.block_ids)",
-        (CORE, PLANNER, PROPERTIES),
+        (GAPS,),
     ),
     # --- events and answers --------------------------------------------------------------------------------------
     Mutation(
@@ -554,18 +588,18 @@ MUTATIONS = (
         "S1-R10 a",
         "One random seed is drawn a step, so that a sample depends on who else was there before.",
         "engine/scheduler.py",
-        "sampling=None if row.kind is RowKind.MIDDLE else request.next_sampling(),",
-        "sampling=None if row.kind is RowKind.MIDDLE else "
-        "__import__('dataclasses').replace(request.next_sampling(), seed=self._next_step_id),",
+        "sampling = None if row.kind is RowKind.MIDDLE else request.next_sampling()\n",
+        "sampling = None if row.kind is RowKind.MIDDLE else request.next_sampling()\n"
+        "        sampling = sampling and __import__('dataclasses').replace(sampling, seed=self._next_step_id)\n",
         (CORE,),
     ),
     Mutation(
         "S1-R10 b",
         "The random number of a sample does not depend on its position.",
-        "engine/request.py",
-        "            position=len(self.token_ids),\n",
-        "            position=self.prompt_len,\n",
-        (CORE,),
+        "engine/executor.py",
+        "[plan.rows[number].end for",
+        "[plan.rows[number].start for",
+        (f"{EXECUTOR}::test_the_random_number_of_a_sample_is_that_of_the_position_it_fills",),
     ),
     Mutation(
         "S1-R11",
@@ -579,9 +613,688 @@ MUTATIONS = (
         "S2-R5",
         "A chunk that leaves part of its prompt asks for a sample.",
         "engine/scheduler.py",
-        "sampling=None if row.kind is RowKind.MIDDLE else request.next_sampling(),",
-        "sampling=request.next_sampling(),",
+        "sampling = None if row.kind is RowKind.MIDDLE else request.next_sampling()",
+        "sampling = request.next_sampling()",
         (CORE,),
+    ),
+    # --- spans that must not be cut -----------------------------------------------------------------------------------
+    Mutation(
+        "S2-R8 a",
+        "A chunk ends inside a span that must not be cut.",
+        "engine/chunks.py",
+        "        if span is None:\n            return end\n",
+        "        if span is None or span:\n            return end\n",
+        (SPANS,),
+    ),
+    Mutation(
+        "S2-R8 b",
+        "A chunk that is cut short for want of memory ends inside a span.",
+        "engine/planner.py",
+        "self._chunks.outside_spans(request, start, start + room, most=room) - start",
+        "room",
+        (GAPS,),
+    ),
+    Mutation(
+        "I-13 hit",
+        "A prefix hit ends inside a span.",
+        "engine/planner.py",
+        "            if cut is not None:\n",
+        "            if cut is not None and cut < 0:\n",
+        (SPANS,),
+    ),
+    Mutation(
+        "S2-R12 a",
+        "A span that no step could take is accepted, and waits for ever.",
+        "engine/request.py",
+        "    if longest > config.max_atomic_span:\n",
+        "    if longest > config.max_model_len:\n",
+        (SPANS,),
+    ),
+    Mutation(
+        "S2-R12 b",
+        "A prefill limit that was halved for want of memory starves a span that is longer.",
+        "engine/chunks.py",
+        "return room.tokens if extends or not room.has_prefill else room.budget",
+        "return room.tokens if extends else room.budget",
+        (SPANS,),
+    ),
+    Mutation(
+        "S2-R12 c",
+        "The longest span is counted without the decode rows that stand beside it.",
+        "engine/config.py",
+        "        beside_decodes = self.max_num_batched_tokens - self.max_decode_tokens\n",
+        "        beside_decodes = self.max_num_batched_tokens\n",
+        (SPANS,),
+    ),
+    Mutation(
+        "S2-R12 d",
+        "A span that is extended goes past the tokens that the step has left.",
+        "engine/chunks.py",
+        "return room.tokens if extends or not room.has_prefill else room.budget",
+        "return self._config.max_num_batched_tokens if extends or not room.has_prefill else room.budget",
+        (SPANS,),
+    ),
+    Mutation(
+        "I-27 spans a",
+        "Spans may overlap or be empty.",
+        "engine/protocol.py",
+        "            _require(low <= start < end, ",
+        "            _require(low is not None, ",
+        (SPANS,),
+    ),
+    Mutation(
+        "I-27 spans b",
+        "A span may reach beyond its prompt.",
+        "engine/protocol.py",
+        '        _require(low <= len(self.prompt_token_ids), "atomic_spans", "inside the prompt", low)\n',
+        "",
+        (SPANS,),
+    ),
+    # --- prompts that the engine cuts, and steps for scored prompts ---------------------------------------------------
+    Mutation(
+        "S2-R11 a",
+        "Of a prompt that the engine cuts, only the last chunk's log-probabilities are kept.",
+        "engine/split.py",
+        "        scores += output.prompt_logprobs.get(0, ())\n",
+        "        scores = [*output.prompt_logprobs.get(0, ())]\n",
+        (CHUNK_OWNER,),
+    ),
+    Mutation(
+        "S2-R11 b",
+        "A row that failed in one of its chunks goes on with the next.",
+        "engine/split.py",
+        "        if output.failed:\n            break\n",
+        "",
+        (CHUNK_OWNER,),
+    ),
+    Mutation(
+        "S2-R11 c",
+        "The engine's chunks score a position too few at each seam.",
+        "engine/split.py",
+        "max(end - scoring.first, 0)",
+        "max(end - scoring.first - 1, 0)",
+        (CHUNK_OWNER,),
+    ),
+    Mutation(
+        "S2-B1 starved",
+        "A prompt that is too long to share a step with decode rows waits until they end.",
+        "engine/planner.py",
+        "> min(self._view.prefill_limit, beside_decodes)",
+        "> self._view.prefill_limit",
+        (CHUNK_OWNER,),
+    ),
+    Mutation(
+        "S3-B6 a",
+        "Steps that are to be dedicated to scored prompts carry decode rows.",
+        "engine/planner.py",
+        "return self._is_dedicated(first) or self._is_cut_by_engine(first)",
+        "return self._is_cut_by_engine(first)",
+        (CHUNK_OWNER,),
+    ),
+    Mutation(
+        "S3-B6 b",
+        "A begun scored prompt behind another slips into a mixed step.",
+        "engine/planner.py",
+        "if budget > 0 and not (self._num_decodes and self._is_dedicated(request)):",
+        "if budget > 0:",
+        (CHUNK_OWNER,),
+    ),
+    Mutation(
+        "S3-B6 c",
+        "A new scored prompt behind another slips into a mixed step.",
+        "engine/planner.py",
+        "        if self._num_decodes and self._is_dedicated(request):\n            return DeferReason.MODE\n",
+        "",
+        (CHUNK_OWNER,),
+    ),
+    # --- log-probabilities of prompts ---------------------------------------------------------------------------------
+    Mutation(
+        "S3-R2 a",
+        "The last position of each chunk is not scored: the seam loses a token.",
+        "engine/request.py",
+        "min(self.scheduled + count + 1, self.prompt_len)",
+        "min(self.scheduled + count, self.prompt_len)",
+        (SCORING,),
+    ),
+    Mutation(
+        "S3-R2 b",
+        "A position is scored for the token that stands at it, not for the next.",
+        "engine/request.py",
+        "self.token_ids[first + 1 :",
+        "self.token_ids[first:",
+        (SCORING,),
+    ),
+    Mutation(
+        "S3-R2 c",
+        "The executor scores a row from its first position on, wherever the scoring begins.",
+        "engine/logprobs.py",
+        "index = begin + scoring.first - row.start\n",
+        "index = begin\n",
+        (f"{LOGPROBS}::test_a_chunk_may_score_from_any_of_its_positions_on",),
+    ),
+    Mutation(
+        "S3-R3 a",
+        "Log-probabilities of the prompt are sent again after a preemption.",
+        "engine/applier.py",
+        "        request.prompt_logprobs = None\n",
+        "",
+        (SCORING,),
+    ),
+    Mutation(
+        "S3-R3 b",
+        "A preempted prompt scores its positions again, onto what it has.",
+        "engine/request.py",
+        "first = max(self.scheduled, len(self.prompt_logprobs))",
+        "first = self.scheduled",
+        (SCORING,),
+    ),
+    Mutation(
+        "S3-R7",
+        "A prefix hit covers positions that must be scored.",
+        "engine/planner.py",
+        "            if request.prompt_logprobs is not None:  #",
+        "            if request.prompt_logprobs == ():  #",
+        (SCORING,),
+    ),
+    Mutation(
+        "I-14",
+        "Log-probabilities of the prompt are sent chunk by chunk, and the event is not one.",
+        "engine/applier.py",
+        "        if row.kind is not RowKind.LAST:\n            return []\n        assert len(",
+        "        assert len(",
+        (SCORING,),
+    ),
+    # --- overlap: results that come late ------------------------------------------------------------------------------
+    Mutation(
+        "I-33 a",
+        "The late result of a preempted or ended request is applied.",
+        "engine/core.py",
+        "if row.request.epoch == epoch and number not in failed:",
+        "if number not in failed:",
+        (OVERLAP,),
+    ),
+    Mutation(
+        "I-33 b",
+        "The late failure of a request that has ended fails it a second time.",
+        "engine/core.py",
+        "            if row.request.epoch == epoch:\n                events.append(",
+        "            if epoch is not None:\n                events.append(",
+        (OVERLAP,),
+    ),
+    Mutation(
+        "I-33 c",
+        "A request that loses its memory keeps its epoch, and late results pass for its own.",
+        "engine/scheduler.py",
+        "        request.epoch += 1\n",
+        "",
+        (OVERLAP,),
+    ),
+    Mutation(
+        "S4-R8 a",
+        "A request is launched beyond the end of its answer, whose last token is in flight.",
+        "engine/request.py",
+        "return 1 + len(self.drafts) if left > 0 else 0",
+        "return 1 + len(self.drafts)",
+        (OVERLAP,),
+    ),
+    Mutation(
+        "S4-R8 b",
+        "A token in flight does not count for min_tokens.",
+        "engine/request.py",
+        "early = self.num_output + self.num_pending < self",
+        "early = self.num_output < self",
+        (OVERLAP,),
+    ),
+    Mutation(
+        "S4-R8 c",
+        "A preempted request keeps counting its token in flight.",
+        "engine/scheduler.py",
+        "request.target = request.num_pending = 0",
+        "request.target = 0",
+        (OVERLAP,),
+    ),
+    Mutation(
+        "S4-R8 d",
+        "A step is planned on top of one whose launch failed.",
+        "engine/core.py",
+        "if launched is not None and launched.output is not None:",
+        "if launched is not None and launched.output is launched:",
+        (OVERLAP,),
+    ),
+    Mutation(
+        "S4-R8 e",
+        "With overlap there is no work while the last step is in flight, and nobody reads it.",
+        "engine/core.py",
+        "self._scheduler.waiting or self._in_flight)",
+        "self._scheduler.waiting)",
+        (OVERLAP,),
+    ),
+    Mutation(
+        "I-33 lost token",
+        "A row whose token was never sampled goes on from another one.",
+        "engine/executor.py",
+        " | dict.fromkeys(lost, LOST_TOKEN)",
+        "",
+        (f"{EXECUTOR}::test_a_row_that_goes_on_from_a_failed_one_fails_alone",),
+    ),
+    # --- drafts -------------------------------------------------------------------------------------------------------
+    Mutation(
+        "S5-R15 a",
+        "A decode row counts as one token of the step, drafts or not.",
+        "engine/planner.py",
+        "self._tokens_left -= sum(counts)",
+        "self._tokens_left -= len(counts)",
+        (DRAFTS,),
+    ),
+    Mutation(
+        "S5-R15 b",
+        "A decode row grows by one block, however many its drafts need.",
+        "engine/planner.py",
+        "            -(-(request.scheduled + count) // size) - len(request.block_ids)\n",
+        "            1\n",
+        (DRAFTS,),
+    ),
+    Mutation(
+        "S5-R15 c",
+        "The config is checked for decode rows of one token, and drafts starve prefill.",
+        "engine/config.py",
+        "least = self.max_num_seqs * (1 + self.num_speculative_tokens) + 1",
+        "least = self.max_num_seqs + 1",
+        (CONFIG, DRAFTS),
+    ),
+    Mutation(
+        "I-35 a",
+        "KV of drafts that were rejected counts as computed.",
+        "engine/applier.py",
+        "computed = min(row.start + len(tokens), len(request.token_ids)) if decoded else scheduled.end",
+        "computed = scheduled.end",
+        (DRAFTS,),
+    ),
+    Mutation(
+        "I-35 b",
+        "The cursor is not taken back to before the drafts that were rejected.",
+        "engine/scheduler.py",
+        "            request.scheduled = request.computed\n",
+        "",
+        (DRAFTS,),
+    ),
+    Mutation(
+        "I-35 c",
+        "Drafts reach beyond the last token that may be sampled.",
+        "engine/scheduler.py",
+        "min(self._config.num_speculative_tokens, request.max_new - request.num_output - 1)",
+        "self._config.num_speculative_tokens",
+        (DRAFTS,),
+    ),
+    Mutation(
+        "I-35 d",
+        "A preempted request keeps its drafts.",
+        "engine/scheduler.py",
+        "        request.drafts = ()\n",
+        "",
+        (DRAFTS,),
+    ),
+    Mutation(
+        "I-30 a",
+        "A stop token among accepted drafts does not end the answer.",
+        "engine/applier.py",
+        "            if is_stop_token(request, token_id):\n",
+        "            if i == len(tokens) - 1 and is_stop_token(request, token_id):\n",
+        (DRAFTS,),
+    ),
+    Mutation(
+        "I-30 b",
+        "A row whose stop tokens are banned carries drafts beyond min_tokens, where they are not.",
+        "engine/scheduler.py",
+        "most = 0 if early else min(",
+        "most = min(",
+        (DRAFTS,),
+    ),
+    # --- recurrent state ----------------------------------------------------------------------------------------------
+    Mutation(
+        "I-9 a",
+        "The last slot is renumbered when another is given back, and its state is not moved.",
+        "engine/state_slots.py",
+        "            self._moves.append((self._slots[last], hole))\n",
+        "",
+        (STATES,),
+    ),
+    Mutation(
+        "I-9 b",
+        "Moves are handed to every step that follows, not to the next alone.",
+        "engine/state_slots.py",
+        "moves, self._moves = tuple(self._moves), []",
+        "moves = tuple(self._moves)",
+        (STATES,),
+    ),
+    Mutation(
+        "I-9 c",
+        "The snapshot that a failed row was to save is never given back.",
+        "engine/core.py",
+        "            self._scheduler.discard(scheduled)\n",
+        "",
+        (STATES,),
+    ),
+    Mutation(
+        "I-9 d",
+        "The snapshot of a failed row is published.",
+        "engine/core.py",
+        "            self._scheduler.discard(scheduled)\n",
+        "            alive = row.request.epoch == epoch and scheduled.state is not None\n"
+        "            self._scheduler.advance(row.request, scheduled, scheduled.end) if alive else "
+        "self._scheduler.discard(scheduled)\n",
+        (STATES,),
+    ),
+    Mutation(
+        "I-9 e",
+        "A save takes the snapshot that a later row of the step starts from.",
+        "engine/scheduler.py",
+        "rows = tuple(self._schedule(row, restore, now) for row, restore in zip(plan.rows, restores, strict=True))",
+        "rows = tuple(self._schedule(row, self._snapshot(row), now) for row in plan.rows)",
+        (STATES,),
+    ),
+    Mutation(
+        "I-9 f",
+        "A step that is planned again for want of memory never gives its snapshots back.",
+        "engine/scheduler.py",
+        "            self.discard(scheduled)\n",
+        "",
+        (STATES,),
+    ),
+    Mutation(
+        "I-9 g",
+        "A prefix hit of a hybrid model starts where no state was kept.",
+        "engine/planner.py",
+        "            elif self._view.snapshots and self._view",
+        "            elif self._view.snapshots and not self._view.blocks and self._view",
+        (STATES,),
+    ),
+    Mutation(
+        "I-9 h",
+        "Chunks run past the positions at which the state is to be kept.",
+        "engine/chunks.py",
+        "        count = min(count, self._to_snapshot(start, remaining))\n",
+        "",
+        (STATES,),
+    ),
+    Mutation(
+        "I-9 i",
+        "A waiting request does not look its prefix up again when a snapshot was overwritten.",
+        "engine/planner.py",
+        "caches = view.blocks.epoch + (view.snapshots.epoch if view.snapshots else 0)",
+        "caches = view.blocks.epoch",
+        (GAPS,),
+    ),
+    # --- fairness -----------------------------------------------------------------------------------------------------
+    Mutation(
+        "fair lift",
+        "A tenant that comes back is owed what others were served meanwhile.",
+        "engine/waiting.py",
+        "max(self._served.get(line, 0.0), min(present, default=0.0))",
+        "self._served.get(line, 0.0)",
+        (WAITING,),
+    ),
+    Mutation(
+        "fair age",
+        "However long a request waits, more urgent ones go before it.",
+        "engine/waiting.py",
+        "        if now - _since(islice(line, place, None)) >= self._age_s:\n",
+        "        if now - _since(islice(line, place, None)) >= math.inf:\n",
+        (WAITING,),
+    ),
+    Mutation(
+        "fair age head",
+        "A request behind one that was just preempted does not age.",
+        "engine/waiting.py",
+        "        if not request.was_scheduled:\n            break\n",
+        "        break\n",
+        (WAITING,),
+    ),
+    Mutation(
+        "fair priority",
+        "The queue ignores priorities.",
+        "engine/waiting.py",
+        "return (1, head.priority, served",
+        "return (1, 0, served",
+        (WAITING,),
+    ),
+    Mutation(
+        "fair turn",
+        "All that one tenant waits with is admitted before the next one's turn.",
+        "engine/waiting.py",
+        "            served[_line_of(line[place])] += len(line[place].token_ids)\n",
+        "",
+        (WAITING,),
+    ),
+    Mutation(
+        "fair drafts",
+        "Accepted drafts are not counted against a tenant's share.",
+        "engine/scheduler.py",
+        "answer_tokens=end - scheduled.start if decoded else 1",
+        "answer_tokens=1",
+        (WAITING,),
+    ),
+    Mutation(
+        "fair place",
+        "A preempted request waits behind whoever came after it.",
+        "engine/waiting.py",
+        "if behind is not None and _place(behind) > _place(request):",
+        "if behind is not None and behind is request:",
+        (WAITING,),
+    ),
+    Mutation(
+        "fair victims",
+        "Victims are chosen regardless of priority.",
+        "engine/planner.py",
+        "candidates = [request for request in candidates if request.priority == least_urgent]",
+        "candidates = [request for request in candidates if least_urgent is not None]",
+        (WAITING,),
+    ),
+    Mutation(
+        "fair urgent",
+        "A long prompt that has begun keeps urgent ones waiting.",
+        "engine/planner.py",
+        "            budget = self._admit(budget, more_urgent_than=begun[0].priority)\n",
+        "            pass\n",
+        (WAITING,),
+    ),
+    Mutation(
+        "fair begun",
+        "Endless urgent prompts keep one that has begun waiting for ever.",
+        "engine/planner.py",
+        "if begun and not self._preempted and not self._is_aged(begun[0]):",
+        "if begun and not self._preempted:",
+        (WAITING, SPANS),
+    ),
+    Mutation(
+        "fair begun order",
+        "A begun prompt that stood still for the age bound stands behind begun ones that are urgent.",
+        "engine/planner.py",
+        "key=lambda request: (not self._is_aged(request), request.priority))",
+        "key=lambda request: request.priority)",
+        (WAITING,),
+    ),
+    Mutation(
+        "fair partial",
+        "A partial prompt of one priority bars those of all others.",
+        "engine/planner.py",
+        "count < remaining and self._num_partial[request.priority] >= most",
+        "count < remaining and self._num_partial.total() >= most",
+        (WAITING,),
+    ),
+    # --- how long prefill gathers -------------------------------------------------------------------------------------
+    Mutation(
+        "coalesce waiting",
+        "A new prompt is held back for as long as the step does not fill.",
+        "engine/planner.py",
+        "return waited_ms < policy.coalesce_waiting_ms and (",
+        "return waited_ms < float('inf') and (",
+        (COALESCING,),
+    ),
+    Mutation(
+        "coalesce partial",
+        "The rest of a begun prompt is held back as long as a new one.",
+        "engine/planner.py",
+        "not view.prefilling or (view.now - partial_since) * 1000 < policy.coalesce_partial_ms",
+        "not view.prefilling or partial_since < float('inf')",
+        (COALESCING,),
+    ),
+    Mutation(
+        "coalesce ratio",
+        "Prefill is held back although the queue fills the step as far as was asked.",
+        "engine/planner.py",
+        "if queued >= policy.prefill_fill_ratio * view.prefill_limit:",
+        "if queued >= 10**9:",
+        (COALESCING,),
+    ),
+    # --- bounds, retries and deadlines --------------------------------------------------------------------------------
+    Mutation(
+        "I-23 cost",
+        "bypass tests the whole queue in every step.",
+        "engine/planner.py",
+        "else MAX_PASSED\n",
+        "else len(view.waiting)\n",
+        (WAITING,),
+    ),
+    Mutation(
+        "S1-R7 c",
+        "A step that the engine cut raises the limit that it was to halve.",
+        "engine/scheduler.py",
+        "max(min(prefill, self._prefill_limit) // 2, least)",
+        "max(prefill // 2, least)",
+        (CHUNK_OWNER, SPANS),
+    ),
+    Mutation(
+        "S1-R7 d",
+        "A step gets no retry because the one before it, whose requests have gone, had one.",
+        "engine/core.py",
+        "        self._retrying &= self._scheduler.num_running > 0",
+        "        self._retrying &= self._scheduler.num_running >= 0",
+        (OVERLAP, CORE),
+    ),
+    Mutation(
+        "S1-R7 e",
+        "A retry puts a prompt that was about to be done behind those that came after it.",
+        "engine/scheduler.py",
+        "        prompts.sort(key=lambda request: (request.queue_key, request.ticket))\n",
+        "",
+        (OVERLAP, CORE),
+    ),
+    Mutation(
+        "S1-R7 f",
+        "The prefill limit stays halved when the engine is idle.",
+        "engine/scheduler.py",
+        "            self._prefill_limit = self._config.max_prefill_tokens\n",
+        "            pass\n",
+        (GAPS,),
+    ),
+    Mutation(
+        "deadline queue",
+        "The deadline of the queue ends requests that run.",
+        "engine/deadlines.py",
+        "elif request is not None and not request.was_scheduled:",
+        "elif request is not None:",
+        (CORE, PREPARING),
+    ),
+    Mutation(
+        "deadline id",
+        "A request inherits the deadline of one that had its id before.",
+        "engine/deadlines.py",
+        "return request if request is not None and request.ticket == ticket else None",
+        "return request",
+        (OVERLAP,),
+    ),
+    Mutation(
+        "deadline heap",
+        "Deadlines of requests that ended long ago pile up.",
+        "engine/deadlines.py",
+        "        if len(self._heap) > self._compact_at:",
+        "        if not self._compact_at:",
+        (CORE, ASYNC),
+    ),
+    Mutation(
+        "deadline idle",
+        "A deadline that is far away ends the engine's thread.",
+        "engine/async_engine.py",
+        "min(max(deadline - time.monotonic(), 0.0), MAX_WAIT_S)",
+        "max(deadline - time.monotonic(), 0.0)",
+        (ASYNC,),
+    ),
+    Mutation(
+        "deadline asleep",
+        "An engine that has no work ends nobody whose deadline has passed.",
+        "engine/core.py",
+        "events = self._end_late(now)",
+        "events = self._end_late(now) if self.has_work else []",
+        (PREPARING,),
+    ),
+    # --- what the load says -------------------------------------------------------------------------------------------
+    Mutation(
+        "I-31 reason",
+        "The reason why the queue stands is that of the last request that was tested.",
+        "engine/planner.py",
+        "            self._deferred = self._deferred or reason\n",
+        "            self._deferred = reason\n",
+        (GAPS,),
+    ),
+    Mutation(
+        "I-31 stale",
+        "The reason outlives the requests that waited.",
+        "engine/core.py",
+        "if self._deferred and scheduler.waiting else None",
+        "if self._deferred else None",
+        (LOAD,),
+    ),
+    Mutation(
+        "I-31 hits",
+        "A step that no graph fitted counts as a hit.",
+        "engine/core.py",
+        "self._graph_uses[output.graph.hit, output.graph.name] += 1",
+        "self._graph_uses[True, output.graph.name] += 1",
+        (LOAD,),
+    ),
+    Mutation(
+        "I-31 mixed",
+        "The fake executor takes a mixed step for a decode step.",
+        "engine/fake_executor.py",
+        "if any(row.kind is not RowKind.DECODE for row in plan.rows):",
+        "if all(row.kind is not RowKind.DECODE for row in plan.rows):",
+        (LOAD,),
+    ),
+    # --- requests that are being prepared -----------------------------------------------------------------------------
+    Mutation(
+        "S5-R20 a",
+        "A request that is being prepared cannot be aborted.",
+        "engine/scheduler.py",
+        "(self.decoding, self.prefilling, self.preparing)",
+        "(self.decoding, self.prefilling)",
+        (PREPARING,),
+    ),
+    Mutation(
+        "S5-R20 b",
+        "An aborted request stays in the map of those that are being prepared.",
+        "engine/scheduler.py",
+        "self.preparing.pop(request.request_id, None) is not None",
+        "request.request_id in self.preparing",
+        (PREPARING,),
+    ),
+    Mutation(
+        "S5-R21 place",
+        "A prepared request waits behind all that came while it was prepared.",
+        "engine/scheduler.py",
+        "            self.waiting.add(request)\n\n",
+        "            request.queue_key = max([request.queue_key, *(other.queue_key + 1 for other in self.waiting)])\n"
+        "            self.waiting.add(request)\n"
+        "\n",
+        (PREPARING,),
+    ),
+    Mutation(
+        "S5-R21 early",
+        "A request is planned while its prompt is still being made.",
+        "engine/scheduler.py",
+        "            self.waiting.remove(request)\n            self.preparing",
+        "            self.preparing",
+        (PREPARING,),
     ),
 )
 
@@ -631,7 +1344,7 @@ def first_failure(copy: Path, tests: Iterable[str]) -> str | None:
         return f"hangs for {TIMEOUT_S} s"
     if done.returncode == 0:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode != 1 or not failed:  # a revert that cannot even be imported proves nothing
         raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return failed[1].removeprefix("tests/engine/")
@@ -648,12 +1361,32 @@ def try_mutation(copy: Path, mutation: Mutation) -> str | None:
         path.write_text(original, encoding="utf-8")
 
 
+def spread(items: Iterable[Item], run: Callable[[Path, Item], str | None]) -> Iterator[tuple[Item, str | None]]:
+    """Each item, in order, with what `run` says of it; every call has one of the copies to itself."""
+    copies: SimpleQueue[Path] = SimpleQueue()
+
+    def work(item: Item) -> tuple[Item, str | None]:
+        copy = copies.get()
+        try:
+            return item, run(copy, item)
+        finally:
+            copies.put(copy)
+
+    with ExitStack() as stack:
+        for _ in range(WORKERS):
+            copies.put(stack.enter_context(copied_checkout()))
+        pool = stack.enter_context(ThreadPoolExecutor(WORKERS))
+        stack.callback(pool.shutdown, cancel_futures=True)
+        yield from pool.map(work, items)
+
+
 def write_table(caught: dict[str, str | None]) -> None:
     lines = [
         "# Known defects, put back one at a time",
         "",
         "Written by `python -m tests.mutations`. Names are those of the specification: Sx-Rn a defect, Sx-Bn a",
-        "behaviour, I-n an invariant. The test named is the first that fails; others may fail too.",
+        "behaviour, I-n an invariant; a word stands for what has no number there. The test named is the first that",
+        "fails; others may fail too.",
         "",
         "| name | what the revert does | caught by |",
         "| --- | --- | --- |",
@@ -669,14 +1402,15 @@ def main(wanted: list[str]) -> int:
     chosen = [m for m in MUTATIONS if not wanted or m.name.startswith(tuple(wanted))]
     started = time.monotonic()
     caught: dict[str, str | None] = {}
-    with copied_checkout() as copy:
-        for mutation in MUTATIONS:  # all of them, before minutes are spent on the first
-            mutation.apply((copy / mutation.file).read_text(encoding="utf-8"))
-        if broken := first_failure(copy, dict.fromkeys(test for m in chosen for test in m.tests)):
+    for mutation in MUTATIONS:  # all of them, before minutes are spent on the first
+        mutation.apply((ROOT / mutation.file).read_text(encoding="utf-8"))
+    tests = dict.fromkeys(test for mutation in chosen for test in mutation.tests)
+    for _, broken in spread(tests, lambda copy, test: first_failure(copy, [test])):
+        if broken:
             raise SystemExit(f"without any revert, {broken} fails already")
-        for mutation in chosen:
-            catcher = caught[mutation.name] = try_mutation(copy, mutation)
-            print(f"{mutation.name:18} {catcher or 'SURVIVED'}", flush=True)
+    for mutation, catcher in spread(chosen, try_mutation):
+        caught[mutation.name] = catcher
+        print(f"{mutation.name:18} {catcher or 'SURVIVED'}", flush=True)
     if not wanted:
         write_table(caught)
     survivors = [name for name, catcher in caught.items() if catcher is None]
