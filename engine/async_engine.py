@@ -75,17 +75,22 @@ class AsyncEngine:
         *,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
+        priority: int = 0,
+        tenant: str = "",
         prepared: Awaitable[None] | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Yield a request's events one by one: Scheduled, Token*, then exactly one of Finished or Failed.
 
-        Leaving the loop early aborts the request once the generator is closed. `prepared` is as for `stream`.
+        Leaving the loop early aborts the request once the generator is closed. Options are those of Submission, and
+        `prepared` that of `stream`.
 
         Raises:
             RequestRejected: before the first event, with the limit in the message.
         """
         request_id = request_id or uuid.uuid4().hex
-        submission = Submission(request_id, tuple(prompt_token_ids), sampling, timeout_s, queue_timeout_s)
+        submission = Submission(
+            request_id, tuple(prompt_token_ids), sampling, timeout_s, queue_timeout_s, priority, tenant
+        )
         stream = self.stream(submission, prepared)
         try:
             async for events in stream:

@@ -88,7 +88,7 @@ class EngineCore:
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting) + len(scheduler.preparing),
             num_preparing=len(scheduler.preparing),
-            num_waiting_preempted=sum(request.was_scheduled for request in scheduler.waiting),
+            num_waiting_preempted=scheduler.waiting.num_preempted,
             wait_reason=self._deferred.value if self._deferred and scheduler.waiting else None,
             num_queued_tokens=scheduler.num_queued_tokens,
             num_blocks=self._blocks.num_blocks,

@@ -28,6 +28,8 @@ class WaitingQueue:
         self._served: dict[Line, float] = {}  # virtual tokens of every line that had requests since its class was idle
         self._live: Counter[Line] = Counter()  # requests of a line that wait or run
         self._num_waiting = 0
+        self.num_preempted = 0
+        """Of those that wait, requests that ran before."""
         self.shares = False
         """Several tenants or priorities are present, so that what each is served has to be counted."""
         self.num_tokens = 0
@@ -70,6 +72,7 @@ class WaitingQueue:
         if behind is not None and _place(behind) > _place(request):  # preempted: back to its place
             self._lines[_line_of(request)] = {r.request_id: r for r in sorted(line.values(), key=_place)}
         self._num_waiting += 1
+        self.num_preempted += request.was_scheduled
         self.num_tokens += len(request.token_ids)
 
     def remove(self, request: Request) -> bool:
@@ -80,6 +83,7 @@ class WaitingQueue:
         if not line:
             del self._lines[_line_of(request)]
         self._num_waiting -= 1
+        self.num_preempted -= request.was_scheduled
         self.num_tokens -= len(request.token_ids)
         return True
 

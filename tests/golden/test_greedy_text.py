@@ -114,6 +114,21 @@ def test_text_is_the_same_after_a_preemption_computes_it_again(bench: Bench, how
     assert bench.preemptions > 0
 
 
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_text_is_the_same_with_overlap_which_feeds_tokens_before_they_are_read(
+    bench: Bench, params: SamplingParams
+) -> None:
+    settings = {"max_num_batched_tokens": 64, "max_prefill_tokens": 64, "max_num_seqs": 2}
+    plain = bench.serve(bench.prompts[:3], params, **settings)
+    assert bench.serve(bench.prompts[:3], params, overlap=True, **settings) == plain
+
+
+@pytest.mark.parametrize("owner", ["scheduler", "engine"])
+def test_greedy_text_is_the_same_whoever_cuts_the_prompt(bench: Bench, alone: list[list[int]], owner: str) -> None:
+    settings = {"max_num_batched_tokens": 64, "max_prefill_tokens": 48, "max_num_seqs": 3}
+    assert bench.serve(bench.prompts[:3], GREEDY, scheduler=SchedulerConfig(chunk_owner=owner), **settings) == alone[:3]
+
+
 def test_sampled_text_depends_on_the_seed_only(bench: Bench) -> None:
     prompts = bench.prompts[:3]
     whole = [bench.serve([prompt], SAMPLED)[0] for prompt in prompts]

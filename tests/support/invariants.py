@@ -288,6 +288,7 @@ class CheckedCore(RecordingCore):
         queued = sum(len(request.token_ids) for request in scheduler.waiting)
         queued += sum(request.target - request.scheduled for request in scheduler.prefilling.values())
         assert load.num_queued_tokens == queued, "I-31"
+        assert load.num_waiting_preempted == sum(request.was_scheduled for request in scheduler.waiting), "I-31"
         graphs = sum(load.graph_hits.values()) + sum(load.graph_misses.values())
         # An engine-owned prompt is one step of several forwards; a failed step counts nowhere.
         assert graphs == load.num_steps, "I-31"
