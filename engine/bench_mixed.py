@@ -20,7 +20,7 @@ from engine.core import EngineCore
 from engine.executor import create_executor
 from engine.machine import machine
 from engine.prepare import prepare_model
-from engine.protocol import SamplingParams, Submission, Token
+from engine.protocol import Failed, SamplingParams, Submission, Token
 from engine.request import create_request
 from engine.step import Executor, RowKind, StepPlan
 
@@ -88,6 +88,8 @@ class MixedLoad:
         events = self._core.step()
         now = time.perf_counter()
         for event in events:
+            if isinstance(event, Failed):  # its gaps would be missing, and the rest would look well
+                raise RuntimeError(f"{event.request_id} failed: {event.message}")
             if isinstance(event, Token):
                 self._stamps[event.request_id].append(now)
 

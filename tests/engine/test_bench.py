@@ -12,6 +12,7 @@ from engine.bench import main
 from engine.bench_mixed import STREAMS, MixedLoad, percentile
 from engine.config import FakeConfig
 from engine.fake_executor import FakeExecutor
+from engine.step import ScheduledRequest
 from tests.engine.test_build import TINY
 from tests.support.engines import resolved_config
 
@@ -37,6 +38,18 @@ def test_the_mixed_load_runs_on_any_executor_and_says_whether_it_measured_anythi
         figures = MixedLoad(executor, dataclasses.replace(config, max_num_seqs=seats), seed=1, every_s=0.02).run()
         assert figures["valid"] is valid
         assert 0 < figures["gap_p50"] <= figures["gap_p99"] <= figures["gap_max"]
+
+
+def test_a_stream_that_fails_ends_the_mixed_load_and_is_no_good_figure() -> None:
+    """S1-R6: a load tool counted streams that had failed as short successes."""
+    config = resolved_config(max_model_len=4096, num_kv_blocks=4096, max_num_batched_tokens=64, max_prefill_tokens=64)
+
+    def late_row_of_a_stream(row: ScheduledRequest) -> str | None:
+        return "kernel fault" if row.request_id == "stream 0" and row.start > 100 else None
+
+    executor = FakeExecutor(config.num_kv_blocks, config.block_size, range(32), failing=late_row_of_a_stream)
+    with pytest.raises(RuntimeError, match="stream 0 failed: kernel fault"):
+        MixedLoad(executor, config, seed=1, every_s=0.02).run()
 
 
 def test_percentiles_lie_between_the_nearest_ranks() -> None:
