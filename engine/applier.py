@@ -39,13 +39,14 @@ class Applier:
             events += self._score(request, row, output.prompt_logprobs.get(number, ()))
         logprobs = output.logprobs.get(number) if output.logprobs else None
         stop = self._accept(request, tokens, logprobs, events)
-        # Of drafts, the KV of those that were accepted is good; what was computed after them is written over.
-        decoded = row.kind is RowKind.DECODE
-        computed = min(row.start + len(tokens), len(request.token_ids)) if decoded else scheduled.end
+        computed = row.start + row.num_tokens
+        if self._takes_drafts and row.kind is RowKind.DECODE:
+            # The KV of accepted drafts is good; what was computed after them is written over.
+            computed = min(row.start + len(tokens), len(request.token_ids))
         self._scheduler.advance(request, scheduled, computed)
         if stop is not None:
             events.append(self.finish(request, FinishReason.STOP, stop))
-        elif row.kind is not RowKind.MIDDLE and is_complete(request):
+        elif (tokens or row.kind is RowKind.LAST) and is_complete(request):
             events.append(self.finish(request, FinishReason.LENGTH))
         elif self._takes_drafts:
             self._scheduler.draft(request, output.drafts.get(number, ()))

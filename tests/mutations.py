@@ -906,8 +906,8 @@ MUTATIONS = (
         "I-35 a",
         "KV of drafts that were rejected counts as computed.",
         "engine/applier.py",
-        "computed = min(row.start + len(tokens), len(request.token_ids)) if decoded else scheduled.end",
-        "computed = scheduled.end",
+        "computed = min(row.start + len(tokens), len(request.token_ids))",
+        "computed = row.start + row.num_tokens",
         (DRAFTS,),
     ),
     Mutation(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine import bench_memory
 from engine.bench_mixed import table
 from serve_app.reference import BEGIN, END, render
 from tests.support.serve_process import ServeProcess
@@ -62,6 +63,13 @@ def test_the_prepare_example_prints_the_model_directory() -> None:
 def test_the_configuration_reference_is_what_the_settings_say() -> None:
     written = README.partition(BEGIN)[2].partition(END)[0].strip()
     assert written == render().strip(), "run `make docs`"
+
+
+def test_the_kv_tight_table_is_what_its_file_says() -> None:
+    document = json.loads((ROOT / "loadtest" / "results" / "kv_tight.json").read_text())
+    written = README.partition("<!-- kv tight -->")[2].partition("<!-- end of kv tight -->")[0].strip()
+    assert written == bench_memory.table(document)
+    assert all(cell["valid"] for cell in document["cells"])
 
 
 def test_the_mixed_load_table_is_what_its_file_says() -> None:
