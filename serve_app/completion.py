@@ -3,6 +3,7 @@ Never writes a byte of HTTP; streamed and whole answers come from the same piece
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from engine.protocol import (
     Token,
     Usage,
 )
+from serve_app.deadline import GRACE_S, Deadline
 from serve_app.detokenizer import Detokenizer
 from serve_app.echo import Echo
 from serve_app.engine_client import EngineClient
@@ -53,13 +55,16 @@ class Completion:
         detokenizer: Detokenizer,
         stops: Sequence[str],
         echo: Echo | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
-        """`echo`: the prompt's text goes first, with its tokens' log-probabilities if the submission asks for them."""
+        """`echo`: the prompt's text goes first, with its tokens' log-probabilities if the submission asks for them.
+        `deadline`: that of the submission, for an engine that does not keep it."""
         self._client = client
         self._submission = submission
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
         self._echo = echo
+        self._deadline = deadline
         self._tokens = None if submission.sampling.logprobs is None else TokenQueue()
         self._min_tokens = submission.sampling.min_tokens
         self._generated = 0
@@ -82,7 +87,7 @@ class Completion:
         """
         last: Piece | None = None
         async with aclosing(self._client.stream(self._submission)) as items:
-            async for events in items:
+            while (events := await self._next(items)) is not None:
                 piece = self._apply(events)
                 if piece.finish_reason is not None:
                     last = piece
@@ -92,6 +97,17 @@ class Completion:
         if last is None:
             raise EngineError(ErrorCode.STEP_FAILED, "the engine's stream ended without a terminal event")
         yield last
+
+    async def _next(self, items: AsyncGenerator[list[Event], None]) -> list[Event] | None:
+        """The engine's next item; None at the end. Never waits long past the deadline: a request that is queued before
+        the engine, or held by one that hangs, is not ended there."""
+        if self._deadline is None:
+            return await anext(items, None)
+        try:
+            async with asyncio.timeout_at(self._deadline.at + GRACE_S):
+                return await anext(items, None)
+        except TimeoutError:
+            raise self._deadline.exceeded() from None
 
     def _apply(self, events: list[Event]) -> Piece:
         texts: list[str] = []

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Generic
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -19,6 +20,8 @@ from starlette.types import Receive, Scope, Send
 from engine.protocol import EngineError
 from serve_app.asgi import RequestGuard, read_json_body, unless_client_leaves
 from serve_app.completion import Completion, whole_text
+from serve_app.deadline import HEADER as DEADLINE_HEADER
+from serve_app.deadline import Deadline, deadline_of, now
 from serve_app.engine_client import EngineClient, ServedModel
 from serve_app.errors import ApiError, clip, model_not_found, to_api_error
 from serve_app.logprobs import json_chars
@@ -48,12 +51,14 @@ class _Generate(Generic[RequestT]):
         self._id_prefix = id_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = now()
         body = await read_json_body(scope, receive, self._context.max_body_bytes)
-        await unless_client_leaves(receive, self._answer(body, scope, receive, send))
+        await unless_client_leaves(receive, self._answer(arrived, body, scope, receive, send))
 
-    async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, arrived: float, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         request = await run_sized(len(body), lambda: parse_request(self._kind, body))
-        completion, envelope = await self._start(request)
+        deadline = deadline_of(arrived, Headers(scope=scope).get(DEADLINE_HEADER), request.timeout_ms)
+        completion, envelope = await self._start(request, deadline)
         if request.stream:
             await send_stream(send, completion, envelope, request.include_usage)
         else:
@@ -62,14 +67,17 @@ class _Generate(Generic[RequestT]):
             response = await run_sized(size, lambda: JSONResponse(envelope.body(piece, completion.usage)))
             await response(scope, receive, send)
 
-    async def _start(self, request: RequestT) -> tuple[Completion, Envelope]:
+    async def _start(self, request: RequestT, deadline: Deadline | None) -> tuple[Completion, Envelope]:
         context = self._context
         if request.model != context.model.id:
             raise model_not_found(request.model, context.model.id)
         # Fresh even where the client names its request: ids of live requests are unique in the engine.
         request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
         ready = await self._prepare(request, request_id, context.tokenizer, context.model)
-        completion = Completion(context.client, ready.submission, ready.detokenizer, request.stops, ready.echo)
+        submission = ready.submission
+        if deadline is not None:
+            submission = replace(submission, timeout_s=deadline.left_s())
+        completion = Completion(context.client, submission, ready.detokenizer, request.stops, ready.echo, deadline)
         return completion, Envelope(request_id, context.model.id, self._shape)
 
 

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
 from engine.protocol import MAX_LOGPROBS
+from serve_app.deadline import MAX_TIMEOUT_MS
 from serve_app.errors import ApiError, from_validation
 from serve_app.strict_model import StrictModel, Unsupported
 
@@ -145,6 +146,8 @@ class GenerationRequest(StrictModel):
     min_tokens: int | None = Field(None, ge=0)
     """Neither stop tokens nor stop strings end the answer before this many tokens."""
     ignore_eos: bool | None = None
+    timeout_ms: int | None = Field(None, ge=1, le=MAX_TIMEOUT_MS)
+    """The answer ends with an error after this long; see serve_app.deadline."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

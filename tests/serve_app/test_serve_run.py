@@ -211,6 +211,18 @@ def test_fifty_clients_that_leave_at_random_moments_leave_nothing_behind(
     assert "Paris" in (answer.choices[0].message.content or "")
 
 
+def test_a_stream_ends_at_its_deadline_with_an_error_frame(default_server: ServeProcess) -> None:
+    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    headers = {"Request-Timeout-Ms": "700"}
+    url = f"{default_server.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as response:
+        payloads = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert json.loads(payloads[-2])["error"]["code"] == "deadline_exceeded"
+    assert payloads[-1] == "[DONE]"
+    after = wait_until_idle(default_server)[0]
+    assert (after["num_running"], after["num_waiting"], after["num_held_blocks"]) == (0, 0, 0)
+
+
 # --- several replicas, and the end -----------------------------------------------------------------------------------
 
 
