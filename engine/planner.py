@@ -1,4 +1,4 @@
-"""Owns the choice of what the next step computes, and of who gives up memory for it.
+"""Owns the choice of what the next step computes, and of who gives up memory for it: one decision, so one long file.
 Never changes a request, a block or a queue: a plan is a proposal, and making it twice gives the same one."""
 
 from __future__ import annotations

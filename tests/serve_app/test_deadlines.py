@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,8 +120,14 @@ async def test_an_engine_that_does_not_keep_the_deadline_is_left(stream: bool, m
     assert client.closed.is_set(), "the request is cancelled wherever it is"
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 def slow_engine() -> AsyncEngine:
-    return build_engine("", EngineConfig(executor="fake", max_num_seqs=1, fake=FakeConfig(step_delay_ms=5)))
+    return build_engine("", EngineConfig(executor="fake", max_num_seqs=1, fake=FakeConfig(step_delay_ms=20)))
 
 
 async def test_a_late_stream_and_a_late_queued_request_leave_nothing_in_the_engine() -> None:
@@ -128,16 +135,14 @@ async def test_a_late_stream_and_a_late_queued_request_leave_nothing_in_the_engi
     try:
         app = create_app(LocalClient(engine), Tokenizer.byte_level(), MODEL)
         body = PROMPT | {"max_tokens": 190, "ignore_eos": True, "stream": True}
-        running = asyncio.ensure_future(post(app, "/v1/completions", body, "300"))
-        while not engine.load().num_running:
-            await asyncio.sleep(0.005)
-        queued = await post(app, "/v1/completions", body | {"stream": False}, "50")
+        running = asyncio.ensure_future(post(app, "/v1/completions", body, "1000"))
+        await until(lambda: engine.load().num_running > 0)
+        queued = await post(app, "/v1/completions", body | {"stream": False}, "100")
         assert (queued.status, queued.error["code"]) == (504, "deadline_exceeded")
         late = await asyncio.wait_for(running, TIMEOUT_S)
         assert late.frames[-1]["error"]["code"] == "deadline_exceeded"
         assert 0 < len(late.text) < 190
-        while engine.load().num_held_blocks:
-            await asyncio.sleep(0.005)
+        await until(lambda: not engine.load().num_held_blocks)
         answer = await post(app, "/v1/completions", PROMPT | {"max_tokens": 2}, "5000")
         assert answer.status == 200
     finally:
