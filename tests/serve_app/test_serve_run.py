@@ -266,9 +266,11 @@ def test_two_engine_replicas_answer_at_once_and_sigterm_lets_streams_finish() ->
 def test_sigterm_lets_streams_finish_while_replicas_are_still_starting() -> None:
     one_too_many = {"ingress_num_cpus": 1, "ingress_replicas": 1 + (os.cpu_count() or 1), "engine_num_cpus": 0}
     with serve_run(fake(**one_too_many)) as server, ThreadPoolExecutor(4) as pool:
-        streams = [pool.submit(read_stream, server, 200) for _ in range(4)]
-        while sum(engine["num_running"] for engine in loads(server)) < 4:
+        streams = [pool.submit(read_stream, server, 400) for _ in range(4)]
+        deadline = time.monotonic() + 10
+        while (running := sum(engine["num_running"] for engine in loads(server))) < 4 and time.monotonic() < deadline:
             time.sleep(0.05)
+        assert running == 4
         assert server.end(signal.SIGTERM) == 0
         for stream in streams:
             payloads = stream.result(timeout=30)
