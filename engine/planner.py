@@ -87,6 +87,8 @@ class View:
     """Most prefill tokens in this step: max_prefill_tokens, or less after the executor ran out of memory."""
     last_decode: float
     """When a step last carried decode rows, or the first decoding request was promoted."""
+    num_queued_tokens: int
+    """Prompt tokens that are in no step yet."""
 
 
 def make_plan(view: View, config: ResolvedConfig) -> Plan:
@@ -162,8 +164,11 @@ class _Planner:
         return True, budget
 
     def _prefill_runs_alone(self) -> bool:
-        if self._policy.batch_mode == "prefill_first":
+        policy = self._policy
+        if policy.batch_mode == "prefill_first":
             return True
+        if policy.prompt_logprobs_step == "mixed" and policy.chunk_owner == "scheduler":
+            return False  # before the queue is put in order for nothing
         first = self._first_prompt()
         return self._is_dedicated(first) or self._is_cut_by_engine(first)
 
@@ -195,8 +200,7 @@ class _Planner:
         view, policy = self._view, self._policy
         if not policy.prefill_fill_ratio:
             return False
-        queued = view.waiting.num_tokens + sum(r.target - r.scheduled for r in view.prefilling.values())
-        if queued >= policy.prefill_fill_ratio * view.prefill_limit:
+        if view.num_queued_tokens >= policy.prefill_fill_ratio * view.prefill_limit:
             return False
         partial_since = min((r.waiting_since for r in view.prefilling.values()), default=view.now)
         waiting_since = view.waiting.oldest_since()
@@ -259,7 +263,7 @@ class _Planner:
         return min(self._missing(elder, elder.target), 1) if elder and elder.scheduled < elder.target else 0
 
     def _missing(self, request: Request, num_tokens: int) -> int:
-        return max(-(-num_tokens // self._block_size) - len(request.block_ids), 0)
+        return max(self._view.blocks.blocks_for(num_tokens) - len(request.block_ids), 0)
 
     def _choose_victim(self, decoding: list[Request]) -> Request | None:
         """Of the least urgent, by policy. The elder never; prompts only when there is no answer to take from."""

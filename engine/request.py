@@ -74,6 +74,11 @@ class Request:
         return len(self.token_ids) - self.prompt_len
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Among the requests of one priority and tenant: a lower one is served first."""
+        return (self.queue_key, self.ticket)
+
+    @property
     def lifetime_tokens(self) -> int:
         """Positions whose KV is ever written: the last sampled token is not fed back."""
         return self.prompt_len + max(self.max_new, 1) - 1

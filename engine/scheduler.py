@@ -3,6 +3,8 @@ Never chooses: `engine.planner` does, from a view of these queues, and changes n
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from engine.block_manager import BlockManager
 from engine.config import ResolvedConfig
 from engine.planner import Plan, PlannedRow, View, make_plan
@@ -85,6 +87,7 @@ class Scheduler:
             now=now,
             prefill_limit=self._prefill_limit,
             last_decode=self._last_decode,
+            num_queued_tokens=self.num_queued_tokens,
         )
         return make_plan(view, self._config)
 
@@ -189,11 +192,10 @@ class Scheduler:
         request.computed = request.scheduled = request.target = request.num_pending = 0
         request.drafts = ()
         request.waiting_since = now
-        keys = [other.queue_key for other in self.waiting]
-        if self._config.scheduler.requeue == "front":
-            request.queue_key = min([*keys, request.ticket]) - 1
-        elif self._config.scheduler.requeue == "back":
-            request.queue_key = max([*keys, request.ticket]) + 1
+        requeue = self._config.scheduler.requeue
+        if requeue != "arrival":
+            keys = [request.ticket, *(other.queue_key for other in self.waiting)]
+            request.queue_key = min(keys) - 1 if requeue == "front" else max(keys) + 1
         self.waiting.add(request)
 
     def roll_back(self, plan: Plan, step: StepPlan) -> None:
@@ -210,7 +212,7 @@ class Scheduler:
             self.discard(scheduled)
             if row.kind is RowKind.LAST:
                 prompts.append(self.decoding.pop(request.request_id))
-        prompts.sort(key=lambda request: (request.queue_key, request.ticket))
+        prompts.sort(key=attrgetter("place"))
         self.prefilling = {request.request_id: request for request in prompts}
         prefill = sum(row.num_tokens for row in plan.rows if row.kind is not RowKind.DECODE)
         least = min(self._blocks.block_size, self._prefill_limit)
@@ -224,7 +226,7 @@ class Scheduler:
         if self.waiting.shares and scheduled.sampling is not None:
             decoded = scheduled.kind is RowKind.DECODE  # with drafts, several in one row
             self.waiting.serve(request, answer_tokens=end - scheduled.start if decoded else 1)
-        num_full = end // self._config.block_size
+        num_full = end // self._blocks.block_size
         if num_full > request.num_published:
             request.extend_hashes(end, self._blocks.block_size)
             for i in range(request.num_published, num_full):
@@ -235,11 +237,10 @@ class Scheduler:
 
     def draft(self, request: Request, drafts: tuple[int, ...]) -> None:
         """Keep what is drafted to follow, as far as the answer may still go; what was not accepted is taken back."""
-        if self._config.num_speculative_tokens:
-            request.scheduled = request.computed
-            early = request.num_output < request.sampling.min_tokens  # stop tokens are banned at one position a row
-            most = 0 if early else min(self._config.num_speculative_tokens, request.max_new - request.num_output - 1)
-            request.drafts = drafts[:most]
+        request.scheduled = request.computed
+        early = request.num_output < request.sampling.min_tokens  # stop tokens are banned at one position a row
+        most = 0 if early else min(self._config.num_speculative_tokens, request.max_new - request.num_output - 1)
+        request.drafts = drafts[:most]
 
     def discard(self, scheduled: ScheduledRequest) -> None:
         """A row's results are nobody's: its request has ended or was preempted, or the row failed."""

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from operator import attrgetter
 
 from engine.config import SchedulerConfig
 from engine.request import Request
@@ -31,7 +32,8 @@ class WaitingQueue:
         self.num_preempted = 0
         """Of those that wait, requests that ran before."""
         self.shares = False
-        """Several tenants or priorities are present, so that what each is served has to be counted."""
+        """Several tenants or priorities are present, so that what each is served has to be counted. Kept, not worked
+        out from `_served`, because every row of every step asks."""
         self.num_tokens = 0
         """Tokens of all waiting requests; how many of them the prefix cache holds is not known yet."""
 
@@ -69,8 +71,8 @@ class WaitingQueue:
         line = self._lines.setdefault(_line_of(request), {})
         behind = next(reversed(line.values()), None)
         line[request.request_id] = request
-        if behind is not None and _place(behind) > _place(request):  # preempted: back to its place
-            self._lines[_line_of(request)] = {r.request_id: r for r in sorted(line.values(), key=_place)}
+        if behind is not None and behind.place > request.place:  # preempted: back to its place
+            self._lines[_line_of(request)] = {r.request_id: r for r in sorted(line.values(), key=attrgetter("place"))}
         self._num_waiting += 1
         self.num_preempted += request.was_scheduled
         self.num_tokens += len(request.token_ids)
@@ -117,8 +119,8 @@ class WaitingQueue:
     def _rank(self, line: list[Request], place: int, served: dict[Line, float], now: float) -> tuple[float, ...]:
         head = line[place]
         if now - _since(islice(line, place, None)) >= self._age_s:
-            return (0, *_place(head))
-        return (1, head.priority, served[_line_of(head)], *_place(head))
+            return (0, *head.place)
+        return (1, head.priority, served[_line_of(head)], *head.place)
 
 
 def _since(line: Iterable[Request]) -> float:
@@ -133,7 +135,3 @@ def _since(line: Iterable[Request]) -> float:
 
 def _line_of(request: Request) -> Line:
     return (request.priority, request.tenant)
-
-
-def _place(request: Request) -> tuple[int, int]:
-    return (request.queue_key, request.ticket)

@@ -127,6 +127,8 @@ class Completion:
                     texts.append(self._stops.flush())
                     return self._piece(texts, self._finish(event))
                 case Failed():
+                    if event.code is ErrorCode.DEADLINE_EXCEEDED and self._deadline is not None:
+                        raise self._deadline.exceeded()  # the engine knows only what was left for it
                     raise EngineError(event.code, event.message)
         return self._piece(texts)
 

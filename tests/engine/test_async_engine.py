@@ -1,4 +1,4 @@
-"""Contracts of the engine as a library: threads, loops, cancellation, health. No HTTP."""
+"""Contracts of the engine as a library: threads, loops, cancellation, health. Long: every way to leave. No HTTP."""
 
 from __future__ import annotations
 

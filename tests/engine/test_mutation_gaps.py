@@ -38,6 +38,7 @@ def chunks_planned(config: ResolvedConfig, blocks: BlockManager, *prompts: Reque
         now=0.0,
         prefill_limit=config.max_prefill_tokens,
         last_decode=0.0,
+        num_queued_tokens=0,
     )
     return [(row.request.request_id, row.num_tokens) for row in make_plan(view, config).rows]
 

@@ -1,5 +1,5 @@
-"""Contracts of the overlap loop: a step is launched before the one before it is read back, and nobody can tell by the
-tokens. The specification's I-26, I-28 and I-33, and the pipelines that lost results in S4-R8."""
+"""Contracts of the overlap loop: nobody can tell by the tokens. Long: every end and fault, with a step in flight.
+The specification's I-26, I-28 and I-33, and the pipelines that lost results in S4-R8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contracts of the queue: age, then priority, then fair shares between tenants, then arrival.
+"""Contracts of the queue: age, priority, fair shares between tenants, arrival. Long: each rule against each other.
 The clock is turned by hand, so that every bound is counted in steps."""
 
 from __future__ import annotations

@@ -111,6 +111,12 @@ async def test_a_stream_that_is_late_ends_with_an_error_frame() -> None:
     assert answer.frames[-1]["error"]["code"] == "deadline_exceeded"
 
 
+async def test_the_error_names_what_the_client_asked_for_and_not_what_the_engine_had_left() -> None:
+    left = EngineError(ErrorCode.DEADLINE_EXCEEDED, "The request was ended after 0.69814 s, as its deadline says.")
+    answer = await post(app_for(ScriptedClient([failed(left)])), "/v1/completions", PROMPT, "700")
+    assert answer.error["message"] == "The request was ended after 0.7 s, as its deadline says."
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engine_that_does_not_keep_the_deadline_is_left(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_app.completion.GRACE_S", 0.0)

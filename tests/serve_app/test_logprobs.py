@@ -1,4 +1,4 @@
-"""Owns the contract of `echo`, `logprobs` and `max_tokens: 0` in /v1/completions, whole and streamed.
+"""Owns the contract of `echo`, `logprobs` and `max_tokens: 0` in completions; long: a rule of the legacy object each.
 Never depends on a real engine: every event, and every log-probability, is scripted."""
 
 from __future__ import annotations

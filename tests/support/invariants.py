@@ -15,6 +15,7 @@ from engine.protocol import (
     Finished,
     FinishReason,
     PromptLogprobs,
+    RequestRejected,
     SamplingParams,
     Scheduled,
     Token,
@@ -75,7 +76,7 @@ class CheckedCore(RecordingCore):
         before = self.load()
         try:
             self.send_params(request_id, prompt, params, **options)
-        except Exception:
+        except RequestRejected:
             assert self.load() == before, "I-27"
             raise
         request = self._scheduler.find(request_id)
