@@ -55,13 +55,15 @@ def drain_and_shutdown() -> None:
     signal.alarm(0)  # Ray's native SIGTERM handler has set one that aborts the process after three seconds
     print("Shutting down: letting running requests finish. Signal again to stop at once.", flush=True)
     for name, app in serve.status().applications.items():
-        _report(name, drain(name, app))
-        _delete(name)
+        if (ended := drain(name, app)) is not None:
+            _report(name, ended)
+            _delete(name)
     serve.shutdown()
 
 
-def drain(app_name: str, app: ApplicationStatusOverview) -> int:
-    """Ask every ingress replica of an application to drain; return how many requests had to be ended.
+def drain(app_name: str, app: ApplicationStatusOverview) -> int | None:
+    """Ask every ingress replica of an application to drain; return how many requests had to be ended, or None if none
+    of them runs: then there is nobody to wait for, and a deployment that keeps failing would be waited for in vain.
 
     An application that is still deploying, or unhealthy, has streams too: what counts is a replica that runs.
     """
@@ -69,7 +71,7 @@ def drain(app_name: str, app: ApplicationStatusOverview) -> int:
         ingress = serve.get_app_handle(app_name)
         deployment = app.deployments.get(ingress.deployment_name)
         if deployment is None or not deployment.replica_states.get(ReplicaState.RUNNING):
-            return 0  # a broadcast would wait for the first replica
+            return None  # a broadcast would wait for the first replica
         late: list[int] = ingress.broadcast("drain").results()
     except (RayError, RayServeException) as error:
         # Somebody else's application in the same config, one that is being deleted, or a replica that just died.
