@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.config import ResolvedConfig
 from engine.core import EngineCore
@@ -36,19 +37,34 @@ MAX_WAIT_S = 3600.0
 """A queue refuses to wait for longer than some platforms' clocks count, and a deadline may be any number of seconds."""
 
 
+class EventSink(Protocol):
+    """Takes the events of the requests that were submitted with it."""
+
+    loop: asyncio.AbstractEventLoop
+    """Where `receive` runs."""
+
+    def receive(self, events: list[Event]) -> None:
+        """Take what a step had for this sink: one call a step, however many of its requests have news."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """Events of one request on their way to the loop that reads them."""
+    """The sink of one request, for a reader that waits."""
 
     loop: asyncio.AbstractEventLoop
     pending: list[Event] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def receive(self, events: list[Event]) -> None:
+        self.pending += events
+        self.ready.set()
+
 
 class AsyncEngine:
     """An engine as a library: `async for event in engine.generate(token_ids, SamplingParams(...))`.
 
-    Callers may use several event loops; each gets one wake-up a step, however many of its streams have news.
+    Callers may use several event loops; each gets one wake-up a step, however many of its sinks have news.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -56,10 +72,11 @@ class AsyncEngine:
         self._core = core
         self._commands: queue.SimpleQueue[Callable[[], list[Event]]] = queue.SimpleQueue()
         # A stream stays here until its terminal event, also when its reader has left: its id is taken until then.
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, EventSink] = {}
         self._tickets = itertools.count()
         self._load = core.load()
         self._fault: str | None = None
+        self._busy_since: float | None = None  # when the step thread last came round; None while it waits for work
         self._draining = False
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
@@ -113,8 +130,9 @@ class AsyncEngine:
             RequestRejected: before the first item; nothing was enqueued.
         """
         preparation = None if prepared is None else asyncio.ensure_future(prepared)
+        stream = _Stream(asyncio.get_running_loop())
         try:
-            stream = self._open(submission, prepared=preparation is None)
+            self._open(submission, stream, prepared=preparation is None)
         except EngineError:
             if preparation is not None:
                 preparation.cancel()
@@ -146,13 +164,20 @@ class AsyncEngine:
         else:
             self._commands.put(lambda: self._core.prepared(request_id))
 
-    def _open(self, submission: Submission, *, prepared: bool) -> _Stream:
+    def submit(self, submission: Submission, sink: EventSink) -> None:
+        """Have a request's events sent to `sink`, up to its terminal one; `abort` ends it before.
+
+        Raises:
+            RequestRejected: nothing was enqueued.
+        """
+        self._open(submission, sink, prepared=True)
+
+    def _open(self, submission: Submission, sink: EventSink, *, prepared: bool) -> None:
         self._check_open(submission)
         request = create_request(submission, self.config, next(self._tickets))
-        stream = self._streams[submission.request_id] = _Stream(asyncio.get_running_loop())
+        self._streams[submission.request_id] = sink
         self._commands.put(lambda: self._core.submit(request, prepared=prepared))
         self._check_alive()  # again: the thread may have failed its last streams just before this one was added
-        return stream
 
     def _check_alive(self) -> None:
         if self._fault:
@@ -184,13 +209,38 @@ class AsyncEngine:
         """The load after the last step."""
         return self._load
 
-    async def check_health(self) -> None:
-        """Return if the engine can serve.
+    async def cached_digests(self, limit: int) -> list[bytes]:
+        """Up to `limit` digests of the blocks in the prefix cache, as of the end of the running step.
 
         Raises:
             EngineError: the engine can serve nothing any more.
         """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[list[bytes]] = loop.create_future()
+
+        def look() -> list[Event]:
+            digests = self._core.cached_digests(limit)
+            with suppress(RuntimeError):  # the loop was closed: nobody waits
+                loop.call_soon_threadsafe(_answer, answer, digests)
+            return []
+
+        self._commands.put(look)
+        while not answer.done():  # looked at now and then: a thread that died answers nobody
+            self._check_alive()
+            await asyncio.wait([answer], timeout=0.1)
+        return answer.result()
+
+    async def check_health(self) -> None:
+        """Return if the engine can serve.
+
+        Raises:
+            EngineError: the engine can serve nothing any more, or its step loop has stood still for `stall_timeout_s`.
+        """
         self._check_alive()
+        busy_since, limit = self._busy_since, self.config.stall_timeout_s
+        if busy_since is not None and (stood := time.monotonic() - busy_since) > limit:
+            text = f"The engine has not finished a step for {stood:.0f} s (stall_timeout_s is {limit:g})."
+            raise EngineError(ErrorCode.ENGINE_DEAD, text)
 
     async def drain(self) -> None:
         """Refuse new requests and return when the last live one has ended."""
@@ -225,8 +275,10 @@ class AsyncEngine:
         """
         events: list[Event] = []
         if not self._core.has_work:
+            self._busy_since = None
             with suppress(queue.Empty):
                 events += self._commands.get(timeout=self._longest_wait())()
+        self._busy_since = time.monotonic()
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -241,21 +293,24 @@ class AsyncEngine:
 
     def _publish(self, events: Sequence[Event]) -> None:
         self._load = self._core.load()
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Event]]] = defaultdict(list)
+        by_sink: dict[EventSink, list[Event]] = defaultdict(list)
         for event in events:
-            if stream := self._streams.get(event.request_id):
-                by_loop[stream.loop].append((stream, event))
+            if sink := self._streams.get(event.request_id):
+                by_sink[sink].append(event)
             if isinstance(event, TERMINAL):
                 self._streams.pop(event.request_id, None)
+        by_loop: dict[asyncio.AbstractEventLoop, _Deliveries] = defaultdict(list)
+        for sink, news in by_sink.items():
+            by_loop[sink.loop].append((sink, news))
         for loop, deliveries in by_loop.items():
             self._wake(loop, deliveries)
 
     @staticmethod
-    def _wake(loop: asyncio.AbstractEventLoop, deliveries: list[tuple[_Stream, Event]]) -> None:
+    def _wake(loop: asyncio.AbstractEventLoop, deliveries: _Deliveries) -> None:
         try:
             loop.call_soon_threadsafe(_deliver, deliveries)
         except RuntimeError:  # the loop was closed under its streams: nobody is left to read them
-            logger.warning("event loop closed with %d events undelivered", len(deliveries))
+            logger.warning("event loop closed with events for %d sinks undelivered", len(deliveries))
 
     def _end(self, message: str) -> None:
         """Fail every stream without asking the core, whose state may be what broke."""
@@ -266,7 +321,17 @@ class AsyncEngine:
             self._core.shutdown()
 
 
-def _deliver(deliveries: list[tuple[_Stream, Event]]) -> None:
-    for stream, event in deliveries:
-        stream.pending.append(event)
-        stream.ready.set()
+def _answer(future: asyncio.Future[list[bytes]], digests: list[bytes]) -> None:
+    if not future.done():  # else whoever asked has left
+        future.set_result(digests)
+
+
+_Deliveries = list[tuple[EventSink, list[Event]]]
+
+
+def _deliver(deliveries: _Deliveries) -> None:
+    for sink, events in deliveries:
+        try:
+            sink.receive(events)
+        except Exception:  # a fault in one sink must not take the events of the others with it
+            logger.exception("a sink failed to take its events")

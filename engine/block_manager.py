@@ -3,18 +3,9 @@ Never touches KV memory; it deals in block ids, and publishes a block only when 
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
-
-
-def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Digest of a full block given the digest of everything before it (`parent`; a salt for the first block).
-
-    A cryptographic digest and not Python's `hash`: a prompt chosen to collide would read another user's KV.
-    """
-    return blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
+from itertools import chain, islice
 
 
 class BlockManager:
@@ -33,6 +24,7 @@ class BlockManager:
         self._holders = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # popped from the end: lowest ids first
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._cached_and_held: dict[int, None] = {}  # with the evictable ones, all that carry a cached prefix
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
@@ -71,12 +63,21 @@ class BlockManager:
             matched.append(block_id)
         return tuple(matched)
 
+    def cached_digests(self, limit: int) -> list[bytes]:
+        """Up to `limit` digests of cached blocks: of those in use, then of the others, last released first.
+
+        A prefix's head comes before its tail, which is of no use without it. Takes time for `limit` blocks, not for all.
+        """
+        block_ids = chain(self._cached_and_held, reversed(self._evictable))
+        return [self._hash_of[block_id] for block_id in islice(block_ids, limit)]
+
     def claim(self, block_ids: Sequence[int]) -> None:
         """Hold blocks that `match` returned."""
         for block_id in block_ids:
             assert block_id in self._hash_of, f"claimed block {block_id} is not cached"
             if not self._holders[block_id]:
                 del self._evictable[block_id]
+                self._cached_and_held[block_id] = None
             self._holders[block_id] += 1
 
     def allocate(self, count: int) -> tuple[int, ...]:
@@ -105,6 +106,7 @@ class BlockManager:
         if self._caching and digest not in self._block_of:
             self._block_of[digest] = block_id
             self._hash_of[block_id] = digest
+            self._cached_and_held[block_id] = None
             self.epoch += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -118,6 +120,7 @@ class BlockManager:
 
     def _retire(self, block_id: int) -> None:
         if block_id in self._hash_of:
+            del self._cached_and_held[block_id]
             self._evictable[block_id] = None
         else:
             self._free.append(block_id)

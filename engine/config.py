@@ -216,6 +216,9 @@ class EngineConfig:
     num_speculative_tokens: int = setting(
         0, "Tokens that the executor drafts for each decode row, for the next step to verify together.", ge=0
     )
+    stall_timeout_s: float = setting(
+        60.0, "An engine that has not finished a step for this long is unhealthy; Serve then restarts it.", gt=0
+    )
     num_threads: int | None = setting(
         None, "Torch threads of this engine. Unset: the machine's cores shared among the engine replicas.", ge=1
     )
@@ -271,6 +274,7 @@ class ResolvedConfig:
     dtype: str
     attention_backend: str
     num_threads: int
+    stall_timeout_s: float = 60.0
     recurrent_state: bool = False
     """The model has state besides KV: requests hold state slots, and prefix hits need snapshots."""
     reasons: dict[str, str] = field(default_factory=dict)
@@ -290,6 +294,7 @@ class ResolvedConfig:
             step_trace=asked.step_trace,
             overlap=asked.overlap,
             num_speculative_tokens=asked.num_speculative_tokens,
+            stall_timeout_s=asked.stall_timeout_s,
             **found,
         )
 

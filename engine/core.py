@@ -102,6 +102,10 @@ class EngineCore:
             graph_misses={name: count for (hit, name), count in self._graph_uses.items() if not hit},
         )
 
+    def cached_digests(self, limit: int) -> list[bytes]:
+        """Up to `limit` digests of the blocks in the prefix cache; see BlockManager.cached_digests."""
+        return self._blocks.cached_digests(limit)
+
     def submit(self, request: Request, *, prepared: bool = True) -> list[Event]:
         """Queue a request that `create_request` made. It has no events before its first step.
 

@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.block_manager import hash_block
 from engine.config import ResolvedConfig
+from engine.prefix import extend_chain
 from engine.protocol import ErrorCode, RequestRejected, SamplingParams, Submission, TokenLogprobs, Usage
 from engine.step import PENDING_TOKEN, PromptScoring, RowSampling
 
@@ -116,9 +116,7 @@ class Request:
 
     def extend_hashes(self, num_tokens: int, block_size: int) -> None:
         """Hash the full blocks among the first `num_tokens` tokens that are not hashed yet."""
-        for i in range(len(self.block_hashes), num_tokens // block_size):
-            parent = self.block_hashes[-1] if self.block_hashes else b""
-            self.block_hashes.append(hash_block(parent, self.token_ids[i * block_size : (i + 1) * block_size]))
+        extend_chain(self.block_hashes, self.token_ids, num_tokens // block_size, block_size)
 
 
 def create_request(submission: Submission, config: ResolvedConfig, ticket: int) -> Request:

@@ -20,6 +20,8 @@ def build(args: AppSettings) -> Application:
         num_replicas=args.engine_replicas,
         max_ongoing_requests=args.engine_capacity + CONTROL_CALLS,
         graceful_shutdown_timeout_s=shutdown_s,
+        health_check_period_s=args.health_check_period_s,
+        health_check_timeout_s=args.health_check_timeout_s,
         ray_actor_options={"num_cpus": args.engine_num_cpus, "num_gpus": args.engine_num_gpus},
     )(EngineReplica)
     ingress = serve.deployment(

@@ -8,20 +8,24 @@ import dataclasses
 import gc
 import logging
 import os
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
+import ray
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from engine.build import build_engine
 from engine.config import EngineConfig, ResolvedConfig
 from engine.prepare import prepare_model
-from engine.protocol import EngineError, Event, LoadSnapshot, Submission
+from engine.protocol import EngineError, LoadSnapshot
+from serve_app.engine_call import EngineCall
 from serve_app.engine_client import ServedModel
 from serve_app.handle_client import HandleClient
 from serve_app.ingress import create_app
+from serve_app.migration import Migration
 from serve_app.settings import AppSettings
+from serve_app.token_receiver import TokenReceiver
+from serve_app.token_sender import TokenSender
 from serve_app.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -52,19 +56,18 @@ class EngineReplica:
     def __init__(self, settings: AppSettings) -> None:
         log_as_serve_does()
         self._engine = build_engine(settings.model, share_threads(settings.engine, settings.engine_replicas))
+        self._sender = TokenSender(self._engine, serve.get_replica_context().replica_id.unique_id)
         # What lives as long as the process is not searched again: full collections paused steps for 20 to 30 ms.
         gc.collect()
         gc.freeze()
 
-    async def stream(self, submission: Submission) -> AsyncGenerator[list[Event] | EngineError, None]:
-        """Yield event batches: the first at once, then all that is queued, so that a busy hop costs one item for
-        many tokens. A refusal is yielded, not raised: Serve would log a traceback for each."""
+    async def generate(self, call: EngineCall) -> bytes | EngineError:
+        """Run one request; see TokenSender.generate. A refusal is returned, not raised: Serve would log a traceback
+        for each."""
         try:
-            async with aclosing(self._engine.stream(submission)) as stream:
-                async for events in stream:
-                    yield events
+            return await self._sender.generate(call)
         except EngineError as error:
-            yield error
+            return error
 
     async def resolved_config(self) -> ResolvedConfig:
         return self._engine.config
@@ -88,9 +91,11 @@ class IngressReplica:
     async def __init__(self, settings: AppSettings, engine: DeploymentHandle) -> None:  # type: ignore[misc]
         log_as_serve_does()
         self._settings = settings
-        self._client = HandleClient(engine)
         self._tokenizer, created = await asyncio.to_thread(_load_tokenizer, settings)
         resolved: ResolvedConfig = await engine.resolved_config.remote()
+        receiver = TokenReceiver(ray.util.get_node_ip_address(), settings.max_unread_tokens)
+        migration = Migration(settings.max_migrations, settings.migration_timeout_s, resolved.max_request_tokens)
+        self._client = HandleClient(engine, receiver, migration)
         self._model = ServedModel(id=settings.model_id, max_model_len=resolved.max_request_tokens, created=created)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

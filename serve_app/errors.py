@@ -4,8 +4,9 @@ Never shows a client what is inside the server: texts of faults go to the log, a
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
@@ -18,7 +19,8 @@ MAX_MESSAGE_CHARS = 1000
 MAX_PARAM_CHARS = 100
 MAX_LISTED_ERRORS = 5
 INVALID_REQUEST = "invalid_request_error"
-_RETRY_SOON = {"Retry-After": "1"}  # seconds; until the drain rate is measured
+_RETRY_SOON_S = 1.0
+"""For refusals that come from where no drain rate is measured."""
 
 
 class ApiError(Exception):
@@ -60,7 +62,11 @@ class _Rule:
     headers: dict[str, str] | None = None
     public_message: str | None = None
     """None: the engine's message is about the request, and shown."""
+    retry: bool = False
+    """Another time it may work: the answer says when."""
 
+
+_QUEUE_FULL = "The request queue is full."
 
 ENGINE_RULES: dict[ErrorCode, _Rule] = {
     ErrorCode.EMPTY_PROMPT: _Rule(400, INVALID_REQUEST, "empty_prompt"),
@@ -68,29 +74,34 @@ ENGINE_RULES: dict[ErrorCode, _Rule] = {
     # OpenAI's code for "it can never fit here": agents that shorten their prompt on it should do so here too.
     ErrorCode.KV_CAPACITY_EXCEEDED: _Rule(400, INVALID_REQUEST, "context_length_exceeded"),
     ErrorCode.INVALID_PARAMETER: _Rule(400, INVALID_REQUEST, "invalid_value"),
-    ErrorCode.QUEUE_FULL: _Rule(503, "server_overloaded", "queue_full", _RETRY_SOON, "The request queue is full."),
-    ErrorCode.DRAINING: _Rule(503, "service_unavailable", "draining", _RETRY_SOON, "This server is shutting down."),
+    ErrorCode.QUEUE_FULL: _Rule(503, "server_overloaded", "queue_full", None, _QUEUE_FULL, retry=True),
+    ErrorCode.DRAINING: _Rule(
+        503, "service_unavailable", "draining", None, "This server is shutting down.", retry=True
+    ),
     # 504 and not 408, which clients retry: a second try would be as late.
     ErrorCode.DEADLINE_EXCEEDED: _Rule(504, "timeout", "deadline_exceeded", {"x-should-retry": "false"}),
     ErrorCode.PREPARATION_FAILED: _Rule(
         500, "server_error", "preparation_failed", None, "The server failed to prepare the prompt."
     ),
     ErrorCode.STEP_FAILED: _Rule(500, "server_error", "step_failed", None, "The engine failed to compute a step."),
-    ErrorCode.ENGINE_DEAD: _Rule(503, "server_error", "engine_dead", _RETRY_SOON, "The engine is not running."),
+    ErrorCode.ENGINE_DEAD: _Rule(503, "server_error", "engine_dead", None, "The engine is not running.", retry=True),
 }
 
 
-def to_api_error(error: Exception) -> ApiError:
-    """Translate any exception; what is not a client's mistake is logged here, with its traceback, once."""
+def to_api_error(error: Exception, retry_after_s: float = _RETRY_SOON_S) -> ApiError:
+    """Translate any exception; what is not a client's mistake is logged here, with its traceback, once.
+
+    `retry_after_s`: when to try again what the engine refuses for now.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineError):
-        return _from_engine(error)
+        return _from_engine(error, retry_after_s)
     logger.error("unexpected failure while serving a request", exc_info=error)
     return ApiError(500, "The server failed unexpectedly.", type="server_error", code="internal_error")
 
 
-def _from_engine(error: EngineError) -> ApiError:
+def _from_engine(error: EngineError, retry_after_s: float) -> ApiError:
     rule = ENGINE_RULES[error.code]
     if rule.status >= 500:
         # Refusals come in bursts under load, and are no fault.
@@ -102,7 +113,36 @@ def _from_engine(error: EngineError) -> ApiError:
         # Of max_tokens, the limit is what the prompt leaves, and not the context.
         limit = error.limit if isinstance(error, RequestRejected) and param == "prompt" else None
         return context_length_exceeded(message, param=param, limit=limit)
-    return ApiError(rule.status, message, type=rule.type, code=rule.code, param=param, headers=rule.headers)
+    headers = retry_headers(retry_after_s) if rule.retry else rule.headers
+    return ApiError(rule.status, message, type=rule.type, code=rule.code, param=param, headers=headers)
+
+
+def retry_headers(wait_s: float) -> dict[str, str]:
+    """When to come back: whole seconds for everybody, milliseconds for OpenAI's clients."""
+    return {"Retry-After": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(wait_s * 1000))}
+
+
+def overloaded(wait_s: float) -> ApiError:
+    """The deployment's limit is reached; the same refusal as an engine's whose queue is full."""
+    return ApiError(503, _QUEUE_FULL, type="server_overloaded", code="queue_full", headers=retry_headers(wait_s))
+
+
+def rate_limited(kind: Literal["requests", "tokens"], limit: int, left: int, wait_s: float) -> ApiError:
+    """A tenant's own limit is reached. The headers beside Retry-After are OpenAI's."""
+    what = {"requests": "requests at a time", "tokens": "prompt tokens queued"}[kind]
+    headers = retry_headers(wait_s) | {
+        f"x-ratelimit-limit-{kind}": str(limit),
+        f"x-ratelimit-remaining-{kind}": str(left),
+        f"x-ratelimit-reset-{kind}": f"{math.ceil(wait_s * 1000)}ms",
+    }
+    text = f"Rate limit reached: this API key may have {limit} {what}."
+    return ApiError(429, text, type="rate_limit_error", code="rate_limit_exceeded", headers=headers)
+
+
+def aborted() -> ApiError:
+    """An answer that ends here is incomplete, which no finish reason of OpenAI's can say."""
+    text, headers = "The request was aborted by the server.", retry_headers(_RETRY_SOON_S)
+    return ApiError(503, text, type="server_error", code="aborted", headers=headers)
 
 
 def context_length_exceeded(

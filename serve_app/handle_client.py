@@ -1,4 +1,4 @@
-"""Owns the way from an ingress replica to an engine replica: a Ray Serve handle, as an EngineClient.
+"""Owns the way from an ingress replica to the engine replicas: Serve calls and the token channel, as an EngineClient.
 Never decides what a failure means to an HTTP client; it turns Ray's failures into the engine's codes."""
 
 from __future__ import annotations
@@ -6,69 +6,68 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 
 from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from engine.protocol import TERMINAL, EngineError, ErrorCode, Event, LoadSnapshot, RequestRejected, Submission
+from engine.protocol import EngineError, ErrorCode, Event, LoadSnapshot, RequestRejected, Submission
+from serve_app.engine_call import EngineCall
+from serve_app.frames import decode_frame
+from serve_app.migration import Attempt, Migration
+from serve_app.token_receiver import TokenReceiver, TokenStream
 
 logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 5.0
 
-_Response = AsyncGenerator[list[Event] | EngineError, None]
+# Answers that are on their way: an event loop alone does not keep its tasks alive.
+_answers: set[asyncio.Task[None]] = set()
 
 
 class HandleClient:
-    """Streams requests to whichever engine replica Ray Serve picks, and can be drained."""
+    """Streams requests to whichever engine replica the router picks, and can be drained."""
 
-    def __init__(self, engine: DeploymentHandle) -> None:
+    def __init__(self, engine: DeploymentHandle, receiver: TokenReceiver, migration: Migration) -> None:
         self._engine = engine
-        self._stream = engine.options(stream=True, method_name="stream")
+        self._receiver = receiver
+        self._migration = migration
         self._draining = False
         self._expired = False
         self._num_live = 0
         self._idle = asyncio.Event()
         self._waits: dict[str, asyncio.Timeout] = {}  # request id -> its wait for the next item
 
-    async def stream(self, submission: Submission) -> AsyncGenerator[list[Event], None]:
+    async def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
         """Yield event batches until the terminal one. Closing or cancelling it aborts the request in the engine.
 
         Raises:
             RequestRejected: by the engine, or because this client is draining.
-            EngineError: the engine replica is gone, or the drain's time is up.
+            EngineError: no engine replica can go on, or the drain's time is up.
         """
         if self._draining:
             raise RequestRejected(ErrorCode.DRAINING, "The server is shutting down and takes no new requests.")
+
+        def start(rest: Submission, avoid: tuple[str, ...]) -> Attempt:
+            return _HandleAttempt(self._engine, self._receiver, rest, session, avoid)
+
         self._num_live += 1
-        response = self._stream.remote(submission)
         try:
-            while True:
-                events = await self._next(submission.request_id, response)
-                yield events
-                if isinstance(events[-1], TERMINAL):
-                    return
+            async with aclosing(self._migration.stream(submission, start)) as items:
+                while (events := await self._next(submission.request_id, items)) is not None:
+                    yield events
         finally:
-            response.cancel()  # idempotent; leaving the loop alone would not stop the engine
             self._num_live -= 1
             if not self._num_live:
                 self._idle.set()
 
-    async def _next(self, request_id: str, response: _Response) -> list[Event]:
+    async def _next(self, request_id: str, items: AsyncGenerator[list[Event], None]) -> list[Event] | None:
         if self._expired:
             raise _late()
         try:
             async with asyncio.timeout(None) as self._waits[request_id]:
-                return _unwrap(await anext(response))
-        except StopAsyncIteration:
-            raise EngineError(ErrorCode.STEP_FAILED, "The engine's stream ended without a result.") from None
-        except BackPressureError as error:
-            raise RequestRejected(ErrorCode.QUEUE_FULL, "Every engine replica is full.") from error
-        except (RayError, DeploymentUnavailableError) as error:
-            logger.warning("engine replica lost: %r", error)
-            raise EngineError(ErrorCode.ENGINE_DEAD, "The engine replica went away.") from error
+                return await anext(items, None)
         except TimeoutError:
             raise _late() from None
         finally:
@@ -115,11 +114,55 @@ class HandleClient:
         return self._num_live
 
 
+class _HandleAttempt:
+    """One unary Serve call, open for as long as the request lives; its tokens come by the channel."""
+
+    def __init__(
+        self,
+        engine: DeploymentHandle,
+        receiver: TokenReceiver,
+        submission: Submission,
+        session: str | None,
+        avoid: tuple[str, ...],
+    ) -> None:
+        self._receiver = receiver
+        self._stream = receiver.open(submission.request_id)
+        call = EngineCall(submission, self._stream.stream_id, receiver.address, session, avoid)
+        self._response: DeploymentResponse = engine.generate.remote(call)
+        self._waiter = asyncio.ensure_future(_wait_for_answer(self._response, self._stream))
+        _answers.add(self._waiter)
+        self._waiter.add_done_callback(_answers.discard)
+
+    @property
+    def replica_id(self) -> str | None:
+        return self._stream.replica_id
+
+    async def take(self) -> list[Event]:
+        return await self._stream.take()
+
+    def close(self) -> None:
+        """End the call by both ways, Serve's and the channel's. A finished one is left to return its answer."""
+        self._receiver.close(self._stream)
+        if not self._stream.finished:
+            self._waiter.cancel()
+            self._response.cancel()
+
+
+async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream) -> None:
+    """The call's end: what the channel has not brought, or why there is no answer."""
+    try:
+        answer: bytes | EngineError = await response
+        if isinstance(answer, EngineError):
+            stream.fail(answer)
+        elif not stream.ended:
+            stream.complete(decode_frame(answer).entries[0])
+    except BackPressureError:
+        stream.fail(RequestRejected(ErrorCode.QUEUE_FULL, "Every engine replica is full."))
+    except RequestCancelledError:
+        stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The call to the engine replica was cancelled."))
+    except (RayError, DeploymentUnavailableError) as error:
+        stream.fail(EngineError(ErrorCode.ENGINE_DEAD, f"The engine replica went away: {type(error).__name__}."))
+
+
 def _late() -> EngineError:
     return EngineError(ErrorCode.DRAINING, "The server is shutting down; the answer is incomplete.")
-
-
-def _unwrap(item: list[Event] | EngineError) -> list[Event]:
-    if isinstance(item, EngineError):
-        raise item
-    return item

@@ -36,6 +36,19 @@ class AppSettings(BaseModel):
         description="How long running requests may go on at shutdown; what is left then ends with an error.",
         gt=0,
     )
+    health_check_period_s: float = Field(
+        5, description="How often Serve asks an engine replica how it is; three bad answers restart it.", gt=0
+    )
+    health_check_timeout_s: float = Field(10, description="How long it waits for the answer.", gt=0)
+    max_migrations: int = Field(
+        3, description="How often a request moves to another engine replica when its own fails.", ge=0
+    )
+    migration_timeout_s: float = Field(
+        60, description="How long a stream waits for the first token of the next replica before it fails.", gt=0
+    )
+    max_unread_tokens: int = Field(
+        2048, description="Tokens that may wait for a client that reads too slowly; its request then ends.", ge=1
+    )
     max_body_bytes: int = Field(4 * 1024 * 1024, description="Largest request body; a larger one is a 413.", ge=1024)
 
     @property

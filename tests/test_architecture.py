@@ -16,6 +16,7 @@ PURE = [
     "request",
     "step",
     "stopping",
+    "prefix",
     "block_manager",
     "reservation",
     "waiting",

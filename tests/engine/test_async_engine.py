@@ -230,6 +230,28 @@ def test_a_fatal_executor_error_fails_every_stream_once_and_turns_health_false(m
     asyncio.run(main())
 
 
+def test_an_engine_that_hangs_in_a_step_is_unhealthy_until_the_step_ends_and_an_idle_one_never_is(
+    make_engine: MakeEngine,
+) -> None:
+    async def main() -> None:
+        gate = threading.Event()
+        engine = make_engine(before_step=lambda plan: gate.wait() and None, stall_timeout_s=0.2)
+        task = asyncio.create_task(collect(engine.generate(PROMPT, LONG)))
+        with pytest.raises(EngineError, match=r"stall_timeout_s is 0\.2") as caught:
+            async with asyncio.timeout(10):
+                while True:
+                    await engine.check_health()
+                    await asyncio.sleep(0.01)
+        assert caught.value.code is ErrorCode.ENGINE_DEAD
+        gate.set()
+        assert isinstance((await task)[-1], Finished)
+        await until_idle(engine)
+        await asyncio.sleep(0.3)  # longer than a step may take
+        await engine.check_health()
+
+    asyncio.run(main())
+
+
 def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(make_engine: MakeEngine) -> None:
     async def main() -> None:
         faults = [RuntimeError("kernel fault")]

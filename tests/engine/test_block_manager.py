@@ -7,13 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.block_manager import BlockManager, hash_block
+from engine.block_manager import BlockManager
+from engine.prefix import extend_chain, hash_block
 
 
 def chain(tokens: list[int], block_size: int) -> list[bytes]:
     hashes: list[bytes] = []
-    for i in range(len(tokens) // block_size):
-        hashes.append(hash_block(hashes[-1] if hashes else b"", tokens[i * block_size : (i + 1) * block_size]))
+    extend_chain(hashes, tokens, len(tokens) // block_size, block_size)
     return hashes
 
 

@@ -1,0 +1,67 @@
+"""Owns one measured amount, such as queued tokens: how much there is, and how fast it has been worked off of late.
+Never decides what is too much; it says how long a given part of it is likely to take."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+WINDOW_S = 30
+"""Seconds of work that a rate is measured over, in slots of one second."""
+MIN_WAIT_S, MAX_WAIT_S = 0.25, 60.0
+"""Bounds of an estimate: a retry costs something however fast the server is, and OpenAI's clients give up at 120 s."""
+
+
+class Backlog:
+    """Rates are per second of the time in which there was something to do: a quiet hour is no slow hour."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` gives monotonic seconds."""
+        self.amount = 0
+        self._clock = clock
+        self._busy_s = 0.0  # up to `_since`
+        self._since = 0.0
+        self._served: deque[list[int]] = deque()  # [slot, amount], at most WINDOW_S of them
+
+    def add(self, amount: int) -> None:
+        if not self.amount:
+            self._since = self._clock()
+        self.amount += amount
+
+    def remove(self, amount: int, *, served: bool) -> None:
+        """`served`: it was worked off. What left by itself says nothing about the rate."""
+        assert 0 <= amount <= self.amount, f"removing {amount} of {self.amount}"
+        now_s = self._busy_now()
+        if served:
+            self._record(int(now_s), amount)
+        self._busy_s, self._since = now_s, self._clock()
+        self.amount -= amount
+
+    def _busy_now(self) -> float:
+        return self._busy_s + (self._clock() - self._since if self.amount else 0.0)
+
+    def _record(self, slot: int, amount: int) -> None:
+        if not self._served or self._served[-1][0] != slot:
+            self._served.append([slot, 0])
+        self._served[-1][1] += amount
+        while self._served[0][0] <= slot - WINDOW_S:
+            self._served.popleft()
+
+    def _window(self) -> tuple[int, float]:
+        """What was served in the window, and the window's length so far, in seconds."""
+        now_s = self._busy_now()
+        first = max(0, int(now_s) - WINDOW_S + 1)
+        return sum(amount for slot, amount in self._served if slot >= first), now_s - first
+
+    @property
+    def per_second(self) -> float:
+        """0 while nothing was measured."""
+        served, seconds = self._window()
+        return served / seconds if seconds > 0 else 0.0
+
+    def wait_s(self, amount: int) -> float:
+        """Seconds until `amount` of it is likely to be worked off. Where nothing was served in the window, it is taken
+        to go on for as long again."""
+        served, seconds = self._window()
+        estimate = amount * seconds / served if served else seconds
+        return min(max(estimate, MIN_WAIT_S), MAX_WAIT_S)

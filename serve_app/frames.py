@@ -1,0 +1,134 @@
+"""Owns the bytes of the token channel: a step's events of many requests as one MessagePack frame, and abort messages.
+Never trusts what it reads: a frame that is no frame raises, and nothing in it is executed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from engine.protocol import (
+    ErrorCode,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Scheduled,
+    Token,
+    TokenLogprobs,
+    Usage,
+)
+
+# A plain token is a bare integer; every other event is a list that begins with one of these.
+_SCHEDULED, _PROMPT_LOGPROBS, _SCORED_TOKEN, _FINISHED, _FAILED = range(5)
+
+RawEvent = int | list[Any]
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class MalformedFrame(Exception):
+    """Bytes that no sender of ours has written."""
+
+
+class Entry(msgspec.Struct, array_like=True):
+    """News of one request. `first` is the place of the first of these events among all of the request's, so that a
+    reader sees what it has missed or has already."""
+
+    stream_id: int
+    first: int
+    events: list[RawEvent]
+
+
+class Frame(msgspec.Struct, array_like=True):
+    """What an engine replica sends to an ingress replica after a step."""
+
+    replica_id: str
+    entries: list[Entry]
+
+
+_frame_decoder = msgspec.msgpack.Decoder(Frame)
+_abort_decoder = msgspec.msgpack.Decoder(list[int])
+
+
+def encode_frame(frame: Frame) -> bytes:
+    return _encoder.encode(frame)
+
+
+def decode_frame(data: bytes) -> Frame:
+    """May raise MalformedFrame."""
+    try:
+        return _frame_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise MalformedFrame(str(error)) from error
+
+
+def encode_abort(stream_ids: Iterable[int]) -> bytes:
+    """What an ingress replica sends back: nobody reads these streams any more."""
+    return _encoder.encode(list(stream_ids))
+
+
+def decode_abort(data: bytes) -> list[int]:
+    """May raise MalformedFrame."""
+    try:
+        return _abort_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise MalformedFrame(str(error)) from error
+
+
+def pack(event: Event) -> RawEvent:
+    match event:
+        case Token(token_id=token_id, logprobs=None):
+            return token_id
+        case Token():
+            return [_SCORED_TOKEN, event.token_id, _pack_score(event.logprobs)]
+        case Scheduled():
+            return [_SCHEDULED, event.cached_tokens]
+        case PromptLogprobs():
+            return [_PROMPT_LOGPROBS, [_pack_score(score) for score in event.logprobs]]
+        case Finished():
+            usage = event.usage
+            counts = [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
+            return [_FINISHED, event.reason, counts, event.stop_token_id, _pack_score(event.stop_logprobs)]
+        case Failed():
+            return [_FAILED, event.code, event.message]
+
+
+def unpack(request_id: str, raw: Sequence[RawEvent]) -> list[Event]:
+    """The events of one request.
+
+    Raises:
+        MalformedFrame: an event that nobody sends.
+    """
+    try:
+        return [Token(request_id, item) if isinstance(item, int) else _unpack(request_id, item) for item in raw]
+    except (TypeError, ValueError, IndexError) as error:
+        raise MalformedFrame(f"{type(error).__name__}: {error}") from error
+
+
+def _unpack(request_id: str, item: list[Any]) -> Event:
+    tag, *fields = item
+    if tag == _SCHEDULED:
+        return Scheduled(request_id, *fields)
+    if tag == _PROMPT_LOGPROBS:
+        return PromptLogprobs(request_id, tuple(_unpack_score(score) for score in fields[0]))
+    if tag == _SCORED_TOKEN:
+        return Token(request_id, fields[0], _unpack_score(fields[1]))
+    if tag == _FINISHED:
+        reason, counts, stop_token_id, stop_score = fields
+        stop_logprobs = None if stop_score is None else _unpack_score(stop_score)
+        return Finished(request_id, FinishReason(reason), Usage(*counts), stop_token_id, stop_logprobs)
+    if tag == _FAILED:
+        return Failed(request_id, ErrorCode(fields[0]), fields[1])
+    raise ValueError(f"unknown event {tag!r}")
+
+
+def _pack_score(score: TokenLogprobs | None) -> list[Any] | None:
+    return None if score is None else [score.token_id, score.logprob, score.top]
+
+
+def _unpack_score(item: list[Any]) -> TokenLogprobs:
+    token_id, logprob, top = item
+    return TokenLogprobs(token_id, logprob, tuple((token, value) for token, value in top))

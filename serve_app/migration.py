@@ -1,0 +1,195 @@
+"""Owns streams that outlive their engine replica: what was delivered is kept, and another replica goes on from there.
+Never repeats, loses or reorders a token, and never tries for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from engine.protocol import (
+    EngineError,
+    ErrorCode,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Scheduled,
+    Submission,
+    Token,
+    Usage,
+)
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.05
+"""Before the second attempt; it doubles with each."""
+_ELSEWHERE = frozenset({ErrorCode.ENGINE_DEAD, ErrorCode.DRAINING})
+"""Failures of a replica. Those of a request would follow it to every other."""
+
+
+class Attempt(Protocol):
+    """One call to one engine replica."""
+
+    @property
+    def replica_id(self) -> str | None:
+        """Who answers, as soon as that is known."""
+        ...
+
+    async def take(self) -> list[Event]:
+        """The next events, in order; may raise EngineError."""
+        ...
+
+    def close(self) -> None:
+        """End the call if it has not ended. Idempotent."""
+        ...
+
+
+StartAttempt = Callable[[Submission, tuple[str, ...]], Attempt]
+"""Makes a call; the strings are replica ids to keep away from."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What the client has of an answer."""
+
+    asked: Submission
+    started: float
+    token_ids: list[int] = field(default_factory=list)
+    cached_tokens: int | None = None
+    has_prompt_logprobs: bool = False
+    num_attempts: int = 0
+
+    @property
+    def num_left(self) -> int:
+        assert self.asked.sampling.max_tokens is not None
+        return self.asked.sampling.max_tokens - len(self.token_ids)
+
+    def can_move(self, error: EngineError) -> bool:
+        # A full queue turns a new request away, but not one that was accepted before.
+        return error.code in _ELSEWHERE or (error.code is ErrorCode.QUEUE_FULL and self.num_attempts > 1)
+
+    def rest(self, now: float) -> Submission:
+        """The request that goes on from here. Its random numbers are those of the same positions in the same answer."""
+        self.num_attempts += 1
+        if self.num_attempts == 1:
+            return self.asked
+        asked, sampling, count = self.asked, self.asked.sampling, len(self.token_ids)
+        return replace(
+            asked,
+            request_id=f"{asked.request_id}.{self.num_attempts}",
+            prompt_token_ids=(*asked.prompt_token_ids, *self.token_ids),
+            sampling=replace(
+                sampling,
+                max_tokens=self.num_left,
+                min_tokens=max(sampling.min_tokens - count, 0),
+                prompt_logprobs=None if self.has_prompt_logprobs else sampling.prompt_logprobs,
+            ),
+            timeout_s=None if asked.timeout_s is None else max(asked.timeout_s - (now - self.started), 0.001),
+            queue_timeout_s=None,  # it has run
+        )
+
+    def accept(self, events: list[Event]) -> list[Event]:
+        """Those of a replica's events that the client does not have yet, as if one replica had sent all.
+
+        Raises:
+            EngineError: the replica failed.
+        """
+        return [told for event in events if (told := self._accept(event)) is not None]
+
+    def _accept(self, event: Event) -> Event | None:
+        match event:
+            case Token():
+                self.token_ids.append(event.token_id)
+            case Scheduled():
+                if self.cached_tokens is not None:
+                    return None
+                self.cached_tokens = event.cached_tokens
+            case PromptLogprobs():
+                self.has_prompt_logprobs = True
+            case Finished():
+                return replace(event, usage=self._usage(event.usage))
+            case Failed(code=code) if code in _ELSEWHERE:
+                raise EngineError(code, event.message)
+        return event
+
+    def _usage(self, last: Usage) -> Usage:
+        """Of the whole answer: the tokens that a later attempt was given as its prompt were sampled before."""
+        num_prompt = len(self.asked.prompt_token_ids)
+        resumed = last.prompt_tokens - num_prompt
+        return Usage(num_prompt, resumed + last.completion_tokens, self.cached_tokens or 0)
+
+    def length_reached(self) -> Finished:
+        usage = Usage(len(self.asked.prompt_token_ids), len(self.token_ids), self.cached_tokens or 0)
+        return Finished(self.asked.request_id, FinishReason.LENGTH, usage)
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """How often, and how long, a stream looks for another replica."""
+
+    max_migrations: int
+    timeout_s: float
+    """From a replica's failure to the first event of the next: Serve holds a call while no replica is there."""
+    max_model_len: int
+    """Prompt and answer of one request, in tokens."""
+
+    async def stream(self, submission: Submission, start: StartAttempt) -> AsyncGenerator[list[Event], None]:
+        """Yield the events of one answer, from as many replicas as it takes.
+
+        Raises:
+            RequestRejected: by the first replica that was asked.
+            EngineError: a failure that another replica would repeat, or one too many.
+        """
+        clock = asyncio.get_running_loop().time
+        progress = _Progress(_pinned(submission, self.max_model_len), clock())
+        avoid: list[str] = []
+        while True:
+            attempt = start(progress.rest(clock()), tuple(avoid))
+            try:
+                async with aclosing(self._follow(attempt, progress)) as items:
+                    async for events in items:
+                        yield events
+                return
+            except EngineError as error:
+                if not progress.can_move(error) or progress.num_attempts > self.max_migrations:
+                    raise
+                avoid += [attempt.replica_id] if attempt.replica_id else []
+                logger.warning("%s moves to another engine replica: %s", submission.request_id, error)
+            finally:
+                attempt.close()
+            if progress.token_ids and not progress.num_left:  # only its last event was lost
+                yield [progress.length_reached()]
+                return
+            await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (progress.num_attempts - 1))
+
+    async def _follow(self, attempt: Attempt, progress: _Progress) -> AsyncGenerator[list[Event], None]:
+        patience = None if progress.num_attempts == 1 else self.timeout_s
+        while True:
+            try:
+                async with asyncio.timeout(patience):
+                    events = await attempt.take()
+            except TimeoutError:
+                text = f"No engine replica went on with the answer within {self.timeout_s:g} s."
+                raise EngineError(ErrorCode.ENGINE_DEAD, text) from None
+            patience = None
+            ended = isinstance(events[-1], Finished | Failed)
+            if told := progress.accept(events):
+                yield told
+            if ended:
+                return
+
+
+def _pinned(submission: Submission, max_model_len: int) -> Submission:
+    """What each engine would choose for itself, chosen once for all attempts."""
+    sampling = submission.sampling
+    if sampling.seed is None:
+        sampling = replace(sampling, seed=secrets.randbits(63))
+    if sampling.max_tokens is None:
+        sampling = replace(sampling, max_tokens=max(max_model_len - len(submission.prompt_token_ids), 0))
+    return replace(submission, sampling=sampling)

@@ -1,0 +1,79 @@
+"""Owns what a router believes about prefix caches: which engine replica holds which blocks of which prompts.
+Never holds tokens, and is never certain: a wrong belief costs a recomputed prefix, not a wrong answer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+
+from engine.prefix import extend_chain
+
+KEY_BYTES = 8
+"""Of a block's digest. An engine shares KV by the whole digest; a collision of these sends a request to a replica
+that turns out to lack its prefix."""
+
+
+def prefix_keys(token_ids: Sequence[int], block_size: int, max_blocks: int) -> tuple[bytes, ...]:
+    """Keys of the first full blocks of a prompt, at most `max_blocks`: what an engine would name them."""
+    chain: list[bytes] = []
+    extend_chain(chain, token_ids, min(len(token_ids) // block_size, max_blocks), block_size)
+    return tuple(digest[:KEY_BYTES] for digest in chain)
+
+
+class PrefixIndex:
+    """For each replica the blocks it is believed to hold, and when that was last known.
+
+    Two sources are merged: a request that is sent somewhere brings its prefix there, and an engine's report says what is
+    there. The later one counts: what a report lacks goes, unless it was sent after the report was taken.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        """`max_blocks` are kept for a replica; the least recently known go first."""
+        self._max_blocks = max_blocks
+        self._known: defaultdict[str, OrderedDict[bytes, float]] = defaultdict(OrderedDict)  # key -> seconds
+
+    def num_blocks(self, replica_id: str) -> int:
+        return len(self._known.get(replica_id, ()))
+
+    def match(self, replica_id: str, keys: Sequence[bytes]) -> int:
+        """How many leading blocks of a prompt the replica holds."""
+        known = self._known.get(replica_id, {})
+        return next((depth for depth, key in enumerate(keys) if key not in known), len(keys))
+
+    def add(self, replica_id: str, keys: Sequence[bytes], now: float) -> None:
+        """A prompt was sent to the replica at `now`, in seconds."""
+        known = self._known[replica_id]
+        _refresh(known, keys, now)
+        _trim(known, self._max_blocks)
+
+    def report(
+        self, replica_id: str, keys: Sequence[bytes], taken_at: float, *, complete: bool, max_cached: int
+    ) -> None:
+        """The replica's engine held `keys` at `taken_at`, heads of prefixes first; nothing else if `complete`.
+
+        An engine that holds more than it reports holds at most `max_cached` blocks: what is older goes beyond that.
+        """
+        known = self._known[replica_id]
+        later = [(key, at) for key, at in known.items() if at > taken_at]
+        if complete:
+            known.clear()
+        _refresh(known, keys, taken_at)
+        _trim(known, max(max_cached, len(keys)))
+        for key, at in later:
+            known[key] = at
+            known.move_to_end(key)
+        _trim(known, self._max_blocks)
+
+    def forget(self, replica_id: str) -> None:
+        self._known.pop(replica_id, None)
+
+
+def _refresh(known: OrderedDict[bytes, float], keys: Sequence[bytes], at: float) -> None:
+    for key in reversed(keys):  # a head outlives its tail, which is of no use without it
+        known[key] = at
+        known.move_to_end(key)
+
+
+def _trim(known: OrderedDict[bytes, float], most: int) -> None:
+    while len(known) > most:
+        known.popitem(last=False)
