@@ -5,16 +5,19 @@ BIN := $(VENV)/bin
 CONFIG ?= config.yaml
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test test-slow test-deep test-mutations check format install model docs clean
+.PHONY: serve test test-slow test-chaos test-deep test-mutations check format install model docs clean
 
 serve: install ## prepare the model of config.yaml, serve it, and say how to call it once it answers
 	@$(BIN)/python -m serve_app.announce $(CONFIG) & exec $(BIN)/serve run $(CONFIG)
 
 test: model ## the whole suite but for what takes minutes
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not chaos"
 
 test-slow: model ## a fresh clone in a new virtual environment, through the README's two commands
 	$(BIN)/python -m pytest -m slow
+
+test-chaos: model ## every fault over a real Ray: killed, hung, drained and replaced parts, clients that storm (ten minutes)
+	$(BIN)/python -m pytest tests/chaos -rP
 
 test-deep: install ## 100,000 random lives of the engine, new ones each time; tests/deep.json keeps the last result (half an hour)
 	$(BIN)/python -m tests.deep

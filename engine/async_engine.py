@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from engine.config import ResolvedConfig
 from engine.core import EngineCore
@@ -32,6 +32,8 @@ from engine.protocol import (
 from engine.request import create_request
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 MAX_WAIT_S = 3600.0
 """A queue refuses to wait for longer than some platforms' clocks count, and a deadline may be any number of seconds."""
@@ -215,16 +217,28 @@ class AsyncEngine:
         Raises:
             EngineError: the engine can serve nothing any more.
         """
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[bytes]] = loop.create_future()
+        return await self._between_steps(lambda: self._core.cached_digests(limit))
 
-        def look() -> list[Event]:
-            digests = self._core.cached_digests(limit)
+    async def reset_prefix_cache(self) -> int:
+        """Forget the cached prefixes that no live request holds, after the running step; return how many blocks.
+
+        Raises:
+            EngineError: the engine can serve nothing any more.
+        """
+        return await self._between_steps(self._core.reset_prefix_cache)
+
+    async def _between_steps(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns on the step thread, which alone may touch the core."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Result] = loop.create_future()
+
+        def run() -> list[Event]:
+            result = work()
             with suppress(RuntimeError):  # the loop was closed: nobody waits
-                loop.call_soon_threadsafe(_answer, answer, digests)
+                loop.call_soon_threadsafe(answer.set_result, result)
             return []
 
-        self._commands.put(look)
+        self._commands.put(run)
         while not answer.done():  # looked at now and then: a thread that died answers nobody
             self._check_alive()
             await asyncio.wait([answer], timeout=0.1)
@@ -319,11 +333,6 @@ class AsyncEngine:
             self._publish([Failed(request_id, ErrorCode.ENGINE_DEAD, message) for request_id in list(self._streams)])
         finally:
             self._core.shutdown()
-
-
-def _answer(future: asyncio.Future[list[bytes]], digests: list[bytes]) -> None:
-    if not future.done():  # else whoever asked has left
-        future.set_result(digests)
 
 
 _Deliveries = list[tuple[EventSink, list[Event]]]

@@ -66,7 +66,7 @@ class BlockManager:
     def cached_digests(self, limit: int) -> list[bytes]:
         """Up to `limit` digests of cached blocks: of those in use, then of the others, last released first.
 
-        A prefix's head comes before its tail, which is of no use without it. Takes time for `limit` blocks, not for all.
+        A prefix's head comes before its tail, which is of no use without it. Costs time for `limit` blocks, not all.
         """
         block_ids = chain(self._cached_and_held, reversed(self._evictable))
         return [self._hash_of[block_id] for block_id in islice(block_ids, limit)]
@@ -99,6 +99,13 @@ class BlockManager:
         del self._block_of[self._hash_of.pop(block_id)]
         self.epoch += 1
         return block_id
+
+    def reset_cache(self) -> int:
+        """Forget the cached prefixes that nobody holds; how many blocks that were. Held ones stay: their holders may
+        share them, and publish what follows."""
+        dropped = len(self._evictable)
+        self._free += [self._evict_one() for _ in range(dropped)]
+        return dropped
 
     def publish(self, block_id: int, digest: bytes) -> None:
         """Offer a held, fully computed block to later requests. The first block with a digest stays the cached one."""

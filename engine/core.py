@@ -106,6 +106,10 @@ class EngineCore:
         """Up to `limit` digests of the blocks in the prefix cache; see BlockManager.cached_digests."""
         return self._blocks.cached_digests(limit)
 
+    def reset_prefix_cache(self) -> int:
+        """See BlockManager.reset_cache."""
+        return self._blocks.reset_cache()
+
     def submit(self, request: Request, *, prepared: bool = True) -> list[Event]:
         """Queue a request that `create_request` made. It has no events before its first step.
 

@@ -70,11 +70,20 @@ class Gate:
     def is_draining(self) -> bool:
         return self._draining
 
+    def check_open(self) -> None:
+        """Return unless the deployment drains, which raises RequestRejected."""
+        if self._draining:
+            raise RequestRejected(ErrorCode.DRAINING, "The deployment is draining and takes no new requests.")
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(line) for line in self._lines.values())
+
     def snapshot(self) -> GateSnapshot:
         return GateSnapshot(
             draining=self._draining,
             num_live=self._all.requests.amount,
-            num_waiting=sum(len(line) for line in self._lines.values()),
+            num_waiting=self.num_waiting,
             num_dispatched=self._num_dispatched,
             capacity=self._policy.capacity(self._num_engines()),
             num_queued_tokens=self._all.tokens.amount,
@@ -89,8 +98,7 @@ class Gate:
             ApiError: 429 or 503, a limit of the tenant or of the deployment is reached.
             RequestRejected: the deployment drains.
         """
-        if self._draining:
-            raise RequestRejected(ErrorCode.DRAINING, "The deployment is draining and takes no new requests.")
+        self.check_open()
         account = self._accounts.get(tenant.name) or self._accounts.setdefault(tenant.name, _Account(self._clock))
         visit = Visit(self, tenant, account)
         self._check_requests(visit)
@@ -210,7 +218,7 @@ class Visit:
         self._turn: asyncio.Future[RequestRejected | None] = asyncio.get_running_loop().create_future()
         self._num_queued_tokens = 0
         self._has_place = False
-        self._had_place = False
+        self._has_started = False
 
     def __enter__(self) -> Visit:
         self._gate._come(self)
@@ -220,7 +228,7 @@ class Visit:
         self._gate._leave_line(self)
         self._forget_tokens(served=False)
         self.finished()
-        self._gate._go(self, served=self._had_place)
+        self._gate._go(self, served=self._has_started)
 
     async def dispatched(self, num_tokens: int) -> None:
         """Wait for a place with the engines, for a prompt of `num_tokens`.
@@ -236,6 +244,7 @@ class Visit:
 
     def started(self) -> None:
         """The engine has begun with the prompt, which is no longer queued. Idempotent."""
+        self._has_started = True
         self._forget_tokens(served=True)
 
     def finished(self) -> None:
@@ -251,7 +260,7 @@ class Visit:
         if self._turn.done():
             return False
         self._turn.set_result(None)
-        self._has_place = self._had_place = True
+        self._has_place = True
         return True
 
     def refuse(self, refusal: RequestRejected) -> None:

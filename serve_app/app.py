@@ -5,7 +5,9 @@ Never does work at import or build time; models are read in the replicas that ne
 from ray import serve
 from ray.serve import Application
 
+from serve_app.autoscaling import deployment_options
 from serve_app.deployment import EngineReplica, IngressReplica
+from serve_app.router import router_config
 from serve_app.settings import CONTROL_CALLS, AppSettings
 
 # Serve kills a replica that is still draining after this; the ingress has ended its streams with an error before.
@@ -17,17 +19,18 @@ def build(args: AppSettings) -> Application:
     shutdown_s = args.drain_timeout_s + _DRAIN_MARGIN_S
     engine = serve.deployment(
         name="Engine",
-        num_replicas=args.engine_replicas,
         max_ongoing_requests=args.engine_capacity + CONTROL_CALLS,
         graceful_shutdown_timeout_s=shutdown_s,
+        request_router_config=router_config(args.routing, args.engine),
         health_check_period_s=args.health_check_period_s,
         health_check_timeout_s=args.health_check_timeout_s,
         ray_actor_options={"num_cpus": args.engine_num_cpus, "num_gpus": args.engine_num_gpus},
+        **deployment_options(args),
     )(EngineReplica)
     ingress = serve.deployment(
         name="Ingress",
         num_replicas=args.ingress_replicas,
-        max_ongoing_requests=args.engine_capacity * args.engine_replicas + CONTROL_CALLS,
+        max_ongoing_requests=args.ingress_capacity + CONTROL_CALLS,
         graceful_shutdown_timeout_s=shutdown_s,
         ray_actor_options={"num_cpus": args.ingress_num_cpus},
     )(serve.ingress()(IngressReplica))

@@ -18,6 +18,9 @@ from serve_app.errors import ApiError, to_api_error
 
 logger = logging.getLogger(__name__)
 
+REQUEST_ID = "chunkserve.request_id"
+"""Key of the scope: the request's X-Request-Id."""
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -26,16 +29,21 @@ class ClientGone(Exception):
 
 
 class RequestGuard:
-    """Gives every response an X-Request-Id, the client's own where it is well formed, and every failure an answer."""
+    """Gives every response an X-Request-Id, the client's own where it is well formed, and every failure an answer.
 
-    def __init__(self, app: ASGIApp) -> None:
+    A client that takes nothing for `stall_timeout_s` is given up: what its request holds is for those who read.
+    """
+
+    def __init__(self, app: ASGIApp, stall_timeout_s: float) -> None:
         self._app = app
+        self._stall_timeout_s = stall_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request_id, started = _request_id(scope), False
+        scope = {**scope, REQUEST_ID: request_id}
 
         async def guarded_send(message: Message) -> None:
             nonlocal started
@@ -43,8 +51,9 @@ class RequestGuard:
                 started = True
                 MutableHeaders(scope=message).setdefault("X-Request-Id", request_id)
             try:
-                await send(message)
-            except OSError as error:  # how ASGI servers report a closed connection, from version 2.4 on
+                async with asyncio.timeout(self._stall_timeout_s):
+                    await send(message)
+            except OSError as error:  # how ASGI servers report a closed connection, from version 2.4 on; and a timeout
                 raise ClientGone from error
 
         try:

@@ -3,91 +3,63 @@ Never changes what Ray's commands do otherwise; arguments and output are Ray's."
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
 
-import ray
-from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatusOverview, ReplicaState
-from ray.serve.scripts import cli
-
+from serve_app.haproxy import HAProxyUnusable
 from serve_app.preflight import ConfigRefused, preflight
+from serve_app.proxy_env import serving_environment
 
 
 def main() -> None:
-    """Run Ray's `serve`. When a signal ends `serve run`, let streams finish before Serve is taken down.
-
-    Ray's SIGTERM handler raises SystemExit and leaves the cluster to die with the process; its Ctrl-C handling
-    kills the proxies first. Both cut running streams in silence.
-    """
-    _check(sys.argv[1:])
-    signal.signal(signal.SIGINT, _exit_with_signal)  # Ray itself does so for SIGTERM
+    """Run Ray's `serve`. `serve run` of a config with our application is checked first, and has HAProxy in front."""
+    arguments = sys.argv[1:]
+    configs = _configs_of(arguments)
     try:
-        cli()
-    except SystemExit as end:
-        if end.code not in (signal.SIGTERM, signal.SIGINT) or not ray.is_initialized():
-            raise
-        drain_and_shutdown()
+        for config in configs:
+            preflight(config)
+        _exit_on_signals()
+        with serving_environment(arguments, configs, os.environ):
+            _run()
+    except (ConfigRefused, HAProxyUnusable) as refusal:
+        sys.exit(str(refusal))
 
 
-def _check(arguments: list[str]) -> None:
-    """Refuse a config that `serve run` could not serve, in its own words and before Ray starts."""
+def _configs_of(arguments: list[str]) -> list[Path]:
+    """What may be the config of a `serve run`; a `--runtime-env` is YAML as well."""
     if arguments[:1] != ["run"]:
-        return
-    for config in (Path(argument) for argument in arguments[1:] if argument.endswith((".yaml", ".yml"))):
-        if config.is_file():
-            try:
-                preflight(config)
-            except ConfigRefused as refusal:
-                sys.exit(str(refusal))
+        return []
+    candidates = (Path(argument) for argument in arguments[1:] if argument.endswith((".yaml", ".yml")))
+    return [path for path in candidates if path.is_file()]
+
+
+def _exit_on_signals() -> None:
+    """As Ray itself does for SIGTERM, later. Until then a signal must not leave files behind."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, _exit_with_signal)
 
 
 def _exit_with_signal(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(signum)
 
 
-def drain_and_shutdown() -> None:
-    """Let every application finish or end its streams, then take Serve down. A second signal cuts this short."""
-    signal.alarm(0)  # Ray's native SIGTERM handler has set one that aborts the process after three seconds
-    print("Shutting down: letting running requests finish. Signal again to stop at once.", flush=True)
-    for name, app in serve.status().applications.items():
-        if (ended := drain(name, app)) is not None:
-            _report(name, ended)
-            _delete(name)
-    serve.shutdown()
+def _run() -> None:
+    """When a signal ends `serve run`, let streams finish before Serve is taken down.
 
-
-def drain(app_name: str, app: ApplicationStatusOverview) -> int | None:
-    """Ask every ingress replica of an application to drain; return how many requests had to be ended, or None if none
-    of them runs: then there is nobody to wait for, and a deployment that keeps failing would be waited for in vain.
-
-    An application that is still deploying, or unhealthy, has streams too: what counts is a replica that runs.
+    Ray's SIGTERM handler raises SystemExit and leaves the cluster to die with the process; its Ctrl-C handling
+    kills the proxies first. Both cut running streams in silence.
     """
+    import ray  # here, because Ray Serve reads its environment when it is imported
+    from ray.serve.scripts import cli
+
+    from serve_app.shutdown import drain_and_shutdown
+
     try:
-        ingress = serve.get_app_handle(app_name)
-        deployment = app.deployments.get(ingress.deployment_name)
-        if deployment is None or not deployment.replica_states.get(ReplicaState.RUNNING):
-            return None  # a broadcast would wait for the first replica
-        late: list[int] = ingress.broadcast("drain").results()
-    except (RayError, RayServeException) as error:
-        # Somebody else's application in the same config, one that is being deleted, or a replica that just died.
-        print(f"{app_name} was not drained: {type(error).__name__}", flush=True)
-        return 0
-    return sum(late)
-
-
-def _report(app_name: str, ended: int) -> None:
-    if ended:
-        print(f"{app_name}: {ended} requests did not finish in time and were ended with an error.", flush=True)
-
-
-def _delete(app_name: str) -> None:
-    """Remove the application while the proxies still run: `serve.shutdown` kills them before the last bytes left."""
-    try:
-        serve.delete(app_name)
-    except TimeoutError as error:
-        print(f"{app_name}: {error}", flush=True)
+        cli()
+    except SystemExit as end:
+        if end.code not in (signal.SIGTERM, signal.SIGINT) or not ray.is_initialized():
+            raise
+        drain_and_shutdown()

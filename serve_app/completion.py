@@ -3,7 +3,6 @@ Never writes a byte of HTTP; streamed and whole answers come from the same piece
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -22,11 +21,13 @@ from engine.protocol import (
     Token,
     Usage,
 )
-from serve_app.deadline import GRACE_S, Deadline
+from serve_app.admission import Visit
+from serve_app.deadline import GRACE_S
 from serve_app.detokenizer import Detokenizer
 from serve_app.echo import Echo
 from serve_app.engine_client import EngineClient
 from serve_app.errors import ApiError
+from serve_app.live import Life
 from serve_app.logprobs import ScoredToken, TokenQueue
 from serve_app.stop_strings import StopStrings
 
@@ -54,17 +55,22 @@ class Completion:
         submission: Submission,
         detokenizer: Detokenizer,
         stops: Sequence[str],
-        echo: Echo | None = None,
-        deadline: Deadline | None = None,
+        echo: Echo | None,
+        life: Life,
+        visit: Visit,
+        session: str | None,
     ) -> None:
         """`echo`: the prompt's text goes first, with its tokens' log-probabilities if the submission asks for them.
-        `deadline`: that of the submission, for an engine that does not keep it."""
+        `life`: its deadline is that of the submission, for an engine that does not keep it.
+        `visit`: one that was dispatched; it is told how far the engine has come."""
         self._client = client
         self._submission = submission
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
         self._echo = echo
-        self._deadline = deadline
+        self._life = life
+        self._visit = visit
+        self._session = session
         self._tokens = None if submission.sampling.logprobs is None else TokenQueue()
         self._min_tokens = submission.sampling.min_tokens
         self._generated = 0
@@ -86,14 +92,16 @@ class Completion:
             EngineError, ApiError: before the first piece, or between two.
         """
         last: Piece | None = None
-        async with aclosing(self._client.stream(self._submission)) as items:
+        async with aclosing(self._client.stream(self._submission, session=self._session)) as items:
             while (events := await self._next(items)) is not None:
+                self._visit.started()
                 piece = self._apply(events)
                 if piece.finish_reason is not None:
                     last = piece
                     break
                 yield piece
-        # The engine's stream is closed by now: a stop string frees its blocks before a slow client has read the end.
+        # The engine's stream is closed by now: a stop string frees its blocks before a slow client has read the end,
+        self._visit.finished()  # and another request takes its place.
         if last is None:
             raise EngineError(ErrorCode.STEP_FAILED, "the engine's stream ended without a terminal event")
         yield last
@@ -101,13 +109,7 @@ class Completion:
     async def _next(self, items: AsyncGenerator[list[Event], None]) -> list[Event] | None:
         """The engine's next item; None at the end. Never waits long past the deadline: a request that is queued before
         the engine, or held by one that hangs, is not ended there."""
-        if self._deadline is None:
-            return await anext(items, None)
-        try:
-            async with asyncio.timeout_at(self._deadline.at + GRACE_S):
-                return await anext(items, None)
-        except TimeoutError:
-            raise self._deadline.exceeded() from None
+        return await self._life.wait_for(anext(items, None), GRACE_S)
 
     def _apply(self, events: list[Event]) -> Piece:
         texts: list[str] = []
@@ -127,8 +129,8 @@ class Completion:
                     texts.append(self._stops.flush())
                     return self._piece(texts, self._finish(event))
                 case Failed():
-                    if event.code is ErrorCode.DEADLINE_EXCEEDED and self._deadline is not None:
-                        raise self._deadline.exceeded()  # the engine knows only what was left for it
+                    if event.code is ErrorCode.DEADLINE_EXCEEDED and (deadline := self._life.deadline) is not None:
+                        raise deadline.exceeded()  # the engine knows only what was left for it
                     raise EngineError(event.code, event.message)
         return self._piece(texts)
 

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import logging
 import os
+from typing import Any
 
 import ray
 from ray import serve
@@ -17,12 +18,18 @@ from starlette.types import ASGIApp
 from engine.build import build_engine
 from engine.config import EngineConfig, ResolvedConfig
 from engine.prepare import prepare_model
-from engine.protocol import EngineError, LoadSnapshot
+from engine.protocol import EngineError, ErrorCode, LoadSnapshot
+from serve_app.admission import Gate
+from serve_app.auth import Keys
 from serve_app.engine_call import EngineCall
 from serve_app.engine_client import ServedModel
+from serve_app.engine_count import num_engines, on_change
+from serve_app.engine_signals import EngineSignals
 from serve_app.handle_client import HandleClient
 from serve_app.ingress import create_app
+from serve_app.live import LiveRequests
 from serve_app.migration import Migration
+from serve_app.routing_stats import RoutingReporter
 from serve_app.settings import AppSettings
 from serve_app.token_receiver import TokenReceiver
 from serve_app.token_sender import TokenSender
@@ -55,8 +62,17 @@ class EngineReplica:
 
     def __init__(self, settings: AppSettings) -> None:
         log_as_serve_does()
-        self._engine = build_engine(settings.model, share_threads(settings.engine, settings.engine_replicas))
-        self._sender = TokenSender(self._engine, serve.get_replica_context().replica_id.unique_id)
+        self._engine = build_engine(settings.model, share_threads(settings.engine, settings.most_engines))
+        config = self._engine.config
+        self._signals = EngineSignals(
+            settings.signals,
+            max_num_seqs=config.max_num_seqs,
+            step_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+        )
+        self._routing = RoutingReporter(self._engine, settings.routing.published_blocks, self._prefill_tokens_per_s)
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        self._sender = TokenSender(self._engine, replica_id, self._signals.observe)
         # What lives as long as the process is not searched again: full collections paused steps for 20 to 30 ms.
         gc.collect()
         gc.freeze()
@@ -64,10 +80,27 @@ class EngineReplica:
     async def generate(self, call: EngineCall) -> bytes | EngineError:
         """Run one request; see TokenSender.generate. A refusal is returned, not raised: Serve would log a traceback
         for each."""
+        request_id, num_tokens = call.submission.request_id, len(call.submission.prompt_token_ids)
+        self._signals.submitted(request_id, num_tokens, call.channel.endpoint, call.num_waiting)
         try:
             return await self._sender.generate(call)
         except EngineError as error:
+            if error.code is ErrorCode.QUEUE_FULL:
+                self._signals.refused(request_id)
             return error
+        finally:
+            self._signals.ended(request_id)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls this for EngineLoadPolicy."""
+        return self._signals.report(self._engine.load()).as_stats()
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve calls this for the EngineRouter of each ingress replica."""
+        return await self._routing.report()
+
+    def _prefill_tokens_per_s(self, load: LoadSnapshot) -> float:
+        return self._signals.report(load).prefill_tokens_per_s
 
     async def resolved_config(self) -> ResolvedConfig:
         return self._engine.config
@@ -75,9 +108,17 @@ class EngineReplica:
     async def load(self) -> LoadSnapshot:
         return self._engine.load()
 
+    async def reset_prefix_cache(self) -> int:
+        return await self._engine.reset_prefix_cache()
+
     async def check_health(self) -> None:
-        """Serve restarts the replica when this raises."""
-        await self._engine.check_health()
+        """Serve restarts the replica when this has raised some times. The streams need not wait for that: they go on
+        elsewhere at the first."""
+        try:
+            await self._engine.check_health()
+        except EngineError as error:
+            self._sender.fail(error)
+            raise
 
     def __del__(self) -> None:
         """Serve calls this when the replica stops. The constructor may have failed before there was an engine."""
@@ -95,15 +136,46 @@ class IngressReplica:
         resolved: ResolvedConfig = await engine.resolved_config.remote()
         receiver = TokenReceiver(ray.util.get_node_ip_address(), settings.max_unread_tokens)
         migration = Migration(settings.max_migrations, settings.migration_timeout_s, resolved.max_request_tokens)
-        self._client = HandleClient(engine, receiver, migration)
+        here = serve.get_replica_context()
+        others = serve.get_deployment_handle(here.deployment, here.app_name)
+        self._client = HandleClient(engine, others, receiver, migration, lambda: self._gate.num_waiting)
+        self._gate = Gate(settings.gate_policy, num_engines)
+        self._loop = asyncio.get_running_loop()
+        on_change(self._use_new_engines)
+        self._live = LiveRequests()
+        self._keys = Keys.load(settings.auth)
         self._model = ServedModel(id=settings.model_id, max_model_len=resolved.max_request_tokens, created=created)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return create_app(self._client, self._tokenizer, self._model, max_body_bytes=self._settings.max_body_bytes)
+        return create_app(
+            self._client,
+            self._tokenizer,
+            self._model,
+            max_body_bytes=self._settings.max_body_bytes,
+            client_stall_timeout_s=self._settings.client_stall_timeout_s,
+            gate=self._gate,
+            keys=self._keys,
+            live=self._live,
+        )
+
+    def _use_new_engines(self) -> None:
+        """Called on the router's thread: an engine that joins takes requests that wait."""
+        self._loop.call_soon_threadsafe(self._gate.refresh)
+
+    async def abort(self, name: str) -> bool:
+        """See EngineClient.abort; every ingress replica is asked."""
+        return self._live.abort(name) > 0
+
+    async def set_draining(self, draining: bool) -> None:
+        """See EngineClient.drain_all; every ingress replica is told."""
+        if draining:
+            self._gate.close()
+        else:
+            self._gate.reopen()
 
     async def drain(self) -> int:
-        """Called before a shutdown; see HandleClient.drain."""
-        return await self._client.drain(self._settings.drain_timeout_s)
+        """Called before a shutdown; see Gate.drain and HandleClient.drain."""
+        return await self._gate.drain(self._settings.drain_timeout_s) + await self._client.drain(0)
 
 
 def _load_tokenizer(settings: AppSettings) -> tuple[Tokenizer, int]:

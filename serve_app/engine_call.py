@@ -33,3 +33,5 @@ class EngineCall:
     """Calls of one session are routed to the same replica while its load allows."""
     avoid: tuple[str, ...] = ()
     """Replica ids that this request has failed on."""
+    num_waiting: int = 0
+    """Requests that wait in the ingress for a place with the engines; these are to know it, for scaling."""

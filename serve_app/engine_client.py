@@ -11,9 +11,10 @@ from engine.protocol import Event, LoadSnapshot, Submission
 
 
 class EngineClient(Protocol):
-    def stream(self, submission: Submission) -> AsyncGenerator[list[Event], None]:
+    def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
         """Yield everything queued since the last item, the first as soon as there is one.
 
+        Requests of one `session` go to the same engine while its load allows.
         Closing the generator, or cancelling the task that waits on it, aborts the request.
 
         Raises:
@@ -28,6 +29,30 @@ class EngineClient(Protocol):
 
     async def load(self) -> list[LoadSnapshot]:
         """Each engine's load after its last step."""
+        ...
+
+    async def abort(self, name: str) -> bool:
+        """End the requests of that name that other ingress replicas of the deployment hold; False if there are none.
+
+        Raises:
+            EngineError: a replica did not answer.
+        """
+        ...
+
+    async def drain_all(self, draining: bool) -> None:
+        """Have every ingress replica of the deployment refuse new requests, or take them again.
+
+        Raises:
+            EngineError: a replica did not answer.
+        """
+        ...
+
+    async def reset_prefix_cache(self) -> list[int]:
+        """Have each engine forget the cached prefixes that no live request holds; how many blocks that were.
+
+        Raises:
+            EngineError: an engine did not answer.
+        """
         ...
 
 

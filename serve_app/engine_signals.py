@@ -26,9 +26,9 @@ class SignalSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    ttft_target_ms: float = Field(2000, description="Time to first token that requests are to have.", gt=0)
+    ttft_target_ms: float = Field(default=2000, description="Time to first token that requests are to have.", gt=0)
     prefill_tokens_per_s: float = Field(
-        1000, description="Prefill throughput of an engine that has not measured its own yet.", gt=0
+        default=1000, description="Prefill throughput of an engine that has not measured its own yet.", gt=0
     )
 
 
@@ -47,10 +47,14 @@ class EngineReport:
     """Prompt tokens that arrived, less those found in the prefix cache, over OFFERED_WINDOW_S."""
     kv_pressure: float
     """Share of KV blocks that requests hold or admission reserves; evictable blocks are free. 0 to 1."""
-    num_first_tokens: float
+    kv_capacity_tokens: float
+    """Tokens that all KV blocks hold together."""
+    num_judged: float
     """Requests of the last ATTAINMENT_WINDOW_S that `ttft_attainment` judges."""
     ttft_attainment: float
     """Share of those whose first token was in time; 1 if there are none. See EngineSignals."""
+    num_waiting_outside: float = 0.0
+    """Requests that wait in ingress replicas for a place with any engine, as this engine last heard of each."""
 
     def as_stats(self) -> dict[str, float]:
         """What a deployment's `record_autoscaling_stats` returns."""
@@ -129,8 +133,8 @@ class EngineSignals:
     """Follows every request of one engine up to its first token. All methods are called on one event loop.
 
     Time to first token runs from `submitted` to the first token, or to the end of an answer without one. A request is
-    judged when it gets there, once it has waited for longer than the target, or when it is refused for want of room: the
-    last two are missed. A request that ends before, without an answer and within the target, is not judged.
+    judged when it gets there, once it has waited for longer than the target, or when it is refused for want of room:
+    the last two are misses. A request that ends within the target and without an answer is not judged.
 
     Prefill throughput is that of the engine as it is: decoding beside it, waiting for memory or a seat all lower it, so
     that queued tokens divided by it are the seconds until they are computed.
@@ -142,20 +146,25 @@ class EngineSignals:
         *,
         max_num_seqs: int,
         step_tokens: int,
+        block_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`step_tokens`: most tokens of a step; `block_size`: tokens of a KV block."""
         self._settings = settings
         self._max_num_seqs = max_num_seqs
+        self._block_size = block_size
         self._clock = clock
         self._waiting: dict[str, _Waiting] = {}  # in order of arrival; as many as the engine takes
         self._throughput = _Throughput(step_tokens)
         self._offered = _Window(OFFERED_WINDOW_S)
         self._judged = _Window(ATTAINMENT_WINDOW_S)
         self._in_time = _Window(ATTAINMENT_WINDOW_S)
+        self._outside: dict[str, tuple[float, int]] = {}  # ingress replica: when it was heard of, how many wait there
 
-    def submitted(self, request_id: str, prompt_tokens: int) -> None:
-        """A request is about to be given to the engine."""
+    def submitted(self, request_id: str, prompt_tokens: int, ingress: str = "", num_waiting_outside: int = 0) -> None:
+        """A request is about to be given to the engine; `num_waiting_outside` others wait in its ingress replica."""
         now_s = self._clock()
+        self._outside[ingress] = (now_s, num_waiting_outside)
         if not self._waiting:
             self._throughput.begin(now_s)
         self._waiting[request_id] = _Waiting(now_s, prompt_tokens)
@@ -192,14 +201,21 @@ class EngineSignals:
         return EngineReport(
             num_running=load.num_running,
             num_waiting=load.num_waiting,
+            num_waiting_outside=self._waiting_outside(now_s),
             max_num_seqs=self._max_num_seqs,
             queued_prefill_tokens=load.num_queued_tokens,
             prefill_tokens_per_s=self._throughput.tokens_per_s(self._settings.prefill_tokens_per_s),
             offered_prefill_tokens_per_s=max(0.0, self._offered.total(now_s)) / OFFERED_WINDOW_S,
             kv_pressure=min(1.0, used_blocks / load.num_blocks),
-            num_first_tokens=judged,
+            kv_capacity_tokens=load.num_blocks * self._block_size,
+            num_judged=judged,
             ttft_attainment=attainment,
         )
+
+    def _waiting_outside(self, now_s: float) -> int:
+        """Of ingress replicas that were heard of lately: one where requests wait sends the next as soon as it may."""
+        self._outside = {name: news for name, news in self._outside.items() if now_s - news[0] < ATTAINMENT_WINDOW_S}
+        return sum(count for _, count in self._outside.values())
 
     def _scheduled(self, waiting: _Waiting, cached_tokens: int) -> None:
         waiting.cached_tokens = cached_tokens

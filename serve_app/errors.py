@@ -140,9 +140,9 @@ def rate_limited(kind: Literal["requests", "tokens"], limit: int, left: int, wai
 
 
 def aborted() -> ApiError:
-    """An answer that ends here is incomplete, which no finish reason of OpenAI's can say."""
-    text, headers = "The request was aborted by the server.", retry_headers(_RETRY_SOON_S)
-    return ApiError(503, text, type="server_error", code="aborted", headers=headers)
+    """Not a 503, which clients and proxies repeat: somebody wanted this request to end."""
+    text = "The request was aborted by an administrator."
+    return ApiError(500, text, type="server_error", code="aborted", headers={"x-should-retry": "false"})
 
 
 def context_length_exceeded(

@@ -35,26 +35,36 @@ class _Sent:
     num_tokens: int
     keys: tuple[bytes, ...]
     at: float
-    reported: bool = False
-    """The replica's report counts it."""
 
 
 @dataclass(slots=True)
 class _Replica:
     report: EngineReport | None = None
-    sent: dict[str, _Sent] = field(default_factory=dict)
-    num_unreported: int = 0
-    num_unreported_tokens: int = 0
+    fresh: dict[str, _Sent] = field(default_factory=dict)
+    """Open attempts that the report does not count, in order of time."""
+    counted: dict[str, _Sent] = field(default_factory=dict)
+    """Those that it does."""
     num_ended: int = 0
     """Requests that the report counts and that have ended since."""
+
+    def num_queued_tokens(self, now: float) -> float:
+        """Prompt tokens still to compute: the report's and the fresh ones, less what the engine computed meanwhile."""
+        left, at, rate = 0.0, now, 0.0
+        if self.report:
+            left, at, rate = self.report.num_queued_tokens, self.report.taken_at_s, self.report.prefill_tokens_per_s
+        for sent in self.fresh.values():
+            left = max(left - rate * max(sent.at - at, 0), 0) + sent.num_tokens
+            at = max(at, sent.at)
+        return max(left - rate * max(now - at, 0), 0)
 
 
 class Fleet:
     """Merges two views of each replica.
 
-    A report counts everybody's requests, but it is as old as the period of reports. This router's own record counts its
-    own requests only, but at once. A replica's load is its last report, plus what this router sent there since, less what
-    it knows to have ended since. Without a report it is what this router has sent there and not seen end.
+    A report counts everybody's requests, but it is as old as the period of reports. This router's own record counts
+    its own requests only, but at once. A replica's load is its last report, plus what this router sent there since,
+    less what it knows to have ended since, and less the prompt tokens that the engine has computed since if it is as
+    fast as it says. Without a report it is what this router sent there and has not seen end.
     """
 
     def __init__(self, block_size: int, max_index_blocks: int) -> None:
@@ -76,13 +86,11 @@ class Fleet:
 
     def _take(self, replica_id: str, replica: _Replica, report: EngineReport) -> None:
         until = report.taken_at_s - FLIGHT_S
-        for sent in replica.sent.values():
-            sent.reported |= sent.at <= until
-        unreported = [sent for sent in replica.sent.values() if not sent.reported]
         replica.report = report
-        replica.num_unreported = len(unreported)
-        replica.num_unreported_tokens = sum(sent.num_tokens for sent in unreported)
         replica.num_ended = 0
+        for attempt, sent in list(replica.fresh.items()):
+            if sent.at <= until:
+                replica.counted[attempt] = replica.fresh.pop(attempt)
         self._index.report(
             replica_id,
             report.prefix_keys,
@@ -95,19 +103,22 @@ class Fleet:
         """The replica is gone, with its cache and with what was sent there."""
         self._index.forget(replica_id)
         if replica := self._replicas.pop(replica_id, None):
-            for attempt in replica.sent:
+            for attempt in (*replica.fresh, *replica.counted):
                 self._attempts[attempt] = None
 
-    def load(self, replica_id: str) -> ReplicaLoad:
+    def load(self, replica_id: str, now: float) -> ReplicaLoad:
+        """`now` is wall clock, in seconds, as are all times here."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return ReplicaLoad()
+        num_queued_tokens = int(replica.num_queued_tokens(now))
         if (report := replica.report) is None:
-            return ReplicaLoad(replica.num_unreported, replica.num_unreported_tokens)
+            return ReplicaLoad(len(replica.fresh), num_queued_tokens)
+        promised = sum(sent.num_tokens for sent in replica.fresh.values())
         return ReplicaLoad(
-            num_requests=max(report.num_requests - replica.num_ended, 0) + replica.num_unreported,
-            num_queued_tokens=report.num_queued_tokens + replica.num_unreported_tokens,
-            num_free_tokens=max(report.num_free_blocks * self._block_size - replica.num_unreported_tokens, 0),
+            num_requests=max(report.num_requests - replica.num_ended, 0) + len(replica.fresh),
+            num_queued_tokens=num_queued_tokens,
+            num_free_tokens=max(report.num_free_blocks * self._block_size - promised, 0),
         )
 
     def num_cached_tokens(self, replica_id: str, keys: Sequence[bytes]) -> int:
@@ -125,12 +136,12 @@ class Fleet:
 
         Ignored for an attempt that is not open, of whose end nobody would tell.
         """
-        if attempt not in self._attempts or (replica := self._replicas.get(replica_id)) is None:
+        if attempt not in self._attempts:
             return
         self._withdraw(attempt)
-        sent = self._attempts[attempt] = replica.sent[attempt] = _Sent(replica_id, num_tokens, keys, now)
-        replica.num_unreported += 1
-        replica.num_unreported_tokens += sent.num_tokens
+        if (replica := self._replicas.get(replica_id)) is None:
+            return
+        self._attempts[attempt] = replica.fresh[attempt] = _Sent(replica_id, num_tokens, keys, now)
         self._index.add(replica_id, keys, now)
 
     def confirm(self, attempt: str, replica_id: str, now: float) -> None:
@@ -148,10 +159,8 @@ class Fleet:
     def _withdraw(self, attempt: str) -> None:
         if (sent := self._attempts[attempt]) is None:
             return
+        self._attempts[attempt] = None
         replica = self._replicas[sent.replica_id]
-        del replica.sent[attempt]
-        if sent.reported:
+        if replica.fresh.pop(attempt, None) is None:
+            del replica.counted[attempt]
             replica.num_ended += 1
-        else:
-            replica.num_unreported -= 1
-            replica.num_unreported_tokens -= sent.num_tokens

@@ -51,6 +51,8 @@ class Frame(msgspec.Struct, array_like=True):
 
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
 _abort_decoder = msgspec.msgpack.Decoder(list[int])
+# Text that is no UTF-8, and arrays nested too deeply, are not among msgspec's own errors.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -61,7 +63,7 @@ def decode_frame(data: bytes) -> Frame:
     """May raise MalformedFrame."""
     try:
         return _frame_decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise MalformedFrame(str(error)) from error
 
 
@@ -74,7 +76,7 @@ def decode_abort(data: bytes) -> list[int]:
     """May raise MalformedFrame."""
     try:
         return _abort_decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise MalformedFrame(str(error)) from error
 
 

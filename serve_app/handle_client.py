@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
+from typing import Any
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
@@ -14,7 +15,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from engine.protocol import EngineError, ErrorCode, Event, LoadSnapshot, RequestRejected, Submission
 from serve_app.engine_call import EngineCall
-from serve_app.frames import decode_frame
+from serve_app.frames import MalformedFrame, decode_frame
 from serve_app.migration import Attempt, Migration
 from serve_app.token_receiver import TokenReceiver, TokenStream
 
@@ -29,15 +30,26 @@ _answers: set[asyncio.Task[None]] = set()
 class HandleClient:
     """Streams requests to whichever engine replica the router picks, and can be drained."""
 
-    def __init__(self, engine: DeploymentHandle, receiver: TokenReceiver, migration: Migration) -> None:
+    def __init__(
+        self,
+        engine: DeploymentHandle,
+        ingress: DeploymentHandle,
+        receiver: TokenReceiver,
+        migration: Migration,
+        num_waiting: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`ingress` is the handle of the deployment that this replica belongs to. `num_waiting`: requests that wait in
+        this replica to be streamed from here."""
         self._engine = engine
+        self._ingress = ingress
         self._receiver = receiver
         self._migration = migration
+        self._num_waiting = num_waiting
         self._draining = False
         self._expired = False
         self._num_live = 0
         self._idle = asyncio.Event()
-        self._waits: dict[str, asyncio.Timeout] = {}  # request id -> its wait for the next item
+        self._attempts: set[_HandleAttempt] = set()
 
     async def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
         """Yield event batches until the terminal one. Closing or cancelling it aborts the request in the engine.
@@ -50,28 +62,25 @@ class HandleClient:
             raise RequestRejected(ErrorCode.DRAINING, "The server is shutting down and takes no new requests.")
 
         def start(rest: Submission, avoid: tuple[str, ...]) -> Attempt:
-            return _HandleAttempt(self._engine, self._receiver, rest, session, avoid)
+            if self._expired:
+                raise _late()
+            return self._start(rest, session, avoid)
 
         self._num_live += 1
         try:
             async with aclosing(self._migration.stream(submission, start)) as items:
-                while (events := await self._next(submission.request_id, items)) is not None:
+                async for events in items:
                     yield events
         finally:
             self._num_live -= 1
             if not self._num_live:
                 self._idle.set()
 
-    async def _next(self, request_id: str, items: AsyncGenerator[list[Event], None]) -> list[Event] | None:
-        if self._expired:
-            raise _late()
-        try:
-            async with asyncio.timeout(None) as self._waits[request_id]:
-                return await anext(items, None)
-        except TimeoutError:
-            raise _late() from None
-        finally:
-            self._waits.pop(request_id, None)
+    def _start(self, submission: Submission, session: str | None, avoid: tuple[str, ...]) -> _HandleAttempt:
+        stream = self._receiver.open(submission.request_id)
+        address, num_waiting = self._receiver.address, self._num_waiting()
+        call = EngineCall(submission, stream.stream_id, address, session, avoid, num_waiting)
+        return _HandleAttempt(self._engine, call, self._receiver, stream, self._attempts)
 
     async def check_health(self) -> None:
         """Raise EngineError unless an engine replica answers that it can serve."""
@@ -89,12 +98,16 @@ class HandleClient:
         Raises:
             EngineError: a replica did not answer.
         """
-        try:
-            async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                loads: list[LoadSnapshot] = await self._engine.broadcast("load").results_async()
-                return loads
-        except (RayError, TimeoutError) as error:
-            raise EngineError(ErrorCode.ENGINE_DEAD, "An engine replica does not answer.") from error
+        return list(await _broadcast(self._engine, "load"))
+
+    async def abort(self, name: str) -> bool:
+        return any(await _broadcast(self._ingress, "abort", name))
+
+    async def drain_all(self, draining: bool) -> None:
+        await _broadcast(self._ingress, "set_draining", draining)
+
+    async def reset_prefix_cache(self) -> list[int]:
+        return list(await _broadcast(self._engine, "reset_prefix_cache"))
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests, let live ones finish for `timeout_s`, then end the rest with an error each.
@@ -109,8 +122,8 @@ class HandleClient:
                     self._idle.clear()
                     await self._idle.wait()
         self._expired = True
-        for wait in self._waits.values():
-            wait.reschedule(asyncio.get_running_loop().time())
+        for attempt in self._attempts:
+            attempt.fail(_late())
         return self._num_live
 
 
@@ -120,14 +133,15 @@ class _HandleAttempt:
     def __init__(
         self,
         engine: DeploymentHandle,
+        call: EngineCall,
         receiver: TokenReceiver,
-        submission: Submission,
-        session: str | None,
-        avoid: tuple[str, ...],
+        stream: TokenStream,
+        live: set[_HandleAttempt],
     ) -> None:
         self._receiver = receiver
-        self._stream = receiver.open(submission.request_id)
-        call = EngineCall(submission, self._stream.stream_id, receiver.address, session, avoid)
+        self._stream = stream
+        self._live = live
+        self._live.add(self)
         self._response: DeploymentResponse = engine.generate.remote(call)
         self._waiter = asyncio.ensure_future(_wait_for_answer(self._response, self._stream))
         _answers.add(self._waiter)
@@ -140,8 +154,13 @@ class _HandleAttempt:
     async def take(self) -> list[Event]:
         return await self._stream.take()
 
+    def fail(self, error: EngineError) -> None:
+        """Whoever takes from this gets the error, after what is there already."""
+        self._stream.fail(error)
+
     def close(self) -> None:
         """End the call by both ways, Serve's and the channel's. A finished one is left to return its answer."""
+        self._live.discard(self)
         self._receiver.close(self._stream)
         if not self._stream.finished:
             self._waiter.cancel()
@@ -160,8 +179,23 @@ async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream) ->
         stream.fail(RequestRejected(ErrorCode.QUEUE_FULL, "Every engine replica is full."))
     except RequestCancelledError:
         stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The call to the engine replica was cancelled."))
-    except (RayError, DeploymentUnavailableError) as error:
+    except (RayError, DeploymentUnavailableError, MalformedFrame) as error:
         stream.fail(EngineError(ErrorCode.ENGINE_DEAD, f"The engine replica went away: {type(error).__name__}."))
+    finally:  # whatever else ended the call: its reader would wait for ever
+        stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The call to the engine replica ended without an answer."))
+
+
+async def _broadcast(handle: DeploymentHandle, method: str, *arguments: object) -> list[Any]:
+    """Each replica's answer, of those that run.
+
+    Raises:
+        EngineError: one did not answer.
+    """
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            return list(await handle.broadcast(method, *arguments).results_async())
+    except (RayError, TimeoutError) as error:
+        raise EngineError(ErrorCode.ENGINE_DEAD, "A replica does not answer.") from error
 
 
 def _late() -> EngineError:

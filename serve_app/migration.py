@@ -7,7 +7,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -90,16 +89,17 @@ class _Progress:
                 min_tokens=max(sampling.min_tokens - count, 0),
                 prompt_logprobs=None if self.has_prompt_logprobs else sampling.prompt_logprobs,
             ),
-            timeout_s=None if asked.timeout_s is None else max(asked.timeout_s - (now - self.started), 0.001),
-            queue_timeout_s=None,  # it has run
+            timeout_s=self._left_of(asked.timeout_s, now),
+            # Once it has run, it does not wait for its first run any more.
+            queue_timeout_s=self._left_of(asked.queue_timeout_s, now) if self.cached_tokens is None else None,
         )
 
-    def accept(self, events: list[Event]) -> list[Event]:
-        """Those of a replica's events that the client does not have yet, as if one replica had sent all.
+    def _left_of(self, timeout_s: float | None, now: float) -> float | None:
+        return None if timeout_s is None else max(timeout_s - (now - self.started), 0.001)
 
-        Raises:
-            EngineError: the replica failed.
-        """
+    def accept(self, events: list[Event]) -> list[Event]:
+        """Those of a replica's events that the client does not have yet, as if one replica had sent all. That the
+        replica failed is not among them."""
         return [told for event in events if (told := self._accept(event)) is not None]
 
     def _accept(self, event: Event) -> Event | None:
@@ -115,7 +115,7 @@ class _Progress:
             case Finished():
                 return replace(event, usage=self._usage(event.usage))
             case Failed(code=code) if code in _ELSEWHERE:
-                raise EngineError(code, event.message)
+                return None
         return event
 
     def _usage(self, last: Usage) -> Usage:
@@ -152,10 +152,16 @@ class Migration:
         while True:
             attempt = start(progress.rest(clock()), tuple(avoid))
             try:
-                async with aclosing(self._follow(attempt, progress)) as items:
-                    async for events in items:
-                        yield events
-                return
+                events = await self._first(attempt, progress)
+                while True:
+                    if told := progress.accept(events):
+                        yield told
+                    match events[-1]:
+                        case Failed(code=code, message=text) if code in _ELSEWHERE:
+                            raise EngineError(code, text)
+                        case Finished() | Failed():
+                            return
+                    events = await attempt.take()
             except EngineError as error:
                 if not progress.can_move(error) or progress.num_attempts > self.max_migrations:
                     raise
@@ -168,21 +174,15 @@ class Migration:
                 return
             await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (progress.num_attempts - 1))
 
-    async def _follow(self, attempt: Attempt, progress: _Progress) -> AsyncGenerator[list[Event], None]:
-        patience = None if progress.num_attempts == 1 else self.timeout_s
-        while True:
-            try:
-                async with asyncio.timeout(patience):
-                    events = await attempt.take()
-            except TimeoutError:
-                text = f"No engine replica went on with the answer within {self.timeout_s:g} s."
-                raise EngineError(ErrorCode.ENGINE_DEAD, text) from None
-            patience = None
-            ended = isinstance(events[-1], Finished | Failed)
-            if told := progress.accept(events):
-                yield told
-            if ended:
-                return
+    async def _first(self, attempt: Attempt, progress: _Progress) -> list[Event]:
+        if progress.num_attempts == 1:
+            return await attempt.take()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await attempt.take()
+        except TimeoutError:
+            text = f"No engine replica went on with the answer within {self.timeout_s:g} s."
+            raise EngineError(ErrorCode.ENGINE_DEAD, text) from None
 
 
 def _pinned(submission: Submission, max_model_len: int) -> Submission:

@@ -63,9 +63,9 @@ def rank(ask: Ask, candidates: Sequence[Candidate], bound: Bound, random: Random
     4. Those whose KV cache has no room come after those that have it: the request would wait there.
     5. With a session, the order of the session's own hash decides: when a replica goes, only its sessions move.
     6. Without, the fewest tokens before the first answer token decide: what is to be done there already, and what
-       is to be computed of this prompt. So a cached prefix counts exactly the tokens that it saves. Those that have none
-       of it are represented by two drawn at random: every ingress replica has the same reports, and would send to the
-       same one until the next.
+       is to be computed of this prompt. So a cached prefix counts exactly the tokens that it saves. Replicas that have
+       none of it are represented by two drawn at random: every ingress replica has the same reports, and all would
+       send to the same one until the next.
     """
     if not candidates:
         return []
@@ -90,8 +90,9 @@ def _in_order(ask: Ask, candidates: list[Candidate]) -> list[Candidate]:
 
     if (session := ask.session) is not None:
         return sorted(candidates, key=lambda one: (has_no_room(one), -session_weight(session, one.replica_id)))
-    drawn = _drawn(candidates, has_no_room)
-    return sorted(drawn, key=cost) + sorted((one for one in candidates if one not in drawn), key=cost)
+    holders = [candidate for candidate in candidates if candidate.num_cached_tokens]
+    others = sorted((candidate for candidate in candidates if not candidate.num_cached_tokens), key=has_no_room)
+    return sorted(holders + others[:NUM_DRAWN], key=cost) + sorted(others[NUM_DRAWN:], key=cost)
 
 
 def session_weight(session: str, replica_id: str) -> int:

@@ -23,8 +23,8 @@ def prefix_keys(token_ids: Sequence[int], block_size: int, max_blocks: int) -> t
 class PrefixIndex:
     """For each replica the blocks it is believed to hold, and when that was last known.
 
-    Two sources are merged: a request that is sent somewhere brings its prefix there, and an engine's report says what is
-    there. The later one counts: what a report lacks goes, unless it was sent after the report was taken.
+    Two sources are merged: a request that is sent somewhere brings its prefix there, and an engine's report says what
+    is there. The later one counts: what a report lacks goes, unless it was sent after the report was taken.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -37,7 +37,7 @@ class PrefixIndex:
 
     def match(self, replica_id: str, keys: Sequence[bytes]) -> int:
         """How many leading blocks of a prompt the replica holds."""
-        known = self._known.get(replica_id, {})
+        known = self._known.get(replica_id, OrderedDict())
         return next((depth for depth, key in enumerate(keys) if key not in known), len(keys))
 
     def add(self, replica_id: str, keys: Sequence[bytes], now: float) -> None:

@@ -26,13 +26,13 @@ def preflight(config_path: Path) -> None:
     Raises:
         ConfigRefused: settings are wrong, by name, limit and value; or a model cannot be prepared.
     """
-    for name, args in _our_applications(yaml.safe_load(config_path.read_text())):
+    for name, args in our_applications(yaml.safe_load(config_path.read_text())):
         settings = _validated(f"{config_path}, application {name}", args)
         if settings.engine.executor == "torch":
             _prepare(f"{config_path}, application {name}", settings)
 
 
-def _our_applications(config: Any) -> Iterator[tuple[str, Any]]:
+def our_applications(config: Any) -> Iterator[tuple[str, Any]]:
     """(name, args) of the applications that our builder makes. What is no Serve config is left to Ray to refuse."""
     applications = config.get("applications") if isinstance(config, dict) else None
     for app in applications or []:
@@ -49,7 +49,8 @@ def _validated(where: str, args: Any) -> AppSettings:
 
 def _reason(where: str, detail: Any) -> str:
     path = ".".join(str(part) for part in ("args", *detail["loc"]))
-    given = "" if isinstance(detail["input"], dict) else f" (given: {detail['input']!r})"
+    hidden = isinstance(detail["input"], dict) or "auth" in detail["loc"]  # somebody's key, in the place of its digest
+    given = "" if hidden else f" (given: {detail['input']!r})"
     return f"{where}: {path}: {detail['msg']}{given}"
 
 

@@ -4,24 +4,21 @@ Never reads a clock or speaks to Ray: a moment's reports come in, a number and i
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from serve_app.engine_signals import ATTAINMENT_WINDOW_S, EngineReport
+from serve_app.engine_signals import ATTAINMENT_WINDOW_S, OFFERED_WINDOW_S, EngineReport
+from serve_app.scaling_memory import Freshness, Lasting, LoadShare, Sorted, StampedReport, Trend
 
 _ROUNDING = 1e-9
 """Sums of floats that should be whole are not rounded up to the next number."""
-_LEAST_SHARE = 0.5
-"""TTFT may lower the load that an engine is given to this share of its targets, and no further."""
-_SHARE_RECOVERY_S = 3600.0
-"""After this time, what a missed TTFT objective has taught counts for 1/e."""
+RUNNING, OFFERED, KV = "running requests", "offered prefill", "KV blocks in use"
+_FULL = 0.9
+"""From this share on, seats or blocks are what requests wait for: some are free at any moment, between two of them."""
 _FORECAST_GROWTH = 2.0
 """A forecast is at most this multiple of the present load."""
-_TREND_BUCKETS = 4
 
 
 class ScalingSettings(BaseModel):
@@ -36,6 +33,9 @@ class ScalingSettings(BaseModel):
         0.8, description="Share of an engine's KV blocks that is to be held or reserved.", gt=0, le=1
     )
     target_queue_s: float = Field(2, description="Seconds of prefill work that may wait at an engine.", gt=0)
+    drain_time_s: float = Field(
+        30, description="Time to work off what waits beyond that, besides all that arrives.", gt=0
+    )
     ttft_objective: float = Field(
         0.9,
         description="Share of requests that are to meet `ttft_target_ms`; below it, busy engines are given less load.",
@@ -64,14 +64,6 @@ class ScalingSettings(BaseModel):
     stale_after_s: float = Field(
         10, description="A replica without news for this long is assumed full, and nothing is removed.", gt=0
     )
-
-
-@dataclass(frozen=True, slots=True)
-class StampedReport:
-    """A report, and a number that changes with each new one. Never compared with our clock: clocks differ."""
-
-    stamp: float
-    report: EngineReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,58 +102,83 @@ class Autoscaler:
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
-        self._freshness = _Freshness(settings.stale_after_s)
-        self._trend = _Trend(settings.startup_time_s)
-        self._share = _Share(settings.ttft_objective)
-        self._low, self._high, self._idle = _Lasting(), _Lasting(), _Lasting()
+        self._freshness = Freshness(settings.stale_after_s)
+        self._trend = Trend(settings.startup_time_s, OFFERED_WINDOW_S)
+        self._share = LoadShare(settings.ttft_objective)
+        self._more = Lasting(settings.upscale_delay_s, min)
+        self._fewer = Lasting(settings.downscale_delay_s, max)
+        self._none = Lasting(settings.downscale_to_zero_delay_s, max)
         self._last_s = -math.inf
+        self._num_running = 0
+        self._recovering, self._calm_since_s = True, -math.inf
 
     def decide(self, seen: Observation) -> Decision:
         """The number of replicas to run from now on, within the bounds. More load never gives a smaller one."""
-        if seen.now_s - self._last_s > self._settings.stale_after_s:
-            self._low.end(), self._high.end(), self._idle.end()  # nobody knows how it was in between
+        self._note_time(seen)
+        known = self._freshness.sort(seen.now_s, seen.running)
+        need, reason = self._need(seen, known)
+        # With none running, all are starting, or there is none: nothing is measured, and nothing is taken away.
+        wanted = self._settled(seen, need, known) if seen.running else max(seen.target, int(seen.router_queued > 0))
+        return Decision(min(seen.max_replicas, max(seen.min_replicas, wanted)), reason, need, known.num_stale)
+
+    def _note_time(self, seen: Observation) -> None:
+        unseen = seen.now_s - self._last_s > self._settings.stale_after_s
+        if unseen or not seen.running:  # nobody knows whether it lasted
+            for lasting in (self._more, self._fewer, self._none):
+                lasting.end()
         self._last_s = seen.now_s
-        reports = self._freshness.recent(seen)
-        num_stale = len(seen.running) - len(reports)
-        need, reason = self._need(seen, reports, num_stale)
-        if not seen.running:  # only starting ones, or none: there is nothing to measure, and nothing to take away
-            wanted = max(seen.target, int(seen.router_queued > 0))
-        else:
-            wanted = self._settled(seen, need, may_shrink=num_stale == 0, idle=_is_idle(seen, reports))
-        return Decision(min(seen.max_replicas, max(seen.min_replicas, wanted)), reason, need, num_stale)
 
-    def _need(self, seen: Observation, reports: Sequence[EngineReport], num_stale: int) -> tuple[float, str]:
-        running = len(seen.running)
-        terms = steady_terms(self._settings, reports)
-        if num_stale == 0 and running:
-            self._trend.add(seen.now_s, max(terms.values()))
-        forecast = min(self._trend.forecast(), _FORECAST_GROWTH * max(terms.values()))
-        limit = self._settings.max_growth * len(reports)
-        for name, value in waiting_terms(self._settings, reports, seen.router_queued).items():
-            terms[name] = min(value, limit)
-        share = self._share.update(seen, reports, max(terms.values()) + num_stale)
-        if share < 1:
-            terms = {f"{name}, lowered for TTFT": value / share for name, value in terms.items()}
-        terms["forecast"] = forecast / share
+    def _need(self, seen: Observation, known: Sorted) -> tuple[float, str]:
+        """Replicas that the load needs, and the term that says so. One without news is assumed to be full."""
+        terms = steady_terms(self._settings, known.reports)
+        steady = max(terms.values())
+        if known.reports and len(known.reports) == len(seen.running):
+            self._trend.add(seen.now_s, steady)
+        limit = self._settings.max_growth * len(seen.running)
+        # What waits before the engines may go to any of them, so each of them knows of all of it.
+        outside = seen.router_queued + max((report.num_waiting_outside for report in known.reports), default=0.0)
+        waiting = waiting_terms(self._settings, known.reports, outside)
+        terms |= {name: min(need, limit) for name, need in waiting.items()}
         reason = max(terms, key=terms.__getitem__)
-        return terms[reason] + num_stale, reason  # a replica without news is assumed to have its full share
+        present = terms[reason] + known.num_stale
+        # What this moment teaches, it teaches of its own load: a forecast is of another.
+        forecast = (min(self._trend.forecast(), _FORECAST_GROWTH * steady) + known.num_stale) / self._share.value
+        share = self._share.update(seen.now_s, present, len(seen.running), self._attainment(seen, known.reports))
+        self._note_calm(seen, known, present)
+        return max((present / share, reason), (forecast, "forecast"))
 
-    def _settled(self, seen: Observation, need: float, *, may_shrink: bool, idle: bool) -> int:
+    def _note_calm(self, seen: Observation, known: Sorted, present: float) -> None:
+        """From a change of the fleet, or a need for one, until what waited is worked off, times to first token say
+        nothing of the load that engines have: they are missed by requests that came before."""
+        running, self._num_running = self._num_running, len(seen.running)
+        if len(seen.running) != running or max(seen.target, present) > len(seen.running):
+            self._recovering = True
+        if self._recovering:
+            self._calm_since_s = seen.now_s
+            self._recovering = any(_has_backlog(self._settings, report) for report in known.reports)
+
+    def _attainment(self, seen: Observation, reports: Sequence[EngineReport]) -> float | None:
+        """Of requests that came while the fleet was as it is; else None."""
+        if seen.now_s - self._calm_since_s < ATTAINMENT_WINDOW_S:
+            return None
+        judged = sum(report.num_judged for report in reports)
+        in_time = sum(report.num_judged * report.ttft_attainment for report in reports)
+        return in_time / judged if judged else 1.0
+
+    def _settled(self, seen: Observation, need: float, known: Sorted) -> int:
         """The target, or another number that has been called for long enough."""
         settings, target = self._settings, seen.target
         wanted = min(seen.max_replicas, _whole(need))
-        more = self._high.least(seen.now_s, target, wanted if wanted > target else None)
         enough = max(1, seen.min_replicas, _whole(need / (1 - settings.downscale_margin)))
-        fewer = self._low.most(seen.now_s, target, enough if may_shrink and enough < target else None)
-        empty = idle and may_shrink and target == 1 and seen.min_replicas == 0
-        self._idle.most(seen.now_s, target, 0 if empty else None)
-        if more is not None and self._high.lasted_s(seen.now_s) >= settings.upscale_delay_s:
-            return more
-        if fewer is not None and self._low.lasted_s(seen.now_s) >= settings.downscale_delay_s:
-            return max(fewer, target - max(1, math.floor(target * settings.downscale_step)))
-        if empty and self._idle.lasted_s(seen.now_s) >= settings.downscale_to_zero_delay_s:
-            return 0
-        return target
+        # Engines that have more than they can do show no more than that: then those that are starting are needed.
+        may_shrink = len(known.reports) == len(seen.running) >= enough
+        may_end = may_shrink and target == 1 and seen.min_replicas == 0 and _is_idle(seen, known.reports)
+        more = self._more.update(seen.now_s, target, wanted if wanted > target else None)
+        fewer = self._fewer.update(seen.now_s, target, enough if may_shrink and enough < target else None)
+        none = self._none.update(seen.now_s, target, 0 if may_end else None)
+        if fewer is not None:
+            fewer = max(fewer, target - max(1, math.floor(target * settings.downscale_step)))
+        return next((number for number in (more, fewer, none) if number is not None), target)
 
 
 def steady_terms(settings: ScalingSettings, reports: Sequence[EngineReport]) -> dict[str, float]:
@@ -169,23 +186,35 @@ def steady_terms(settings: ScalingSettings, reports: Sequence[EngineReport]) -> 
     seats = sum(report.num_running / report.max_num_seqs for report in reports)
     prefill = sum(report.offered_prefill_tokens_per_s / report.prefill_tokens_per_s for report in reports)
     return {
-        "running requests": seats / settings.target_utilization,
-        "offered prefill": prefill / settings.target_utilization,
-        "KV pressure": sum(report.kv_pressure for report in reports) / settings.target_kv_utilization,
+        RUNNING: seats / settings.target_utilization,
+        OFFERED: prefill / settings.target_utilization,
+        KV: sum(report.kv_pressure for report in reports) / settings.target_kv_utilization,
     }
 
 
-def waiting_terms(
-    settings: ScalingSettings, reports: Sequence[EngineReport], router_queued: float
-) -> dict[str, float]:
-    """Replicas needed to have what waits within the targets at once. It may be gone before a replica has started."""
+def waiting_terms(settings: ScalingSettings, reports: Sequence[EngineReport], outside: float) -> dict[str, float]:
+    """Replicas needed by what runs, arrives and waits. What waits may be gone before another replica has started."""
+    steady = steady_terms(settings, reports)
     seats = sum(report.max_num_seqs for report in reports)
-    requests = sum(report.num_running + report.num_waiting for report in reports) + router_queued
+    waiting = outside + sum(report.num_waiting for report in reports if _is_seated(report))
     queue_s = sum(report.queued_prefill_tokens / report.prefill_tokens_per_s for report in reports)
+    excess_s = max(0.0, queue_s - settings.target_queue_s * len(reports))
+    prompts = sum(one.queued_prefill_tokens / one.kv_capacity_tokens for one in reports if one.kv_pressure >= _FULL)
     return {
-        "waiting requests": requests * len(reports) / seats / settings.target_utilization if reports else 0.0,
-        "queued prefill": queue_s / settings.target_queue_s,
+        "waiting requests": steady[RUNNING] + waiting * len(reports) / max(1, seats) / settings.target_utilization,
+        "queued prefill": steady[OFFERED] + excess_s / settings.drain_time_s,
+        "KV blocks of waiting prompts": steady[KV] + prompts / settings.target_kv_utilization,
     }
+
+
+def _is_seated(report: EngineReport) -> bool:
+    """Else what waits there waits for its turn to be computed, and queued tokens say how much that is."""
+    return report.num_running >= _FULL * report.max_num_seqs
+
+
+def _has_backlog(settings: ScalingSettings, report: EngineReport) -> bool:
+    queue_s = report.queued_prefill_tokens / report.prefill_tokens_per_s
+    return queue_s > settings.target_queue_s or (report.num_waiting > 0 and _is_seated(report))
 
 
 def _whole(need: float) -> int:
@@ -194,31 +223,8 @@ def _whole(need: float) -> int:
 
 def _is_idle(seen: Observation, reports: Sequence[EngineReport]) -> bool:
     """Nothing runs or waits, and nothing came and went between two reports."""
-    busy = (report.num_running or report.num_waiting or report.offered_prefill_tokens_per_s for report in reports)
+    busy = (
+        one.num_running or one.num_waiting or one.num_waiting_outside or one.offered_prefill_tokens_per_s
+        for one in reports
+    )
     return seen.router_queued == 0 and not any(busy)
-
-
-@dataclass(slots=True)
-class _Lasting:
-    """Something that has been so, at one target, without a break."""
-
-    _since_s: float | None = None
-    _target: int = 0
-    _extreme: int = 0
-
-    def end(self) -> None:
-        self._since_s = None
-
-    def lasted_s(self, now_s: float) -> float:
-        return 0.0 if self._since_s is None else now_s - self._since_s
-
-    def least(self, now_s: float, target: int, value: int | None) -> int | None:
-        """The least value while it lasted; None ends it."""
-        return self._update(now_s, target, value, min)
-
-    def most(self, now_s: float, target: int, value: int | None) -> int | None:
-        """The greatest value while it lasted; None ends it."""
-        return self._update(now_s, target, value, max)
-
-    def _update(self, now_s: float, target: int, value: int | None, choose: type | object) -> int | None:
-        raise NotImplementedError

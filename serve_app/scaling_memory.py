@@ -25,37 +25,57 @@ class StampedReport:
     report: EngineReport
 
 
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """The running replicas by what is known of them."""
+
+    reports: tuple[EngineReport, ...]
+    """Recent ones."""
+    num_new: int
+    """Replicas that began to run just now and have not reported yet."""
+    num_stale: int
+    """Replicas without a recent report: whatever they do, they may be full."""
+
+
 class Freshness:
     """Tells reports that are renewed from those that are not, whatever the clocks of other machines say."""
 
     def __init__(self, stale_after_s: float) -> None:
         self._stale_after_s = stale_after_s
-        self._news: dict[str, tuple[float, float]] = {}  # replica: stamp, and when it was first seen
+        self._news: dict[str, tuple[float | None, float]] = {}  # replica: stamp, and when it was seen first
 
-    def recent(self, now_s: float, running: Mapping[str, StampedReport | None]) -> list[EngineReport]:
-        """The reports of replicas that sent one in the last `stale_after_s`; forgets replicas that do not run."""
+    def sort(self, now_s: float, running: Mapping[str, StampedReport | None]) -> Sorted:
+        """A report is recent if its stamp was seen first within `stale_after_s`. Forgets replicas that do not run."""
         self._news = {replica: news for replica, news in self._news.items() if replica in running}
-        return [
-            stamped.report for replica, stamped in running.items() if stamped and self._is_recent(now_s, replica, stamped)
-        ]
+        reports, num_new, num_stale = [], 0, 0
+        for replica, stamped in running.items():
+            if not self._is_recent(now_s, replica, stamped):
+                num_stale += 1
+            elif stamped is None:
+                num_new += 1
+            else:
+                reports.append(stamped.report)
+        return Sorted(tuple(reports), num_new, num_stale)
 
-    def _is_recent(self, now_s: float, replica: str, stamped: StampedReport) -> bool:
-        stamp, since_s = self._news.get(replica, (math.nan, now_s))
-        if stamp != stamped.stamp:
-            since_s = now_s
-            self._news[replica] = (stamped.stamp, now_s)
-        return now_s - since_s <= self._stale_after_s
+    def _is_recent(self, now_s: float, replica: str, stamped: StampedReport | None) -> bool:
+        stamp = stamped.stamp if stamped else None
+        known = self._news.get(replica)
+        if known is None or stamp not in (None, known[0]):
+            known = self._news[replica] = (stamp, now_s)
+        return now_s - known[1] <= self._stale_after_s
 
 
 class Trend:
-    """A load, extrapolated by `horizon_s` if it rose in every quarter of the last `horizon_s`.
+    """A load, extrapolated by `horizon_s` if its mean rose three times in a row, from quarter to quarter of that time.
 
-    The least of the rises counts. A step rises in two quarters at most, so it is not taken for a ramp, as smoothing
-    would (Holt's, with these times, shoots over a step by three quarters of it); noise seldom rises three times.
+    The least of the three rises counts. A step makes two at most, so it is not taken for a ramp, as smoothing would:
+    Holt's, with times like these, shoots over a step by three quarters of it. Noise seldom rises three times.
     """
 
-    def __init__(self, horizon_s: float) -> None:
-        self._bucket_s = horizon_s / _TREND_BUCKETS
+    def __init__(self, horizon_s: float, least_bucket_s: float) -> None:
+        """`least_bucket_s`: what the load itself is averaged over; in shorter buckets a step would look like a ramp."""
+        self._horizon_s = horizon_s
+        self._bucket_s = max(horizon_s / _TREND_BUCKETS, least_bucket_s)
         self._means: deque[float] = deque(maxlen=_TREND_BUCKETS)
         self._since_s = -math.inf
         self._sum, self._count = 0.0, 0
@@ -72,11 +92,11 @@ class Trend:
 
     def forecast(self) -> float:
         """The load after `horizon_s`, or 0 where there is no trend upwards."""
-        if len(self._means) < _TREND_BUCKETS:
+        if len(self._means) < _TREND_BUCKETS or not self._horizon_s:
             return 0.0
         rise = min(after - before for before, after in pairwise(self._means))
-        # The last mean is that of a quarter's middle, half a quarter to one and a half ago.
-        return self._means[-1] + rise * (_TREND_BUCKETS + 1) if rise > 0 else 0.0
+        # The last mean is the load of its bucket's middle, half a bucket to one and a half ago.
+        return self._means[-1] + rise * (self._horizon_s / self._bucket_s + 1) if rise > 0 else 0.0
 
 
 class LoadShare:
@@ -87,7 +107,7 @@ class LoadShare:
 
     def __init__(self, objective: float) -> None:
         self._objective = objective
-        self._share = 1.0
+        self.value = 1.0
         self._last_s: float | None = None
 
     def update(self, now_s: float, need: float, running: int, attainment: float | None) -> float:
@@ -98,12 +118,12 @@ class LoadShare:
         they are meant for: then it is not for want of replicas.
         """
         if self._last_s is not None:
-            self._share = 1 - (1 - self._share) * math.exp((self._last_s - now_s) / _SHARE_RECOVERY_S)
+            self.value = 1 - (1 - self.value) * math.exp((self._last_s - now_s) / _SHARE_RECOVERY_S)
         self._last_s = now_s
         if attainment is not None and attainment < self._objective and need >= _BUSY * running > 0:
             missed = (self._objective - attainment) / self._objective
-            self._share = min(self._share, max(_LEAST_SHARE, need / running / (1 + missed)))
-        return self._share
+            self.value = min(self.value, max(_LEAST_SHARE, need / running / (1 + missed)))
+        return self.value
 
 
 class Lasting:

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from engine.protocol import MAX_LOGPROBS
 from serve_app.deadline import MAX_TIMEOUT_MS
 from serve_app.errors import ApiError, from_validation
+from serve_app.session import MAX_CHARS
 from serve_app.strict_model import StrictModel, Unsupported
 
 MAX_STOPS = 4
@@ -151,12 +152,14 @@ class GenerationRequest(StrictModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    prompt_cache_key: str | None = Field(None, max_length=MAX_CHARS)
+    """Requests of one key go to the same engine while its load allows; see serve_app.session."""
+
     # Accepted and without effect: they label a request for whoever keeps accounts, and never change an answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
     @model_validator(mode="after")
@@ -212,9 +215,10 @@ class CompletionRequest(GenerationRequest):
 
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
+ModelT = TypeVar("ModelT", bound=StrictModel)
 
 
-def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
+def parse_request(kind: type[ModelT], body: bytes) -> ModelT:
     """Read a JSON body.
 
     Raises:

@@ -3,18 +3,134 @@ Never holds a default twice: the engine's own settings are engine.config.EngineC
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.config import DEFAULT_MODEL, EngineConfig
+from serve_app.engine_signals import SignalSettings
+from serve_app.limits import GatePolicy, Limits
+from serve_app.scaling import ScalingSettings
 
 CONTROL_CALLS = 8
 """Calls besides requests (health, load, drain) that a replica takes while it is full."""
 
 
+class RoutingSettings(BaseModel):
+    """How requests are spread over the engine replicas; serve_app.placement has the rules."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prefix_blocks: int = Field(
+        default=256, description="Most KV blocks of a prompt that are looked for in the engines' caches. 0: none.", ge=0
+    )
+    index_blocks: int = Field(
+        default=16384, description="Most cached blocks that an ingress replica remembers of each engine.", ge=1
+    )
+    published_blocks: int = Field(
+        default=1024,
+        description="Most cached blocks that an engine reports. 0: an ingress replica knows only what it sent.",
+        ge=0,
+    )
+    stats_period_s: float = Field(default=1, description="How often Serve collects the engines' reports.", gt=0)
+    load_factor: float = Field(
+        default=1.25, description="A replica whose load is above the mean times this is chosen after the others.", ge=1
+    )
+    slack_tokens: int = Field(
+        default=2048, description="Load above that which is let pass, in prompt tokens to compute.", ge=0
+    )
+    request_tokens: int = Field(
+        default=64,
+        description="What a running or waiting request adds to a load, besides its prompt tokens to compute.",
+        ge=0,
+    )
+
+
+class AutoscalingSettings(SignalSettings, ScalingSettings):
+    """How the number of engine replicas follows the load; serve_app.scaling has the rules."""
+
+    min_replicas: int = Field(
+        default=1, description="Fewest engine replicas. 0: none while nothing is asked for.", ge=0
+    )
+    max_replicas: int = Field(description="Most engine replicas.", ge=1)
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas ({self.min_replicas}) is more than max_replicas ({self.max_replicas}).")
+        return self
+
+
+class AdmissionSettings(BaseModel):
+    """What is let in, and what waits in the ingress; serve_app.admission has the rules. With several ingress replicas
+    each keeps its share of every limit, rounded up."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_concurrent_requests: int | None = Field(
+        default=None,
+        description="Most requests at a time, running and waiting; one more is a 503. Unset: max_num_seqs + "
+        "max_queued_requests for each engine.",
+        ge=1,
+    )
+    max_queued_tokens: int | None = Field(
+        default=None,
+        description="Most prompt tokens of requests that have not begun; more are a 503, except for a request that is "
+        "alone. Unset: no limit.",
+        ge=1,
+    )
+    tenant_max_concurrent_requests: int | None = Field(
+        default=None, description="The same for each tenant; one more is a 429. Unset: no limit.", ge=1
+    )
+    tenant_max_queued_tokens: int | None = Field(
+        default=None, description="The same for each tenant; more are a 429. Unset: no limit.", ge=1
+    )
+    dispatch_backlog: int = Field(
+        default=16,
+        description="Requests beyond max_num_seqs that are with each engine, so that no seat waits for the next one to "
+        "come from the ingress, where the others wait. At most max_queued_requests.",
+        ge=0,
+    )
+
+
+_Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class ApiKey(BaseModel):
+    """One API key, and whose it is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    tenant: str = Field(description="Whose key this is; keys of one tenant share its limits.", min_length=1)
+    sha256: _Sha256 = Field(description="SHA-256 of the key, in hexadecimal; the key itself is written nowhere.")
+    max_concurrent_requests: int | None = Field(
+        default=None, description="Instead of admission.tenant_max_concurrent_requests.", ge=1
+    )
+    max_queued_tokens: int | None = Field(None, description="Instead of admission.tenant_max_queued_tokens.", ge=1)
+
+
+class AuthSettings(BaseModel):
+    """Who may use the server. `python -m serve_app.auth` makes keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    keys: tuple[ApiKey, ...] = Field(
+        default=(),
+        description="API keys; see below. None here and in keys_file: everybody may use the server, as one tenant.",
+    )
+    keys_file: str | None = Field(
+        default=None,
+        description="More of them: a YAML or JSON list on the ingress replicas' machines, read when they start.",
+    )
+    admin_sha256: _Sha256 | None = Field(
+        default=None, description="SHA-256 of the admin key, in hexadecimal. Unset: the admin routes are closed."
+    )
+
+
 class AppSettings(BaseModel):
     """What one application serves, on how many replicas, with which share of the machine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     model: str = Field(
         DEFAULT_MODEL,
@@ -24,7 +140,15 @@ class AppSettings(BaseModel):
         None, description="The `model` that clients ask for. Unset: `model` itself.", min_length=1
     )
     engine: EngineConfig = Field(default_factory=EngineConfig, description="Settings of each engine; see below.")
-    engine_replicas: int = Field(1, description="Engines, each in a process of its own.", ge=1)
+    engine_replicas: int = Field(
+        1,
+        description="Engines, each in a process of its own. With `autoscaling`: how many to start with, at each change "
+        "of the deployment; unset, as many as run, and at first min_replicas.",
+        ge=1,
+    )
+    autoscaling: AutoscalingSettings | None = Field(
+        None, description="Let the number of engines follow the load; see below. Unset: it is engine_replicas."
+    )
     engine_num_cpus: float = Field(
         0.5, description="CPUs that Ray reserves for an engine replica; it does not bound its threads.", ge=0
     )
@@ -46,10 +170,42 @@ class AppSettings(BaseModel):
     migration_timeout_s: float = Field(
         60, description="How long a stream waits for the first token of the next replica before it fails.", gt=0
     )
+    routing: RoutingSettings = Field(
+        default_factory=RoutingSettings, description="How requests are spread over the engines; see below."
+    )
     max_unread_tokens: int = Field(
         2048, description="Tokens that may wait for a client that reads too slowly; its request then ends.", ge=1
     )
+    client_stall_timeout_s: float = Field(
+        60, description="A client that takes nothing of its answer for this long is disconnected.", gt=0
+    )
+    admission: AdmissionSettings = Field(
+        default_factory=AdmissionSettings, description="What is let in, and what waits in the ingress; see below."
+    )
+    auth: AuthSettings = Field(default_factory=AuthSettings, description="API keys and the admin key; see below.")
     max_body_bytes: int = Field(4 * 1024 * 1024, description="Largest request body; a larger one is a 413.", ge=1024)
+
+    @model_validator(mode="after")
+    def _starts_within_bounds(self) -> Self:
+        bounds = self.autoscaling
+        if bounds is None or "engine_replicas" not in self.model_fields_set:
+            return self
+        if not bounds.min_replicas <= self.engine_replicas <= bounds.max_replicas:
+            raise ValueError(
+                f"engine_replicas ({self.engine_replicas}) is the number to start with, and must be in "
+                f"autoscaling.min_replicas ({bounds.min_replicas}) to max_replicas ({bounds.max_replicas})."
+            )
+        return self
+
+    @property
+    def most_engines(self) -> int:
+        return self.engine_replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+    @property
+    def signals(self) -> SignalSettings:
+        """What engines measure their reports against. They report without `autoscaling`, too: Serve's own config may
+        scale them."""
+        return self.autoscaling or SignalSettings()
 
     @property
     def model_id(self) -> str:
@@ -59,3 +215,27 @@ class AppSettings(BaseModel):
     def engine_capacity(self) -> int:
         """Requests that one engine holds, running and waiting; it refuses more by itself, with a reason."""
         return self.engine.max_num_seqs + self.engine.max_queued_requests
+
+    @property
+    def gate_policy(self) -> GatePolicy:
+        ask = self.admission
+        return GatePolicy(
+            dispatch_per_engine=self.engine.max_num_seqs + min(ask.dispatch_backlog, self.engine.max_queued_requests),
+            concurrent_per_engine=self.engine_capacity,
+            deployment=Limits(
+                max_concurrent_requests=ask.max_concurrent_requests, max_queued_tokens=ask.max_queued_tokens
+            ),
+            tenant=Limits(
+                max_concurrent_requests=ask.tenant_max_concurrent_requests,
+                max_queued_tokens=ask.tenant_max_queued_tokens,
+            ),
+            ingress_replicas=self.ingress_replicas,
+        )
+
+    @property
+    def ingress_capacity(self) -> int:
+        """Requests that Serve may hand to an ingress replica: what its gate lets in, and as many again to refuse. More
+        would wait before the replica, where nobody tells them."""
+        most = self.gate_policy.of_deployment(self.most_engines).max_concurrent_requests
+        assert most is not None, "derived where it is not set"
+        return 2 * most

@@ -4,8 +4,10 @@ Never sends a header before the engine has accepted the request, so that a refus
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from json.encoder import encode_basestring_ascii
 
 from starlette.types import Send
 
@@ -24,6 +26,7 @@ _HEADERS = [
 _DONE = b"data: [DONE]\n\n"
 # ASCII only: clients that split lines as Python's str.splitlines does would cut a frame at U+2028 or U+0085.
 _encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
+_MARK = f"text goes here {uuid.uuid4().hex}"
 
 
 async def send_stream(send: Send, completion: Completion, envelope: Envelope, include_usage: bool) -> None:
@@ -57,22 +60,36 @@ async def _send_answer(
     blank: Json = {"usage": None} if include_usage else {}
     if (opening := envelope.shape.opening()) is not None:
         await _send(send, _frame(envelope.chunk([opening]) | blank))
-    await _send_piece(send, first, envelope, blank)
+    frames = _PieceFrames(envelope, blank)
+    await _send_piece(send, first, frames)
     async for piece in pieces:
-        await _send_piece(send, piece, envelope, blank)
+        await _send_piece(send, piece, frames)
     if include_usage:
         await _send(send, _frame(envelope.chunk([]) | {"usage": usage_json(completion.usage)}))
 
 
-async def _send_piece(send: Send, piece: Piece, envelope: Envelope, blank: Json) -> None:
+async def _send_piece(send: Send, piece: Piece, frames: _PieceFrames) -> None:
     if piece.tokens:
-        await _send(send, await run_sized(json_chars(piece.tokens), lambda: _piece_frame(piece, envelope, blank)))
+        await _send(send, await run_sized(json_chars(piece.tokens), lambda: frames.of(piece)))
     elif piece.text or piece.finish_reason is not None:
-        await _send(send, _piece_frame(piece, envelope, blank))
+        await _send(send, frames.of(piece))
 
 
-def _piece_frame(piece: Piece, envelope: Envelope, blank: Json) -> bytes:
-    return _frame(envelope.chunk([envelope.shape.delta(piece)]) | blank)
+class _PieceFrames:
+    """The frames of one stream's pieces. Most carry text and nothing else: what is around it is encoded once."""
+
+    def __init__(self, envelope: Envelope, blank: Json) -> None:
+        self._envelope = envelope
+        self._blank = blank
+        self._before, self._after = self._encoded(Piece(_MARK)).split(encode_basestring_ascii(_MARK).encode())
+
+    def of(self, piece: Piece) -> bytes:
+        if piece.finish_reason is not None or piece.tokens is not None:
+            return self._encoded(piece)
+        return self._before + encode_basestring_ascii(piece.text).encode() + self._after
+
+    def _encoded(self, piece: Piece) -> bytes:
+        return _frame(self._envelope.chunk([self._envelope.shape.delta(piece)]) | self._blank)
 
 
 def _frame(payload: Json) -> bytes:

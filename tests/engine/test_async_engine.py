@@ -230,6 +230,13 @@ def test_a_fatal_executor_error_fails_every_stream_once_and_turns_health_false(m
     asyncio.run(main())
 
 
+async def watch(engine: AsyncEngine) -> None:
+    """Ask again and again how it is, until it says that it is ill."""
+    while True:
+        await engine.check_health()
+        await asyncio.sleep(0.01)
+
+
 def test_an_engine_that_hangs_in_a_step_is_unhealthy_until_the_step_ends_and_an_idle_one_never_is(
     make_engine: MakeEngine,
 ) -> None:
@@ -238,10 +245,7 @@ def test_an_engine_that_hangs_in_a_step_is_unhealthy_until_the_step_ends_and_an_
         engine = make_engine(before_step=lambda plan: gate.wait() and None, stall_timeout_s=0.2)
         task = asyncio.create_task(collect(engine.generate(PROMPT, LONG)))
         with pytest.raises(EngineError, match=r"stall_timeout_s is 0\.2") as caught:
-            async with asyncio.timeout(10):
-                while True:
-                    await engine.check_health()
-                    await asyncio.sleep(0.01)
+            await asyncio.wait_for(watch(engine), 10)
         assert caught.value.code is ErrorCode.ENGINE_DEAD
         gate.set()
         assert isinstance((await task)[-1], Finished)
@@ -599,3 +603,234 @@ def test_the_published_load_says_who_waits_and_why(make_engine: MakeEngine) -> N
         assert (load.num_preparing, load.num_reserved_blocks, load.wait_reason) == (0, 0, None)
 
     run_within(60, main())
+
+
+# --- the prefix cache -------------------------------------------------------------------------------------------------
+
+
+def test_a_reset_makes_the_next_request_compute_its_prefix_again(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        engine = make_engine()
+
+        async def num_cached() -> int:
+            first, *_ = await collect(engine.generate(range(1, 17), SamplingParams(max_tokens=1)))
+            assert isinstance(first, Scheduled)
+            return first.cached_tokens
+
+        assert await num_cached() == 0
+        assert await num_cached() > 0
+        assert await engine.reset_prefix_cache() > 0
+        assert await engine.reset_prefix_cache() == 0
+        assert await num_cached() == 0
+
+    run_within(20, main())
+
+
+def test_a_reset_of_a_dead_engine_raises_instead_of_hanging(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        engine = make_engine()
+        engine.shutdown()
+        with pytest.raises(EngineError) as caught:
+            await engine.reset_prefix_cache()
+        assert caught.value.code is ErrorCode.ENGINE_DEAD
+
+    run_within(20, main())
+
+
+# --- sinks: many requests of one reader ------------------------------------------------------------------------------
+
+
+class Sink:
+    """Keeps what each call brought. Belongs to the running loop."""
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.items: list[list[Event]] = []
+        self._fault = fault
+
+    def receive(self, events: list[Event]) -> None:
+        assert asyncio.get_running_loop() is self.loop
+        self.items.append(events)
+        if self._fault:
+            raise self._fault
+
+    def of(self, request_id: str) -> list[Event]:
+        return [event for events in self.items for event in events if event.request_id == request_id]
+
+    def ended(self, *request_ids: str) -> bool:
+        return all(isinstance((self.of(name) or [None])[-1], Finished | Failed) for name in request_ids)
+
+
+def test_a_sink_takes_a_steps_events_of_all_its_requests_in_one_call(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        gate = threading.Semaphore(0)
+        plans: list[StepPlan] = []
+
+        def before_step(plan: StepPlan) -> None:
+            gate.acquire()
+            plans.append(plan)
+
+        engine, sink = make_engine(before_step), Sink()
+        names = [f"r{i}" for i in range(5)]
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        for name in names:
+            engine.submit(Submission(name, PROMPT, params), sink)
+        gate.release(1000)
+        await until(lambda: sink.ended(*names))
+        assert len(sink.items) == len(plans)
+        expected = answer_alone(PROMPT, max_tokens=20, ignore_eos=True)
+        for name in names:
+            first, *middle, last = sink.of(name)
+            assert isinstance(first, Scheduled)
+            assert isinstance(last, Finished)
+            assert [event.token_id for event in middle if isinstance(event, Token)] == expected
+
+    run_within(20, main())
+
+
+def test_sinks_get_the_events_of_their_own_requests(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        engine, sinks = make_engine(), [Sink(), Sink()]
+        for i in range(4):
+            engine.submit(Submission(f"r{i}", PROMPT, LONG), sinks[i % 2])
+        await until(lambda: sinks[0].ended("r0", "r2") and sinks[1].ended("r1", "r3"))
+        assert {event.request_id for events in sinks[0].items for event in events} == {"r0", "r2"}
+        assert {event.request_id for events in sinks[1].items for event in events} == {"r1", "r3"}
+
+    run_within(20, main())
+
+
+def test_a_sink_lives_on_the_event_loop_that_it_names(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    counts: list[int] = []
+
+    def reader(index: int) -> None:
+        async def main() -> None:
+            sink = Sink()  # asserts its loop at each call
+            engine.submit(Submission(f"r{index}", PROMPT, LONG), sink)
+            await until(lambda: sink.ended(f"r{index}"))
+            counts.append(len(sink.of(f"r{index}")))
+
+        run_within(20, main())
+
+    threads = [threading.Thread(target=reader, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert counts == [1 + 200 + 1] * 3
+
+
+def test_a_refused_submission_sends_its_sink_nothing_and_leaves_its_id_free(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        engine, sink = make_engine(), Sink()
+        with pytest.raises(RequestRejected, match="no tokens"):
+            engine.submit(Submission("r", (), LONG), sink)
+        assert not sink.items
+        engine.submit(Submission("r", PROMPT, SamplingParams(max_tokens=1)), sink)
+        await until(lambda: sink.ended("r"))
+
+    run_within(20, main())
+
+
+def test_an_id_in_use_is_refused_whoever_uses_it(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        gate = threading.Semaphore(0)
+        engine, sinks = make_engine(before_step=lambda plan: gate.acquire() and None), [Sink(), Sink()]
+        engine.submit(Submission("r", PROMPT, LONG), sinks[0])
+        with pytest.raises(RequestRejected, match="already in use"):
+            engine.submit(Submission("r", PROMPT, LONG), sinks[1])
+        gate.release(1000)
+        await until(lambda: sinks[0].ended("r"))
+        assert not sinks[1].items
+
+    run_within(20, main())
+
+
+def test_aborting_a_submission_ends_it_with_that_reason_and_frees_its_blocks(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        gate = threading.Semaphore(0)
+        engine, sink = make_engine(before_step=lambda plan: gate.acquire() and None), Sink()
+        for name in ("r", "other"):
+            engine.submit(Submission(name, PROMPT, LONG), sink)
+        gate.release(4)
+        await until(lambda: len(sink.of("r")) > 2)
+        engine.abort("r")
+        gate.release(1000)
+        await until(lambda: sink.ended("r", "other"))
+        assert sink.of("r")[-1].reason is FinishReason.ABORT  # type: ignore[union-attr]
+        assert sink.of("other")[-1].reason is FinishReason.LENGTH  # type: ignore[union-attr]
+        await until_idle(engine)
+
+    run_within(20, main())
+
+
+def test_a_sink_that_raises_costs_the_others_of_its_loop_nothing(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        engine, broken, sound = make_engine(), Sink(ValueError("bug")), Sink()
+        few = SamplingParams(max_tokens=3)  # each traceback takes its time
+        for name, sink in (("a", broken), ("b", sound), ("c", broken), ("d", sound)):
+            engine.submit(Submission(name, PROMPT, LONG if sink is sound else few), sink)
+        await until(lambda: sound.ended("b", "d"))
+        assert len(sound.of("b")) == len(sound.of("d")) == 1 + 200 + 1
+        await engine.check_health()
+
+    run_within(20, main())
+    assert "a sink failed to take its events" in caplog.text
+
+
+def test_a_sink_whose_loop_is_closed_costs_other_loops_nothing(make_engine: MakeEngine) -> None:
+    gate = threading.Semaphore(0)
+    engine = make_engine(before_step=lambda plan: gate.acquire() and None)
+
+    async def leave() -> None:
+        engine.submit(Submission("left", PROMPT, LONG), Sink())
+
+    async def stay() -> None:
+        sink = Sink()
+        engine.submit(Submission("stays", PROMPT, LONG), sink)
+        gate.release(1000)
+        await until(lambda: sink.ended("stays"))
+        await until_idle(engine)
+
+    run_within(20, leave())
+    run_within(20, stay())
+
+
+def test_an_engine_that_ends_sends_every_sink_a_failure_for_each_of_its_requests(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        def die(plan: StepPlan) -> None:
+            raise ExecutorFatalError("device lost")
+
+        gate = threading.Event()
+        engine, sinks = make_engine(before_step=lambda plan: gate.wait() and die(plan)), [Sink(), Sink()]
+        for i in range(4):
+            engine.submit(Submission(f"r{i}", PROMPT, LONG), sinks[i % 2])
+        gate.set()
+        await until(lambda: sinks[0].ended("r0", "r2") and sinks[1].ended("r1", "r3"))
+        assert all(sinks[i % 2].of(f"r{i}")[-1].code is ErrorCode.ENGINE_DEAD for i in range(4))  # type: ignore[union-attr]
+        with pytest.raises(EngineError, match="ExecutorFatalError"):
+            engine.submit(Submission("late", PROMPT, LONG), sinks[0])
+        assert not sinks[0].of("late")
+
+    run_within(20, main())
+
+
+def test_draining_waits_for_submissions_and_refuses_new_ones(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        gate = threading.Semaphore(0)
+        engine, sink = make_engine(before_step=lambda plan: gate.acquire() and None), Sink()
+        engine.submit(Submission("r", PROMPT, LONG), sink)
+        drain = asyncio.ensure_future(engine.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(RequestRejected) as caught:
+            engine.submit(Submission("late", PROMPT, LONG), sink)
+        assert caught.value.code is ErrorCode.DRAINING
+        assert not drain.done()
+        gate.release(1000)
+        await drain
+        await until(lambda: sink.ended("r"))
+
+    run_within(20, main())

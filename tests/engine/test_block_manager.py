@@ -107,6 +107,22 @@ def test_without_prefix_caching_nothing_is_ever_matched() -> None:
     assert blocks.match([digest]) == ()
 
 
+def test_a_reset_forgets_what_nobody_holds_and_keeps_what_somebody_does() -> None:
+    blocks = BlockManager(4, 2)
+    hashes = chain([1, 2, 3, 4], 2)
+    held = blocks.allocate(2)
+    for block, digest in zip(held, hashes, strict=True):
+        blocks.publish(block, digest)
+    blocks.claim(held[:1])
+    blocks.release(held)
+    before = blocks.epoch
+    assert blocks.reset_cache() == 1
+    assert blocks.epoch != before, "answers kept from before the reset are wrong"
+    assert blocks.match(hashes) == held[:1]
+    assert (blocks.num_held, blocks.num_evictable, blocks.num_available) == (1, 0, 3)
+    assert blocks.reset_cache() == 0
+
+
 class BlockManagerMachine(RuleBasedStateMachine):
     """Random holders, prefixes and releases against a model that counts by hand."""
 
@@ -141,6 +157,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.holders) - 1))
         self.blocks.release(self.holders.pop(index))
+
+    @rule()
+    def reset(self) -> None:
+        dropped, evictable = self.blocks.reset_cache(), self.blocks.num_evictable
+        assert evictable == 0
+        assert dropped <= self.blocks.num_available
 
     @invariant()
     def blocks_are_conserved(self) -> None:

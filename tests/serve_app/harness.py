@@ -60,12 +60,16 @@ class ScriptedClient:
         self.script = script
         self.health = health
         self.submissions: list[Submission] = []
+        self.sessions: list[str | None] = []
+        self.aborted_elsewhere: set[str] = set()
+        self.drains: list[bool] = []
         self.items_taken = 0
         self.started = asyncio.Event()
         self.closed = asyncio.Event()
 
-    async def stream(self, submission: Submission) -> AsyncGenerator[list[Event], None]:
+    async def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
         self.submissions.append(submission)
+        self.sessions.append(session)
         self.started.set()
         try:
             for step in self.script:
@@ -103,14 +107,34 @@ class ScriptedClient:
             )
         ]
 
+    async def abort(self, name: str) -> bool:
+        return name in self.aborted_elsewhere
+
+    async def drain_all(self, draining: bool) -> None:
+        self.drains.append(draining)
+
+    async def reset_prefix_cache(self) -> list[int]:
+        return [3]
+
 
 class LocalClient:
-    """An engine in the same process, as the routes see it."""
+    """An engine in the same process, as the routes of the only ingress replica see it."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self.stream = engine.stream
         self.check_health = engine.check_health
+
+    def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
+        return self._engine.stream(submission)
+
+    async def abort(self, name: str) -> bool:
+        return False
+
+    async def drain_all(self, draining: bool) -> None:
+        return
+
+    async def reset_prefix_cache(self) -> list[int]:
+        return [await self._engine.reset_prefix_cache()]
 
     async def load(self) -> list[LoadSnapshot]:
         return [self._engine.load()]

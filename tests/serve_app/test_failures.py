@@ -15,6 +15,7 @@ from serve_app.asgi import RequestGuard
 from serve_app.errors import ENGINE_RULES
 from tests.serve_app.harness import (
     CHAT,
+    PROMPT,
     TIMEOUT_S,
     Exchange,
     ScriptedClient,
@@ -162,6 +163,17 @@ async def test_a_client_that_leaves_while_its_connection_is_full_aborts_its_requ
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_takes_nothing_of_its_answer_for_too_long_is_given_up(stream: bool) -> None:
+    client = ScriptedClient([scheduled()], tokens("a"), [finished()])
+    app = app_for(client, client_stall_timeout_s=0.05)
+    exchange = Exchange(app, "POST", "/v1/completions", json.dumps(PROMPT | {"stream": stream}).encode())
+    exchange.may_send.clear()
+    await asyncio.wait_for(exchange.task, TIMEOUT_S)
+    assert client.closed.is_set()
+    assert exchange.silent
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_cancelling_the_asgi_task_as_ray_serve_does_aborts_the_request(stream: bool) -> None:
     client = ScriptedClient([scheduled()], asyncio.Event())
     exchange = begin(client, stream)
@@ -204,4 +216,4 @@ async def test_a_failure_after_the_headers_outside_a_stream_cuts_the_connection(
         raise KeyError
 
     with pytest.raises(KeyError):
-        await Exchange(RequestGuard(app), "GET", "/").finish()
+        await Exchange(RequestGuard(app, stall_timeout_s=60), "GET", "/").finish()

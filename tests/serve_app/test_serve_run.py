@@ -12,15 +12,25 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.support.serve_process import ServeProcess, members_of, serve_run
+from tests.support.serve_process import (
+    PYTHON_PROXY,
+    START_TIMEOUT_S,
+    ServeProcess,
+    listening,
+    members_of,
+    serve_run,
+    starting,
+)
 
 MODEL = "smollm2-135m-instruct"
+DIRECT_PORT = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"  # the first ingress replica's
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -223,6 +233,38 @@ def test_a_stream_ends_at_its_deadline_with_an_error_frame(default_server: Serve
     assert (after["num_running"], after["num_waiting"], after["num_held_blocks"]) == (0, 0, 0)
 
 
+# --- what is in front -----------------------------------------------------------------------------------------------
+
+
+def pids_of(server: ServeProcess, name: str) -> list[int]:
+    """Processes of a server whose name begins so. A reload replaces HAProxy's."""
+    members = (member.split(" ", 1) for member in members_of(server.process.pid))
+    return [int(pid) for pid, member in members if member.startswith(name)]
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def test_haproxy_is_in_front_and_listens_only_where_the_config_says(default_server: ServeProcess) -> None:
+    """Ray binds its two pages about itself to every interface; a newcomer's 127.0.0.1 means none of them."""
+    (haproxy,) = pids_of(default_server, "haproxy")
+    assert [f"http://{address}:{port}" for address, port in listening([haproxy])] == [default_server.url]
+
+
+def test_the_fallback_proxy_and_the_ingress_replica_are_no_more_reachable_than_the_server(
+    default_server: ServeProcess,
+) -> None:
+    """Ray's own ports in these processes (gRPC) listen on every interface, whichever proxy is in front."""
+    environ = environ_of(pids_of(default_server, "haproxy")[0])
+    ports = {int(environ[name]) for name in ("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", DIRECT_PORT)}
+    behind = pids_of(default_server, "ray::ProxyActor") + pids_of(default_server, "ray::ServeRepli")
+    assert {(address, port) for address, port in listening(behind) if port in ports} == {
+        ("127.0.0.1", port) for port in ports
+    }
+
+
 # --- several replicas, and the end -----------------------------------------------------------------------------------
 
 
@@ -247,6 +289,7 @@ def gone(server: ServeProcess, timeout_s: float = 20) -> list[str]:
 
 def test_two_engine_replicas_answer_at_once_and_sigterm_lets_streams_finish() -> None:
     with serve_run(fake(engine_replicas=2, ingress_replicas=2)) as server, ThreadPoolExecutor(8) as pool:
+        own_directory = Path(environ_of(pids_of(server, "haproxy")[0])["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent
         streams = [pool.submit(read_stream, server, 200) for _ in range(8)]
         deadline = time.monotonic() + 10
         while not all(engine["num_running"] for engine in loads(server)) and time.monotonic() < deadline:
@@ -261,6 +304,7 @@ def test_two_engine_replicas_answer_at_once_and_sigterm_lets_streams_finish() ->
             assert payloads[-1] == "[DONE]"
             assert json.loads(payloads[-2])["choices"][0]["finish_reason"] == "length"
         assert gone(server) == [], "nothing that serve run started outlives it"
+        assert not own_directory.exists(), "and no file"
 
 
 def test_sigterm_lets_streams_finish_while_replicas_are_still_starting() -> None:
@@ -293,3 +337,35 @@ def test_what_cannot_finish_in_time_ends_with_an_error_frame(how: str) -> None:
             payloads = stream.result(timeout=30)
             assert json.loads(payloads[-2])["error"]["code"] == "draining"
             assert payloads[-1] == "[DONE]"
+
+
+# --- Ray Serve's Python proxy in front, and no ingress at all --------------------------------------------------------
+
+
+def test_with_the_python_proxy_clients_may_leave_and_sigterm_ends_streams_as_it_does_behind_haproxy() -> None:
+    with serve_run(fake(drain_timeout_s=3), env=PYTHON_PROXY) as server, ThreadPoolExecutor(4) as pool:
+        assert pids_of(server, "haproxy") == []
+        list(pool.map(lambda seed: leave_early(server, seed), range(4)))
+        assert [engine["num_running"] for engine in wait_until_idle(server)] == [0]
+
+        short, long = pool.submit(read_stream, server, 100), pool.submit(read_stream, server, 3000)
+        while sum(engine["num_running"] for engine in loads(server)) < 2:
+            time.sleep(0.05)
+        assert server.end(signal.SIGTERM) == 0
+        assert json.loads(short.result(timeout=30)[-2])["choices"][0]["finish_reason"] == "length"
+        assert json.loads(long.result(timeout=30)[-2])["error"]["code"] == "draining"
+        assert short.result()[-1] == long.result()[-1] == "[DONE]"
+        assert gone(server) == []
+
+
+def test_sigterm_ends_a_server_whose_engine_refuses_to_start_and_whose_ingress_therefore_never_runs() -> None:
+    """`serve run` waited for an answer of the first ingress replica, for ever."""
+    refused = {"executor": "fake", "fake": {"recurrent_state": True}, "num_speculative_tokens": 2}
+    with starting({"engine": refused}) as server:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "cannot be taken back" not in server.output and time.monotonic() < deadline:
+            assert server.process.poll() is None, server.output
+            time.sleep(0.1)
+        assert "cannot be taken back" in server.output
+        assert server.end(signal.SIGTERM) == 0
+        assert gone(server) == []

@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 SERVE = Path(sys.executable).with_name("serve")
 START_TIMEOUT_S = 180
 STOP_TIMEOUT_S = 90
+PYTHON_PROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+_LISTEN = "0A"  # a state in /proc/net/tcp
 
 
 def free_port() -> int:
@@ -77,6 +79,18 @@ def members_of(session: int) -> list[str]:
     return found
 
 
+def listening(pids: list[int]) -> list[tuple[str, int]]:
+    """(address, port) of every TCP socket on which one of these processes listens."""
+    inodes = {os.readlink(fd) for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *rest = line.split()
+        if state == _LISTEN and f"socket:[{rest[5]}]" in inodes:
+            address, _, port = local.partition(":")
+            found.append((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
+    return found
+
+
 def kill_members(session: int) -> None:
     """End what is left of a session. A process may end by itself between being listed and being signalled."""
     for member in members_of(session):
@@ -87,6 +101,14 @@ def kill_members(session: int) -> None:
 @contextmanager
 def serve_run(args: dict[str, Any], *, env: dict[str, str] | None = None) -> Iterator[ServeProcess]:
     """Start config.yaml with `args` merged over its own, on a free port, and end it with all its children."""
+    with starting(args, env=env) as server:
+        server.wait_until_ready()
+        yield server
+
+
+@contextmanager
+def starting(args: dict[str, Any], *, env: dict[str, str] | None = None) -> Iterator[ServeProcess]:
+    """`serve_run` without waiting until it answers."""
     temp = Path(tempfile.mkdtemp(prefix="cs", dir="/tmp"))  # short: Ray's sockets live below it
     port = free_port()
     config = yaml.safe_load((ROOT / "config.yaml").read_text())
@@ -102,10 +124,8 @@ def serve_run(args: dict[str, Any], *, env: dict[str, str] | None = None) -> Ite
             start_new_session=True,
             env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(temp), **(env or {})},
         )
-    server = ServeProcess(process, port, log)
     try:
-        server.wait_until_ready()
-        yield server
+        yield ServeProcess(process, port, log)
     finally:
         _end_all(process)
         shutil.rmtree(temp, ignore_errors=True)

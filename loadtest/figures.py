@@ -1,0 +1,135 @@
+"""Owns the figures of the transport benchmark: what loads cost, how evenly their tokens came, when the first ones did.
+Never measures: it is given answers and CPU times."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from loadtest.client import Answer, Outcome
+from loadtest.server import CpuTime
+
+STEP_MS = 20.0
+"""Of all scripted engines."""
+HELD_PACE = 1.5
+"""A stream is held if its tokens took no longer than this many times the engine's steps."""
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A load's answers, and the CPU time that it took beyond what the idle server takes, in seconds by kind."""
+
+    outcome: Outcome
+    cpu_s: CpuTime
+    idle_share: CpuTime
+    """CPU seconds a second of the idle server, measured just before; subtracted from `cpu_s`."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(answer.num_tokens for answer in self.outcome.answers)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.outcome.answers)
+
+    @property
+    def errors(self) -> list[str]:
+        return [answer.error for answer in self.outcome.answers if answer.error]
+
+
+def cost_figures(set_up: Measured, long: Measured, tokens: int) -> Figures:
+    """CPU microseconds a token, set-up included, by kind; and what the difference between answers of one token and of
+    `tokens` says: microseconds of a token alone, and milliseconds to set a request up."""
+    if not long.num_tokens or tokens < 2:
+        return {}
+    figures = {f"{kind}_us_per_token": 1e6 * spent / long.num_tokens for kind, spent in long.cpu_s.items()}
+    figures["us_per_token"] = sum(figures.values())
+    whole = sum(long.cpu_s.values()) / long.num_requests
+    short = sum(set_up.cpu_s.values()) / set_up.num_requests
+    token = (whole - short) / (tokens - 1)
+    figures["us_per_further_token"] = 1e6 * token
+    figures["set_up_ms"] = 1e3 * (short - token)
+    figures["idle_ms_per_s"] = 1e3 * sum(long.idle_share.values())
+    figures["client_us_per_token"] = 1e6 * long.outcome.cpu_s / long.num_tokens
+    return figures
+
+
+def pace_figures(answers: Sequence[Answer]) -> Figures:
+    """Milliseconds between two arrivals of text on a stream, once all streams of its wave have begun and until one has
+    ended, and over all; how many streams kept the engine's pace; tokens a second."""
+    waves: dict[int, list[Answer]] = defaultdict(list)
+    for answer in answers:
+        waves[answer.wave].append(answer)
+    whole = [answer for answer in answers if answer.arrivals]
+    gaps = sorted(1e3 * gap for answer in whole for gap in _gaps(answer))
+    steady = sorted(1e3 * gap for wave in waves.values() for gap in _steady_gaps(wave))
+    held = [sum(map(_is_held, wave)) for wave in waves.values()]
+    figures: Figures = {"held": min(held), "failed": sum(answer.error is not None for answer in answers)}
+    if not gaps:
+        return figures
+    seconds = sum(_length_s(wave) for wave in waves.values())
+    figures["tokens_per_s"] = sum(answer.num_tokens for answer in answers) / seconds
+    figures["first_token_p50_ms"] = statistics.median(map(_first_token_ms, whole))
+    figures["gap_all_max_ms"] = gaps[-1]
+    for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
+        figures[f"gap_{name}_ms"] = percentile(steady or gaps, share)
+    late = sum(gap > 2 * STEP_MS for gap in steady)
+    figures["late_gaps_percent"] = 100 * late / len(steady) if steady else 100.0
+    return figures
+
+
+def first_token_figures(probes: Sequence[Answer]) -> Figures:
+    """Time to the first text of single requests that come at random while the streams run. An engine that steps without
+    a pause begins with such a request half a step after it came, and has its first token one step later: what goes
+    beyond these one and a half steps, at the median, is the path's. Headers alone would say nothing: some paths send
+    them before they have asked the engine."""
+    found = [_first_token_ms(probe) for probe in probes if probe.arrivals and not probe.error]
+    if not found:
+        return {}
+    median = statistics.median(found)
+    return {"probe_first_token_p50_ms": median, "first_token_added_ms": median - 1.5 * STEP_MS}
+
+
+def _first_token_ms(answer: Answer) -> float:
+    return 1e3 * (answer.arrivals[0] - answer.sent)
+
+
+def _gaps(answer: Answer) -> Iterator[float]:
+    return (later - earlier for earlier, later in pairwise(answer.arrivals))
+
+
+def _steady_gaps(wave: Sequence[Answer]) -> Iterator[float]:
+    streams = [answer for answer in wave if answer.arrivals]
+    if len(streams) < len(wave):
+        return
+    begun = max(answer.arrivals[0] for answer in streams)
+    ending = min(answer.arrivals[-1] for answer in streams)
+    for answer in streams:
+        for earlier, later in pairwise(answer.arrivals):
+            if begun <= earlier and later <= ending:
+                yield later - earlier
+
+
+def _is_held(answer: Answer) -> bool:
+    if answer.error is not None or not answer.arrivals:
+        return False
+    took_ms = 1e3 * (answer.arrivals[-1] - answer.arrivals[0])
+    return took_ms <= HELD_PACE * STEP_MS * (answer.num_tokens - 1)
+
+
+def _length_s(wave: Sequence[Answer]) -> float:
+    ends = [answer.arrivals[-1] for answer in wave if answer.arrivals]
+    return max(ends, default=0.0) - min(answer.sent for answer in wave) if ends else 0.0
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linear between the two nearest ranks of sorted values."""
+    rank = (len(values) - 1) * share
+    low = int(rank)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (rank - low)

@@ -1,0 +1,173 @@
+"""Owns a server under test: a `serve run` in a session of its own, the CPU time its processes take, and its end.
+Never reuses a running server, and leaves no process of it behind."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+START_TIMEOUT_S = 180
+STOP_TIMEOUT_S = 90
+
+_KINDS = (  # the first that a command line contains; Ray names its workers after what they run
+    ("/bin/haproxy", "haproxy"),
+    ("ray::HAProxyManager", "proxy"),
+    ("ray::ProxyActor", "proxy"),
+    (":Ingress", "ingress"),
+    (":Engine", "engine"),
+)
+REST = "rest"
+"""Controller, GCS, raylet, dashboard and the command itself."""
+KINDS = ("haproxy", "proxy", "ingress", "engine", REST)
+
+CpuTime = dict[str, float]
+"""Seconds by kind of process."""
+
+
+def kind_of(command: str) -> str:
+    return next((kind for mark, kind in _KINDS if mark in command), REST)
+
+
+class Server:
+    """A running `serve run`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.port = port
+        self._process = process
+        self._log = log
+
+    def cpu_time(self) -> CpuTime:
+        """CPU time so far of all processes of the server. Linux counts it in nanoseconds for each thread; what a
+        thread that has ended took is not in it, and the threads of a Ray worker live as long as it does."""
+        total: CpuTime = defaultdict(float)
+        for process in session_members(self._process.pid):
+            with suppress(OSError):  # ended meanwhile
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                spent = [int((task / "schedstat").read_text().split()[0]) for task in (process / "task").iterdir()]
+                total[kind_of(command)] += sum(spent) / 1e9
+        return total
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"serve run ended with {self._process.returncode}:\n{self._output()}")
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as response:
+                    if response.status == 200:
+                        return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.2)
+        raise RuntimeError(f"not ready after {START_TIMEOUT_S} s:\n{self._output()}")
+
+    def _output(self) -> str:
+        return self._log.read_text(errors="replace")[-4000:]
+
+
+def session_members(session: int) -> Iterator[Path]:
+    """The /proc directory of each process in a session."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, _, its_session = (process / "stat").read_text().rpartition(") ")[2].split()[:4]
+            if int(its_session) == session and state != "Z":
+                yield process
+
+
+@contextmanager
+def serve_run(application: dict[str, Any], environment: dict[str, str]) -> Iterator[Server]:
+    """Serve one application of a Serve config on a free port, with `environment` added to this process's own."""
+    temp = Path(tempfile.mkdtemp(prefix="lt", dir="/tmp"))  # short: Ray's sockets live below it
+    port = free_port()
+    config = {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "logging_config": {"enable_access_log": False},
+        "applications": [{"name": "measured", "route_prefix": "/", **application}],
+    }
+    (temp / "config.yaml").write_text(yaml.safe_dump(config))
+    log = temp / "serve.log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [Path(sys.executable).with_name("serve"), "run", "--address", "local", str(temp / "config.yaml")],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=ROOT,
+            env={**os.environ, **_base_environment(temp), **environment},
+        )
+    server = Server(process, port, log)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        _end(process)
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def _base_environment(temp: Path) -> dict[str, str]:
+    return {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(temp), "PYTHONPATH": str(ROOT)}
+
+
+@contextmanager
+def haproxy_environment() -> Iterator[dict[str, str]]:
+    """HAProxy for an application that does not set it up itself: with files and ports of its own, so that servers on
+    one machine do not meet."""
+    temp = tempfile.mkdtemp(prefix="lth", dir="/tmp")
+    ports = ("HAPROXY_METRICS_PORT", "HAPROXY_STATS_PORT", "FALLBACK_PROXY_HTTP_PORT", "FALLBACK_PROXY_GRPC_PORT")
+    try:
+        yield {
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{temp}/haproxy.cfg",
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{temp}/admin.sock",
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": temp,
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{temp}/server-state",
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+            **{f"RAY_SERVE_{name}": str(free_port()) for name in ports},
+        }
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    for member in session_members(process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(int(member.name), signal.SIGKILL)
+    process.wait()
+
+
+def machine() -> dict[str, str]:
+    """What the figures were taken on."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {"commit": commit.stdout.strip(), "cpu": f"{len(names)} x {names[0] if names else platform.processor()}"}

@@ -1,0 +1,56 @@
+"""Owns the clean end of a `serve run`: running requests finish or are ended with an error, then Serve is taken down.
+Never decides how long that takes; each application's ingress does, by its `drain_timeout_s`."""
+
+from __future__ import annotations
+
+import signal
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatusOverview, ReplicaState
+
+
+def drain_and_shutdown() -> None:
+    """Let every application finish or end its streams, then take Serve down. A second signal cuts this short."""
+    signal.alarm(0)  # Ray's native SIGTERM handler has set one that aborts the process after three seconds
+    print("Shutting down: letting running requests finish. Signal again to stop at once.", flush=True)
+    for name, app in serve.status().applications.items():
+        if (ended := drain(name, app)) is not None:
+            _report(name, ended)
+            _delete(name)
+    serve.shutdown()
+
+
+def drain(app_name: str, app: ApplicationStatusOverview) -> int | None:
+    """Ask every ingress replica of an application to drain; return how many requests had to be ended, or None if none
+    of them runs: then there is nobody to wait for, and a deployment that keeps failing would be waited for in vain.
+
+    An application that is still deploying, or unhealthy, has streams too: what counts is a replica that runs.
+    """
+    try:
+        ingress = serve.get_app_handle(app_name)
+        deployment = app.deployments.get(ingress.deployment_name)
+        if deployment is None or not deployment.replica_states.get(ReplicaState.RUNNING):
+            return None  # a broadcast would wait for the first replica
+        if not ingress.is_initialized:
+            ingress._init(_run_router_in_separate_loop=True)  # here is no event loop for RUN_ROUTER_IN_SEPARATE_LOOP=0
+        late: list[int] = ingress.broadcast("drain").results()
+    except (RayError, RayServeException) as error:
+        # Somebody else's application in the same config, one that is being deleted, or a replica that just died.
+        print(f"{app_name} was not drained: {type(error).__name__}", flush=True)
+        return 0
+    return sum(late)
+
+
+def _report(app_name: str, ended: int) -> None:
+    if ended:
+        print(f"{app_name}: {ended} requests did not finish in time and were ended with an error.", flush=True)
+
+
+def _delete(app_name: str) -> None:
+    """Remove the application while the proxies still run: `serve.shutdown` kills them before the last bytes left."""
+    try:
+        serve.delete(app_name)
+    except TimeoutError as error:
+        print(f"{app_name}: {error}", flush=True)

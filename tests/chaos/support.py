@@ -1,0 +1,117 @@
+"""Owns the faults, and what chaos tests look at: processes of one server by role, load, and undisturbed answers.
+Never touches a process that the server under test did not start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from serve_app.engine_client import ServedModel
+from serve_app.ingress import create_app
+from serve_app.tokenizer import Tokenizer
+from tests.serve_app.harness import LocalClient, post
+from tests.support.serve_process import ServeProcess, members_of
+from tests.support.streams import Stream
+
+MODEL = "smollm2-135m-instruct"
+ENGINE, INGRESS = "chunkserve:Engine", "chunkserve:Ingress"
+
+
+def fake(*, step_delay_ms: float, **settings: Any) -> dict[str, Any]:
+    """Settings of an application whose engines are scripted and hold any crowd of these tests."""
+    engine = {"executor": "fake", "max_num_seqs": 256, "fake": {"step_delay_ms": step_delay_ms}}
+    return {"engine": engine, "engine_num_cpus": 0.1, "ingress_num_cpus": 0.1, **settings}
+
+
+def replicas(server: ServeProcess, role: str) -> list[int]:
+    """Process ids of the replicas of one deployment, in no order of age."""
+    pids = [int(member.split()[0]) for member in members_of(server.process.pid)]
+    return [pid for pid in pids if f"ray::ServeReplica:{role}" in command_of(pid)]
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:  # ended meanwhile
+        return ""
+
+
+def kill(pid: int, signum: int = signal.SIGKILL) -> None:
+    os.kill(pid, signum)
+
+
+def completion(i: int, max_tokens: int) -> dict[str, Any]:
+    """The i-th request of a crowd: half of them greedy, half sampled with a seed of their own."""
+    sampling = {"temperature": 0} if i % 2 else {"temperature": 0.8, "seed": i}
+    prompt = f"Story {i}: " + "once upon a time " * (i % 5)
+    return {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **sampling}
+
+
+def completions(count: int, max_tokens: int) -> list[dict[str, Any]]:
+    return [completion(i, max_tokens) for i in range(count)]
+
+
+async def undisturbed(bodies: Sequence[dict[str, Any]]) -> list[tuple[str, str | None, int | None]]:
+    """The answers of a scripted engine in this process, without Ray: they depend on the request alone."""
+    engine = build_engine(MODEL, EngineConfig(executor="fake"))
+    model = ServedModel(id=MODEL, max_model_len=engine.config.max_model_len, created=0)
+    app = create_app(LocalClient(engine), Tokenizer.byte_level(), model)
+    try:
+        answers = [(await post(app, "/v1/completions", body)).json for body in bodies]
+    finally:
+        engine.shutdown()
+    return [
+        (a["choices"][0]["text"], a["choices"][0]["finish_reason"], a["usage"]["completion_tokens"]) for a in answers
+    ]
+
+
+def check_undisturbed(streams: Sequence[Stream], expected: Sequence[tuple[str, str | None, int | None]]) -> None:
+    """No stream failed, and none has a token too few, too many or another."""
+    assert [stream.fault for stream in streams] == [None] * len(streams)
+    assert [stream.answer for stream in streams] == list(expected)
+
+
+async def loads(server: ServeProcess) -> list[dict[str, Any]]:
+    """Each engine's load; while a replica is being replaced there may be no answer, which is an empty list."""
+    async with httpx.AsyncClient() as client:
+        try:
+            response = await client.get(f"{server.url}/load", timeout=15)
+        except httpx.HTTPError:
+            return []
+    return list(response.json()["engines"]) if response.status_code == 200 else []
+
+
+def live(engines: Sequence[dict[str, Any]]) -> int:
+    return sum(engine["num_running"] + engine["num_waiting"] for engine in engines)
+
+
+def held(engines: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """Requests, and blocks that they hold."""
+    return live(engines), sum(engine["num_held_blocks"] for engine in engines)
+
+
+async def until_free(server: ServeProcess, num_engines: int, timeout_s: float = 60) -> float:
+    """Wait until that many engines answer and none holds anything; return how many seconds it took."""
+    begin = time.monotonic()
+    while True:
+        engines = await loads(server)
+        if len(engines) == num_engines and held(engines) == (0, 0):
+            return time.monotonic() - begin
+        assert time.monotonic() - begin < timeout_s, f"after {timeout_s} s: {engines}"
+        await asyncio.sleep(0.05)
+
+
+async def until_replicas(server: ServeProcess, role: str, count: int, timeout_s: float = 90) -> list[int]:
+    async with asyncio.timeout(timeout_s):
+        while len(pids := replicas(server, role)) != count:
+            await asyncio.sleep(0.1)
+    return pids

@@ -1,0 +1,109 @@
+"""Owns the promise that a stream outlives its engine replica: killed, killed with all others, or hung.
+Never checks how streams move, only that clients cannot tell."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+
+import pytest
+
+from tests.chaos.support import (
+    ENGINE,
+    INGRESS,
+    check_undisturbed,
+    completions,
+    kill,
+    live,
+    loads,
+    replicas,
+    undisturbed,
+)
+from tests.support.serve_process import ServeProcess
+from tests.support.streams import Crowd, begun
+
+pytestmark = pytest.mark.anyio
+
+KILL_INTERVAL_S = 2.0
+NUM_TOKENS = 100
+
+
+async def kill_some(server: ServeProcess, crowd: Crowd, rng: random.Random) -> int:
+    """While streams run, kill a random engine now and then, but never the last; return how many."""
+    num_killed = 0
+    while crowd.num_live:
+        pids = replicas(server, ENGINE)
+        if len(pids) > 1:
+            kill(rng.choice(pids))
+            num_killed += 1
+        await asyncio.sleep(KILL_INTERVAL_S * rng.uniform(0.5, 1.5))
+    return num_killed
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.chaos)])
+async def test_streams_go_on_unchanged_while_engines_are_killed_at_random(server: ServeProcess, count: int) -> None:
+    bodies = completions(count, NUM_TOKENS)
+    crowd = Crowd(server.url, bodies)
+    crowd.start()
+    await crowd.until(begun)
+    assert crowd.num_live == count
+    num_killed = await kill_some(server, crowd, random.Random(count))
+    check_undisturbed(await crowd.finish(), await undisturbed(bodies))
+    print(f"{count} streams, {num_killed} engines killed")
+    assert num_killed >= 2
+
+
+@pytest.mark.chaos
+async def test_streams_go_on_unchanged_when_every_engine_is_killed_at_once(server: ServeProcess) -> None:
+    bodies = completions(60, NUM_TOKENS)
+    crowd = Crowd(server.url, bodies)
+    crowd.start()
+    await crowd.until(begun)
+    for pid in replicas(server, ENGINE):
+        kill(pid)
+    check_undisturbed(await crowd.finish(), await undisturbed(bodies))
+
+
+@pytest.mark.chaos
+async def test_an_engine_that_hangs_is_replaced_and_its_streams_go_on_elsewhere(server: ServeProcess) -> None:
+    bodies = completions(30, NUM_TOKENS)
+    crowd = Crowd(server.url, bodies)
+    crowd.start()
+    await crowd.until(begun)
+    hung = replicas(server, ENGINE)[0]
+    begin = time.monotonic()
+    kill(hung, signal.SIGSTOP)
+    try:
+        check_undisturbed(await crowd.finish(), await undisturbed(bodies))
+        print(f"streams of a hung engine had ended after {time.monotonic() - begin:.1f} s")
+        while hung in replicas(server, ENGINE):
+            assert time.monotonic() - begin < 120, "Serve does not end it"
+            await asyncio.sleep(0.2)
+    finally:
+        if hung in replicas(server, ENGINE):
+            kill(hung)
+
+
+async def test_a_killed_ingress_breaks_its_own_streams_and_engines_free_what_they_held(server: ServeProcess) -> None:
+    bodies = completions(40, NUM_TOKENS)
+    crowd = Crowd(server.url, bodies)
+    crowd.start()
+    await crowd.until(begun)
+    assert live(await loads(server)) == len(bodies)
+    kill(replicas(server, INGRESS)[0])
+    begin = time.monotonic()
+    async with asyncio.timeout(10):
+        while not (lost := crowd.num_broken) or live(await loads(server)) != len(bodies) - lost:
+            await asyncio.sleep(0.02)
+    print(f"{lost} streams broke; engines had freed them after {time.monotonic() - begin:.2f} s")
+    assert crowd.num_live == len(bodies) - lost, "the others run on"
+    expected = await undisturbed(bodies)
+    for stream, answer in zip(await crowd.finish(), expected, strict=True):
+        if stream.broken:
+            assert not stream.done
+            assert answer[0].startswith(stream.text)
+        else:
+            check_undisturbed([stream], [answer])
+    assert crowd.num_broken == lost

@@ -1,0 +1,96 @@
+"""Owns the promise that a changed config, deployed while streams run, breaks none of them and no new one.
+Never says how long a roll-out takes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chaos.support import (
+    ENGINE,
+    INGRESS,
+    check_undisturbed,
+    completions,
+    fake,
+    replicas,
+    undisturbed,
+    until_free,
+    until_replicas,
+)
+from tests.support.serve_process import ROOT, SERVE, ServeProcess, serve_run
+from tests.support.streams import Crowd, Stream, begun, read_all
+
+pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
+
+SETTINGS = fake(step_delay_ms=100, engine_replicas=2, ingress_replicas=2)
+NUM_TOKENS = 200
+
+
+@pytest.fixture(scope="module", params=["HAProxy", "Python proxy"])
+def server(request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
+    env = {"RAY_SERVE_ENABLE_HA_PROXY": "1" if request.param == "HAProxy" else "0"}
+    with serve_run(SETTINGS, env=env) as started:
+        yield started
+
+
+def deploy(server: ServeProcess, directory: Path, settings: dict[str, Any]) -> None:
+    """As a user does: a changed config.yaml, and `serve deploy`."""
+    config = yaml.safe_load((ROOT / "config.yaml").read_text())
+    config["http_options"]["port"] = int(server.url.rpartition(":")[2])
+    config["applications"][0]["args"].update(settings)
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    dashboard = re.search(r"dashboard at \S*?(http://[\d.:]+)", server.output)
+    assert dashboard, server.output
+    # `serve run` asks for Ray's token, which it has made; other commands send it only when they are told to.
+    env = {**os.environ, "RAY_AUTH_MODE": "token"}
+    subprocess.run([SERVE, "deploy", "--address", dashboard[1], str(path)], check=True, timeout=60, env=env)
+
+
+async def trickle(server: ServeProcess, stop: asyncio.Event) -> list[Stream]:
+    """Short streams, one after another."""
+    streams = []
+    while not stop.is_set():
+        streams += await read_all(server.url, completions(1, 5))
+    return streams
+
+
+async def check_roll_out(server: ServeProcess, directory: Path, settings: dict[str, Any], num_engines: int) -> None:
+    """Deploy in the middle of streams, and wait for the new state; neither they nor new ones notice."""
+    bodies = completions(40, NUM_TOKENS)
+    crowd = Crowd(server.url, bodies)
+    crowd.start()
+    await crowd.until(begun)
+    stop = asyncio.Event()
+    newcomers = asyncio.ensure_future(trickle(server, stop))
+    await asyncio.to_thread(deploy, server, directory, settings)
+    check_undisturbed(await crowd.finish(), await undisturbed(bodies))
+    await until_replicas(server, ENGINE, num_engines)
+    stop.set()
+    short = await newcomers
+    print(f"{len(short)} short streams meanwhile")
+    check_undisturbed(short, await undisturbed(completions(1, 5)) * len(short))
+    await until_free(server, num_engines)
+
+
+async def test_a_rolling_redeploy_breaks_no_stream(server: ServeProcess, tmp_path: Path) -> None:
+    before = {*replicas(server, ENGINE), *replicas(server, INGRESS)}
+    changed = SETTINGS | {"engine": SETTINGS["engine"] | {"max_num_seqs": 200}}
+    await check_roll_out(server, tmp_path, changed, 2)
+    async with asyncio.timeout(60):
+        while before & {*replicas(server, ENGINE), *replicas(server, INGRESS)}:
+            await asyncio.sleep(0.2)
+    assert len(await until_replicas(server, INGRESS, 2)) == 2
+
+
+async def test_a_scale_down_breaks_no_stream(server: ServeProcess, tmp_path: Path) -> None:
+    changed = SETTINGS | {"engine": SETTINGS["engine"] | {"max_num_seqs": 200}, "engine_replicas": 1}
+    await check_roll_out(server, tmp_path, changed, 1)

@@ -1,0 +1,60 @@
+"""Owns the promise that an engine whose steps stand still gives its requests up, so that they go on elsewhere.
+Never goes through Ray: tests/chaos stops whole processes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from types import SimpleNamespace
+
+import pytest
+
+from engine.protocol import EngineError, ErrorCode, Submission
+from serve_app import deployment
+from serve_app.deployment import EngineReplica
+from serve_app.engine_call import EngineCall
+from serve_app.settings import AppSettings
+from serve_app.token_receiver import TokenReceiver
+from tests.serve_app.channel import HOST, LONG, TIMEOUT_S, Gate, engine_of
+
+pytestmark = pytest.mark.anyio
+
+
+async def is_healthy(replica: EngineReplica) -> bool:
+    try:
+        await replica.check_health()
+    except EngineError:
+        return False
+    return True
+
+
+async def test_a_stalled_engine_fails_its_health_check_and_gives_up_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They used to wait for Serve to end the replica, which first waited for them."""
+    gate = Gate()
+    engine = engine_of(gate, stall_timeout_s=0.05)
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="stalls"))
+    monkeypatch.setattr(deployment, "log_as_serve_does", lambda: None)
+    monkeypatch.setattr(deployment.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(deployment, "build_engine", lambda model, config: engine)
+    replica, receiver = EngineReplica(AppSettings()), TokenReceiver(HOST, 100)
+    try:
+        stream = receiver.open("r")
+        call = EngineCall(Submission("r", (1, 2, 3), LONG), stream.stream_id, receiver.address)
+        answer = asyncio.ensure_future(replica.generate(call))
+        async with asyncio.timeout(TIMEOUT_S):
+            while await is_healthy(replica):
+                await asyncio.sleep(0.01)
+            given_up = await answer
+        assert isinstance(given_up, EngineError)
+        assert given_up.code is ErrorCode.ENGINE_DEAD
+        gate.open()
+        async with asyncio.timeout(TIMEOUT_S):
+            while engine.load().num_held_blocks or engine.load().num_running:
+                await asyncio.sleep(0.01)
+            while not await is_healthy(replica):
+                await asyncio.sleep(0.01)
+    finally:
+        gate.open()
+        replica._sender.shutdown()
+        receiver.shutdown()
+        gc.unfreeze()

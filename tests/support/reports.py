@@ -1,0 +1,32 @@
+"""Builds what engines report to routers, from the few numbers that a test is about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.protocol import LoadSnapshot
+from serve_app.routing_stats import encode
+
+
+def snapshot(*, requests: int = 0, queued: int = 0, free_blocks: int = 100, cached: int = 0) -> LoadSnapshot:
+    """The load of an engine with 100 KV blocks."""
+    return LoadSnapshot(
+        num_running=requests,
+        num_waiting=0,
+        num_preparing=0,
+        num_waiting_preempted=0,
+        wait_reason=None,
+        num_queued_tokens=queued,
+        num_blocks=100,
+        num_held_blocks=100 - free_blocks,
+        num_evictable_blocks=cached,
+        num_reserved_blocks=0,
+        num_steps=0,
+        num_preemptions=0,
+        reserve_ratio=0.0,
+    )
+
+
+def stats(taken_at_s: float, *digests: bytes, limit: int = 100, rate: float = 0.0, **load: int) -> dict[str, Any]:
+    """What an engine with that load and those cached blocks returns to Serve."""
+    return encode(snapshot(**load), digests, limit=limit, prefill_tokens_per_s=rate, taken_at_s=taken_at_s)
