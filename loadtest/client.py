@@ -260,7 +260,7 @@ class _Client:
 
     def _request(self, tokens: int) -> bytes:
         """Each prompt is its own: one that was seen before would be found in a prefix cache."""
-        prompt = f"{self._draw.getrandbits(128):032x}"
+        prompt = f"{self._draw.getrandbits(64):016x}"
         body = {
             "model": self._load.model,
             "messages": [{"role": "user", "content": prompt}],

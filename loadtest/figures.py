@@ -28,6 +28,8 @@ class Measured:
     cpu_s: CpuTime
     idle_share: CpuTime
     """CPU seconds a second of the idle server, measured just before; subtracted from `cpu_s`."""
+    others_share: float
+    """Of the machine's CPU time, what neither server nor client took: where it is not near 0, figures are too high."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +57,7 @@ def cost_figures(set_up: Measured, long: Measured, tokens: int) -> Figures:
     figures["us_per_further_token"] = 1e6 * token
     figures["set_up_ms"] = 1e3 * (short - token)
     figures["idle_ms_per_s"] = 1e3 * sum(long.idle_share.values())
+    figures["others_cpu_percent"] = 100 * long.others_share
     figures["client_us_per_token"] = 1e6 * long.outcome.cpu_s / long.num_tokens
     return figures
 
@@ -83,16 +86,19 @@ def pace_figures(answers: Sequence[Answer]) -> Figures:
     return figures
 
 
-def first_token_figures(probes: Sequence[Answer]) -> Figures:
+def first_token_figures(probes: Sequence[Answer], gap_p50_ms: float) -> Figures:
     """Time to the first text of single requests that come at random while the streams run. An engine that steps without
     a pause begins with such a request half a step after it came, and has its first token one step later: what goes
     beyond these one and a half steps, at the median, is the path's. Headers alone would say nothing: some paths send
-    them before they have asked the engine."""
+    them before they have asked the engine.
+
+    A step is as long as the gaps of the running streams show it, and as it is scripted where they lag behind."""
     found = [_first_token_ms(probe) for probe in probes if probe.arrivals and not probe.error]
     if not found:
         return {}
     median = statistics.median(found)
-    return {"probe_first_token_p50_ms": median, "first_token_added_ms": median - 1.5 * STEP_MS}
+    step_ms = gap_p50_ms if gap_p50_ms < HELD_PACE * STEP_MS else STEP_MS
+    return {"probe_first_token_p50_ms": median, "first_token_added_ms": median - 1.5 * step_ms}
 
 
 def _first_token_ms(answer: Answer) -> float:

@@ -17,6 +17,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,12 @@ def session_members(session: int) -> Iterator[Path]:
             state, _, _, its_session = (process / "stat").read_text().rpartition(") ")[2].split()[:4]
             if int(its_session) == session and state != "Z":
                 yield process
+
+
+def busy_s() -> float:
+    """CPU seconds that the machine's cores have worked so far, for whomever."""
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -166,8 +173,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def machine() -> dict[str, str]:
-    """What the figures were taken on."""
+    """What the figures were taken on, and with."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {"commit": commit.stdout.strip(), "cpu": f"{len(names)} x {names[0] if names else platform.processor()}"}
+    return {
+        "commit": commit.stdout.strip(),
+        "cpu": f"{len(names)} x {names[0] if names else platform.processor()}",
+        "python": platform.python_version(),
+        "ray": version("ray"),
+    }

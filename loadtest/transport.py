@@ -1,4 +1,4 @@
-"""Owns the transport benchmark: what each streamed token costs between client and engine, for five ways to send it.
+"""Owns the transport benchmark: what each streamed token costs between client and engine, for several ways to send it.
 Never measures a model: every engine is scripted to the same pace, so that what differs is the path."""
 
 from __future__ import annotations
@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,12 +30,12 @@ from loadtest.figures import (
     first_token_figures,
     pace_figures,
 )
-from loadtest.server import KINDS, ROOT, CpuTime, Server, haproxy_environment, machine, serve_run
+from loadtest.server import KINDS, ROOT, CpuTime, Server, busy_s, haproxy_environment, machine, serve_run
 
 BATCH_MS = 50.0
 """RAYLLM_MODEL_RESPONSE_BATCH_TIMEOUT_MS of Ray Serve LLM."""
 PROBE_PAUSE_MS = (20.0, 60.0)
-SETTLE_S, IDLE_S = 3.0, 4.0
+SETTLE_S, IDLE_S = 2.0, 3.0
 
 ENGINE = {
     "executor": "fake",
@@ -108,17 +110,19 @@ def run_load(server: Server, load: Load, idle: CpuTime) -> Measured:
         client.stdin.flush()
         if client.stdout.readline() != READY:
             raise RuntimeError("the client could not connect")
-        before, started = server.cpu_time(), time.monotonic()
+        before, busy, started = server.cpu_time(), busy_s(), time.monotonic()
         client.stdin.write(GO)
         client.stdin.flush()
         ended = client.stdout.readline()
-        after, took_s = server.cpu_time(), time.monotonic() - started
+        after, busy, took_s = server.cpu_time(), busy_s() - busy, time.monotonic() - started
         answers = client.stdout.readline()
     if ended != ENDED or not answers:
         raise RuntimeError("the client broke off")
     spent = _since(before, after)
     net = {kind: spent[kind] - idle.get(kind, 0.0) * took_s for kind in KINDS}
-    return Measured(Outcome.from_json(answers), net, idle)
+    outcome = Outcome.from_json(answers)
+    others_s = busy - sum(spent.values()) - outcome.cpu_s
+    return Measured(outcome, net, idle, others_s / took_s / (os.cpu_count() or 1))
 
 
 def _since(before: CpuTime, after: CpuTime) -> CpuTime:
@@ -141,7 +145,7 @@ def measure_streams(server: Server, streams: int, plan: Plan, draw: random.Rando
     background = {"background_streams": streams, "background_tokens": 4 * plan.tokens}
     probes = run(1, 1, plan.probes, pause_ms=PROBE_PAUSE_MS, **background)
     found = cost_figures(set_up, long, plan.tokens) | pace_figures(long.outcome.answers)
-    found |= first_token_figures(probes.outcome.answers)
+    found |= first_token_figures(probes.outcome.answers, found.get("gap_p50_ms", STEP_MS))
     return found, [*set_up.errors, *long.errors, *probes.errors, *probes.outcome.background_errors]
 
 
@@ -243,4 +247,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # the running server is ended, too
     main()

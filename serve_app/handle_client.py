@@ -77,10 +77,14 @@ class HandleClient:
                 self._idle.set()
 
     def _start(self, submission: Submission, session: str | None, avoid: tuple[str, ...]) -> _HandleAttempt:
-        stream = self._receiver.open(submission.request_id)
         address, num_waiting = self._receiver.address, self._num_waiting()
+        stream = self._receiver.open(submission.request_id)
         call = EngineCall(submission, stream.stream_id, address, session, avoid, num_waiting)
-        return _HandleAttempt(self._engine, call, self._receiver, stream, self._attempts)
+        try:
+            return _HandleAttempt(self._engine, call, self._receiver, stream, self._attempts)
+        except BaseException:
+            self._receiver.close(stream)
+            raise
 
     async def check_health(self) -> None:
         """Raise EngineError unless an engine replica answers that it can serve."""
@@ -141,8 +145,8 @@ class _HandleAttempt:
         self._receiver = receiver
         self._stream = stream
         self._live = live
-        self._live.add(self)
         self._response: DeploymentResponse = engine.generate.remote(call)
+        self._live.add(self)
         self._waiter = asyncio.ensure_future(_wait_for_answer(self._response, self._stream))
         _answers.add(self._waiter)
         self._waiter.add_done_callback(_answers.discard)

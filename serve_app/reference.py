@@ -13,7 +13,14 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from engine.config import EngineConfig, FakeConfig, SchedulerConfig
-from serve_app.settings import AdmissionSettings, ApiKey, AppSettings, AuthSettings, AutoscalingSettings, RoutingSettings
+from serve_app.settings import (
+    AdmissionSettings,
+    ApiKey,
+    AppSettings,
+    AuthSettings,
+    AutoscalingSettings,
+    RoutingSettings,
+)
 
 BEGIN = "<!-- configuration: written by `make docs` -->"
 END = "<!-- end of configuration -->"

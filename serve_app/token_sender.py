@@ -108,6 +108,8 @@ class _Peer:
         self._engine.submit(call.submission, self)
         live = self._calls[request_id] = _Call(call.stream_id, self.loop.create_future())
         self._request_ids[call.stream_id] = request_id
+        if not self.lost.done():
+            self._send([live])  # nothing yet; but the ingress knows from now on whom to tell that its client left
         try:
             await live.ended
         except BaseException:
@@ -119,7 +121,6 @@ class _Peer:
 
     def receive(self, events: list[Event]) -> None:
         """Called once a step, with the events of all requests of this ingress."""
-        self._observe(events)
         changed: dict[int, _Call] = {}
         for event in events:
             if call := self._calls.get(event.request_id):  # else it was cancelled
@@ -129,6 +130,7 @@ class _Peer:
                     call.ended.set_result(None)
         if changed and not self.lost.done():
             self._send(changed.values())
+        self._observe(events)
 
     def _send(self, calls: Iterable[_Call]) -> None:
         entries = []

@@ -60,9 +60,11 @@ def completions(count: int, max_tokens: int) -> list[dict[str, Any]]:
     return [completion(i, max_tokens) for i in range(count)]
 
 
-async def undisturbed(bodies: Sequence[dict[str, Any]]) -> list[tuple[str, str | None, int | None]]:
+async def undisturbed(
+    bodies: Sequence[dict[str, Any]], **engine_settings: Any
+) -> list[tuple[str, str | None, int | None]]:
     """The answers of a scripted engine in this process, without Ray: they depend on the request alone."""
-    engine = build_engine(MODEL, EngineConfig(executor="fake"))
+    engine = build_engine(MODEL, EngineConfig(executor="fake", **engine_settings))
     model = ServedModel(id=MODEL, max_model_len=engine.config.max_model_len, created=0)
     app = create_app(LocalClient(engine), Tokenizer.byte_level(), model)
     try:

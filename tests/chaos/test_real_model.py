@@ -14,7 +14,7 @@ from tests.support.streams import Crowd, read_all
 
 pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
 
-NUM_TOKENS = 100
+NUM_TOKENS = 60
 
 
 @pytest.fixture(scope="module")

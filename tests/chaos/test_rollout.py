@@ -31,7 +31,7 @@ from tests.support.streams import Crowd, Stream, begun, read_all
 pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
 
 SETTINGS = fake(step_delay_ms=100, engine_replicas=2, ingress_replicas=2)
-NUM_TOKENS = 200
+NUM_TOKENS = 150
 
 
 @pytest.fixture(scope="module", params=["HAProxy", "Python proxy"])

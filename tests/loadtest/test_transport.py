@@ -201,7 +201,7 @@ def steady(num: int, start: float = 0.02) -> tuple[float, ...]:
 
 def measured(num: int, tokens: int, cpu_s: float) -> Measured:
     outcome = Outcome([answer(steady(tokens))] * num, [], 0.0)
-    return Measured(outcome, {"ingress": cpu_s / 4, "engine": cpu_s * 3 / 4}, {"rest": 0.125})
+    return Measured(outcome, {"ingress": cpu_s / 4, "engine": cpu_s * 3 / 4}, {"rest": 0.125}, others_share=0.25)
 
 
 def test_the_cost_of_a_token_and_of_a_request_are_told_apart() -> None:
@@ -214,6 +214,7 @@ def test_the_cost_of_a_token_and_of_a_request_are_told_apart() -> None:
     assert found["us_per_token"] == pytest.approx(70)
     assert found["ingress_us_per_token"] == pytest.approx(70 / 4)
     assert found["idle_ms_per_s"] == pytest.approx(125)
+    assert found["others_cpu_percent"] == pytest.approx(25)
 
 
 def test_gaps_are_taken_while_all_streams_of_a_wave_run() -> None:
@@ -246,10 +247,14 @@ def test_waves_that_brought_nothing_have_no_gaps_and_hold_nothing() -> None:
     assert pace_figures([answer((), error="refused")]) == {"held": 0, "failed": 1}
 
 
-def test_the_path_has_added_what_goes_beyond_one_and_a_half_steps() -> None:
-    probes = [answer((at + 0.033,), sent=at) for at in (1.0, 2.0, 3.0)]
-    assert first_token_figures(probes)["first_token_added_ms"] == pytest.approx(33 - 1.5 * STEP_MS)
-    assert first_token_figures([answer((), error="refused")]) == {}
+@pytest.mark.parametrize(("gap_ms", "step_ms"), [(STEP_MS, STEP_MS), (STEP_MS + 4, STEP_MS + 4), (50.0, STEP_MS)])
+def test_the_path_has_added_what_goes_beyond_one_and_a_half_steps(gap_ms: float, step_ms: float) -> None:
+    probes = [answer((at + 0.05,), sent=at) for at in (1.0, 2.0, 3.0)]
+    assert first_token_figures(probes, gap_ms)["first_token_added_ms"] == pytest.approx(50 - 1.5 * step_ms)
+
+
+def test_probes_that_all_failed_say_nothing_about_first_tokens() -> None:
+    assert first_token_figures([answer((), error="refused")], STEP_MS) == {}
 
 
 def test_a_cell_has_the_median_least_and_most_of_what_every_round_has() -> None:

@@ -1,0 +1,54 @@
+"""Engine replicas that follow the load, in a server as a user would configure it.
+Never says how fast: only that all requests are answered on the way up and down."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.chaos.support import ENGINE, completions, fake, until_free, until_replicas
+from tests.support.serve_process import ServeProcess, serve_run
+from tests.support.streams import Stream, read_stream
+
+pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
+
+SCALING = {
+    "min_replicas": 1,
+    "max_replicas": 3,
+    "upscale_delay_s": 1,
+    "downscale_delay_s": 3,
+    "downscale_step": 0.5,
+    "startup_time_s": 0,
+}
+NUM_CLIENTS = 12
+
+
+async def keep_asking(server: ServeProcess, client: int, stop: asyncio.Event) -> list[Stream]:
+    """One request after the other until `stop`; the last one is read to its end."""
+    streams: list[Stream] = []
+    for body in completions(100_000, max_tokens=40)[client::NUM_CLIENTS]:
+        if stop.is_set():
+            break
+        streams.append(Stream())
+        await read_stream(server.url, body, streams[-1])
+    return streams
+
+
+async def test_engines_go_from_one_to_three_and_back_under_load_and_no_request_fails() -> None:
+    settings = fake(step_delay_ms=20, autoscaling=SCALING)
+    settings["engine"]["max_num_seqs"] = 4  # three engines seat all clients, at the utilization that is aimed for: two
+    with serve_run(settings) as server:
+        stop = asyncio.Event()
+        clients = [asyncio.create_task(keep_asking(server, client, stop)) for client in range(NUM_CLIENTS)]
+        await until_replicas(server, ENGINE, 3, timeout_s=150)
+        stop.set()
+        crowd = [stream for streams in await asyncio.gather(*clients) for stream in streams]
+        few = asyncio.Event()
+        lonely = asyncio.create_task(keep_asking(server, 0, few))  # the fleet shrinks under a client that goes on
+        await until_replicas(server, ENGINE, 1, timeout_s=150)
+        few.set()
+        crowd += await lonely
+        await until_free(server, 1)
+    assert [stream.fault for stream in crowd if stream.fault] == []
+    assert len(crowd) > NUM_CLIENTS
