@@ -260,8 +260,9 @@ class FakeExecutor:
             index = position - self._prompt_ends.setdefault(row.request_id, position)
             return self._reply[index] if index < len(self._reply) else self._eos_token_id
         seed = row.sampling.seed if row.sampling.temperature else 0
-        choices = [token for token in self._alphabet if token not in row.sampling.banned_token_ids]
-        choices = choices or [self._eos_token_id]
+        banned = row.sampling.banned_token_ids
+        allowed = [token for token in self._alphabet if token not in banned] if banned else self._alphabet
+        choices = allowed or (self._eos_token_id,)
         return choices[mix64(digest ^ mix64(seed ^ mix64(position))) % len(choices)]
 
     def _draft(self, row: ScheduledRequest, digest: int, position: int) -> tuple[int, ...]:

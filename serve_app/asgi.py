@@ -7,14 +7,16 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.errors import ApiError, to_api_error
+from serve_app.wait import Wait, WaitEnded
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +30,51 @@ class ClientGone(Exception):
     """The client closed the connection: there is nobody to answer."""
 
 
+class _StallLimit:
+    """`with limit:` around each send of a response; one that takes too long ends with WaitEnded."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._wait = Wait()
+        self._num_sends = 0
+        self._num_seen = -1
+
+    def __enter__(self) -> None:
+        self._num_sends += 1
+        self._wait.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._wait.__exit__(kind, error, at)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look now and then, as long as the block, instead of arming a timer for each send."""
+        self._look()
+        try:
+            yield
+        finally:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        """Two looks that see the same send are a limit apart; so it ends after one to two limits."""
+        if self._wait.is_on and self._num_sends == self._num_seen:
+            self._wait.end()
+        self._num_seen = self._num_sends
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
+
+
 class RequestGuard:
     """Gives every response an X-Request-Id, the client's own where it is well formed, and every failure an answer.
 
-    A client that takes nothing for `stall_timeout_s` is given up: what its request holds is for those who read.
+    A client that takes nothing for `stall_timeout_s`, at most twice as long, is given up: what its request holds is for
+    those who read.
     """
 
-    def __init__(self, app: ASGIApp, stall_timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, stall_timeout_s: float, *, names_responses: bool = True) -> None:
+        """`names_responses`: add the X-Request-Id; Ray Serve does so by itself."""
         self._app = app
         self._stall_timeout_s = stall_timeout_s
+        self._names_responses = names_responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,27 +82,33 @@ class RequestGuard:
             return
         request_id, started = _request_id(scope), False
         scope = {**scope, REQUEST_ID: request_id}
+        stall = _StallLimit(self._stall_timeout_s)
 
         async def guarded_send(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message).setdefault("X-Request-Id", request_id)
+                if self._names_responses:
+                    MutableHeaders(scope=message).setdefault("X-Request-Id", request_id)
             try:
-                async with asyncio.timeout(self._stall_timeout_s):
+                with stall:
                     await send(message)
-            except OSError as error:  # how ASGI servers report a closed connection, from version 2.4 on; and a timeout
+            except (
+                OSError,
+                WaitEnded,
+            ) as error:  # the first is how ASGI servers report a closed connection, from version 2.4 on
                 raise ClientGone from error
 
-        try:
-            await self._app(scope, receive, guarded_send)
-        except ClientGone:
-            logger.info("client gone: %s", request_id)
-        except Exception as error:
-            if started:  # too late for a status: the server cuts the connection, and the client sees it
-                raise
-            with suppress(ClientGone):
-                await to_api_error(error).response()(scope, receive, guarded_send)
+        with stall.watched():
+            try:
+                await self._app(scope, receive, guarded_send)
+            except ClientGone:
+                logger.info("client gone: %s", request_id)
+            except Exception as error:
+                if started:  # too late for a status: the server cuts the connection, and the client sees it
+                    raise
+                with suppress(ClientGone):
+                    await to_api_error(error).response()(scope, receive, guarded_send)
 
 
 def _request_id(scope: Scope) -> str:

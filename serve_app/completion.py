@@ -22,7 +22,6 @@ from engine.protocol import (
     Usage,
 )
 from serve_app.admission import Visit
-from serve_app.deadline import GRACE_S
 from serve_app.detokenizer import Detokenizer
 from serve_app.echo import Echo
 from serve_app.engine_client import EngineClient
@@ -92,6 +91,7 @@ class Completion:
             EngineError, ApiError: before the first piece, or between two.
         """
         last: Piece | None = None
+        self._life.given_to_engine()
         async with aclosing(self._client.stream(self._submission, session=self._session)) as items:
             while (events := await self._next(items)) is not None:
                 self._visit.started()
@@ -109,7 +109,8 @@ class Completion:
     async def _next(self, items: AsyncGenerator[list[Event], None]) -> list[Event] | None:
         """The engine's next item; None at the end. Never waits long past the deadline: a request that is queued before
         the engine, or held by one that hangs, is not ended there."""
-        return await self._life.wait_for(anext(items, None), GRACE_S)
+        with self._life:
+            return await anext(items, None)
 
     def _apply(self, events: list[Event]) -> Piece:
         texts: list[str] = []

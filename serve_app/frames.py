@@ -33,7 +33,7 @@ class MalformedFrame(Exception):
     """Bytes that no sender of ours has written."""
 
 
-class Entry(msgspec.Struct, array_like=True):
+class Entry(msgspec.Struct, array_like=True, gc=False):  # never part of a cycle
     """News of one request. `first` is the place of the first of these events among all of the request's, so that a
     reader sees what it has missed or has already."""
 
@@ -42,7 +42,7 @@ class Entry(msgspec.Struct, array_like=True):
     events: list[RawEvent]
 
 
-class Frame(msgspec.Struct, array_like=True):
+class Frame(msgspec.Struct, array_like=True, gc=False):
     """What an engine replica sends to an ingress replica after a step."""
 
     replica_id: str

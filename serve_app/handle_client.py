@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Any
 
+from grpc.aio import AioRpcError
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
@@ -183,7 +184,7 @@ async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream) ->
         stream.fail(RequestRejected(ErrorCode.QUEUE_FULL, "Every engine replica is full."))
     except RequestCancelledError:
         stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The call to the engine replica was cancelled."))
-    except (RayError, DeploymentUnavailableError, MalformedFrame) as error:
+    except (RayError, AioRpcError, DeploymentUnavailableError, MalformedFrame) as error:
         stream.fail(EngineError(ErrorCode.ENGINE_DEAD, f"The engine replica went away: {type(error).__name__}."))
     finally:  # whatever else ended the call: its reader would wait for ever
         stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The call to the engine replica ended without an answer."))

@@ -78,7 +78,7 @@ class _Generate(Generic[RequestT]):
     async def _answer(self, passage: _Passage, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         request = await run_sized(len(body), lambda: parse_request(self._kind, body))
-        passage.life.deadline = deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms)
+        passage.life.until(deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
         session = session_of(headers.get(SESSION_HEADER), request.prompt_cache_key)
         completion, envelope = await self._start(request, passage, session)
         if request.stream:
@@ -95,7 +95,8 @@ class _Generate(Generic[RequestT]):
         if request.model != context.model.id:
             raise model_not_found(request.model, context.model.id)
         ready = await self._prepare(request, passage.request_id, context.tokenizer, context.model)
-        await life.wait_for(visit.dispatched(len(ready.submission.prompt_token_ids)))
+        with life:
+            await visit.dispatched(len(ready.submission.prompt_token_ids))
         left_s = None if life.deadline is None else life.deadline.left_s()
         submission = replace(ready.submission, timeout_s=left_s, tenant=visit.tenant.name)
         completion = Completion(
@@ -167,6 +168,7 @@ def create_app(
     *,
     max_body_bytes: int = MAX_BODY_BYTES,
     client_stall_timeout_s: float = CLIENT_STALL_TIMEOUT_S,
+    names_responses: bool = True,
     gate: Gate | None = None,
     keys: Keys | None = None,
     live: LiveRequests | None = None,
@@ -188,7 +190,7 @@ def create_app(
             Route("/load", context.load, middleware=guard),
             *Admin(client, context.gate, context.live).routes(keys),
         ],
-        middleware=[Middleware(RequestGuard, stall_timeout_s=client_stall_timeout_s)],
+        middleware=[Middleware(RequestGuard, stall_timeout_s=client_stall_timeout_s, names_responses=names_responses)],
         exception_handlers={HTTPException: _http_error, ApiError: _api_error, EngineError: _api_error},
     )
     app.router.redirect_slashes = False  # a redirect would make clients repeat a POST as they please

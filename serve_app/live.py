@@ -4,55 +4,75 @@ Never asks an engine: whoever waits on behalf of a request learns it here, and l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from types import TracebackType
 
-from serve_app.deadline import Deadline
+from serve_app.deadline import GRACE_S, Deadline, now
 from serve_app.errors import aborted
-
-Result = TypeVar("Result")
+from serve_app.wait import Wait, WaitEnded
 
 
 class Life:
-    """One request's. `deadline` is set once the request has been read."""
+    """One request's. `with life:` around each wait bounds it; there is one timer for all of them."""
 
     def __init__(self) -> None:
         self.deadline: Deadline | None = None
+        self._with_engine = False
+        self._wait = Wait()
         self._aborted = False
-        self._wait: asyncio.Timeout | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def until(self, deadline: Deadline | None) -> None:
+        """Set the deadline, once the request has been read."""
+        self.deadline = deadline
+        if deadline is not None:
+            self._timer = asyncio.get_running_loop().call_at(deadline.at, self._look)
+
+    def given_to_engine(self) -> None:
+        """From now on the engine ends it at its deadline, and has a little longer for that."""
+        self._with_engine = True
 
     def abort(self) -> None:
         """End the wait that is going on, or the next. Idempotent."""
         self._aborted = True
-        if self._wait is not None and not self._wait.expired():
-            self._wait.reschedule(0)
+        self._wait.end()
 
-    async def wait_for(self, awaitable: Awaitable[Result], grace_s: float = 0.0) -> Result:
-        """Wait no longer than the request may go on, and `grace_s` seconds for whoever ends it at its deadline.
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
-        Raises:
+    def __enter__(self) -> None:
+        """Begin a wait.
+
+        Raises, and so does the block:
             EngineError: the deadline has passed.
             ApiError: the request was aborted.
         """
-        at = None if self.deadline is None else self.deadline.at + grace_s
-        try:
-            async with asyncio.timeout_at(at) as wait:
-                self._wait = wait
-                if self._aborted:
-                    wait.reschedule(0)
-                result = await awaitable
-        except TimeoutError:
-            if not wait.expired():  # somebody else's
-                raise
-            raise self._end() from None
-        finally:
-            self._wait = None
-        if self._aborted:  # what is there at once needs no wait that could be ended
-            raise aborted()
-        return result
+        if self._is_over():
+            raise self._reason()
+        self._wait.__enter__()
 
-    def _end(self) -> Exception:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self._wait.__exit__(kind, error, at)
+        except WaitEnded:
+            raise self._reason() from None
+
+    def _is_over(self) -> bool:
+        if self.deadline is None:
+            return self._aborted
+        return self._aborted or now() >= self.deadline.at + (GRACE_S if self._with_engine else 0)
+
+    def _look(self) -> None:
+        """The time may be up: at the deadline, and again when the engine's little longer has passed."""
+        assert self.deadline is not None
+        if self._is_over():
+            self._wait.end()
+        elif self._with_engine:
+            self._timer = asyncio.get_running_loop().call_at(self.deadline.at + GRACE_S, self._look)
+
+    def _reason(self) -> Exception:
         if self._aborted:
             return aborted()
         assert self.deadline is not None, "nobody else ends a wait"
@@ -74,6 +94,7 @@ class LiveRequests:
         try:
             yield life
         finally:
+            life.close()
             for name in names:
                 self._by_name[name].remove(life)
                 if not self._by_name[name]:

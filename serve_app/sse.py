@@ -58,21 +58,24 @@ async def _send_answer(
 ) -> None:
     # OpenAI's schema: where usage was asked for, it is null on every chunk but the last.
     blank: Json = {"usage": None} if include_usage else {}
-    if (opening := envelope.shape.opening()) is not None:
-        await _send(send, _frame(envelope.chunk([opening]) | blank))
     frames = _PieceFrames(envelope, blank)
-    await _send_piece(send, first, frames)
+    opening = envelope.shape.opening()
+    before = b"" if opening is None else _frame(envelope.chunk([opening]) | blank)
+    await _send_piece(send, first, frames, before)
     async for piece in pieces:
         await _send_piece(send, piece, frames)
     if include_usage:
         await _send(send, _frame(envelope.chunk([]) | {"usage": usage_json(completion.usage)}))
 
 
-async def _send_piece(send: Send, piece: Piece, frames: _PieceFrames) -> None:
+async def _send_piece(send: Send, piece: Piece, frames: _PieceFrames, before: bytes = b"") -> None:
+    """Send a piece's frame, if it says anything, and what is to go before it: all at once, for one packet."""
     if piece.tokens:
-        await _send(send, await run_sized(json_chars(piece.tokens), lambda: frames.of(piece)))
+        await _send(send, before + await run_sized(json_chars(piece.tokens), lambda: frames.of(piece)))
     elif piece.text or piece.finish_reason is not None:
-        await _send(send, frames.of(piece))
+        await _send(send, before + frames.of(piece))
+    elif before:
+        await _send(send, before)
 
 
 class _PieceFrames:

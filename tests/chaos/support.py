@@ -4,6 +4,7 @@ Never touches a process that the server under test did not start."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -12,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from starlette.types import ASGIApp
 
 from engine.build import build_engine
 from engine.config import EngineConfig
 from serve_app.engine_client import ServedModel
 from serve_app.ingress import create_app
 from serve_app.tokenizer import Tokenizer
-from tests.serve_app.harness import LocalClient, post
+from tests.serve_app.harness import Exchange, LocalClient
 from tests.support.serve_process import ServeProcess, members_of
-from tests.support.streams import Stream
+from tests.support.streams import Answer, Stream
 
 MODEL = "smollm2-135m-instruct"
 ENGINE, INGRESS = "chunkserve:Engine", "chunkserve:Ingress"
@@ -60,15 +62,13 @@ def completions(count: int, max_tokens: int) -> list[dict[str, Any]]:
     return [completion(i, max_tokens) for i in range(count)]
 
 
-async def undisturbed(
-    bodies: Sequence[dict[str, Any]], **engine_settings: Any
-) -> list[tuple[str, str | None, int | None]]:
+async def undisturbed(bodies: Sequence[dict[str, Any]]) -> list[Answer]:
     """The answers of a scripted engine in this process, without Ray: they depend on the request alone."""
-    engine = build_engine(MODEL, EngineConfig(executor="fake", **engine_settings))
+    engine = build_engine(MODEL, EngineConfig(executor="fake"))
     model = ServedModel(id=MODEL, max_model_len=engine.config.max_model_len, created=0)
     app = create_app(LocalClient(engine), Tokenizer.byte_level(), model)
     try:
-        answers = [(await post(app, "/v1/completions", body)).json for body in bodies]
+        answers = [await whole_answer(app, body) for body in bodies]
     finally:
         engine.shutdown()
     return [
@@ -76,7 +76,13 @@ async def undisturbed(
     ]
 
 
-def check_undisturbed(streams: Sequence[Stream], expected: Sequence[tuple[str, str | None, int | None]]) -> None:
+async def whole_answer(app: ASGIApp, body: dict[str, Any]) -> Any:
+    exchange = Exchange(app, "POST", "/v1/completions", json.dumps(body).encode())
+    await exchange.task  # as long as it takes
+    return (await exchange.finish()).json
+
+
+def check_undisturbed(streams: Sequence[Stream], expected: Sequence[Answer]) -> None:
     """No stream failed, and none has a token too few, too many or another."""
     assert [stream.fault for stream in streams] == [None] * len(streams)
     assert [stream.answer for stream in streams] == list(expected)

@@ -22,9 +22,8 @@ pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
 STORM_CLIENTS, STORM_AT_A_TIME = 1000, 100
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close sends a reset
 NUM_SLOW = 3
-SLOW = {"max_model_len": 13_000}
-SLOW_TOKENS = 12_000
-"""With log-probabilities 6 MB: more than the kernel's buffers of a connection take."""
+SLOW_TOKENS = 3000
+"""The buffers on the way may take an answer whole; what becomes of one that does not fit, the channel tests ask."""
 
 
 # --- clients that come and go ----------------------------------------------------------------------------------------
@@ -73,10 +72,9 @@ async def test_a_thousand_clients_that_storm_in_and_out_leave_nothing_behind(ser
 
 @pytest.fixture(scope="module", params=["HAProxy", "Python proxy"])
 def fast_server(request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
-    """An engine that answers faster than idle clients' buffers can take."""
+    """An engine that answers faster than anybody reads."""
     env = {"RAY_SERVE_ENABLE_HA_PROXY": "1" if request.param == "HAProxy" else "0"}
-    settings = fake(step_delay_ms=0, max_unread_tokens=200)
-    with serve_run(settings | {"engine": settings["engine"] | SLOW}, env=env) as server:
+    with serve_run(fake(step_delay_ms=0, max_unread_tokens=200), env=env) as server:
         yield server
 
 
@@ -99,7 +97,7 @@ async def test_clients_that_do_not_read_hold_up_nobody_and_hold_nothing_for_ever
             sock.sendall(request_bytes(fast_server.url, slow_body))
         check_undisturbed(await read_all(fast_server.url, others), await undisturbed(others))
         await until_free(fast_server, 1)  # while they still do not read
-        (expected,) = await undisturbed([slow_body | {"logprobs": None}], **SLOW)
+        (expected,) = await undisturbed([slow_body])
         for sock in slow:
             stream = Stream()
             reader, writer = await asyncio.open_connection(sock=sock.dup())

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import ray
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 

@@ -221,10 +221,12 @@ class Answer:
 
     @property
     def frames(self) -> list[Any]:
-        """The stream's payloads. Each ASGI message is one frame, and the last is [DONE]."""
+        """The stream's payloads. Each ASGI message is whole frames, one but for the first, and the last is [DONE]."""
         assert self.parts[-1] == b"data: [DONE]\n\n"
         assert all(part.startswith(b"data: ") and part.endswith(b"\n\n") for part in self.parts)
-        return [json.loads(part[len(b"data: ") :]) for part in self.parts[:-1]]
+        assert all(part.count(b"\n\n") == 1 for part in self.parts[1:])
+        payloads = [line for part in self.parts[:-1] for line in part.decode().split("\n\n") if line]
+        return [json.loads(payload.removeprefix("data: ")) for payload in payloads]
 
     @property
     def text(self) -> str:

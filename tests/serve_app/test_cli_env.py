@@ -105,6 +105,14 @@ def test_haproxy_outlives_every_drain(tmp_path: Path) -> None:
     assert int(environment(written(tmp_path, OURS, slow))[HARD_STOP]) > 10_000
 
 
+@pytest.mark.parametrize(("cores", "threads"), [(1, "1"), (2, "1"), (16, "4")])
+def test_haproxy_has_a_thread_for_every_four_cores(
+    cores: int, threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert environment(written(tmp_path, OURS))["RAY_SERVE_HAPROXY_NBTHREAD"] == threads
+
+
 def test_two_servers_share_no_file_and_no_port_and_leave_nothing(tmp_path: Path) -> None:
     config = written(tmp_path, OURS)
     first: dict[str, str] = {}

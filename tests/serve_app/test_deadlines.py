@@ -119,7 +119,7 @@ async def test_the_error_names_what_the_client_asked_for_and_not_what_the_engine
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engine_that_does_not_keep_the_deadline_is_left(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.completion.GRACE_S", 0.0)
+    monkeypatch.setattr("serve_app.live.GRACE_S", 0.0)
     client = ScriptedClient(asyncio.Event())
     answer = await post(app_for(client), "/v1/completions", PROMPT | {"stream": stream}, "20")
     assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")

@@ -15,6 +15,9 @@ TIMEOUT_S = 180
 _GRACE_S = 5
 _TICK_S = 0.02
 
+Answer = tuple[str, str | None, int | None]
+"""Text, finish reason, completion tokens."""
+
 
 @dataclass(slots=True)
 class Stream:
@@ -36,7 +39,7 @@ class Stream:
         return self.done or self.broken is not None
 
     @property
-    def answer(self) -> tuple[str, str | None, int | None]:
+    def answer(self) -> Answer:
         """What must be the same whatever happened on the way."""
         return self.text, self.finish_reason, self.completion_tokens
 
