@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from engine import bench_memory
 from engine.bench_mixed import table
 from serve_app.reference import BEGIN, END, render
+from serve_app.settings import AppSettings
 from tests.support.serve_process import ServeProcess
 
 ROOT = Path(__file__).parents[1]
@@ -35,8 +37,9 @@ def run(command: list[str]) -> str:
 def test_every_block_is_run_by_a_test() -> None:
     run_here = ["curl ", "from openai import OpenAI", "engine.prepare", "from engine.build import build_engine"]
     run_by_the_fresh_clone = ["make serve"]
+    run_by_chaos = ["autoscaling:"]  # tests/chaos/test_scaling.py
     for kind, text in BLOCKS:
-        assert sum(mark in text for mark in run_here + run_by_the_fresh_clone) == 1, f"{kind}:\n{text}"
+        assert sum(mark in text for mark in run_here + run_by_the_fresh_clone + run_by_chaos) == 1, f"{kind}:\n{text}"
 
 
 def test_the_curl_example_answers_with_paris(default_server: ServeProcess) -> None:
@@ -53,6 +56,12 @@ def test_the_library_example_prints_scheduled_tokens_and_finished() -> None:
     lines = run([sys.executable, "-c", block("python", "build_engine")]).splitlines()
     assert [line.partition("(")[0] for line in lines] == ["Scheduled", *["Token"] * (len(lines) - 2), "Finished"]
     assert len(lines) > 3
+
+
+def test_the_autoscaling_example_is_a_valid_part_of_a_config() -> None:
+    settings = AppSettings.model_validate(yaml.safe_load(block("yaml", "autoscaling:")))
+    assert settings.autoscaling is not None
+    assert settings.most_engines == 3
 
 
 def test_the_prepare_example_prints_the_model_directory() -> None:

@@ -4,18 +4,21 @@ Never says how fast: only that all requests are answered on the way up and down.
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
+import yaml
 
 from tests.chaos.support import ENGINE, completions, fake, until_free, until_replicas
-from tests.support.serve_process import ServeProcess, serve_run
+from tests.support.serve_process import ROOT, ServeProcess, serve_run
 from tests.support.streams import Stream, read_stream
 
 pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
 
-SCALING = {
-    "min_replicas": 1,
-    "max_replicas": 3,
+README = (ROOT / "README.md").read_text()
+(EXAMPLE,) = re.findall(r"```yaml\n(autoscaling:.*?)```", README, re.DOTALL)
+# As the README says, and quick: a test that waits for five quiet minutes is one that nobody runs.
+SCALING = yaml.safe_load(EXAMPLE)["autoscaling"] | {
     "upscale_delay_s": 1,
     "downscale_delay_s": 3,
     "downscale_step": 0.5,
