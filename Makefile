@@ -8,7 +8,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 .PHONY: serve test test-slow test-chaos test-deep test-mutations check format install model docs clean
 
 serve: install ## prepare the model of config.yaml, serve it, and say how to call it once it answers
-	@$(BIN)/python -m serve_app.announce $(CONFIG) & exec $(BIN)/serve run $(CONFIG)
+	@$(BIN)/python -m serve_app.front.announce $(CONFIG) & exec $(BIN)/serve run $(CONFIG)
 
 test: model ## the whole suite but for what takes minutes
 	$(BIN)/python -m pytest -m "not slow and not chaos"

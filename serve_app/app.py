@@ -5,9 +5,9 @@ Never does work at import or build time; models are read in the replicas that ne
 from ray import serve
 from ray.serve import Application
 
-from serve_app.autoscaling import deployment_options
 from serve_app.deployment import EngineReplica, IngressReplica
-from serve_app.router import router_config
+from serve_app.routing.router import router_config
+from serve_app.scaling.policy import deployment_options
 from serve_app.settings import CONTROL_CALLS, AppSettings
 
 # Serve kills a replica that is still draining after this; the ingress has ended its streams with an error before.

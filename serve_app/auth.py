@@ -16,8 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve_app.admission.limits import ANYBODY, Limits, Tenant
 from serve_app.errors import ApiError
-from serve_app.limits import ANYBODY, Limits, Tenant
 from serve_app.settings import ApiKey, AuthSettings
 
 _KEY_BYTES = 32

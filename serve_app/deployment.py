@@ -19,21 +19,21 @@ from engine.build import build_engine
 from engine.config import EngineConfig, ResolvedConfig
 from engine.prepare import prepare_model
 from engine.protocol import EngineError, ErrorCode, LoadSnapshot
-from serve_app.admission import Gate
+from serve_app.admission.gate import Gate
+from serve_app.api.ingress import create_app
+from serve_app.api.live import LiveRequests
+from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys
-from serve_app.engine_call import EngineCall
+from serve_app.channel.engine_call import EngineCall
+from serve_app.channel.handle_client import HandleClient
+from serve_app.channel.migration import Migration
+from serve_app.channel.token_receiver import TokenReceiver
+from serve_app.channel.token_sender import TokenSender
 from serve_app.engine_client import ServedModel
-from serve_app.engine_count import num_engines, on_change
-from serve_app.engine_signals import EngineSignals
-from serve_app.handle_client import HandleClient
-from serve_app.ingress import create_app
-from serve_app.live import LiveRequests
-from serve_app.migration import Migration
-from serve_app.routing_stats import RoutingReporter
+from serve_app.routing.engine_count import num_engines, on_change
+from serve_app.routing.stats import RoutingReporter
+from serve_app.scaling.signals import EngineSignals
 from serve_app.settings import AppSettings
-from serve_app.token_receiver import TokenReceiver
-from serve_app.token_sender import TokenSender
-from serve_app.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

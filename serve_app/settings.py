@@ -8,16 +8,16 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.config import DEFAULT_MODEL, EngineConfig
-from serve_app.engine_signals import SignalSettings
-from serve_app.limits import GatePolicy, Limits
-from serve_app.scaling import ScalingSettings
+from serve_app.admission.limits import GatePolicy, Limits
+from serve_app.scaling.autoscaler import ScalingSettings
+from serve_app.scaling.signals import SignalSettings
 
 CONTROL_CALLS = 8
 """Calls besides requests (health, load, drain) that a replica takes while it is full."""
 
 
 class RoutingSettings(BaseModel):
-    """How requests are spread over the engine replicas; serve_app.placement has the rules."""
+    """How requests are spread over the engine replicas; serve_app.routing.placement has the rules."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -47,7 +47,7 @@ class RoutingSettings(BaseModel):
 
 
 class AutoscalingSettings(SignalSettings, ScalingSettings):
-    """How the number of engine replicas follows the load; serve_app.scaling has the rules."""
+    """How the number of engine replicas follows the load; serve_app.scaling.autoscaler has the rules."""
 
     min_replicas: int = Field(
         default=1, description="Fewest engine replicas. 0: none while nothing is asked for.", ge=0
@@ -62,8 +62,8 @@ class AutoscalingSettings(SignalSettings, ScalingSettings):
 
 
 class AdmissionSettings(BaseModel):
-    """What is let in, and what waits in the ingress; serve_app.admission has the rules. With several ingress replicas
-    each keeps its share of every limit, rounded up."""
+    """What is let in, and what waits in the ingress; serve_app.admission.gate has the rules. With several ingress
+    replicas each keeps its share of every limit, rounded up."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -56,7 +56,7 @@ print(sorted(tops - set(sys.stdlib_module_names) - {{"engine"}}))
 def test_the_serving_path_and_the_build_seam_load_no_torch() -> None:
     code = f"""
 import sys
-import serve_app.app, serve_app.ingress, engine.build
+import serve_app.app, serve_app.api.ingress, engine.build
 print(sorted(set({HEAVY}) & set(sys.modules) & {{"torch", "transformers", "kernels"}}))
 """
     assert run_python(code) == "[]"
@@ -103,7 +103,7 @@ print(is_kernels_available(), hasattr(kernels, "__version__"))
 def test_the_serve_command_of_this_environment_is_the_one_that_drains() -> None:
     """Ray installs a `serve` of its own, which cuts running streams on SIGTERM; ours must be installed after it."""
     script = Path(sys.executable).with_name("serve")
-    assert "serve_app.cli" in script.read_text()
+    assert "serve_app.front.cli" in script.read_text()
 
 
 def test_every_module_says_what_it_owns_and_what_it_never_does() -> None:

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp
 
 from engine.build import build_engine
 from engine.config import EngineConfig
+from serve_app.api.ingress import create_app
+from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
-from serve_app.ingress import create_app
-from serve_app.tokenizer import Tokenizer
 from tests.serve_app.harness import Exchange, LocalClient
 from tests.support.serve_process import ServeProcess, members_of
 from tests.support.streams import Answer, Stream

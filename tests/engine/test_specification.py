@@ -67,7 +67,7 @@ DEFECTS: dict[str, Evidence] = {
     "S1-R14": (
         "engine/test_core.py::test_a_fatal_executor_error_leaves_the_core",
         "engine/test_async_engine.py::test_a_fatal_executor_error_fails_every_stream_once_and_turns_health_false",
-        "serve_app/test_end_to_end.py::test_a_dead_engine_is_unhealthy_and_refuses",
+        "serve_app/api/test_end_to_end.py::test_a_dead_engine_is_unhealthy_and_refuses",
     ),
     # --- S2: two owners of chunking, mixed batches, spans that must not be cut ----------------------------------------
     "S2-R1": ("engine/test_load_snapshot.py::test_every_step_hits_a_graph_or_misses_for_a_reason", GPU),
@@ -83,7 +83,7 @@ DEFECTS: dict[str, Evidence] = {
     ),
     "S2-R6": (
         "serve_app/test_serve_run.py::test_a_long_prompt_is_prefilled_while_streams_go_on",
-        "serve_app/test_end_to_end.py::test_many_streams_at_once_each_get_their_own_answer",
+        "serve_app/api/test_end_to_end.py::test_many_streams_at_once_each_get_their_own_answer",
     ),
     "S2-R7": (  # prompt log-probabilities are our side outputs; max_tokens 0 is a last chunk without a token
         "engine/test_prompt_scoring.py::test_they_come_in_one_event_after_scheduled_and_before_the_first_token",
@@ -123,13 +123,13 @@ DEFECTS: dict[str, Evidence] = {
         "engine/test_prompt_scoring.py::test_a_preemption_at_any_moment_sends_them_once_and_whole",
     ),
     "S3-R4": (
-        "serve_app/test_end_to_end.py::test_scores_of_a_prompt_in_many_chunks_are_those_of_a_prompt_in_one",
+        "serve_app/api/test_end_to_end.py::test_scores_of_a_prompt_in_many_chunks_are_those_of_a_prompt_in_one",
         "engine/test_logprobs.py::test_a_prompt_of_any_length_holds_the_logits_of_few_positions_at_a_time",
     ),
     "S3-R5": (
-        "serve_app/test_requests.py::test_a_field_that_would_change_the_answer_is_refused_by_name",
-        "serve_app/test_requests.py::test_values_that_change_nothing_are_accepted",
-        "serve_app/test_requests.py::test_max_completion_tokens_wins_over_max_tokens",
+        "serve_app/api/test_requests.py::test_a_field_that_would_change_the_answer_is_refused_by_name",
+        "serve_app/api/test_requests.py::test_values_that_change_nothing_are_accepted",
+        "serve_app/api/test_requests.py::test_max_completion_tokens_wins_over_max_tokens",
     ),
     "S3-R6": (
         "engine/test_prompt_scoring.py::test_the_longest_prompts_are_accepted_with_max_tokens_0_and_one_token_more_is_refused",

@@ -19,11 +19,11 @@ from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
 from engine.protocol import TERMINAL, Event, SamplingParams, Submission, Token
 from engine.step import StepPlan
-from serve_app import token_sender
-from serve_app.engine_call import ChannelAddress, EngineCall
-from serve_app.frames import Frame, decode_frame, unpack
-from serve_app.token_receiver import TokenReceiver, TokenStream
-from serve_app.token_sender import TokenSender
+from serve_app.channel import token_sender
+from serve_app.channel.engine_call import ChannelAddress, EngineCall
+from serve_app.channel.frames import Frame, decode_frame, unpack
+from serve_app.channel.token_receiver import TokenReceiver, TokenStream
+from serve_app.channel.token_sender import TokenSender
 from tests.support.engines import resolved_config
 
 HOST = "127.0.0.1"

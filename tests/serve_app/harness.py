@@ -23,9 +23,9 @@ from engine.protocol import (
     Token,
     Usage,
 )
+from serve_app.api.ingress import create_app
+from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
-from serve_app.ingress import create_app
-from serve_app.tokenizer import Tokenizer
 
 MODEL = ServedModel(id="org/tiny", max_model_len=200, created=1_700_000_000)
 CHAT: dict[str, Any] = {"model": MODEL.id, "messages": [{"role": "user", "content": "hi"}]}

@@ -16,10 +16,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from serve_app.admission import Gate
+from serve_app.admission.gate import Gate
+from serve_app.admission.limits import GatePolicy, Limits
 from serve_app.auth import Keys, KeysFileError, main
-from serve_app.limits import GatePolicy, Limits
-from serve_app.preflight import ConfigRefused, preflight
+from serve_app.front.preflight import ConfigRefused, preflight
 from serve_app.settings import ApiKey, AppSettings, AuthSettings
 from tests.serve_app.harness import (
     CHAT,

@@ -11,10 +11,10 @@ import pytest
 
 from engine.protocol import EngineError, ErrorCode, Submission
 from serve_app import deployment
+from serve_app.channel.engine_call import EngineCall
+from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.deployment import EngineReplica
-from serve_app.engine_call import EngineCall
 from serve_app.settings import AppSettings
-from serve_app.token_receiver import TokenReceiver
 from tests.serve_app.channel import HOST, LONG, TIMEOUT_S, Gate, engine_of
 
 pytestmark = pytest.mark.anyio

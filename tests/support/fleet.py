@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from engine.protocol import LoadSnapshot, Scheduled, Token
-from serve_app.engine_signals import EngineSignals, SignalSettings
-from serve_app.scaling import Autoscaler, Decision, Observation, ScalingSettings
-from serve_app.scaling_memory import StampedReport
+from serve_app.scaling.autoscaler import Autoscaler, Decision, Observation, ScalingSettings
+from serve_app.scaling.memory import StampedReport
+from serve_app.scaling.signals import EngineSignals, SignalSettings
 
 TICK_S = 0.5
 BLOCK_SIZE = 16

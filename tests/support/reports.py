@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.protocol import LoadSnapshot
-from serve_app.routing_stats import encode
+from serve_app.routing.stats import encode
 
 
 def snapshot(*, requests: int = 0, queued: int = 0, free_blocks: int = 100, cached: int = 0) -> LoadSnapshot:

@@ -1,0 +1,173 @@
+"""Owns what is between a route and the server: request ids, bodies with a limit, clients that go away, last errors.
+Never buffers or re-pipes a response, as middleware over response objects does to every chunk."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.api.wait import Wait, WaitEnded
+from serve_app.errors import ApiError, to_api_error
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "chunkserve.request_id"
+"""Key of the scope: the request's X-Request-Id."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class ClientGone(Exception):
+    """The client closed the connection: there is nobody to answer."""
+
+
+class _StallLimit:
+    """`with limit:` around each send of a response; one that takes too long ends with WaitEnded."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._wait = Wait()
+        self._num_sends = 0
+        self._num_seen = -1
+
+    def __enter__(self) -> None:
+        self._num_sends += 1
+        self._wait.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._wait.__exit__(kind, error, at)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look now and then, as long as the block, instead of arming a timer for each send."""
+        self._look()
+        try:
+            yield
+        finally:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        """Two looks that see the same send are a limit apart; so it ends after one to two limits."""
+        if self._wait.is_on and self._num_sends == self._num_seen:
+            self._wait.end()
+        self._num_seen = self._num_sends
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
+
+
+class RequestGuard:
+    """Gives every response an X-Request-Id, the client's own where it is well formed, and every failure an answer.
+
+    A client that takes nothing for `stall_timeout_s`, at most twice as long, is given up: what its request holds is for
+    those who read.
+    """
+
+    def __init__(self, app: ASGIApp, stall_timeout_s: float, *, names_responses: bool = True) -> None:
+        """`names_responses`: add the X-Request-Id; Ray Serve does so by itself."""
+        self._app = app
+        self._stall_timeout_s = stall_timeout_s
+        self._names_responses = names_responses
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id, started = _request_id(scope), False
+        scope = {**scope, REQUEST_ID: request_id}
+        stall = _StallLimit(self._stall_timeout_s)
+
+        async def guarded_send(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                if self._names_responses:
+                    MutableHeaders(scope=message).setdefault("X-Request-Id", request_id)
+            try:
+                with stall:
+                    await send(message)
+            except (
+                OSError,
+                WaitEnded,
+            ) as error:  # the first is how ASGI servers report a closed connection, from version 2.4 on
+                raise ClientGone from error
+
+        with stall.watched():
+            try:
+                await self._app(scope, receive, guarded_send)
+            except ClientGone:
+                logger.info("client gone: %s", request_id)
+            except Exception as error:
+                if started:  # too late for a status: the server cuts the connection, and the client sees it
+                    raise
+                with suppress(ClientGone):
+                    await to_api_error(error).response()(scope, receive, guarded_send)
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+async def read_json_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """Read the request's body.
+
+    Raises:
+        ApiError: 415 for another content type, 413 above `limit` bytes.
+        ClientGone: the client left before it had sent all.
+    """
+    headers = Headers(scope=scope)
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError(415, "A Content-Encoding is not supported.", code="unsupported_media_type")
+    text = f"The body is larger than {limit} bytes."
+    too_large = ApiError(413, text, type="request_too_large", code="body_too_large")
+    announced = headers.get("content-length", "")[:18]  # as many digits as no limit has
+    if announced.isdecimal() and int(announced) > limit:
+        raise too_large
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise too_large
+        more = message.get("more_body", False)
+    return bytes(body)
+
+
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`, and cancel it when the client closes the connection; call only after the body was read.
+
+    uvicorn reports a closed connection through `receive`, Ray Serve by cancelling this task: both end the work.
+
+    Raises:
+        ClientGone: the client left first.
+    """
+    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        finished = worker.done()
+        worker.cancel()
+        watcher.cancel()
+        await asyncio.wait((worker, watcher))  # the engine's stream is closed when this returns
+    if finished:
+        worker.result()
+        return
+    watcher.result()
+    raise ClientGone
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

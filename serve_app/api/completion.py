@@ -1,0 +1,175 @@
+"""Owns one answer: the engine's events in, pieces of final text out, with the finish reason and the usage.
+Never writes a byte of HTTP; streamed and whole answers come from the same pieces."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.protocol import (
+    EngineError,
+    ErrorCode,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Scheduled,
+    Submission,
+    Token,
+    Usage,
+)
+from serve_app.admission.gate import Visit
+from serve_app.api.detokenizer import Detokenizer
+from serve_app.api.echo import Echo
+from serve_app.api.live import Life
+from serve_app.api.logprobs import ScoredToken, TokenQueue
+from serve_app.api.stop_strings import StopStrings
+from serve_app.engine_client import EngineClient
+from serve_app.errors import ApiError
+
+_REASONS: dict[FinishReason, Literal["stop", "length"]] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that is final. `finish_reason` is set on the last piece, and only there.
+
+    `tokens` are those whose text this piece completes, and None if no log-probabilities were asked for.
+    """
+
+    text: str
+    finish_reason: Literal["stop", "length"] | None = None
+    tokens: tuple[ScoredToken, ...] | None = None
+
+
+class Completion:
+    """One request, from its submission to its last piece. Used once."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        submission: Submission,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        echo: Echo | None,
+        life: Life,
+        visit: Visit,
+        session: str | None,
+    ) -> None:
+        """`echo`: the prompt's text goes first, with its tokens' log-probabilities if the submission asks for them.
+        `life`: its deadline is that of the submission, for an engine that does not keep it.
+        `visit`: one that was dispatched; it is told how far the engine has come."""
+        self._client = client
+        self._submission = submission
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops)
+        self._echo = echo
+        self._life = life
+        self._visit = visit
+        self._session = session
+        self._tokens = None if submission.sampling.logprobs is None else TokenQueue()
+        self._min_tokens = submission.sampling.min_tokens
+        self._generated = 0
+        self._cached = 0
+        self._final_usage: Usage | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """Up to what was yielded; exact after the last piece. A token that a stop string cut off counts."""
+        return self._final_usage or Usage(len(self._submission.prompt_token_ids), self._generated, self._cached)
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Yield a piece for each item of the engine's stream: tokens that arrive together leave together.
+
+        The first one comes as soon as the engine has accepted the request, and may be empty.
+        Closing this generator aborts the request.
+
+        Raises:
+            EngineError, ApiError: before the first piece, or between two.
+        """
+        last: Piece | None = None
+        self._life.given_to_engine()
+        async with aclosing(self._client.stream(self._submission, session=self._session)) as items:
+            while (events := await self._next(items)) is not None:
+                self._visit.started()
+                piece = self._apply(events)
+                if piece.finish_reason is not None:
+                    last = piece
+                    break
+                yield piece
+        # The engine's stream is closed by now: a stop string frees its blocks before a slow client has read the end,
+        self._visit.finished()  # and another request takes its place.
+        if last is None:
+            raise EngineError(ErrorCode.STEP_FAILED, "the engine's stream ended without a terminal event")
+        yield last
+
+    async def _next(self, items: AsyncGenerator[list[Event], None]) -> list[Event] | None:
+        """The engine's next item; None at the end. Never waits long past the deadline: a request that is queued before
+        the engine, or held by one that hangs, is not ended there."""
+        with self._life:
+            return await anext(items, None)
+
+    def _apply(self, events: list[Event]) -> Piece:
+        texts: list[str] = []
+        for event in events:
+            match event:
+                case Token():
+                    texts.append(self._accept(event))
+                    if self._stops.matched:
+                        return self._piece(texts, "stop")
+                case Scheduled():
+                    self._cached = event.cached_tokens
+                    if self._echo is not None and self._tokens is None:
+                        texts.append(self._echo.text)
+                case PromptLogprobs():
+                    texts.append(self._show_prompt(event))
+                case Finished():
+                    texts.append(self._stops.flush())
+                    return self._piece(texts, self._finish(event))
+                case Failed():
+                    if event.code is ErrorCode.DEADLINE_EXCEEDED and (deadline := self._life.deadline) is not None:
+                        raise deadline.exceeded()  # the engine knows only what was left for it
+                    raise EngineError(event.code, event.message)
+        return self._piece(texts)
+
+    def _piece(self, texts: list[str], reason: Literal["stop", "length"] | None = None) -> Piece:
+        text = "".join(texts)
+        if self._tokens is None:
+            return Piece(text, reason)
+        return Piece(text, reason, self._tokens.take(len(text)) if reason is None else self._tokens.take_all())
+
+    def _show_prompt(self, event: PromptLogprobs) -> str:
+        assert self._echo is not None, "scores of a prompt that nobody wants to see"
+        assert self._tokens is not None
+        token_ids, text = self._submission.prompt_token_ids, self._echo.text
+        self._tokens.add_prompt(token_ids, self._echo.offsets, event.logprobs, len(text))
+        return text
+
+    def _accept(self, event: Token) -> str:
+        self._generated += 1
+        text = self._detokenizer.push(event.token_id)
+        if self._tokens is not None:
+            self._tokens.add(event.token_id, event.logprobs, len(text))
+        return self._stops.push(text) if text and self._generated >= self._min_tokens else text
+
+    def _finish(self, event: Finished) -> Literal["stop", "length"]:
+        if event.reason not in _REASONS:
+            # Nobody here asked for it, so the answer is incomplete, which no finish reason of OpenAI's can say.
+            text = "The request was aborted by the server."
+            raise ApiError(503, text, type="server_error", code="aborted", headers={"Retry-After": "1"})
+        self._final_usage = event.usage
+        if self._tokens is not None and event.stop_token_id is not None:
+            # Counted in usage, so it has an entry: clients that asked for one token cut the last entry off.
+            self._tokens.add(event.stop_token_id, event.stop_logprobs, 0)
+        return _REASONS[event.reason]
+
+
+async def whole_text(completion: Completion) -> Piece:
+    """The complete answer in one piece."""
+    async with aclosing(completion.pieces()) as stream:
+        pieces = [piece async for piece in stream]
+    tokens = None if pieces[-1].tokens is None else tuple(token for piece in pieces for token in piece.tokens or ())
+    return Piece("".join(piece.text for piece in pieces), pieces[-1].finish_reason, tokens)

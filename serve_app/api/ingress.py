@@ -1,0 +1,197 @@
+"""Owns the HTTP routes: OpenAI's API as an ASGI app over an engine client.
+Never touches tokens or text itself, and knows neither Ray nor how the engine runs."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Generic
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from engine.protocol import EngineError
+from serve_app.admission.gate import Gate, Visit
+from serve_app.api.admin import Admin
+from serve_app.api.asgi import REQUEST_ID, RequestGuard, read_json_body, unless_client_leaves
+from serve_app.api.completion import Completion, whole_text
+from serve_app.api.deadline import HEADER as DEADLINE_HEADER
+from serve_app.api.deadline import deadline_of, now
+from serve_app.api.live import Life, LiveRequests
+from serve_app.api.logprobs import json_chars
+from serve_app.api.offload import run_sized
+from serve_app.api.response import ChatShape, Envelope, Shape, TextShape, model_json
+from serve_app.api.schema import ChatRequest, CompletionRequest, RequestT, parse_request
+from serve_app.api.session import HEADER as SESSION_HEADER
+from serve_app.api.session import session_of
+from serve_app.api.sse import send_stream
+from serve_app.api.submission import Prepared, prepare_chat, prepare_completion
+from serve_app.api.tokenizer import Tokenizer
+from serve_app.auth import Keys, NeedsKey, tenant_of
+from serve_app.engine_client import EngineClient, ServedModel
+from serve_app.errors import ApiError, clip, model_not_found, to_api_error
+
+MAX_BODY_BYTES = 4 * 2**20
+"""About a million tokens of text; a body is held in memory while it is read and parsed."""
+
+CLIENT_STALL_TIMEOUT_S = 60.0
+"""How long a client may take nothing of its answer."""
+
+Prepare = Callable[[RequestT, str, Tokenizer, ServedModel], Awaitable[Prepared]]
+
+
+class _Generate(Generic[RequestT]):
+    """An endpoint that answers with generated text, streamed or whole. One class, so that both endpoints agree."""
+
+    def __init__(
+        self, context: _Context, kind: type[RequestT], prepare: Prepare[RequestT], shape: Shape, id_prefix: str
+    ) -> None:
+        self._context = context
+        self._kind = kind
+        self._prepare = prepare
+        self._shape = shape
+        self._id_prefix = id_prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = now()
+        gate = self._context.gate
+        body = await read_json_body(scope, receive, self._context.max_body_bytes)
+        # Fresh even where the client names its request: ids of live requests are unique in the engine.
+        request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
+        try:
+            with (
+                gate.enter(tenant_of(scope)) as visit,
+                self._context.live.track(request_id, scope[REQUEST_ID]) as life,
+            ):
+                passage = _Passage(request_id, arrived, visit, life)
+                await unless_client_leaves(receive, self._answer(passage, body, scope, receive, send))
+        except EngineError as error:
+            raise to_api_error(error, gate.retry_after_s()) from error
+
+    async def _answer(self, passage: _Passage, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        request = await run_sized(len(body), lambda: parse_request(self._kind, body))
+        passage.life.until(deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
+        session = session_of(headers.get(SESSION_HEADER), request.prompt_cache_key)
+        completion, envelope = await self._start(request, passage, session)
+        if request.stream:
+            await send_stream(send, completion, envelope, request.include_usage)
+        else:
+            piece = await whole_text(completion)
+            size = json_chars(piece.tokens or ())
+            response = await run_sized(size, lambda: JSONResponse(envelope.body(piece, completion.usage)))
+            await response(scope, receive, send)
+
+    async def _start(self, request: RequestT, passage: _Passage, session: str | None) -> tuple[Completion, Envelope]:
+        """Prepare the request, and wait for a place with the engines."""
+        context, visit, life = self._context, passage.visit, passage.life
+        if request.model != context.model.id:
+            raise model_not_found(request.model, context.model.id)
+        ready = await self._prepare(request, passage.request_id, context.tokenizer, context.model)
+        with life:
+            await visit.dispatched(len(ready.submission.prompt_token_ids))
+        left_s = None if life.deadline is None else life.deadline.left_s()
+        submission = replace(ready.submission, timeout_s=left_s, tenant=visit.tenant.name)
+        completion = Completion(
+            context.client, submission, ready.detokenizer, request.stops, ready.echo, life, visit, session
+        )
+        return completion, Envelope(passage.request_id, context.model.id, self._shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    """A request that was let in."""
+
+    request_id: str
+    arrived: float
+    visit: Visit
+    life: Life
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What the routes share, and the small routes themselves."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    model: ServedModel
+    max_body_bytes: int
+    gate: Gate
+    live: LiveRequests
+
+    async def list_models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [model_json(self.model)]})
+
+    async def get_model(self, request: Request) -> Response:
+        if request.path_params["model_id"] != self.model.id:
+            raise model_not_found(request.path_params["model_id"], self.model.id)
+        return JSONResponse(model_json(self.model))
+
+    async def health(self, _: Request) -> Response:
+        try:
+            self.gate.check_open()
+            await self.client.check_health()
+        except Exception as error:
+            # Whatever it is, a load balancer must see one status.
+            told = to_api_error(error)
+            raise ApiError(503, told.message, type=told.type, code=told.code, headers=told.headers) from error
+        return Response()
+
+    async def load(self, _: Request) -> Response:
+        engines = [asdict(snapshot) for snapshot in await self.client.load()]
+        return JSONResponse({"engines": engines, "ingress": asdict(self.gate.snapshot())})
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: no such route, not this method."""
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    message = f"{error.detail}: {request.method} {clip(request.url.path, 200)}"
+    return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response()
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    return to_api_error(error).response()
+
+
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    client_stall_timeout_s: float = CLIENT_STALL_TIMEOUT_S,
+    names_responses: bool = True,
+    gate: Gate | None = None,
+    keys: Keys | None = None,
+    live: LiveRequests | None = None,
+) -> Starlette:
+    """Build the app. It has no state of its own besides its arguments, so that replicas are interchangeable. Without
+    `gate` it lets everything in; without `keys` anybody may use it, and nobody may use the admin routes."""
+    keys = keys or Keys()
+    context = _Context(client, tokenizer, model, max_body_bytes, gate or Gate(), live or LiveRequests())
+    guard = [Middleware(NeedsKey, keys=keys)]
+    chat = _Generate(context, ChatRequest, prepare_chat, ChatShape(), "chatcmpl")
+    completions = _Generate(context, CompletionRequest, prepare_completion, TextShape(tokenizer.token_text), "cmpl")
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", chat, methods=["POST"], middleware=guard),
+            Route("/v1/completions", completions, methods=["POST"], middleware=guard),
+            Route("/v1/models", context.list_models, middleware=guard),
+            Route("/v1/models/{model_id:path}", context.get_model, middleware=guard),
+            Route("/health", context.health),
+            Route("/load", context.load, middleware=guard),
+            *Admin(client, context.gate, context.live).routes(keys),
+        ],
+        middleware=[Middleware(RequestGuard, stall_timeout_s=client_stall_timeout_s, names_responses=names_responses)],
+        exception_handlers={HTTPException: _http_error, ApiError: _api_error, EngineError: _api_error},
+    )
+    app.router.redirect_slashes = False  # a redirect would make clients repeat a POST as they please
+    return app

@@ -1,0 +1,164 @@
+"""Owns text to token ids and back for one model: tokenizer.json, the chat template, decoding of answers and of tokens.
+Never imports transformers or torch: loading takes milliseconds, and ingress replicas stay small."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from serve_app.api.chat_template import ChatTemplate, TemplateFailed
+from serve_app.api.detokenizer import Detokenizer
+
+_BYTE_LEVEL_SPECIALS = ("<eos>", "<|system|>", "<|developer|>", "<|user|>", "<|assistant|>", "<|tool|>")
+_BYTE_LEVEL_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte
+
+
+class Tokenizer:
+    """Thread-safe: encoding a long text may run outside the event loop, and releases the interpreter lock."""
+
+    def __init__(
+        self, core: tokenizers.Tokenizer, chat_template: ChatTemplate | None, eos_token_id: int | None
+    ) -> None:
+        # A tokenizer.json saved while training can carry a truncation: prompts would lose their end in silence.
+        core.no_truncation()
+        core.no_padding()
+        self._core = core
+        self._chat_template = chat_template
+        self.eos_token_id = eos_token_id
+        self.vocab_size = max(core.get_vocab().values()) + 1
+        added = core.get_added_tokens_decoder()
+        self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
+        """The texts of the tokens that an answer does not show."""
+        self._token_texts: dict[int, str] = {}  # at most the vocabulary
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> Tokenizer:
+        """Load a Hugging Face model directory.
+
+        Raises:
+            FileNotFoundError: it has no tokenizer.json.
+            ValueError: a file is not what its name says.
+        """
+        root = Path(path)
+        if not (root / "tokenizer.json").is_file():
+            raise FileNotFoundError(f"{root} has no tokenizer.json.")
+        core = tokenizers.Tokenizer.from_file(str(root / "tokenizer.json"))
+        config = _read_json(root / "tokenizer_config.json")
+        specials = _special_tokens(_read_json(root / "special_tokens_map.json") | config)
+        source = _template_source(root, config)
+        template = None if source is None else ChatTemplate(source, specials)
+        eos = specials.get("eos_token")
+        return cls(core, template, None if eos is None else core.token_to_id(eos))
+
+    @classmethod
+    def byte_level(cls) -> Tokenizer:
+        """A tokenizer of 262 tokens that needs no files: token id = byte, then `<eos>` (256) and one per role."""
+        core = tokenizers.Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        core.decoder = decoders.ByteLevel()
+        core.add_special_tokens(list(_BYTE_LEVEL_SPECIALS))
+        return cls(core, ChatTemplate(_BYTE_LEVEL_TEMPLATE, {"eos_token": "<eos>"}), core.token_to_id("<eos>"))
+
+    def encode(self, text: str) -> list[int]:
+        """A plain prompt: special tokens are added as the model's post-processor says (a leading BOS, mostly)."""
+        return self._core.encode(text).ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A conversation, rendered by the template, which writes its own special tokens: none are added.
+
+        Raises:
+            TemplateFailed: there is no template, or it does not take these messages.
+        """
+        if self._chat_template is None:
+            raise TemplateFailed("This model has no chat template; use /v1/completions.")
+        return self._core.encode(self._chat_template.render(messages), add_special_tokens=False).ids
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self._core)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone, as it is inside a text; special tokens are shown.
+
+        A token with part of a character is no text: it is written as its bytes, `bytes: \\xf0\\x9f`, as at OpenAI. Many
+        such tokens would else have the same text, U+FFFD.
+        """
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self._decode_one(token_id)
+        return text
+
+    def _decode_one(self, token_id: int) -> str:
+        once = self._core.decode([token_id], skip_special_tokens=False)
+        if "\ufffd" in once and (data := _partial_bytes(self._core.id_to_token(token_id))) is not None:
+            return "bytes:" + "".join(_readable(byte) for byte in data)
+        # SentencePiece's decoders strip the space of a text's first word, but not of its second.
+        twice = self._core.decode([token_id, token_id], skip_special_tokens=False)
+        return twice[len(once) :] if twice.startswith(once) else once
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} must hold a JSON object.")
+    return content
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and its like; each is a string, or an object that describes an added token."""
+    found = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _template_source(root: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja wins over tokenizer_config.json, whose value may be a list of named templates."""
+    if (root / "chat_template.jinja").is_file():
+        return (root / "chat_template.jinja").read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        source = {item["name"]: item["template"] for item in source}.get("default")
+    if source is not None and not isinstance(source, str):
+        raise ValueError("chat_template in tokenizer_config.json must be a string or a list of named templates.")
+    return source
+
+
+def _partial_bytes(piece: str | None) -> bytes | None:
+    """The bytes that a vocabulary's entry stands for, if they are no text."""
+    if piece is None:
+        return None
+    if match := _BYTE_PIECE.fullmatch(piece):
+        return bytes([int(match[1], 16)])
+    if not all(letter in _BYTES for letter in piece):
+        return None
+    data = bytes(_BYTES[letter] for letter in piece)
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return data
+    return None  # U+FFFD itself
+
+
+def _readable(byte: int) -> str:
+    return chr(byte) if 0x20 <= byte < 0x7F and byte != ord("\\") else f"\\x{byte:02x}"
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """The letters that the byte-level decoder knows: a printable Latin-1 byte is itself, the n-th other is 256 + n."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}
+
+
+_BYTES = _byte_vocabulary()

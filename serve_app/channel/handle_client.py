@@ -1,0 +1,207 @@
+"""Owns the way from an ingress replica to the engine replicas: Serve calls and the token channel, as an EngineClient.
+Never decides what a failure means to an HTTP client; it turns Ray's failures into the engine's codes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from typing import Any
+
+from grpc.aio import AioRpcError
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
+
+from engine.protocol import EngineError, ErrorCode, Event, LoadSnapshot, RequestRejected, Submission
+from serve_app.channel.engine_call import EngineCall
+from serve_app.channel.frames import MalformedFrame, decode_frame
+from serve_app.channel.migration import Attempt, Migration
+from serve_app.channel.token_receiver import TokenReceiver, TokenStream
+
+logger = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_S = 5.0
+
+# Answers that are on their way: an event loop alone does not keep its tasks alive.
+_answers: set[asyncio.Task[None]] = set()
+
+
+class HandleClient:
+    """Streams requests to whichever engine replica the router picks, and can be drained."""
+
+    def __init__(
+        self,
+        engine: DeploymentHandle,
+        ingress: DeploymentHandle,
+        receiver: TokenReceiver,
+        migration: Migration,
+        num_waiting: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`ingress` is the handle of the deployment that this replica belongs to. `num_waiting`: requests that wait in
+        this replica to be streamed from here."""
+        self._engine = engine
+        self._ingress = ingress
+        self._receiver = receiver
+        self._migration = migration
+        self._num_waiting = num_waiting
+        self._draining = False
+        self._expired = False
+        self._num_live = 0
+        self._idle = asyncio.Event()
+        self._attempts: set[_HandleAttempt] = set()
+
+    async def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
+        """Yield event batches until the terminal one. Closing or cancelling it aborts the request in the engine.
+
+        Raises:
+            RequestRejected: by the engine, or because this client is draining.
+            EngineError: no engine replica can go on, or the drain's time is up.
+        """
+        if self._draining:
+            raise RequestRejected(ErrorCode.DRAINING, "The server is shutting down and takes no new requests.")
+
+        def start(rest: Submission, avoid: tuple[str, ...]) -> Attempt:
+            if self._expired:
+                raise _late()
+            return self._start(rest, session, avoid)
+
+        self._num_live += 1
+        try:
+            async with aclosing(self._migration.stream(submission, start)) as items:
+                async for events in items:
+                    yield events
+        finally:
+            self._num_live -= 1
+            if not self._num_live:
+                self._idle.set()
+
+    def _start(self, submission: Submission, session: str | None, avoid: tuple[str, ...]) -> _HandleAttempt:
+        address, num_waiting = self._receiver.address, self._num_waiting()
+        stream = self._receiver.open(submission.request_id)
+        call = EngineCall(submission, stream.stream_id, address, session, avoid, num_waiting)
+        try:
+            return _HandleAttempt(self._engine, call, self._receiver, stream, self._attempts)
+        except BaseException:
+            self._receiver.close(stream)
+            raise
+
+    async def check_health(self) -> None:
+        """Raise EngineError unless an engine replica answers that it can serve."""
+        if self._draining:
+            raise EngineError(ErrorCode.DRAINING, "The server is shutting down.")
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self._engine.check_health.remote()
+        except (RayError, DeploymentUnavailableError, TimeoutError) as error:
+            raise EngineError(ErrorCode.ENGINE_DEAD, "No engine replica answers.") from error
+
+    async def load(self) -> list[LoadSnapshot]:
+        """The load of every engine replica.
+
+        Raises:
+            EngineError: a replica did not answer.
+        """
+        return list(await _broadcast(self._engine, "load"))
+
+    async def abort(self, name: str) -> bool:
+        return any(await _broadcast(self._ingress, "abort", name))
+
+    async def drain_all(self, draining: bool) -> None:
+        await _broadcast(self._ingress, "set_draining", draining)
+
+    async def reset_prefix_cache(self) -> list[int]:
+        return list(await _broadcast(self._engine, "reset_prefix_cache"))
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests, let live ones finish for `timeout_s`, then end the rest with an error each.
+
+        Returns:
+            How many had to be ended.
+        """
+        self._draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._num_live:
+                    self._idle.clear()
+                    await self._idle.wait()
+        self._expired = True
+        for attempt in self._attempts:
+            attempt.fail(_late())
+        return self._num_live
+
+
+class _HandleAttempt:
+    """One unary Serve call, open for as long as the request lives; its tokens come by the channel."""
+
+    def __init__(
+        self,
+        engine: DeploymentHandle,
+        call: EngineCall,
+        receiver: TokenReceiver,
+        stream: TokenStream,
+        live: set[_HandleAttempt],
+    ) -> None:
+        self._receiver = receiver
+        self._stream = stream
+        self._live = live
+        self._response: DeploymentResponse = engine.generate.remote(call)
+        self._live.add(self)
+        self._waiter = asyncio.ensure_future(_wait_for_answer(self._response, self._stream))
+        _answers.add(self._waiter)
+        self._waiter.add_done_callback(_answers.discard)
+
+    @property
+    def replica_id(self) -> str | None:
+        return self._stream.replica_id
+
+    async def take(self) -> list[Event]:
+        return await self._stream.take()
+
+    def fail(self, error: EngineError) -> None:
+        """Whoever takes from this gets the error, after what is there already."""
+        self._stream.fail(error)
+
+    def close(self) -> None:
+        """End the call by both ways, Serve's and the channel's. A finished one is left to return its answer."""
+        self._live.discard(self)
+        self._receiver.close(self._stream)
+        if not self._stream.finished:
+            self._waiter.cancel()
+            self._response.cancel()
+
+
+async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream) -> None:
+    """The call's end: what the channel has not brought, or why there is no answer."""
+    try:
+        answer: bytes | EngineError = await response
+        if isinstance(answer, EngineError):
+            stream.fail(answer)
+        elif not stream.ended:
+            stream.complete(decode_frame(answer).entries[0])
+    except BackPressureError:
+        stream.fail(RequestRejected(ErrorCode.QUEUE_FULL, "Every engine replica is full."))
+    except RequestCancelledError:
+        stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The call to the engine replica was cancelled."))
+    except (RayError, AioRpcError, DeploymentUnavailableError, MalformedFrame) as error:
+        stream.fail(EngineError(ErrorCode.ENGINE_DEAD, f"The engine replica went away: {type(error).__name__}."))
+    finally:  # whatever else ended the call: its reader would wait for ever
+        stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The call to the engine replica ended without an answer."))
+
+
+async def _broadcast(handle: DeploymentHandle, method: str, *arguments: object) -> list[Any]:
+    """Each replica's answer, of those that run.
+
+    Raises:
+        EngineError: one did not answer.
+    """
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            return list(await handle.broadcast(method, *arguments).results_async())
+    except (RayError, TimeoutError) as error:
+        raise EngineError(ErrorCode.ENGINE_DEAD, "A replica does not answer.") from error
+
+
+def _late() -> EngineError:
+    return EngineError(ErrorCode.DRAINING, "The server is shutting down; the answer is incomplete.")

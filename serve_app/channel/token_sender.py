@@ -1,0 +1,201 @@
+"""Owns the engine replica's end of the token channel: a connection to each ingress replica that calls, a frame a step.
+Never waits for an ingress: what it cannot take now is left to the answer of the call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from engine.async_engine import AsyncEngine
+from engine.protocol import TERMINAL, EngineError, ErrorCode, Event
+from serve_app.channel.engine_call import ChannelAddress, EngineCall
+from serve_app.channel.frames import Entry, Frame, MalformedFrame, RawEvent, decode_abort, encode_frame, pack
+from serve_app.channel.sockets import connect, send_now
+
+logger = logging.getLogger(__name__)
+
+Observe = Callable[[list[Event]], None]
+
+PROBE_INTERVAL_S = 0.2
+PEER_LOST_S = 10.0
+"""An ingress that cannot be reached for this long has lost its requests; one whose port is closed, at once."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    stream_id: int
+    ended: asyncio.Future[None]
+    """Done at the terminal event."""
+    events: list[RawEvent] = field(default_factory=list)
+    num_sent: int = 0
+
+
+class TokenSender:
+    """Runs calls on an engine. Belongs to the event loop it is used on."""
+
+    def __init__(self, engine: AsyncEngine, replica_id: str, observe: Observe = lambda events: None) -> None:
+        """`observe` is shown each step's events of these calls."""
+        self._engine = engine
+        self._replica_id = replica_id
+        self._observe = observe
+        self._context = zmq.asyncio.Context()
+        self._peers: dict[ChannelAddress, _Peer] = {}  # keys included: a port may be another ingress's later
+
+    async def generate(self, call: EngineCall) -> bytes:
+        """Run a request to its end: its events go through the channel as they come, and all of them are returned, as
+        a frame with one entry.
+
+        Cancelling this, or a word through the channel, aborts the request.
+
+        Raises:
+            RequestRejected: the engine refuses the request.
+            EngineError: the engine is dead, or the ingress went away.
+        """
+        peer = self._peers.get(call.channel)
+        if peer is None or peer.lost.done():
+            peer = _Peer(self._context, call.channel, self._engine, self._replica_id, self._observe)
+            self._peers[call.channel] = peer
+            peer.lost.add_done_callback(lambda _: self._forget(peer))
+        return await peer.run(call)
+
+    def fail(self, error: EngineError) -> None:
+        """End every call: the engine is not going to."""
+        for peer in self._peers.values():
+            peer.fail(error)
+
+    def _forget(self, peer: _Peer) -> None:
+        if self._peers.get(peer.address) is peer:
+            del self._peers[peer.address]
+
+    def shutdown(self) -> None:
+        for peer in list(self._peers.values()):
+            peer.close()
+        self._context.destroy(linger=0)
+
+
+class _Peer:
+    """One ingress replica: the sink of all its requests. `lost` is done when it is gone for good."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        address: ChannelAddress,
+        engine: AsyncEngine,
+        replica_id: str,
+        observe: Observe,
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[None] = self.loop.create_future()
+        self.address = address
+        self._engine = engine
+        self._replica_id = replica_id
+        self._observe = observe
+        self._calls: dict[str, _Call] = {}  # by request id
+        self._request_ids: dict[int, str] = {}  # by stream id
+        self._socket = connect(context, address)
+        self._monitor = self._socket.get_monitor_socket()
+        self._tasks = (asyncio.ensure_future(self._read_aborts()), asyncio.ensure_future(self._watch()))
+
+    async def run(self, call: EngineCall) -> bytes:
+        request_id = call.submission.request_id
+        self._engine.submit(call.submission, self)
+        live = self._calls[request_id] = _Call(call.stream_id, self.loop.create_future())
+        self._request_ids[call.stream_id] = request_id
+        if not self.lost.done():
+            self._send([live])  # nothing yet; but the ingress knows from now on whom to tell that its client left
+        try:
+            await live.ended
+        except BaseException:
+            self._engine.abort(request_id)
+            raise
+        finally:
+            del self._calls[request_id], self._request_ids[call.stream_id]
+        return encode_frame(Frame(self._replica_id, [Entry(live.stream_id, 0, live.events)]))
+
+    def receive(self, events: list[Event]) -> None:
+        """Called once a step, with the events of all requests of this ingress."""
+        changed: dict[int, _Call] = {}
+        for event in events:
+            if call := self._calls.get(event.request_id):  # else it was cancelled
+                call.events.append(pack(event))
+                changed[call.stream_id] = call
+                if isinstance(event, TERMINAL) and not call.ended.done():
+                    call.ended.set_result(None)
+        if changed and not self.lost.done():
+            self._send(changed.values())
+        self._observe(events)
+
+    def _send(self, calls: Iterable[_Call]) -> None:
+        entries = []
+        for call in calls:
+            entries.append(Entry(call.stream_id, call.num_sent, call.events[call.num_sent :]))
+            call.num_sent = len(call.events)
+        # Where it is not taken, the ingress sees the gap, and waits for the answers.
+        send_now(self._socket, [encode_frame(Frame(self._replica_id, entries))])
+
+    async def _read_aborts(self) -> None:
+        while True:
+            try:
+                stream_ids = decode_abort(await self._socket.recv())
+            except MalformedFrame as error:
+                logger.error("the token channel brought a malformed message: %s", error)
+                continue
+            for request_id in filter(None, map(self._request_ids.get, stream_ids)):
+                self._engine.abort(request_id)
+
+    async def _watch(self) -> None:
+        """End the requests of an ingress that is gone: Ray does not cancel the calls of a process that died."""
+        broken_since: float | None = None
+        while True:
+            event = (await recv_monitor_message(self._monitor))["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                broken_since = None
+            elif event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED):
+                broken_since = broken_since or self.loop.time()
+                # A port that takes connections, but not our keys, is not that ingress's any more.
+                if self.loop.time() - broken_since > PEER_LOST_S or not await self._is_reachable():
+                    break
+        logger.warning("ingress at %s is gone; ending its %d requests", self.address.endpoint, len(self._calls))
+        self.close()
+
+    async def _is_reachable(self) -> bool:
+        """Whether the ingress can still be connected to; ZeroMQ then does so by itself."""
+        url = urlsplit(self.address.endpoint)
+        deadline = self.loop.time() + PEER_LOST_S
+        while self.loop.time() < deadline:
+            try:
+                async with asyncio.timeout(PEER_LOST_S):
+                    _, writer = await asyncio.open_connection(url.hostname, url.port)
+            except ConnectionRefusedError:
+                return False
+            except OSError:  # not reachable now; TimeoutError is one, too
+                await asyncio.sleep(PROBE_INTERVAL_S)
+            else:
+                writer.close()
+                return True
+        return False
+
+    def close(self) -> None:
+        if self.lost.done():
+            return
+        self.lost.set_result(None)
+        for task in self._tasks:
+            task.cancel()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        text = "The ingress replica cannot be reached through the token channel."
+        self.fail(EngineError(ErrorCode.ENGINE_DEAD, text))
+
+    def fail(self, error: EngineError) -> None:
+        """End the calls that have not ended, and abort their requests."""
+        for call in self._calls.values():
+            if not call.ended.done():
+                call.ended.set_exception(error)

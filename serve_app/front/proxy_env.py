@@ -1,0 +1,117 @@
+"""Owns the environment that our `serve run` gives to Ray Serve: HAProxy in front, with files and ports of its own.
+Never overrides what the user set, and never speaks for a cluster that this command does not start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from serve_app.front.haproxy import BINARY_PATH, HAProxyUnusable, private_haproxy
+from serve_app.front.preflight import our_applications
+from serve_app.settings import AppSettings
+
+ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
+
+_LONGEST_STREAM_S = 3600
+"""A reload of HAProxy (a replica came or went) leaves running streams to the old process, which is killed after this
+long, and them with it in silence. The same hour after which HAProxy gives up a client that says nothing."""
+_DRAIN_MARGIN_S = 60
+_DEREGISTER_S = 2
+"""How long an ingress replica that is to end still accepts connections. HAProxy leaves it out after 0.2 s (measured
+on two idle cores), and takes a connection that is refused to another replica."""
+
+_CORES_PER_THREAD = 4
+"""HAProxy's threads cost by waking each other; one passes on 50,000 tokens a second (15 to 20 us each, measured)."""
+
+_ONE_LOOP = {
+    # The request's path in one event loop instead of three: fewer hops between threads a token, and a slow client's
+    # back-pressure reaches the ingress. Handles cannot be called from synchronous code then; ours are not.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+
+_END_WHAT_HANGS = {
+    # A replica that fails its health checks ends at once, and its streams go on elsewhere. Otherwise Serve asks it to
+    # end by itself, which it cannot hear, and waits as at a shutdown: 135 s by default (seen with a stopped engine).
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What matters here of a config: the longest drain of our applications, and whether there are others."""
+
+    drain_timeout_s: float
+    only_ours: bool
+
+
+@contextmanager
+def serving_environment(arguments: list[str], configs: list[Path], environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Set what Ray Serve is to find in `environ`; the daemons that `serve run` starts inherit it. To be entered
+    before anything imports `ray.serve`, left when Serve has ended.
+
+    Raises:
+        HAProxyUnusable: the user asked for HAProxy by name, and it cannot run here.
+    """
+    served = next(filter(None, map(_served, configs)), None)
+    with ExitStack() as held:
+        if served is not None and _starts_a_cluster(arguments, environ):
+            for name, value in _of_all_replicas(served).items():
+                environ.setdefault(name, value)
+            _put_haproxy_in_front(served, environ, held)
+        yield
+
+
+def _served(config: Path) -> _Served | None:
+    content = yaml.safe_load(config.read_text())
+    ours = [AppSettings.model_validate(args) for _, args in our_applications(content)]
+    if not ours:
+        return None
+    longest_s = max(settings.drain_timeout_s for settings in ours)
+    return _Served(longest_s, only_ours=len(ours) == len(content["applications"]))
+
+
+def _starts_a_cluster(arguments: list[str], environ: MutableMapping[str, str]) -> bool:
+    """Whether `serve run` starts a Ray of its own, as `ray.init` decides it."""
+    address = environ.get("RAY_ADDRESS") or None
+    for at, argument in enumerate(arguments):
+        if argument in ("--address", "-a"):
+            address = next(iter(arguments[at + 1 :]), None)
+        elif argument.startswith("--address="):
+            address = argument.partition("=")[2]
+    if address is not None:
+        return address == "local"
+    from ray._private.utils import read_ray_address  # what `ray start` notes for `ray.init()` to join
+
+    return not read_ray_address()
+
+
+def _of_all_replicas(served: _Served) -> dict[str, str]:
+    """Somebody else's application may call handles from synchronous code, and end as it likes."""
+    return _ONE_LOOP | _END_WHAT_HANGS if served.only_ours else {}
+
+
+def _put_haproxy_in_front(served: _Served, environ: MutableMapping[str, str], held: ExitStack) -> None:
+    asked = environ.get(ENABLE)
+    if asked not in (None, "1"):
+        return
+    try:
+        haproxy = held.enter_context(private_haproxy(environ))
+    except HAProxyUnusable as reason:
+        if asked == "1":
+            raise
+        print(f"Ray Serve's Python proxy is in front, for HAProxy cannot run here: {reason}", flush=True)
+        return
+    hard_stop_s = max(_LONGEST_STREAM_S, int(served.drain_timeout_s) + _DRAIN_MARGIN_S)
+    environ.setdefault(ENABLE, "1")
+    environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", str(max(1, (os.cpu_count() or 1) // _CORES_PER_THREAD)))
+    environ.setdefault("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", str(hard_stop_s))
+    environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", str(_DEREGISTER_S))
+    environ[BINARY_PATH] = str(haproxy.launcher)  # which runs the one that was set here
+    for name, value in haproxy.environment.items():
+        environ.setdefault(name, value)

@@ -1,0 +1,125 @@
+"""Owns the seam between Ray Serve's routing and ours: the class that Serve loads into every process that calls engines.
+Never decides; placement does. Its module is pickled by value, so all that it shares with others lives in theirs."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from engine.config import EngineConfig
+from serve_app.channel.engine_call import EngineCall
+from serve_app.routing.engine_count import num_engines, set_num_engines
+from serve_app.routing.fleet import Fleet
+from serve_app.routing.placement import Ask, Bound, Candidate, rank, two_choices
+from serve_app.routing.prefix_index import prefix_keys
+from serve_app.settings import RoutingSettings
+
+__all__ = ["EngineRouter", "num_engines", "router_config"]
+
+
+def router_config(routing: RoutingSettings, engine: EngineConfig) -> RequestRouterConfig:
+    """How Serve routes calls to the engine deployment."""
+    if not engine.enable_prefix_caching:
+        routing = routing.model_copy(update={"prefix_blocks": 0})
+    return RequestRouterConfig(
+        request_router_class=EngineRouter,
+        request_router_kwargs={"block_size": engine.block_size, "routing": routing.model_dump(mode="json")},
+        request_routing_stats_period_s=routing.stats_period_s,
+    )
+
+
+class EngineRouter(RequestRouter):  # type: ignore[misc]
+    """Places engine calls by session, cached prefix and load, and any other call by the shorter of two queues.
+
+    All of it runs on the router's event loop, and nothing in it waits for another process.
+    """
+
+    def initialize_state(
+        self, *, block_size: int, routing: Mapping[str, Any] | None = None, random: Random | None = None
+    ) -> None:
+        """Called by Serve with the `request_router_kwargs`. `block_size` is the engines', in tokens."""
+        self._block_size = block_size
+        self._routing = RoutingSettings(**(routing or {}))
+        self._bound = Bound(self._routing.load_factor, self._routing.slack_tokens)
+        self._random = random or Random()
+        self._fleet = Fleet(block_size, self._routing.index_blocks)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._fleet.update({replica.replica_id.unique_id: replica.routing_stats for replica in replicas})
+        set_num_engines(len(self.curr_replicas))
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._fleet.forget(replica_id.unique_id)
+        set_num_engines(len(self.curr_replicas))
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Ranks of replicas; Serve goes through them until one takes the request, and then waits and asks again."""
+        if pending_request is not None:  # else Serve would ask again at once, for as long as all are full
+            pending_request.routing_context.should_backoff = True
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        ready = {replica.replica_id.unique_id for replica in self.select_available_replicas(candidate_replicas)}
+        call = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if pending_request is not None and isinstance(call, EngineCall):
+            ranks = self._place(pending_request.metadata.internal_request_id, call, list(by_id), ready)
+        else:
+            ranks = two_choices([Candidate(name, full=name not in ready) for name in by_id], self._random)
+        return [[by_id[name] for name in names] for names in ranks]
+
+    def _place(self, attempt: str, call: EngineCall, names: list[str], ready: set[str]) -> list[list[str]]:
+        """Rank the replicas, and count the request where it goes if nothing comes between: requests that are placed
+        before it gets there must see it."""
+        prompt = call.submission.prompt_token_ids
+        keys = prefix_keys(prompt, self._block_size, self._routing.prefix_blocks)
+        now = time.time()
+        candidates = {name: self._candidate(name, keys, now, full=name not in ready) for name in names}
+        ask = Ask(len(prompt), call.session, frozenset(call.avoid))
+        ranks = rank(ask, list(candidates.values()), self._bound, self._random)
+        if ranks:
+            first = candidates[ranks[0][0]]
+            self._fleet.place(attempt, first.replica_id, first.num_new_tokens(len(prompt)), keys, now)
+        return ranks
+
+    def _candidate(self, name: str, keys: tuple[bytes, ...], now: float, *, full: bool) -> Candidate:
+        load = self._fleet.load(name, now)
+        return Candidate(
+            name,
+            load_tokens=load.num_queued_tokens + load.num_requests * self._routing.request_tokens,
+            num_cached_tokens=self._fleet.num_cached_tokens(name, keys),
+            num_free_tokens=load.num_free_tokens,
+            full=full,
+        )
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Serve's way through the routing of one attempt, from its begin to its end.
+
+        Each attempt gets an id of its own. Serve gives all calls of one HTTP request the same one, and its base class
+        looks up by it whom a routed replica is for: of two such calls that wait at once, one would wait for ever (seen
+        with 2.60). The end of a rejected attempt must not be taken for that of its retry, either.
+        """
+        attempt = uuid.uuid4().hex
+        pending_request.metadata = replace(pending_request.metadata, internal_request_id=attempt)
+        self._fleet.open(attempt)
+        try:
+            chosen: RunningReplica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        except BaseException:
+            self._fleet.close(attempt)
+            raise
+        self._fleet.confirm(attempt, chosen.replica_id.unique_id, time.time())
+        return chosen
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Called by Serve once for each attempt that got a replica, however it ended."""
+        self._fleet.close(internal_request_id)

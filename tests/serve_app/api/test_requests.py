@@ -1,0 +1,321 @@
+"""Owns the contract of what is accepted: every field honoured, neutral or refused by name, before anything is sent.
+Never lets a bad request reach the engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.protocol import SamplingParams
+from serve_app.api.chat_template import ChatTemplate
+from serve_app.api.ingress import create_app
+from serve_app.api.tokenizer import Tokenizer
+from tests.serve_app.harness import (
+    CHAT,
+    MODEL,
+    PROMPT,
+    Exchange,
+    ScriptedClient,
+    app_for,
+    chat,
+    complete,
+    finished,
+    post,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+async def refused(client: ScriptedClient, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    """The error of a refusal, which is the same whether or not a stream was asked for."""
+    answer = await post(app_for(client), path, body)
+    assert answer.status == status, answer.json
+    assert not client.submissions
+    assert len(b"".join(answer.parts)) < 2000
+    if isinstance(body, dict):
+        streamed = await post(app_for(client), path, body | {"stream": True})
+        assert (streamed.status, streamed.json) == (status, answer.json)
+    return answer.error
+
+
+BAD_CHAT_FIELDS = [
+    ({"temperature": True}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"seed": 2**70}, "seed"),
+    ({"seed": 1.0}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "x"}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"stop": ""}, "stop"),
+    ({"stop": 1}, "stop"),
+    ({"stop": ["a", ""]}, "stop.1"),
+    ({"stop": list("abcde")}, "stop"),
+    ({"stop": "x" * 1001}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [5]}, "messages.0"),
+    ({"messages": [{"role": "alien", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+    ({"metadata": 1}, "metadata"),
+    ({"model": None}, "model"),
+]
+
+UNSUPPORTED_IN_CHAT = [
+    ("n", 2),
+    ("n", True),
+    ("logprobs", True),
+    ("top_logprobs", 3),
+    ("tools", [{"type": "function"}]),
+    ("tool_choice", "required"),
+    ("functions", [{}]),
+    ("response_format", {"type": "json_object"}),
+    ("presence_penalty", 0.5),
+    ("frequency_penalty", -1),
+    ("repetition_penalty", 1.1),
+    ("logit_bias", {"5": 1}),
+    ("guided_json", {}),
+    ("structured_outputs", {"regex": "a"}),
+    ("chat_template", "x"),
+    ("prompt_logprobs", 0),
+    ("reasoning_effort", "high"),
+    ("service_tier", "priority"),
+    ("modalities", ["text", "audio"]),
+    ("prediction", {}),
+]
+
+NEUTRAL_IN_CHAT: dict[str, list[Any]] = {
+    "n": [None, 1],
+    "logprobs": [None, False],
+    "top_logprobs": [None, 0],
+    "tools": [None, []],
+    "tool_choice": [None, "none", "auto"],
+    "response_format": [None, {"type": "text"}],
+    "presence_penalty": [None, 0, 0.0],
+    "logit_bias": [None, {}],
+    "guided_json": [None],
+    "parallel_tool_calls": [None, True],
+    "user": [None, "me"],
+    "metadata": [None, {"team": "x"}],
+    "store": [None, True],
+    "temperature": [None],
+    "stop": [None, []],
+    "stream_options": [None],
+}
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_CHAT_FIELDS, ids=lambda value: str(value)[:60])
+async def test_a_wrong_value_is_a_400_that_names_the_field(fields: dict[str, Any], param: str) -> None:
+    error = await refused(ScriptedClient(), "/v1/chat/completions", CHAT | fields)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED_IN_CHAT)
+async def test_a_field_that_would_change_the_answer_is_refused_by_name(name: str, value: Any) -> None:
+    error = await refused(ScriptedClient(), "/v1/chat/completions", CHAT | {name: value})
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert name in error["message"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("prompt_logprobs", 0), ("suffix", "x"), ("best_of", 2)])
+async def test_completions_refuse_what_they_do_not_do(name: str, value: Any) -> None:
+    error = await refused(ScriptedClient(), "/v1/completions", PROMPT | {name: value})
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in NEUTRAL_IN_CHAT.items() for v in values])
+async def test_values_that_change_nothing_are_accepted(name: str, value: Any) -> None:
+    assert (await chat(ScriptedClient([finished()]), **{name: value})).status == 200
+
+
+async def test_unknown_fields_are_refused_by_name_at_every_level() -> None:
+    client = ScriptedClient()
+    error = await refused(client, "/v1/chat/completions", CHAT | {"temprature": None})
+    assert (error["param"], error["code"]) == ("temprature", "unknown_parameter")
+    message = {"role": "user", "content": [{"type": "text", "text": "x", "colour": 1}]}
+    error = await refused(client, "/v1/chat/completions", CHAT | {"messages": [message]})
+    assert error["param"] == "messages.0.content.0.colour"
+
+
+async def test_a_stream_flag_that_is_no_bool_is_refused() -> None:
+    answer = await chat(ScriptedClient(), stream="yes")
+    assert (answer.status, answer.error["param"]) == (400, "stream")
+
+
+async def test_missing_fields_are_named() -> None:
+    for path, body, param in (
+        ("/v1/chat/completions", {"model": MODEL.id}, "messages"),
+        ("/v1/chat/completions", {"messages": CHAT["messages"]}, "model"),
+        ("/v1/completions", {"model": MODEL.id}, "prompt"),
+    ):
+        error = await refused(ScriptedClient(), path, body)
+        assert (error["param"], error["code"]) == (param, "missing_required_parameter")
+
+
+async def test_usage_options_without_a_stream_are_refused() -> None:
+    answer = await chat(ScriptedClient(), stream_options={"include_usage": True})
+    assert (answer.status, answer.error["param"]) == (400, "stream_options")
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, {}, 5, [1, "a"], ["a", "b"], [[1], [2]], [-1], [True], [262], [10**30], [], ""], ids=str
+)
+async def test_a_prompt_that_is_no_text_or_known_token_ids_is_refused(prompt: Any) -> None:
+    error = await refused(ScriptedClient(), "/v1/completions", PROMPT | {"prompt": prompt})
+    assert error["param"].split(".")[0] == "prompt"
+
+
+@pytest.mark.parametrize("prompt", ["hi", ["hi"], [104, 105], [[104, 105]]], ids=str)
+async def test_a_prompt_may_be_text_or_token_ids_alone_or_in_a_list_of_one(prompt: Any) -> None:
+    client = ScriptedClient([finished()])
+    assert (await complete(client, prompt=prompt)).status == 200
+    assert client.submissions[0].prompt_token_ids == (104, 105)
+
+
+async def test_sampling_fields_reach_the_engine() -> None:
+    fields = dict(temperature=0, top_p=0.5, top_k=7, min_p=0.1, seed=-3, stop_token_ids=[9], ignore_eos=True)
+    client = ScriptedClient([finished()])
+    await complete(client, max_tokens=9, min_tokens=2, **fields)
+    expected = SamplingParams(max_tokens=9, min_tokens=2, **(fields | {"stop_token_ids": (9,)}))  # type: ignore[arg-type]
+    assert client.submissions[0].sampling == expected
+
+
+async def test_defaults_are_openais() -> None:
+    client = ScriptedClient([finished()])
+    await complete(client, top_k=-1)
+    await chat(client)
+    assert client.submissions[0].sampling == SamplingParams(max_tokens=16)
+    assert client.submissions[1].sampling == SamplingParams(max_tokens=None)
+
+
+async def test_max_completion_tokens_wins_over_max_tokens() -> None:
+    client = ScriptedClient([finished()])
+    await chat(client, max_tokens=5, max_completion_tokens=6)
+    assert client.submissions[0].sampling.max_tokens == 6
+
+
+async def test_text_parts_become_lines_and_names_reach_the_template() -> None:
+    client = ScriptedClient([finished()])
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    await chat(client, messages=[{"role": "developer", "content": parts, "name": "n"}])
+    assert client.submissions[0].prompt_token_ids == (258, *b"a\nb", 256, 260)
+
+
+async def test_an_unknown_model_is_a_404_in_the_words_that_clients_search_for() -> None:
+    error = await refused(ScriptedClient(), "/v1/chat/completions", CHAT | {"model": "gpt" * 1000}, status=404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert "does not exist" in error["message"]
+    assert "Could not find" in error["message"]
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")])
+async def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(path: str, field: str) -> None:
+    long = "x" * MODEL.max_model_len
+    body = (
+        CHAT | {"messages": [{"role": "user", "content": long}]} if field == "messages" else PROMPT | {"prompt": long}
+    )
+    error = await refused(ScriptedClient(), path, body)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    assert "maximum context length is 200 tokens" in error["message"]
+    assert error["n_ctx"] == 200
+    assert error["n_prompt_tokens"] >= 200
+
+
+async def test_more_tokens_than_the_context_has_left_are_refused_when_asked_for_and_cut_when_defaulted() -> None:
+    client = ScriptedClient([finished()])
+    answer = await complete(client, prompt="x" * 190, max_tokens=11)
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert (await complete(client, prompt="x" * 190, max_tokens=10)).status == 200
+    assert (await complete(client, prompt="x" * 190)).status == 200
+    assert [submission.sampling.max_tokens for submission in client.submissions] == [10, 10]
+
+
+async def test_a_long_prompt_is_encoded_in_a_thread_to_the_same_tokens() -> None:
+    app_client = ScriptedClient([finished()])
+    answer = await complete(app_client, prompt="x" * 50_000)
+    assert answer.error["n_prompt_tokens"] == 50_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"model": NaN}',
+        b'{"model": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"model": "org/tiny", "prompt": "x", "temperature": 1e999}',
+        b'{"model": "org/tiny", "prompt": "x", "seed": ' + b"9" * 10_000 + b"}",
+        b'{"model": "org/tiny", "prompt": [' + b'"",' * 500_000 + b"1]}",
+        b'{"model": "org/tiny", "prompt": [1' + b',""' * 500_000 + b"]}",
+        json.dumps({"x" * 100_000: 1}).encode(),
+        json.dumps({str(n): 1 for n in range(100_000)}).encode(),
+    ],
+    ids=lambda body: body[:30].decode("latin-1"),
+)
+async def test_a_body_that_is_hostile_or_no_json_is_a_small_400(body: bytes) -> None:
+    await refused(ScriptedClient(), "/v1/completions", body)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("content-type", "text/plain")],
+        [("content-type", "application/x-www-form-urlencoded")],
+        [],
+        [("content-type", "application/json"), ("content-encoding", "gzip")],
+    ],
+    ids=str,
+)
+async def test_another_content_type_is_a_415(headers: list[tuple[str, str]]) -> None:
+    body = json.dumps(CHAT).encode()
+    answer = await Exchange(app_for(ScriptedClient()), "POST", "/v1/chat/completions", body, headers).finish()
+    assert (answer.status, answer.error["type"]) == (415, "invalid_request_error")
+
+
+async def test_a_charset_after_the_content_type_is_fine() -> None:
+    headers = [("content-type", "Application/JSON; charset=utf-8")]
+    app = app_for(ScriptedClient([finished()]))
+    assert (await Exchange(app, "POST", "/v1/completions", json.dumps(PROMPT).encode(), headers).finish()).status == 200
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_above_the_limit_is_a_413_announced_or_not(announced: bool) -> None:
+    headers = [("content-type", "application/json")] + ([("content-length", "5000")] if announced else [])
+    app = app_for(ScriptedClient(), max_body_bytes=1000)
+    answer = await Exchange(app, "POST", "/v1/completions", b"x" * 5000, headers).finish()
+    assert (answer.status, answer.error["type"]) == (413, "request_too_large")
+
+
+async def test_special_tokens_in_a_template_are_written_once() -> None:
+    """Encoding a rendered conversation must not add the post-processor's tokens to those of the template."""
+    client = ScriptedClient([finished()])
+    await chat(client)
+    assert client.submissions[0].prompt_token_ids == (259, *b"hi", 256, 260)
+
+
+async def test_a_conversation_that_the_template_refuses_is_a_400_in_the_templates_words() -> None:
+    client = ScriptedClient()
+    tokenizer = Tokenizer.byte_level()
+    tokenizer._chat_template = ChatTemplate("{{ raise_exception('Only one turn, please.') }}", {})
+    answer = await post(create_app(client, tokenizer, MODEL), "/v1/chat/completions", CHAT | {"stream": True})
+    assert (answer.status, answer.error["param"]) == (400, "messages")
+    assert "Only one turn, please." in answer.error["message"]

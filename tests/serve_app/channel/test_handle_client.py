@@ -1,0 +1,426 @@
+"""Contracts of the way from the ingress to the engine replicas: what Ray's failures become, draining, and who is told.
+Never starts Ray: the handle is scripted, or runs an engine of this process over a real channel."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+
+from engine.protocol import (
+    EngineError,
+    ErrorCode,
+    Event,
+    Finished,
+    FinishReason,
+    RequestRejected,
+    SamplingParams,
+    Submission,
+    Token,
+    Usage,
+)
+from serve_app.channel import handle_client, migration
+from serve_app.channel.engine_call import EngineCall
+from serve_app.channel.frames import Entry, Frame, encode_frame, pack
+from serve_app.channel.handle_client import HandleClient
+from serve_app.channel.migration import Migration
+from serve_app.channel.token_receiver import TokenReceiver
+from serve_app.channel.token_sender import TokenSender
+from tests.serve_app.channel import LONG, Rig, rig, until
+from tests.support.engines import answer_alone
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = (1, 2, 3, 4, 5)
+EXPECTED = answer_alone(PROMPT, max_tokens=100, ignore_eos=True)
+Answer = bytes | EngineError | BaseException
+Method = Callable[[EngineCall], Awaitable[bytes | EngineError]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_backoff() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(migration, "FIRST_BACKOFF_S", 0)
+        yield
+
+
+class Response:
+    """What a call returns at once, as Serve's does: awaited for the result, and cancelled by its caller."""
+
+    def __init__(self, work: Awaitable[bytes | EngineError], *, deaf: bool) -> None:
+        self.task = asyncio.ensure_future(work)
+        self.num_cancelled = 0
+        self._deaf = deaf
+
+    def __await__(self) -> Generator[Any, None, bytes | EngineError]:
+        try:
+            return (yield from asyncio.shield(self.task).__await__())
+        except asyncio.CancelledError:
+            if self.num_cancelled:
+                raise RequestCancelledError("id") from None
+            raise
+
+    def cancel(self) -> None:
+        self.num_cancelled += 1
+        if not self._deaf:
+            self.task.cancel()
+
+
+class Handle:
+    """A deployment whose replicas answer by these methods, one call each and the last for all others."""
+
+    def __init__(self, *methods: Method, deaf: bool = False) -> None:
+        """`deaf`: cancelling a call does not reach its replica."""
+        self.generate = self
+        self.calls: list[EngineCall] = []
+        self.responses: list[Response] = []
+        self._methods = methods
+        self._deaf = deaf
+
+    def remote(self, call: EngineCall) -> Response:
+        self.calls.append(call)
+        method = self._methods[min(len(self.calls), len(self._methods)) - 1]
+        self.responses.append(Response(method(call), deaf=self._deaf))
+        return self.responses[-1]
+
+    @property
+    def num_cancelled(self) -> list[int]:
+        return [response.num_cancelled for response in self.responses]
+
+    async def end(self) -> None:
+        for response in self.responses:
+            response.task.cancel()
+        await asyncio.gather(*(response.task for response in self.responses), return_exceptions=True)
+
+
+def running(sender: TokenSender) -> Method:
+    """What an engine replica does with a call."""
+
+    async def generate(call: EngineCall) -> bytes | EngineError:
+        try:
+            return await sender.generate(call)
+        except EngineError as error:
+            return error
+
+    return generate
+
+
+def answering(answer: Answer) -> Method:
+    async def generate(call: EngineCall) -> bytes | EngineError:
+        if isinstance(answer, BaseException) and not isinstance(answer, EngineError):
+            raise answer
+        return answer
+
+    return generate
+
+
+async def never(call: EngineCall) -> bytes:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+class Ingress:
+    """A client of a rig's engine, and what it uses."""
+
+    def __init__(self, engine: Rig, handle: Handle, max_migrations: int) -> None:
+        self.engine = engine
+        self.handle = handle
+        self.receiver: TokenReceiver = engine.receiver()
+        deployment: Any = handle
+        moving = Migration(max_migrations, 20.0, 256)
+        self.client = HandleClient(engine=deployment, ingress=deployment, receiver=self.receiver, migration=moving)
+
+    def stream(self, request_id: str = "r", sampling: SamplingParams = LONG) -> AsyncGenerator[list[Event], None]:
+        return self.client.stream(Submission(request_id, PROMPT, sampling))
+
+    async def nothing_left(self) -> None:
+        await until(lambda: not handle_client._answers)
+        assert not self.receiver._streams
+        assert not self.client._attempts
+        await self.engine.idle()
+
+
+@asynccontextmanager
+async def ingress(
+    *methods: Method, gated: bool = False, deaf: bool = False, max_migrations: int = 3
+) -> AsyncIterator[Ingress]:
+    """`methods` answer the first calls, the engine all others. Whatever a task of it leaves unsaid is an error."""
+    unsaid: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unsaid.append(context))
+    async with rig(gated=gated) as engine:
+        handle = Handle(*methods, running(engine.sender), deaf=deaf)
+        try:
+            yield Ingress(engine, handle, max_migrations)
+        finally:
+            engine.gate.open()
+            await handle.end()
+    gc.collect()
+    assert not unsaid
+
+
+async def collect(stream: AsyncGenerator[list[Event], None], into: list[Event] | None = None) -> list[Event]:
+    events = [] if into is None else into
+    async with aclosing(stream):
+        async for item in stream:
+            events += item
+    return events
+
+
+def tokens(events: list[Event]) -> list[int]:
+    return [event.token_id for event in events if isinstance(event, Token)]
+
+
+# --- answers and failures --------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_streams_to_its_end_and_its_call_is_not_cancelled() -> None:
+    async with ingress() as at:
+        events = await collect(at.stream())
+        assert tokens(events) == EXPECTED
+        assert isinstance(events[-1], Finished)
+        await until(lambda: at.handle.responses[0].task.done())
+        assert at.handle.num_cancelled == [0]
+        await at.nothing_left()
+
+
+async def test_an_answer_of_which_the_channel_brings_nothing_is_that_of_the_call() -> None:
+    events: list[Event] = [Token("r", 7), Finished("r", FinishReason.LENGTH, Usage(5, 1, 0))]
+
+    async def generate(call: EngineCall) -> bytes:
+        return encode_frame(Frame("e", [Entry(call.stream_id, 0, [pack(event) for event in events])]))
+
+    async with ingress(generate) as at:
+        assert await collect(at.stream()) == events
+        await at.nothing_left()
+
+
+async def test_a_call_carries_the_session_and_the_replicas_to_keep_away_from() -> None:
+    async with ingress(gated=True) as at:
+        stream = at.client.stream(Submission("r", PROMPT, LONG), session="alice")
+        task = asyncio.ensure_future(collect(stream))
+        await at.engine.submitted(1)
+        at.engine.gate.let(3)
+        await until(lambda: any(attempt.replica_id for attempt in at.client._attempts))
+        at.handle.responses[0].task.cancel()
+        await until(lambda: len(at.handle.calls) == 2)
+        at.engine.gate.open()
+        assert tokens(await task) == EXPECTED
+        assert [(call.session, call.avoid) for call in at.handle.calls] == [("alice", ()), ("alice", ("replica-1",))]
+
+
+LOST = [
+    pytest.param(ActorDiedError(), id="the replica died"),
+    pytest.param(RayTaskError("generate", "traceback", ValueError("bug")), id="the replica raised"),
+    pytest.param(DeploymentUnavailableError(DeploymentID("engine", "app")), id="the deployment failed"),
+    pytest.param(RequestCancelledError("id"), id="Serve cancelled the call"),
+    pytest.param(EngineError(ErrorCode.ENGINE_DEAD, "gone"), id="the engine is dead"),
+    pytest.param(RequestRejected(ErrorCode.DRAINING, "draining"), id="the engine drains"),
+    pytest.param(b"\xc1", id="the answer is no frame"),
+    pytest.param(encode_frame(Frame("e", [Entry(0, 0, [5])])), id="the answer is not whole"),
+    pytest.param(asyncio.CancelledError(), id="somebody else cancelled the call"),
+]
+
+
+@pytest.mark.parametrize("answer", LOST)
+async def test_a_replica_that_is_lost_is_replaced_by_another(answer: Answer) -> None:
+    async with ingress(answering(answer)) as at:
+        events = await collect(at.stream())
+        assert isinstance(events[-1], Finished)
+        assert len(at.handle.calls) == 2
+        await at.nothing_left()
+
+
+@pytest.mark.parametrize("answer", LOST)
+async def test_a_request_that_may_not_move_fails_with_an_engine_error(answer: Answer) -> None:
+    async with ingress(answering(answer), max_migrations=0) as at:
+        with pytest.raises(EngineError) as caught:
+            await collect(at.stream())
+        assert caught.value.code in (ErrorCode.ENGINE_DEAD, ErrorCode.DRAINING)
+        await at.nothing_left()
+
+
+async def test_a_refusal_is_told_as_the_engine_gave_it() -> None:
+    refusal = RequestRejected(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long", "prompt", 256, 300)
+    async with ingress(answering(refusal)) as at:
+        with pytest.raises(RequestRejected) as caught:
+            await collect(at.stream())
+        assert caught.value is refusal
+        assert len(at.handle.calls) == 1
+        await at.nothing_left()
+
+
+async def test_back_pressure_refuses_a_new_request_at_once() -> None:
+    async with ingress(answering(BackPressureError(5, 5))) as at:
+        with pytest.raises(RequestRejected) as caught:
+            await collect(at.stream())
+        assert caught.value.code is ErrorCode.QUEUE_FULL
+        assert len(at.handle.calls) == 1
+        await at.nothing_left()
+
+
+async def test_back_pressure_does_not_end_a_stream_that_has_begun() -> None:
+    async with ingress(answering(ActorDiedError()), answering(BackPressureError(5, 5))) as at:
+        assert tokens(await collect(at.stream())) == EXPECTED
+        assert len(at.handle.calls) == 3
+
+
+async def test_a_replica_that_is_lost_in_mid_stream_costs_no_token_and_repeats_none() -> None:
+    async with ingress(gated=True) as at:
+        got: list[Event] = []
+        task = asyncio.ensure_future(collect(at.stream(), got))
+        await at.engine.submitted(1)
+        for call in range(3):
+            at.engine.gate.let(7)
+            await until(lambda: len(at.engine.gate.plans) >= 7)
+            await until(lambda: tokens(got))
+            at.handle.responses[call].task.cancel()
+            await until(lambda: len(at.handle.calls) == call + 2)  # noqa: B023  awaited here
+        at.engine.gate.open()
+        await task
+        assert tokens(got) == EXPECTED
+        assert isinstance(got[-1], Finished)
+        assert got[-1].usage == Usage(len(PROMPT), 100, 0)
+        await at.nothing_left()
+
+
+# --- readers that leave ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["Serve cancels", "Serve does not"])
+@pytest.mark.parametrize("num_steps", [0, 4], ids=["before the first event", "in mid-stream"])
+async def test_cancelling_a_reader_ends_its_request_by_either_way_alone(num_steps: int, deaf: bool) -> None:
+    async with ingress(gated=True, deaf=deaf) as at:
+        got: list[Event] = []
+        task = asyncio.ensure_future(collect(at.stream(), got))
+        await at.engine.submitted(1)
+        at.engine.gate.let(num_steps)
+        await until(lambda: len(tokens(got)) == num_steps)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert at.handle.num_cancelled == [1]
+        at.engine.gate.open()
+        await until(lambda: at.handle.responses[0].task.done())
+        assert len(at.engine.gate.plans) < 100, "the engine went on for nobody"
+        await at.nothing_left()
+
+
+async def test_a_reader_that_leaves_is_told_to_the_engine_by_the_channel_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ingress(gated=True, deaf=True) as at:
+        aborted: list[list[int]] = []
+        monkeypatch.setattr(at.receiver, "_abort", lambda peer, stream_ids: aborted.append(stream_ids))
+        stream = at.stream()
+        first = asyncio.ensure_future(anext(stream))
+        await at.engine.submitted(1)
+        at.engine.gate.let(1)
+        await first
+        await stream.aclose()
+        await stream.aclose()
+        assert aborted == [[at.handle.calls[0].stream_id]]
+        assert at.handle.num_cancelled == [1]
+
+
+async def test_closing_an_attempt_again_does_nothing() -> None:
+    async with ingress(never) as at:
+        task = asyncio.ensure_future(collect(at.stream()))
+        await until(lambda: at.client._attempts)
+        (attempt,) = at.client._attempts
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert attempt.replica_id is None
+        attempt.close()
+        assert not at.client._attempts
+        await at.nothing_left()
+
+
+async def test_a_storm_of_readers_that_leave_at_random_moments_leaves_nothing_behind() -> None:
+    async with ingress() as at:
+
+        async def read(index: int) -> None:
+            async with aclosing(at.stream(f"r{index}")) as stream:
+                for _ in range(index % 7):
+                    if isinstance((await anext(stream))[-1], Finished):
+                        return
+
+        await asyncio.gather(*(read(i) for i in range(60)))
+        await at.nothing_left()
+        assert tokens(await collect(at.stream("last"))) == EXPECTED
+
+
+# --- draining --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_drain_without_streams_ends_at_once_and_refuses_what_comes_after() -> None:
+    async with ingress() as at:
+        assert await at.client.drain(20) == 0
+        with pytest.raises(RequestRejected) as caught:
+            await collect(at.stream())
+        assert caught.value.code is ErrorCode.DRAINING
+        assert not at.handle.calls
+        with pytest.raises(EngineError):
+            await at.client.check_health()
+
+
+async def test_a_drain_lets_live_streams_finish() -> None:
+    async with ingress(gated=True) as at:
+        tasks = [asyncio.ensure_future(collect(at.stream(f"r{i}"))) for i in range(3)]
+        await at.engine.submitted(3)
+        drain = asyncio.ensure_future(at.client.drain(20))
+        at.engine.gate.let(5)
+        await until(lambda: len(at.engine.gate.plans) == 5)
+        assert not drain.done()
+        at.engine.gate.open()
+        assert await drain == 0
+        assert [tokens(await task) for task in tasks] == [EXPECTED] * 3
+
+
+async def test_a_stream_may_move_to_another_replica_during_a_drain() -> None:
+    async with ingress(gated=True) as at:
+        task = asyncio.ensure_future(collect(at.stream()))
+        await at.engine.submitted(1)
+        drain = asyncio.ensure_future(at.client.drain(20))
+        await asyncio.sleep(0)
+        at.handle.responses[0].task.cancel()
+        await until(lambda: len(at.handle.calls) == 2)
+        at.engine.gate.open()
+        assert tokens(await task) == EXPECTED
+        assert await drain == 0
+
+
+async def test_streams_that_outlast_a_drain_give_what_they_have_and_then_say_why_they_end() -> None:
+    async with ingress(gated=True) as at:
+        got: list[list[Event]] = [[], []]
+        tasks = [asyncio.ensure_future(collect(at.stream(f"r{i}"), got[i])) for i in range(2)]
+        await at.engine.submitted(2)
+        at.engine.gate.let(5)
+        await until(lambda: all(len(tokens(events)) >= 3 for events in got))
+        assert await at.client.drain(0.01) == 2
+        for task in tasks:
+            with pytest.raises(EngineError) as caught:
+                await task
+            assert caught.value.code is ErrorCode.DRAINING
+        assert [tokens(events) for events in got] == [EXPECTED[: len(tokens(events))] for events in got]
+        assert len(at.handle.calls) == 2, "nobody was asked to go on"
+        at.engine.gate.open()
+        await at.nothing_left()
+
+
+async def test_a_stream_that_looks_for_a_replica_when_the_drain_is_over_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(migration, "FIRST_BACKOFF_S", 0.05)
+    async with ingress(answering(ActorDiedError())) as at:
+        task = asyncio.ensure_future(collect(at.stream()))
+        await until(lambda: at.handle.calls and not at.client._attempts)
+        assert await at.client.drain(0) == 1
+        with pytest.raises(EngineError, match="shutting down"):
+            await task
+        assert len(at.handle.calls) == 1
+        await at.nothing_left()

@@ -1,0 +1,61 @@
+"""A config that cannot be served is refused by `serve run` itself, in one line a reason, before Ray starts."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from serve_app.front.preflight import ConfigRefused, preflight
+from tests.support.serve_process import ROOT, SERVE
+
+
+def config_with(tmp_path: Path, args: Any, import_path: str = "serve_app.app:build") -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"applications": [{"name": "a", "import_path": import_path, "args": args}]}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"engine": {"max_batch": 3}}, "args.engine.max_batch: Unexpected keyword argument (given: 3)"),
+        (
+            {"engine": {"block_size": 0}},
+            "args.engine.block_size: Input should be greater than or equal to 1 (given: 0)",
+        ),
+        ({"engine": {"dtype": "int4"}}, "args.engine.dtype: Input should be 'auto', 'bfloat16' or 'float32'"),
+        ({"engine": {"max_num_seqs": 600}}, "max_num_batched_tokens (512) must be at least max_num_seqs + 1 (601)"),
+        ({"modle": "x"}, "args.modle: Extra inputs are not permitted (given: 'x')"),
+        ({"model": "/no/such/model"}, "args.model: No model '/no/such/model': expected"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_rule_and_value(tmp_path: Path, args: Any, reason: str) -> None:
+    with pytest.raises(ConfigRefused) as caught:
+        preflight(config_with(tmp_path, args))
+    assert reason in str(caught.value)
+
+
+def test_every_wrong_setting_has_a_line_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigRefused) as caught:
+        preflight(config_with(tmp_path, {"engine_replicas": 0, "engine": {"block_size": "many"}}))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_the_config_of_this_project_passes() -> None:
+    preflight(ROOT / "config.yaml")
+
+
+def test_somebody_elses_application_is_left_to_ray(tmp_path: Path) -> None:
+    preflight(config_with(tmp_path, {"anything": 1}, import_path="their.app:build"))
+
+
+def test_serve_run_refuses_before_it_starts_ray(tmp_path: Path) -> None:
+    config = config_with(tmp_path, {"engine": {"max_batch": 3}})
+    done = subprocess.run([SERVE, "run", str(config)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("args.engine.max_batch: Unexpected keyword argument (given: 3)")
+    assert "Started a local Ray instance" not in done.stdout + done.stderr

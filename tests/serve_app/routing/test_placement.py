@@ -1,0 +1,208 @@
+"""Contracts of placement: who may take a request, and who of them does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.routing.placement import Ask, Bound, Candidate, rank, session_weight, two_choices
+
+LOOSE = Bound(load_factor=1.25, slack_tokens=2048)
+TIGHT = Bound(load_factor=1.25, slack_tokens=100)
+ids = st.sampled_from([f"r{i}" for i in range(8)])
+loads = st.integers(0, 20_000)
+candidate = st.builds(
+    Candidate,
+    replica_id=ids,
+    load_tokens=loads,
+    num_cached_tokens=st.integers(0, 5000),
+    num_free_tokens=st.none() | st.integers(0, 10_000),
+    full=st.booleans(),
+)
+fleets = st.lists(candidate, min_size=1, max_size=8, unique_by=lambda one: one.replica_id)
+bounds = st.builds(Bound, load_factor=st.floats(1, 2), slack_tokens=st.integers(0, 4000))
+asks = st.builds(
+    Ask, num_tokens=st.integers(1, 5000), session=st.none() | st.text(), avoid=st.frozensets(ids, max_size=4)
+)
+seeds = st.builds(Random, st.integers())
+untimed = settings(deadline=None)
+
+
+def first(ask: Ask, fleet: list[Candidate], bound: Bound = LOOSE, seed: int = 0) -> str:
+    return rank(ask, fleet, bound, Random(seed))[0][0]
+
+
+def named(**loads: int) -> list[Candidate]:
+    return [Candidate(name, load_tokens=load) for name, load in loads.items()]
+
+
+# --- who may take it -------------------------------------------------------------------------------------------------
+
+
+@untimed
+@given(ask=asks, fleet=fleets, bound=bounds, random=seeds)
+def test_no_avoided_replica_is_ranked_while_another_lives(
+    ask: Ask, fleet: list[Candidate], bound: Bound, random: Random
+) -> None:
+    ranked = {name for names in rank(ask, fleet, bound, random) for name in names}
+    live = {one.replica_id for one in fleet}
+    assert ranked == ((live - ask.avoid) or live), "nobody else is left out, and nobody ranked twice or made up"
+
+
+@untimed
+@given(ask=asks, fleet=fleets, bound=bounds, random=seeds)
+def test_no_replica_beyond_the_bound_comes_before_one_within_it(
+    ask: Ask, fleet: list[Candidate], bound: Bound, random: Random
+) -> None:
+    allowed = [one for one in fleet if one.replica_id not in ask.avoid] or fleet
+    most = bound.of(allowed)
+    ready = [one for one in allowed if not one.full]
+    ranks = rank(ask, fleet, bound, random)
+    by_id = {one.replica_id: one for one in fleet}
+    within = [by_id[name].load_tokens <= most for names in ranks for name in names if not by_id[name].full]
+    assert within == sorted(within, reverse=True)
+    assert len(within) == len(ready)
+
+
+@untimed
+@given(fleet=fleets, bound=bounds)
+def test_who_has_least_to_do_is_within_the_bound(fleet: list[Candidate], bound: Bound) -> None:
+    assert min(one.load_tokens for one in fleet) <= bound.of(fleet) + 1e-6
+
+
+@untimed
+@given(ask=asks, fleet=fleets, bound=bounds, random=seeds)
+def test_full_replicas_come_last_in_one_rank(ask: Ask, fleet: list[Candidate], bound: Bound, random: Random) -> None:
+    full = {one.replica_id for one in fleet if one.full}
+    ranks = rank(ask, fleet, bound, random)
+    assert all(not full & set(names) for names in ranks[:-1])
+    assert not full & set(ranks[-1]) or set(ranks[-1]) <= full
+
+
+def test_the_last_replica_is_asked_even_if_it_is_to_be_avoided() -> None:
+    assert first(Ask(10, avoid=frozenset({"a"})), named(a=0)) == "a"
+
+
+def test_without_replicas_there_are_no_ranks() -> None:
+    assert rank(Ask(10), [], LOOSE, Random(0)) == []
+    assert two_choices([], Random(0)) == []
+
+
+@untimed
+@given(ask=asks, fleet=fleets, bound=bounds, seed=st.integers())
+def test_the_same_knowledge_and_random_source_give_the_same_ranks(
+    ask: Ask, fleet: list[Candidate], bound: Bound, seed: int
+) -> None:
+    before = list(fleet)
+    assert rank(ask, fleet, bound, Random(seed)) == rank(ask, fleet, bound, Random(seed))
+    assert fleet == before
+
+
+# --- prefixes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("queued", "chosen"), [(700, "warm"), (900, "cold")])
+def test_a_cached_prefix_is_worth_exactly_the_tokens_that_it_saves(queued: int, chosen: str) -> None:
+    fleet = [Candidate("warm", load_tokens=queued, num_cached_tokens=800), Candidate("cold")]
+    assert first(Ask(1000), fleet) == chosen
+
+
+def test_of_two_holders_the_longer_prefix_wins_while_loads_are_equal() -> None:
+    fleet = [Candidate("short", num_cached_tokens=100), Candidate("long", num_cached_tokens=800), Candidate("none")]
+    assert {first(Ask(1000), fleet, seed=seed) for seed in range(20)} == {"long"}
+
+
+def test_a_holder_beyond_the_bound_loses_to_one_within_it_whatever_it_saves() -> None:
+    fleet = [Candidate("warm", load_tokens=3000, num_cached_tokens=50_000), Candidate("cold")]
+    assert first(Ask(50_000), fleet, TIGHT) == "cold"
+    assert first(Ask(50_000), fleet, Bound(1.25, 2048)) == "warm"
+
+
+def test_a_holder_is_considered_among_any_number_of_replicas_that_have_nothing() -> None:
+    fleet = [*named(**{f"r{i}": 0 for i in range(50)}), Candidate("warm", load_tokens=10, num_cached_tokens=900)]
+    assert {first(Ask(1000), fleet, seed=seed) for seed in range(50)} == {"warm"}
+
+
+def test_a_replica_without_room_in_its_cache_comes_after_one_with_room() -> None:
+    fleet = [Candidate("tight", num_free_tokens=999), Candidate("roomy", load_tokens=1500, num_free_tokens=1000)]
+    assert first(Ask(1000), fleet) == "roomy"
+
+
+def test_what_is_cached_needs_no_room() -> None:
+    fleet = [Candidate("warm", num_cached_tokens=900, num_free_tokens=100), Candidate("cold", num_free_tokens=5000)]
+    assert first(Ask(1000), fleet) == "warm"
+
+
+# --- power of two choices --------------------------------------------------------------------------------------------
+
+
+def test_with_everything_equal_the_choice_spreads() -> None:
+    fleet, random = named(a=0, b=0, c=0, d=0), Random(1)
+    counts = Counter(rank(Ask(100), fleet, LOOSE, random)[0][0] for _ in range(4000))
+    assert all(800 < counts[name] < 1200 for name in "abcd"), counts
+
+
+def test_of_two_drawn_at_random_the_less_loaded_is_chosen_so_that_the_most_loaded_never_is() -> None:
+    fleet, random = named(a=0, b=10, c=20, d=30), Random(1)
+    counts = Counter(rank(Ask(100), fleet, LOOSE, random)[0][0] for _ in range(2000))
+    assert counts["d"] == 0
+    assert counts["a"] > counts["b"] > counts["c"] > 0, "nor does everybody run to the least loaded one"
+
+
+def test_a_call_that_computes_nothing_gets_two_at_random_then_the_others_then_the_full() -> None:
+    fleet = [*named(a=0, b=0, c=9), Candidate("x", full=True)]
+    random = Random(1)
+    seen = set()
+    for _ in range(100):
+        pair, rest, full = two_choices(fleet, random)
+        assert sorted(pair + rest) == ["a", "b", "c"]
+        assert (len(pair), full) == (2, ["x"])
+        seen |= set(pair)
+    assert seen == {"a", "b", "c"}
+
+
+# --- sessions --------------------------------------------------------------------------------------------------------
+
+
+@untimed
+@given(fleet=fleets, session=st.text(), seeds=st.tuples(st.integers(), st.integers()))
+def test_a_session_stays_while_replicas_and_loads_do(
+    fleet: list[Candidate], session: str, seeds: tuple[int, int]
+) -> None:
+    ready = [replace(one, full=False) for one in fleet]
+    assert first(Ask(10, session), ready, seed=seeds[0]) == first(Ask(10, session), ready, seed=seeds[1])
+
+
+@untimed
+@given(names=st.lists(ids, min_size=2, max_size=8, unique=True), data=st.data())
+def test_removing_a_replica_moves_only_its_sessions(names: list[str], data: st.DataObject) -> None:
+    gone = data.draw(st.sampled_from(names))
+    before, after = named(**dict.fromkeys(names, 0)), named(**dict.fromkeys([n for n in names if n != gone], 0))
+    for session in (f"s{i}" for i in range(50)):
+        home = first(Ask(10, session), before)
+        assert home == gone or first(Ask(10, session), after) == home
+
+
+def test_sessions_spread_over_the_replicas() -> None:
+    fleet = named(a=0, b=0, c=0)
+    counts = Counter(first(Ask(10, f"session {i}"), fleet) for i in range(3000))
+    assert all(800 < counts[name] < 1200 for name in "abc"), counts
+
+
+def test_a_session_leaves_a_home_beyond_the_bound_for_its_second_and_comes_back() -> None:
+    order = sorted("abc", key=lambda name: -session_weight("s", name))
+    calm = named(a=0, b=0, c=0)
+    busy = [replace(one, load_tokens=1000 * (one.replica_id == order[0])) for one in calm]
+    assert first(Ask(10, "s"), calm, TIGHT) == order[0]
+    assert first(Ask(10, "s"), busy, TIGHT) == order[1]
+    assert first(Ask(10, "s"), busy, LOOSE) == order[0]
+
+
+def test_half_a_character_in_a_session_id_is_no_error() -> None:
+    """JSON can carry a lone surrogate; encoding it strictly raised inside the router, where nobody catches it."""
+    assert first(Ask(10, "\ud800"), named(a=0)) == "a"

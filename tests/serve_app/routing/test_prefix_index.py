@@ -1,0 +1,109 @@
+"""Contracts of the prefix index and of the keys that it shares with the engines."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core import EngineCore
+from serve_app.routing.prefix_index import KEY_BYTES, PrefixIndex, prefix_keys
+from tests.support.engines import RecordingCore
+
+PROMPT = tuple(range(1, 19))  # 4 blocks of 4 tokens, and 2 tokens
+
+
+def engine_keys(core: EngineCore, limit: int = 100) -> list[bytes]:
+    return [digest[:KEY_BYTES] for digest in core.cached_digests(limit)]
+
+
+def test_a_router_names_the_blocks_of_a_prompt_as_the_engine_that_computed_them_does() -> None:
+    """Fails when either side changes its digest, its chain's root or its block size alone."""
+    core = RecordingCore(block_size=4)
+    core.send("r", PROMPT, max_tokens=1, ignore_eos=True)
+    core.run()
+    assert set(prefix_keys(PROMPT, 4, 100)) == set(engine_keys(core))
+
+
+def test_only_full_blocks_have_keys_and_no_more_than_asked_for() -> None:
+    keys = prefix_keys(PROMPT, 4, 100)
+    assert len(keys) == 4
+    assert prefix_keys(PROMPT, 4, 2) == keys[:2]
+    assert prefix_keys(PROMPT[:3], 4, 100) == ()
+
+
+def test_what_was_sent_is_found_up_to_the_first_block_that_differs() -> None:
+    index = PrefixIndex(100)
+    index.add("a", prefix_keys(PROMPT, 4, 100), 1.0)
+    other = (*PROMPT[:8], 99, *PROMPT[9:])
+    assert index.match("a", prefix_keys(PROMPT, 4, 100)) == 4
+    assert index.match("a", prefix_keys(other, 4, 100)) == 2
+    assert index.match("b", prefix_keys(PROMPT, 4, 100)) == 0
+
+
+def test_what_a_complete_report_lacks_goes_with_the_engines_own_eviction() -> None:
+    index = PrefixIndex(100)
+    index.add("a", [b"1", b"2"], 1.0)
+    index.report("a", [b"1"], 2.0, complete=True, max_cached=100)
+    assert index.match("a", [b"1", b"2"]) == 1
+    assert index.num_blocks("a") == 1
+
+
+def test_what_was_sent_after_a_report_was_taken_outlives_it() -> None:
+    """A report that arrives late must not take away what is on its way."""
+    index = PrefixIndex(100)
+    index.add("a", [b"1"], 3.0)
+    index.report("a", [], 2.0, complete=True, max_cached=0)
+    assert index.match("a", [b"1"]) == 1
+    index.report("a", [], 4.0, complete=True, max_cached=0)
+    assert index.match("a", [b"1"]) == 0
+
+
+def test_a_report_that_was_cut_takes_nothing_away_but_what_cannot_be_there_any_more() -> None:
+    index = PrefixIndex(100)
+    index.add("a", [b"1", b"2", b"3", b"4"], 1.0)
+    index.report("a", [b"9"], 2.0, complete=False, max_cached=100)
+    assert index.match("a", [b"1", b"2", b"3", b"4"]) == 4
+    index.report("a", [b"9"], 3.0, complete=False, max_cached=3)
+    assert index.match("a", [b"1", b"2", b"3", b"4"]) == 2, "tails go before heads"
+    assert index.match("a", [b"9"]) == 1
+
+
+def test_another_ingress_replicas_prefixes_come_with_the_report() -> None:
+    index = PrefixIndex(100)
+    index.report("a", [b"1", b"2"], 2.0, complete=True, max_cached=2)
+    assert index.match("a", [b"1", b"2", b"3"]) == 2
+
+
+def test_beyond_the_bound_the_least_recently_known_goes_first_and_tails_before_heads() -> None:
+    index = PrefixIndex(4)
+    index.add("a", [b"1", b"2"], 1.0)
+    index.add("a", [b"3", b"4", b"5"], 2.0)
+    assert index.match("a", [b"1", b"2"]) == 1
+    assert index.match("a", [b"3", b"4", b"5"]) == 3
+
+
+def test_a_forgotten_replica_holds_nothing() -> None:
+    index = PrefixIndex(4)
+    index.add("a", [b"1"], 1.0)
+    index.forget("a")
+    assert (index.match("a", [b"1"]), index.num_blocks("a")) == (0, 0)
+
+
+keys = st.lists(st.integers(0, 40).map(lambda n: n.to_bytes(1)), max_size=12, unique=True)
+sends = st.tuples(st.just("send"), keys, st.booleans(), st.just(0))
+reports = st.tuples(st.just("report"), keys, st.booleans(), st.integers(0, 20))
+
+
+@settings(deadline=None)
+@given(traffic=st.lists(sends | reports, max_size=40), bound=st.integers(1, 20))
+def test_the_bound_on_memory_holds_under_any_traffic(
+    traffic: list[tuple[str, list[bytes], bool, int]], bound: int
+) -> None:
+    index = PrefixIndex(bound)
+    for now, (kind, blocks, flag, most) in enumerate(traffic):
+        if kind == "send":
+            index.add("a", blocks, now)
+        else:
+            index.report("a", blocks, now - 3, complete=flag, max_cached=most)
+        assert index.num_blocks("a") <= bound
+        assert index.match("a", blocks) <= len(blocks)

@@ -1,0 +1,389 @@
+"""Contracts of the router inside Ray Serve's own routing loop, with replicas that are not there. Long: every way
+in which an attempt can end."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.request_router import PendingRequest, RunningReplica
+
+from engine.config import EngineConfig
+from engine.prefix import extend_chain
+from engine.protocol import SamplingParams, Submission
+from serve_app.channel.engine_call import ChannelAddress, EngineCall
+from serve_app.routing import engine_count
+from serve_app.routing.router import EngineRouter, num_engines, router_config
+from serve_app.settings import RoutingSettings
+from tests.support.reports import stats
+
+pytestmark = pytest.mark.anyio
+ROOT = Path(__file__).parents[2]
+DEPLOYMENT = DeploymentID(name="Engine", app_name="app")
+NOWHERE = ChannelAddress("tcp://127.0.0.1:1", b"", b"", b"")
+BLOCK_SIZE = 4
+FULL = 10
+PROMPT = tuple(range(100))
+
+
+class FakeReplica(RunningReplica):  # type: ignore[misc]
+    """What a router sees of a replica; it takes requests while `queue_len` is below FULL."""
+
+    def __init__(self, name: str, reported: dict[str, Any] | None = None) -> None:
+        self._id = ReplicaID(unique_id=name, deployment_id=DEPLOYMENT)
+        self._reported = reported or {}
+        self.queue_len = 0
+
+    @property
+    def replica_id(self) -> ReplicaID:
+        return self._id
+
+    @property
+    def routing_stats(self) -> dict[str, Any]:
+        return self._reported
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        return FULL
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        return self.queue_len
+
+
+@pytest.fixture(autouse=True)
+def unknown_number_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_count, "_known", None)
+
+
+def make_router(seed: int = 0, **routing: Any) -> EngineRouter:
+    router = EngineRouter(
+        deployment_id=DEPLOYMENT,
+        handle_source=DeploymentHandleSource.REPLICA,
+        use_replica_queue_len_cache=True,
+        self_node_id="node",
+        prefer_local_node_routing=False,
+        initial_backoff_s=0.001,
+        max_backoff_s=0.01,
+    )
+    router.initialize_state(block_size=BLOCK_SIZE, routing=routing, random=Random(seed))
+    return router
+
+
+def engine_call(prompt: tuple[int, ...] = PROMPT, **fields: Any) -> EngineCall:
+    return EngineCall(Submission("r", prompt, SamplingParams()), stream_id=1, channel=NOWHERE, **fields)
+
+
+def pending(*args: Any, request_id: str = "http request") -> PendingRequest:
+    """As Serve makes it: all calls of one HTTP request have its id."""
+    return PendingRequest(
+        args=list(args), kwargs={}, metadata=RequestMetadata(request_id=request_id, internal_request_id=request_id)
+    )
+
+
+async def route(router: EngineRouter, request: PendingRequest, *, is_retry: bool = False) -> str:
+    async with asyncio.timeout(20):
+        replica = await router._choose_replica_for_request(request, is_retry=is_retry)
+    return str(replica.replica_id.unique_id)
+
+
+def end(router: EngineRouter, request: PendingRequest, name: str) -> None:
+    """As Serve tells it, once for each attempt that got a replica."""
+    router.on_request_completed(ReplicaID(name, DEPLOYMENT), request.metadata.internal_request_id)
+
+
+def loads(router: EngineRouter, *names: str) -> list[int]:
+    return [router._fleet.load(name, now=0).num_requests for name in names]
+
+
+# --- where requests go -----------------------------------------------------------------------------------------------
+
+
+async def test_requests_with_one_prefix_go_to_one_replica_while_its_load_allows() -> None:
+    router = make_router()
+    router.update_replicas([FakeReplica(name) for name in "abc"])
+    chosen = set()
+    for i in range(20):
+        request = pending(engine_call((*PROMPT, i)))
+        chosen.add(name := await route(router, request))
+        end(router, request, name)
+    assert len(chosen) == 1
+
+
+async def test_requests_with_one_prefix_spread_once_its_holder_has_more_to_do_than_the_prefix_saves() -> None:
+    router = make_router(slack_tokens=0)
+    router.update_replicas([FakeReplica(name) for name in "abc"])
+    counts = Counter([await route(router, pending(engine_call((*PROMPT, i)))) for i in range(30)])
+    assert len(counts) == 3
+    assert max(counts.values()) <= 1.25 * 10 + 2
+
+
+async def test_requests_that_arrive_at_once_see_each_other() -> None:
+    """Counted only when Serve says that they were sent, all would have gone to the replica with the best report."""
+    router = make_router()
+    idle, busy = (stats(1.0, queued=queued) for queued in (0, 500))
+    router.update_replicas([FakeReplica("a", idle), FakeReplica("b", busy)])
+    requests = [pending(engine_call(tuple(range(1000 * i, 1000 * i + 100))), request_id=str(i)) for i in range(20)]
+    counts = Counter(await asyncio.gather(*(route(router, request) for request in requests)))
+    assert counts["a"] > counts["b"] >= 5
+
+
+async def test_a_session_stays_at_its_replica() -> None:
+    router = make_router()
+    router.update_replicas([FakeReplica(name) for name in "abcd"])
+    homes = set()
+    for i in range(10):
+        request = pending(engine_call(tuple(range(1000 * i, 1000 * i + 50)), session="s"))
+        homes.add(name := await route(router, request))
+        end(router, request, name)
+    assert len(homes) == 1
+
+
+async def test_a_replica_that_the_request_failed_on_is_avoided() -> None:
+    router = make_router()
+    router.update_replicas([FakeReplica("a"), FakeReplica("b")])
+    assert {await route(router, pending(engine_call(avoid=("a",)))) for _ in range(10)} == {"b"}
+
+
+async def test_a_call_that_is_no_request_goes_to_any_replica_and_leaves_no_trace() -> None:
+    router = make_router()
+    router.update_replicas([FakeReplica("a"), FakeReplica("b")])
+    assert {await route(router, pending()) for _ in range(30)} == {"a", "b"}
+    assert loads(router, "a", "b") == [0, 0]
+
+
+async def test_a_report_of_an_engine_moves_requests_away_from_it() -> None:
+    router = make_router()
+    busy = stats(1.0, requests=90, queued=50_000)
+    router.update_replicas([FakeReplica("a", busy), FakeReplica("b", {})])
+    assert {await route(router, pending(engine_call((i, *PROMPT)))) for i in range(10)} == {"b"}
+
+
+# --- how an attempt ends ---------------------------------------------------------------------------------------------
+
+
+async def test_two_calls_of_one_http_request_that_wait_at_once_are_both_routed() -> None:
+    """Serve gives both the same id; its base class then never fulfils the second, which tried again for ever."""
+    router = make_router()
+    router.update_replicas([FakeReplica("a"), FakeReplica("b")])
+    async with asyncio.timeout(20):
+        chosen = await asyncio.gather(*(route(router, pending(engine_call())) for _ in range(5)))
+    assert set(chosen) <= {"a", "b"}
+
+
+async def test_the_end_of_a_request_takes_it_off_its_replica() -> None:
+    router = make_router()
+    router.update_replicas([FakeReplica("a")])
+    request = pending(engine_call())
+    name = await route(router, request)
+    assert loads(router, "a") == [1]
+    end(router, request, name)
+    end(router, pending(), name)  # a broadcast's: its id was never announced
+    assert loads(router, "a") == [0]
+
+
+async def test_the_end_of_a_rejected_attempt_does_not_end_its_retry() -> None:
+    router = make_router()
+    router.update_replicas([FakeReplica("a")])
+    request = pending(engine_call())
+    await route(router, request)
+    rejected = request.metadata.internal_request_id
+    await route(router, request, is_retry=True)
+    router.on_request_completed(ReplicaID("a", DEPLOYMENT), rejected)
+    assert loads(router, "a") == [1]
+    end(router, request, "a")
+    assert loads(router, "a") == [0]
+
+
+async def test_a_request_that_is_cancelled_while_it_waits_leaves_no_trace() -> None:
+    router = make_router()
+    replica = FakeReplica("a")
+    replica.queue_len = FULL
+    router.update_replicas([replica])
+    waiting = asyncio.ensure_future(route(router, pending(engine_call())))
+    async with asyncio.timeout(20):
+        while loads(router, "a") == [0]:
+            await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert loads(router, "a") == [0]
+    assert router._fleet._attempts == {}
+
+
+async def test_a_request_counts_where_it_went_when_the_replica_that_was_best_for_it_is_full() -> None:
+    router = make_router()
+    best, other = FakeReplica("a"), FakeReplica("b", stats(1.0, queued=900))
+    best.queue_len = FULL  # which the router does not know yet
+    router._replica_queue_len_cache.update(other.replica_id, 0)
+    router.update_replicas([best, other])
+    assert await route(router, pending(engine_call())) == "b"
+    assert loads(router, "a", "b") == [0, 1]
+
+
+# --- full replicas, and none -----------------------------------------------------------------------------------------
+
+
+async def test_replicas_that_are_known_to_be_full_come_last() -> None:
+    router = make_router()
+    replicas = [FakeReplica(name) for name in "abc"]
+    router.update_replicas(replicas)
+    for replica, queue_len in zip(replicas, (FULL, FULL, FULL - 1), strict=True):
+        router._replica_queue_len_cache.update(replica.replica_id, queue_len)
+    for args in ((engine_call(),), ()):
+        ranks = await router.choose_replicas(replicas, pending(*args))
+        names = [sorted(replica.replica_id.unique_id for replica in rank) for rank in ranks]
+        assert names == [["c"], ["a", "b"]]
+
+
+@pytest.mark.parametrize("args", [(engine_call(),), ()])
+async def test_while_all_are_full_a_request_waits_and_is_routed_once_one_is_not(args: tuple[Any, ...]) -> None:
+    """Without `should_backoff` Serve asks again at once: the loop of the router would do nothing else."""
+    router = make_router()
+    replicas = [FakeReplica("a"), FakeReplica("b")]
+    for replica in replicas:
+        replica.queue_len = FULL
+    router.update_replicas(replicas)
+    request = pending(*args)
+    waiting = asyncio.ensure_future(route(router, request))
+    async with asyncio.timeout(20):
+        while not router.num_routing_tasks_in_backoff:
+            await asyncio.sleep(0)
+    assert request.routing_context.should_backoff
+    assert not waiting.done()
+    replicas[1].queue_len = 0
+    assert await waiting == "b"
+
+
+async def test_a_request_that_came_before_any_replica_is_routed_when_one_comes() -> None:
+    router = make_router()
+    router.update_replicas([])
+    waiting = asyncio.ensure_future(route(router, pending(engine_call())))
+    await asyncio.sleep(0)
+    router.update_replicas([FakeReplica("a")])
+    assert await waiting == "a"
+
+
+async def test_a_dead_replica_is_forgotten_at_once() -> None:
+    router = make_router()
+    router.update_replicas([FakeReplica("a"), FakeReplica("b")])
+    name = await route(router, pending(engine_call()))
+    router.on_replica_actor_died(ReplicaID(name, DEPLOYMENT))
+    assert loads(router, "a", "b") == [0, 0]
+    assert num_engines() == 1
+    assert await route(router, pending(engine_call())) != name
+
+
+async def test_a_replica_that_left_is_forgotten_with_the_update() -> None:
+    router = make_router()
+    router.update_replicas([FakeReplica("a")])
+    await route(router, pending(engine_call()))
+    router.update_replicas([FakeReplica("b")])
+    assert loads(router, "a") == [0]
+    assert await route(router, pending(engine_call())) == "b"
+
+
+# --- the number of engines -------------------------------------------------------------------------------------------
+
+
+async def test_the_number_of_engines_is_unknown_until_serve_tells_it() -> None:
+    router = make_router()
+    assert num_engines() is None
+    router.update_replicas([FakeReplica("a"), FakeReplica("b")])
+    assert num_engines() == 2
+    router.update_replicas([])
+    assert num_engines() == 0
+
+
+def test_the_router_that_serve_unpickles_counts_engines_where_the_ingress_reads_them() -> None:
+    """Serve pickles the router's module by value: a global of that module would be another one in each process."""
+    pickled = router_config(RoutingSettings(), EngineConfig()).get_serialized_request_router_cls()
+    code = """
+import sys, pickle
+cls = pickle.loads(sys.stdin.buffer.read())
+from serve_app.routing.router import EngineRouter, num_engines
+assert cls is not EngineRouter, "if Serve imports it by name now, engine_count can move into the router"
+import asyncio
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID
+async def main():
+    router = cls(deployment_id=DeploymentID("Engine", "app"), handle_source=DeploymentHandleSource.REPLICA)
+    router.initialize_state(block_size=16)
+    router.update_replicas([])
+    print(num_engines())
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], input=pickled, capture_output=True, cwd=ROOT, timeout=120)
+    assert done.stdout.decode().split() == ["0"], done.stderr.decode()
+
+
+# --- settings, each of which changes something -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("routing", "num_chosen"), [({}, 1), ({"prefix_blocks": 0}, 2)])
+async def test_without_prefix_blocks_equal_prompts_spread(routing: dict[str, Any], num_chosen: int) -> None:
+    router = make_router(**routing)
+    router.update_replicas([FakeReplica("a"), FakeReplica("b")])
+    chosen = set()
+    for _ in range(20):
+        request = pending(engine_call())
+        chosen.add(name := await route(router, request))
+        end(router, request, name)
+    assert len(chosen) == num_chosen
+
+
+async def test_prefix_blocks_bounds_what_of_a_prompt_is_hashed() -> None:
+    router = make_router(prefix_blocks=3)
+    router.update_replicas([FakeReplica("a")])
+    await route(router, pending(engine_call(tuple(range(10_000)))))
+    assert router._fleet._index.num_blocks("a") == 3
+
+
+async def test_index_blocks_bounds_what_is_remembered_of_a_replica() -> None:
+    router = make_router(index_blocks=7)
+    router.update_replicas([FakeReplica("a")])
+    for i in range(5):
+        await route(router, pending(engine_call((i, *PROMPT))))
+    assert router._fleet._index.num_blocks("a") == 7
+
+
+async def holder_is_chosen(report: dict[str, int], **routing: Any) -> bool:
+    """One of two replicas holds all of PROMPT, which saves it 99 tokens, and has something to do."""
+    router = make_router(**routing)
+    digests: list[bytes] = []
+    extend_chain(digests, PROMPT, len(PROMPT) // BLOCK_SIZE, BLOCK_SIZE)
+    holder = stats(1.0, *digests, **report)
+    router.update_replicas([FakeReplica("holder", holder), FakeReplica("other")])
+    return await route(router, pending(engine_call())) == "holder"
+
+
+async def test_the_slack_lets_a_holder_have_more_to_do_than_the_mean() -> None:
+    assert await holder_is_chosen({"queued": 50}, load_factor=1.0, slack_tokens=25)
+    assert not await holder_is_chosen({"queued": 50}, load_factor=1.0, slack_tokens=24)
+
+
+async def test_the_load_factor_lets_a_holder_have_more_to_do_than_the_mean() -> None:
+    assert await holder_is_chosen({"queued": 50}, load_factor=2.0, slack_tokens=0)
+    assert not await holder_is_chosen({"queued": 50}, load_factor=1.9, slack_tokens=0)
+
+
+async def test_request_tokens_make_running_requests_a_load() -> None:
+    assert await holder_is_chosen({"requests": 8}, request_tokens=10)
+    assert not await holder_is_chosen({"requests": 8}, request_tokens=15)
+
+
+def test_serve_is_told_the_period_of_reports_and_what_the_router_needs() -> None:
+    config = router_config(RoutingSettings(stats_period_s=3, index_blocks=5), EngineConfig(block_size=32))
+    assert config.request_routing_stats_period_s == 3
+    assert config.request_router_kwargs["block_size"] == 32
+    assert config.request_router_kwargs["routing"]["index_blocks"] == 5
+
+
+def test_engines_without_a_prefix_cache_are_not_chosen_for_prefixes() -> None:
+    config = router_config(RoutingSettings(), EngineConfig(enable_prefix_caching=False))
+    assert config.request_router_kwargs["routing"]["prefix_blocks"] == 0

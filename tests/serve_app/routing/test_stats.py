@@ -1,0 +1,105 @@
+"""Contracts of the stats that engines give to Serve for the routers."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from typing import Any, cast
+
+import pytest
+
+from engine.async_engine import AsyncEngine
+from engine.core import EngineCore
+from engine.fake_executor import FakeExecutor
+from engine.protocol import EngineError, ErrorCode, LoadSnapshot, SamplingParams
+from serve_app.routing.prefix_index import KEY_BYTES, prefix_keys
+from serve_app.routing.stats import EngineReport, RoutingReporter, decode
+from tests.support.engines import resolved_config
+from tests.support.reports import snapshot, stats
+
+pytestmark = pytest.mark.anyio
+DIGESTS = (b"a" * 16, b"b" * 16)
+
+
+class Engine:
+    """Answers what a test puts there."""
+
+    def __init__(self) -> None:
+        self.digests: list[bytes] = []
+        self.snapshot = snapshot()
+        self.dead = False
+
+    async def cached_digests(self, limit: int) -> list[bytes]:
+        if self.dead:
+            raise EngineError(ErrorCode.ENGINE_DEAD, "dead")
+        return self.digests[:limit]
+
+    def load(self) -> LoadSnapshot:
+        return self.snapshot
+
+
+def reporter(engine: Engine, published_blocks: int = 10) -> RoutingReporter:
+    return RoutingReporter(cast(AsyncEngine, engine), published_blocks, lambda load: 500.0)
+
+
+def test_what_was_packed_is_unpacked() -> None:
+    packed = stats(7.0, *DIGESTS, limit=2, rate=500.0, requests=3, queued=90, free_blocks=60, cached=5)
+    assert decode(pickle.loads(pickle.dumps(packed))) == EngineReport(
+        taken_at_s=7.0,
+        num_requests=3,
+        num_queued_tokens=90,
+        prefill_tokens_per_s=500.0,
+        num_free_blocks=60,
+        max_cached_blocks=45,
+        prefix_keys=(b"a" * KEY_BYTES, b"b" * KEY_BYTES),
+        all_prefixes=False,
+    )
+
+
+@pytest.mark.parametrize("packed", [{}, {"format": 0, "taken_at_s": 1.0}, {"queued_tokens": 5}])
+def test_stats_of_another_kind_are_none(packed: dict[str, Any]) -> None:
+    assert decode(packed) is None
+
+
+async def test_nothing_is_told_anew_while_an_idle_engine_stays_as_it_is() -> None:
+    """A new time alone would be broadcast to every router, with the stats of all replicas."""
+    engine = Engine()
+    idle = reporter(engine)
+    first = await idle.report()
+    assert await idle.report() is first
+    engine.digests = list(DIGESTS)
+    second = await idle.report()
+    assert second is not first
+    assert await idle.report() is second
+
+
+async def test_a_queue_that_does_not_move_is_told_each_time() -> None:
+    """Routers expect it to become shorter from the time of the report on."""
+    engine = Engine()
+    engine.snapshot = snapshot(requests=1, queued=100)
+    stuck = reporter(engine)
+    assert await stuck.report() is not await stuck.report()
+
+
+async def test_a_dead_engine_repeats_its_last_stats_and_leaves_the_news_to_the_health_check() -> None:
+    engine = Engine()
+    told = reporter(engine)
+    last = await told.report()
+    engine.dead, engine.snapshot = True, snapshot(requests=1, queued=100)
+    assert await told.report() is last
+
+
+@pytest.mark.parametrize(("published_blocks", "num_keys", "complete"), [(100, 3, True), (3, 3, False), (0, 0, False)])
+async def test_as_many_blocks_are_published_as_asked_for(published_blocks: int, num_keys: int, complete: bool) -> None:
+    config, prompt = resolved_config(), tuple(range(1, 14))
+    engine = AsyncEngine(EngineCore(FakeExecutor(config.num_kv_blocks, config.block_size, range(32)), config))
+    try:
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        _ = [event async for event in engine.generate(prompt, params)]
+        async with asyncio.timeout(20):
+            report = decode(await RoutingReporter(engine, published_blocks, lambda load: 500.0).report())
+    finally:
+        engine.shutdown()
+    assert report is not None
+    assert set(report.prefix_keys) <= set(prefix_keys(prompt, config.block_size, 100))
+    assert (len(report.prefix_keys), report.all_prefixes) == (num_keys, complete)

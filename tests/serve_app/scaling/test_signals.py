@@ -1,0 +1,218 @@
+"""What an engine replica tells the autoscaler: each number against a life of requests that was written down by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.protocol import ErrorCode, Failed, Finished, FinishReason, Scheduled, Token, Usage
+from serve_app.scaling.signals import ATTAINMENT_WINDOW_S, OFFERED_WINDOW_S, EngineReport, EngineSignals, SignalSettings
+from tests.support.fleet import NUM_BLOCKS, load_snapshot
+
+USAGE = Usage(1, 1, 0)
+
+
+class Life:
+    """An engine's signals and the clock that they read."""
+
+    def __init__(self, step_tokens: int = 100) -> None:
+        self.now_s = 1000.0
+        settings = SignalSettings(ttft_target_ms=1000, prefill_tokens_per_s=500)
+        self.signals = EngineSignals(
+            settings, max_num_seqs=8, step_tokens=step_tokens, block_size=16, clock=lambda: self.now_s
+        )
+
+    def serve(self, name: str, prompt_tokens: int, ttft_s: float, cached_tokens: int = 0) -> None:
+        self.signals.submitted(name, prompt_tokens)
+        self.signals.observe([Scheduled(name, cached_tokens)])
+        self.now_s += ttft_s
+        self.signals.observe([Token(name, 1)])
+
+    def report(self) -> EngineReport:
+        return self.signals.report(load_snapshot())
+
+
+def test_an_engine_without_requests_reports_no_load_full_attainment_and_the_default_throughput() -> None:
+    report = Life().report()
+    assert (report.num_running, report.offered_prefill_tokens_per_s, report.kv_pressure) == (0, 0, 0)
+    assert (report.num_judged, report.ttft_attainment, report.prefill_tokens_per_s) == (0, 1.0, 500)
+
+
+def test_stats_survive_the_trip_to_the_controller_and_lack_nothing() -> None:
+    stats = Life().report().as_stats()
+    assert all(isinstance(value, (int, float)) for value in stats.values())
+    assert EngineReport.from_stats(stats) == EngineReport(**stats)
+    for name in stats:
+        assert EngineReport.from_stats({key: value for key, value in stats.items() if key != name}) is None
+        assert EngineReport.from_stats(stats | {name: float("nan")}) is None
+
+
+def test_requests_that_wait_in_ingress_replicas_are_known_until_those_are_silent_for_long() -> None:
+    life = Life()
+    life.signals.submitted("a", 10, "first", 7)
+    life.signals.submitted("b", 10, "first", 3)
+    life.now_s += 10
+    life.signals.submitted("c", 10, "second", 2)
+    assert life.report().num_waiting_outside == 5
+    life.now_s += ATTAINMENT_WINDOW_S - 5
+    assert life.report().num_waiting_outside == 2
+
+
+def test_blocks_that_may_be_evicted_are_free_and_reserved_ones_are_not() -> None:
+    load = load_snapshot(num_held_blocks=300, num_reserved_blocks=200, num_evictable_blocks=400)
+    report = Life().signals.report(load)
+    assert report.kv_pressure == 500 / NUM_BLOCKS
+    assert report.kv_capacity_tokens == NUM_BLOCKS * 16
+
+
+def test_pressure_is_at_most_one() -> None:
+    report = Life().signals.report(load_snapshot(num_held_blocks=NUM_BLOCKS, num_reserved_blocks=NUM_BLOCKS))
+    assert report.kv_pressure == 1
+
+
+def test_attainment_is_the_share_of_first_tokens_in_time() -> None:
+    life = Life()
+    for name, ttft_s in (("a", 0.5), ("b", 1.0), ("c", 1.5), ("d", 0.2)):
+        life.serve(name, 100, ttft_s)
+    assert (life.report().num_judged, life.report().ttft_attainment) == (4, 0.75)
+
+
+def test_later_tokens_of_a_request_are_not_judged_again() -> None:
+    life = Life()
+    life.serve("a", 100, 0.5)
+    life.now_s += 5
+    life.signals.observe([Token("a", 2), Token("a", 3), Finished("a", FinishReason.LENGTH, USAGE)])
+    life.signals.ended("a")
+    assert (life.report().num_judged, life.report().ttft_attainment) == (1, 1.0)
+
+
+def test_what_happened_before_the_window_is_forgotten() -> None:
+    life = Life()
+    life.serve("a", 100, 2)
+    life.now_s += ATTAINMENT_WINDOW_S + 1
+    assert (life.report().num_judged, life.report().ttft_attainment) == (0, 1.0)
+
+
+def test_a_request_that_waits_past_the_target_is_missed_while_it_waits_and_once_when_it_is_served() -> None:
+    life = Life()
+    life.signals.submitted("a", 100)
+    life.now_s += 1
+    assert life.report().num_judged == 0
+    life.now_s += 1
+    assert (life.report().num_judged, life.report().ttft_attainment) == (1, 0.0)
+    life.signals.observe([Scheduled("a", 0), Token("a", 1)])
+    assert (life.report().num_judged, life.report().ttft_attainment) == (1, 0.0)
+
+
+@pytest.mark.parametrize(
+    "end", [Finished("a", FinishReason.ABORT, USAGE), Failed("a", ErrorCode.STEP_FAILED, "")], ids=["abort", "failure"]
+)
+@pytest.mark.parametrize(("after_s", "judged"), [(0.5, 0), (3.0, 1)])
+def test_a_request_that_ends_without_an_answer_is_missed_only_if_it_was_late(
+    end: Finished | Failed, after_s: float, judged: int
+) -> None:
+    life = Life()
+    life.signals.submitted("a", 100)
+    life.now_s += after_s
+    life.signals.observe([end])
+    life.signals.ended("a")
+    assert life.report().num_judged == judged
+    assert life.report().ttft_attainment == 1.0 - judged
+
+
+def test_a_prompt_that_is_only_scored_has_its_answer_when_it_finishes() -> None:
+    life = Life()
+    life.signals.submitted("a", 100)
+    life.now_s += 0.5
+    life.signals.observe([Scheduled("a", 0), Finished("a", FinishReason.LENGTH, USAGE)])
+    assert (life.report().num_judged, life.report().ttft_attainment) == (1, 1.0)
+
+
+def test_a_refused_request_is_missed_and_its_prompt_was_offered() -> None:
+    life = Life()
+    life.signals.submitted("a", 2000)
+    life.signals.refused("a")
+    life.signals.ended("a")
+    report = life.report()
+    assert (report.num_judged, report.ttft_attainment) == (1, 0.0)
+    assert report.offered_prefill_tokens_per_s == 2000 / OFFERED_WINDOW_S
+
+
+def test_a_caller_who_leaves_is_forgotten() -> None:
+    life = Life()
+    life.signals.submitted("a", 100)
+    life.signals.ended("a")
+    life.now_s += 60
+    assert life.report().num_judged == 0
+
+
+def test_offered_tokens_are_those_that_the_cache_does_not_have() -> None:
+    life = Life()
+    life.serve("a", 1000, 0.1, cached_tokens=600)
+    assert life.report().offered_prefill_tokens_per_s == 400 / OFFERED_WINDOW_S
+
+
+def test_a_cached_prompt_that_left_the_window_before_its_hit_was_known_offers_nothing() -> None:
+    life = Life()
+    life.signals.submitted("a", 1000)
+    life.now_s += OFFERED_WINDOW_S + 1
+    life.signals.observe([Scheduled("a", 900)])
+    assert life.report().offered_prefill_tokens_per_s == 0
+
+
+def test_throughput_is_what_was_computed_while_prompts_waited_not_over_idle_time() -> None:
+    life = Life()
+    for n in range(5):
+        life.serve(f"{n}", 300, 0.25)
+        life.now_s += 100
+    assert life.report().prefill_tokens_per_s == pytest.approx(1200)
+
+
+def test_throughput_of_requests_side_by_side_is_that_of_all_together() -> None:
+    life = Life()
+    life.signals.submitted("a", 400)
+    life.signals.submitted("b", 400)
+    for name in "ab":
+        life.now_s += 0.5
+        life.signals.observe([Token(name, 1)])
+    assert life.report().prefill_tokens_per_s == pytest.approx(800)
+
+
+def test_a_lone_short_prompt_does_not_measure_throughput() -> None:
+    life = Life(step_tokens=100)
+    life.serve("a", 10, 0.05)
+    assert life.report().prefill_tokens_per_s == 500
+    for n in range(12):  # in a stretch without a gap they do
+        life.signals.submitted(f"{n}", 10)
+    life.now_s += 0.5
+    life.signals.observe([Token(f"{n}", 1) for n in range(12)])
+    assert life.report().prefill_tokens_per_s == pytest.approx(200)
+
+
+def test_throughput_follows_a_change() -> None:
+    life = Life()
+    for n in range(100):
+        life.serve(f"fast-{n}", 1000, 1)
+    for n in range(200):
+        life.serve(f"slow-{n}", 100, 1)
+    assert life.report().prefill_tokens_per_s == pytest.approx(100, rel=0.5)
+
+
+def test_cached_tokens_are_no_throughput() -> None:
+    life = Life()
+    life.serve("a", 1000, 1, cached_tokens=800)
+    assert life.report().prefill_tokens_per_s == pytest.approx(200)
+
+
+def test_throughput_is_never_below_one_token_a_second() -> None:
+    life = Life()
+    life.serve("a", 100, 1e6)
+    assert life.report().prefill_tokens_per_s == 1
+
+
+def test_a_long_life_keeps_nothing_of_its_requests() -> None:
+    life = Life()
+    for n in range(2000):
+        life.serve(f"{n}", 100, 0.7)
+    sizes = [len(window._counts) for window in (life.signals._offered, life.signals._judged, life.signals._in_time)]
+    assert max(sizes) <= ATTAINMENT_WINDOW_S
+    assert not life.signals._waiting
