@@ -15,10 +15,11 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from engine.async_engine import AsyncEngine
 from engine.build import build_engine
 from engine.config import EngineConfig, ResolvedConfig
 from engine.prepare import prepare_model
-from engine.protocol import EngineError, ErrorCode, LoadSnapshot
+from engine.protocol import EngineError, ErrorCode, Failed, LoadSnapshot, SamplingParams
 from serve_app.admission.gate import Gate
 from serve_app.api.ingress import create_app
 from serve_app.api.live import LiveRequests
@@ -65,12 +66,30 @@ def spare_garbage_collections() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+async def warm_up(engine: AsyncEngine) -> None:
+    """Run the largest prefill step, and a decode step: the first of a process are slow, as threads start and operators
+    choose their code, and no request is to pay for that.
+
+    Raises:
+        EngineError: the engine cannot serve.
+    """
+    config = engine.config
+    prompt = [0] * max(1, min(config.max_prefill_tokens, config.max_request_tokens - 2))
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0, ignore_eos=True, max_tokens=2)
+    async for event in engine.generate(prompt, sampling, "warm-up"):
+        if isinstance(event, Failed):
+            raise EngineError(event.code, f"The engine failed to warm up: {event.message}")
+    await engine.reset_prefix_cache()
+
+
 class EngineReplica:
     """One engine in a process of its own. Token ids in, token ids out."""
 
-    def __init__(self, settings: AppSettings) -> None:
+    async def __init__(self, settings: AppSettings) -> None:  # type: ignore[misc]
         log_as_serve_does()
-        self._engine = build_engine(settings.model, share_threads(settings.engine, settings.most_engines))
+        engine = share_threads(settings.engine, settings.most_engines)
+        self._engine = await asyncio.to_thread(build_engine, settings.model, engine)
+        await warm_up(self._engine)
         config = self._engine.config
         self._signals = EngineSignals(
             settings.signals,

@@ -18,7 +18,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def scripted_server() -> Iterator[ServeProcess]:
     # More moves than a user would allow: here every few seconds a replica dies.
     args = fake(step_delay_ms=100, engine_replicas=NUM_ENGINES, ingress_replicas=NUM_INGRESSES, max_migrations=10)

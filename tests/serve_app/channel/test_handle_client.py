@@ -33,7 +33,7 @@ from serve_app.channel.handle_client import HandleClient
 from serve_app.channel.migration import Migration
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.channel.token_sender import TokenSender
-from tests.serve_app.channel import LONG, Rig, rig, until
+from tests.serve_app.channel.rig import LONG, Rig, rig, until
 from tests.support.engines import answer_alone
 
 pytestmark = pytest.mark.anyio

@@ -25,7 +25,7 @@ from serve_app.settings import RoutingSettings
 from tests.support.reports import stats
 
 pytestmark = pytest.mark.anyio
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEPLOYMENT = DeploymentID(name="Engine", app_name="app")
 NOWHERE = ChannelAddress("tcp://127.0.0.1:1", b"", b"", b"")
 BLOCK_SIZE = 4

@@ -15,7 +15,7 @@ from serve_app.channel.engine_call import EngineCall
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.deployment import EngineReplica
 from serve_app.settings import AppSettings
-from tests.serve_app.channel import HOST, LONG, TIMEOUT_S, Gate, engine_of
+from tests.serve_app.channel.rig import HOST, LONG, TIMEOUT_S, Gate, engine_of
 
 pytestmark = pytest.mark.anyio
 
