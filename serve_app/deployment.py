@@ -164,8 +164,10 @@ class IngressReplica:
         here = serve.get_replica_context()
         others = serve.get_deployment_handle(here.deployment, here.app_name)
         # By value: by gRPC, which sets a call up for two thirds of what Ray's streaming actor call costs.
+        calls = engine.options(_by_reference=False)
+        may_sleep = settings.autoscaling is not None and settings.autoscaling.min_replicas == 0
         self._client = HandleClient(
-            engine.options(_by_reference=False), others, receiver, migration, lambda: self._gate.num_waiting
+            calls, others, receiver, migration, lambda: self._gate.num_waiting, may_sleep=may_sleep
         )
         self._gate = Gate(settings.gate_policy, num_engines)
         self._loop = asyncio.get_running_loop()

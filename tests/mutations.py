@@ -453,9 +453,9 @@ MUTATIONS = (
     Mutation(
         "I-11",
         "A block's hash does not cover what comes before it.",
-        "engine/request.py",
-        'parent = self.block_hashes[-1] if self.block_hashes else b""',
-        'parent = b""',
+        "engine/prefix.py",
+        "parent = chain[-1] if chain else ROOT",
+        "parent = ROOT",
         (CORE,),
     ),
     Mutation(

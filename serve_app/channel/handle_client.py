@@ -19,6 +19,7 @@ from serve_app.channel.engine_call import EngineCall
 from serve_app.channel.frames import MalformedFrame, decode_frame
 from serve_app.channel.migration import Attempt, Migration
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
+from serve_app.routing.engine_count import num_engines
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +39,18 @@ class HandleClient:
         receiver: TokenReceiver,
         migration: Migration,
         num_waiting: Callable[[], int] = lambda: 0,
+        *,
+        may_sleep: bool = False,
     ) -> None:
         """`ingress` is the handle of the deployment that this replica belongs to. `num_waiting`: requests that wait in
-        this replica to be streamed from here."""
+        this replica to be streamed from here. `may_sleep`: having no engine replica is healthy, as one starts when
+        something is asked for."""
         self._engine = engine
         self._ingress = ingress
         self._receiver = receiver
         self._migration = migration
         self._num_waiting = num_waiting
+        self._may_sleep = may_sleep
         self._draining = False
         self._expired = False
         self._num_live = 0
@@ -91,10 +96,12 @@ class HandleClient:
         """Raise EngineError unless an engine replica answers that it can serve."""
         if self._draining:
             raise EngineError(ErrorCode.DRAINING, "The server is shutting down.")
+        if self._may_sleep:
+            return  # Serve counts the call as a request: a load balancer's probes would keep an engine, or start one
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 await self._engine.check_health.remote()
-        except (RayError, DeploymentUnavailableError, TimeoutError) as error:
+        except (RayError, AioRpcError, DeploymentUnavailableError, TimeoutError) as error:
             raise EngineError(ErrorCode.ENGINE_DEAD, "No engine replica answers.") from error
 
     async def load(self) -> list[LoadSnapshot]:
@@ -103,7 +110,7 @@ class HandleClient:
         Raises:
             EngineError: a replica did not answer.
         """
-        return list(await _broadcast(self._engine, "load"))
+        return list(await self._ask_engines("load"))
 
     async def abort(self, name: str) -> bool:
         return any(await _broadcast(self._ingress, "abort", name))
@@ -112,7 +119,11 @@ class HandleClient:
         await _broadcast(self._ingress, "set_draining", draining)
 
     async def reset_prefix_cache(self) -> list[int]:
-        return list(await _broadcast(self._engine, "reset_prefix_cache"))
+        return list(await self._ask_engines("reset_prefix_cache"))
+
+    async def _ask_engines(self, method: str) -> list[Any]:
+        # Where none is, a broadcast would wait for the first to start.
+        return [] if num_engines() == 0 else await _broadcast(self._engine, method)
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests, let live ones finish for `timeout_s`, then end the rest with an error each.
@@ -199,7 +210,7 @@ async def _broadcast(handle: DeploymentHandle, method: str, *arguments: object) 
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
             return list(await handle.broadcast(method, *arguments).results_async())
-    except (RayError, TimeoutError) as error:
+    except (RayError, AioRpcError, TimeoutError) as error:
         raise EngineError(ErrorCode.ENGINE_DEAD, "A replica does not answer.") from error
 
 

@@ -6,12 +6,22 @@ from __future__ import annotations
 import asyncio
 import re
 
+import httpx
 import pytest
 import yaml
 
-from tests.chaos.support import ENGINE, completions, fake, until_free, until_replicas
+from tests.chaos.support import (
+    ENGINE,
+    check_undisturbed,
+    completions,
+    fake,
+    replicas,
+    undisturbed,
+    until_free,
+    until_replicas,
+)
 from tests.support.serve_process import ROOT, ServeProcess, serve_run
-from tests.support.streams import Stream, read_stream
+from tests.support.streams import Stream, read_all, read_stream
 
 pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
 
@@ -55,3 +65,17 @@ async def test_engines_go_from_one_to_three_and_back_under_load_and_no_request_f
         await until_free(server, 1)
     assert [stream.fault for stream in crowd if stream.fault] == []
     assert len(crowd) > NUM_CLIENTS
+
+
+async def test_the_last_engine_goes_when_nothing_is_asked_for_and_a_request_waits_for_the_next() -> None:
+    quick = SCALING | {"min_replicas": 0, "downscale_to_zero_delay_s": 3}
+    with serve_run(fake(step_delay_ms=5, autoscaling=quick)) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            for _ in range(2):
+                await until_replicas(server, ENGINE, 0, timeout_s=150)
+                for _ in range(30):  # what a load balancer does
+                    assert (await client.get("/health")).status_code == 200
+                    await asyncio.sleep(0.2)
+                assert replicas(server, ENGINE) == []
+                bodies = completions(5, 20)
+                check_undisturbed(await read_all(server.url, bodies), await undisturbed(bodies))

@@ -33,6 +33,7 @@ from serve_app.channel.handle_client import HandleClient
 from serve_app.channel.migration import Migration
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.channel.token_sender import TokenSender
+from serve_app.routing import engine_count
 from tests.serve_app.channel.rig import LONG, Rig, rig, until
 from tests.support.engines import answer_alone
 
@@ -424,3 +425,44 @@ async def test_a_stream_that_looks_for_a_replica_when_the_drain_is_over_ends_wit
             await task
         assert len(at.handle.calls) == 1
         await at.nothing_left()
+
+
+# --- a deployment without an engine ----------------------------------------------------------------------------------
+
+
+class Asleep:
+    """A deployment that has no replica: what is asked of it waits for one to start."""
+
+    def __init__(self) -> None:
+        self.check_health = self
+        self.num_asked = 0
+
+    async def remote(self) -> None:
+        self.num_asked += 1
+        await asyncio.Event().wait()
+
+
+def sleeping(monkeypatch: pytest.MonkeyPatch, *, may_sleep: bool) -> tuple[HandleClient, Asleep]:
+    monkeypatch.setattr(engine_count, "_known", 0)
+    monkeypatch.setattr(handle_client, "HEALTH_TIMEOUT_S", 0.05)
+    nobody: Any = Asleep()
+    unused: Any = None
+    return HandleClient(nobody, unused, unused, unused, may_sleep=may_sleep), nobody
+
+
+async def test_a_deployment_that_may_scale_to_zero_is_healthy_there_and_probes_do_not_wake_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client, nobody = sleeping(monkeypatch, may_sleep=True)
+    await client.check_health()
+    assert await client.load() == []
+    assert await client.reset_prefix_cache() == []
+    assert nobody.num_asked == 0
+
+
+async def test_any_other_deployment_without_engines_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, nobody = sleeping(monkeypatch, may_sleep=False)
+    with pytest.raises(EngineError, match="No engine replica answers") as caught:
+        await client.check_health()
+    assert caught.value.code is ErrorCode.ENGINE_DEAD
+    assert nobody.num_asked == 1
