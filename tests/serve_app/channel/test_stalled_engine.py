@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.async_engine import AsyncEngine
 from engine.protocol import EngineError, ErrorCode, Submission
 from serve_app import deployment
 from serve_app.channel.engine_call import EngineCall
@@ -28,6 +29,10 @@ async def is_healthy(replica: EngineReplica) -> bool:
     return True
 
 
+async def warm_already(engine: AsyncEngine) -> None:
+    """The gate is closed."""
+
+
 async def test_a_stalled_engine_fails_its_health_check_and_gives_up_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """They used to wait for Serve to end the replica, which first waited for them."""
     gate = Gate()
@@ -36,7 +41,9 @@ async def test_a_stalled_engine_fails_its_health_check_and_gives_up_its_calls(mo
     monkeypatch.setattr(deployment, "log_as_serve_does", lambda: None)
     monkeypatch.setattr(deployment.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(deployment, "build_engine", lambda model, config: engine)
-    replica, receiver = EngineReplica(AppSettings()), TokenReceiver(HOST, 100)
+    monkeypatch.setattr(deployment, "warm_up", warm_already)
+    replica, receiver = EngineReplica.__new__(EngineReplica), TokenReceiver(HOST, 100)
+    await replica.__init__(AppSettings())  # type: ignore[misc]  # Serve does so, too
     try:
         stream = receiver.open("r")
         call = EngineCall(Submission("r", (1, 2, 3), LONG), stream.stream_id, receiver.address)

@@ -422,6 +422,7 @@ async def test_a_malformed_message_of_a_peer_with_the_keys_is_dropped_and_the_ch
 async def test_a_malformed_abort_message_is_dropped_and_the_next_one_counts() -> None:
     async with rig(gated=True) as engine:
         receiver = engine.receiver()
+        aborted = spied_aborts(engine)
         call = engine.call(receiver)
         await engine.submitted(1)
         engine.gate.let(3)
@@ -430,6 +431,7 @@ async def test_a_malformed_abort_message_is_dropped_and_the_next_one_counts() ->
         for data in (b"\xc1", b"\x91\xa1\xff", b"", b"\x91\xa1x"):
             await receiver._socket.send_multipart([call.stream.peer, data])
         receiver.close(call.stream)
+        await until(lambda: aborted == {"r"})
         engine.gate.open()
         assert (await call.answered())[-1] == _aborted(await call.answered())
 
@@ -497,10 +499,12 @@ async def _bring(engine: Rig, receiver: TokenReceiver, state: str) -> tuple[Call
 async def test_closing_a_stream_ends_its_request_and_no_other(state: str) -> None:
     async with rig(gated=True, max_num_seqs=2, max_num_batched_tokens=8, max_prefill_tokens=8) as engine:
         receiver = engine.receiver()
+        aborted = spied_aborts(engine)
         call, others = await _bring(engine, receiver, state)
         receiver.close(call.stream)
         receiver.close(call.stream)
         assert not any(call.stream is stream for stream in receiver._streams.values())
+        await until(lambda: aborted == {"r"})
         engine.gate.open()
         last = (await call.answered())[-1]
         assert isinstance(last, Finished)
