@@ -368,9 +368,10 @@ def test_a_request_runs_once_it_is_prepared_in_the_place_that_its_arrival_gave_i
     """S5-R20: a request that was skipped while its image was decoded went to the end of the queue."""
 
     async def main() -> None:
-        gate, ran = threading.Semaphore(0), []
+        gate, ran, began = threading.Semaphore(0), [], threading.Event()
 
         def before_step(plan: StepPlan) -> None:
+            began.set()
             gate.acquire()
             ran.extend(row.request_id for row in plan.rows)
 
@@ -380,7 +381,7 @@ def test_a_request_runs_once_it_is_prepared_in_the_place_that_its_arrival_gave_i
         late = asyncio.create_task(collect(engine.generate(PROMPT, params, "late", prepared=image)))
         others = [asyncio.create_task(collect(engine.generate(PROMPT, params, name))) for name in ("first", "second")]
         try:
-            await until(lambda: "second" in engine._streams)
+            await until(lambda: "second" in engine._streams and began.is_set())  # the first one runs
             image.set_result(None)
             await asyncio.sleep(0)
         finally:

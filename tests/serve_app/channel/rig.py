@@ -279,3 +279,16 @@ async def relay_to(address: ChannelAddress) -> AsyncIterator[Relay]:
         yield relay
     finally:
         await relay.stop()
+
+
+def spied_aborts(engine: Rig) -> set[str]:
+    """The requests that the engine is told to end, from now on."""
+    seen: set[str] = set()
+    abort = engine.engine.abort
+
+    def spy(request_id: str) -> None:
+        seen.add(request_id)
+        abort(request_id)
+
+    engine.engine.abort = spy  # type: ignore[method-assign]
+    return seen

@@ -34,7 +34,7 @@ from serve_app.channel.migration import Migration
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.channel.token_sender import TokenSender
 from serve_app.routing import engine_count
-from tests.serve_app.channel.rig import LONG, Rig, rig, until
+from tests.serve_app.channel.rig import LONG, Rig, rig, spied_aborts, until
 from tests.support.engines import answer_alone
 
 pytestmark = pytest.mark.anyio
@@ -299,6 +299,7 @@ async def test_a_replica_that_is_lost_in_mid_stream_costs_no_token_and_repeats_n
 async def test_cancelling_a_reader_ends_its_request_by_either_way_alone(num_steps: int, deaf: bool) -> None:
     async with ingress(gated=True, deaf=deaf) as at:
         got: list[Event] = []
+        aborted = spied_aborts(at.engine)
         task = asyncio.ensure_future(collect(at.stream(), got))
         await at.engine.submitted(1)
         at.engine.gate.let(num_steps)
@@ -307,6 +308,7 @@ async def test_cancelling_a_reader_ends_its_request_by_either_way_alone(num_step
         with pytest.raises(asyncio.CancelledError):
             await task
         assert at.handle.num_cancelled == [1]
+        await until(lambda: aborted == {"r"})
         at.engine.gate.open()
         await until(lambda: at.handle.responses[0].task.done())
         assert len(at.engine.gate.plans) < 100, "the engine went on for nobody"

@@ -45,6 +45,7 @@ from tests.serve_app.channel.rig import (
     handshake_event,
     relay_to,
     rig,
+    spied_aborts,
     spied_frames,
     until,
 )
@@ -458,19 +459,6 @@ async def test_a_frame_for_a_stream_that_nobody_reads_makes_the_engine_abort_its
         assert isinstance(last, Finished)
         assert last.reason is FinishReason.ABORT
         await engine.idle()
-
-
-def spied_aborts(engine: Rig) -> set[str]:
-    """The requests that the engine is told to end, from now on."""
-    seen: set[str] = set()
-    abort = engine.engine.abort
-
-    def spy(request_id: str) -> None:
-        seen.add(request_id)
-        abort(request_id)
-
-    engine.engine.abort = spy  # type: ignore[method-assign]
-    return seen
 
 
 STATES = ["before the first frame", "in the queue", "in its prefill", "while it decodes"]
