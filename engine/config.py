@@ -274,7 +274,7 @@ class ResolvedConfig:
     dtype: str
     attention_backend: str
     num_threads: int
-    stall_timeout_s: float = 60.0
+    stall_timeout_s: float
     recurrent_state: bool = False
     """The model has state besides KV: requests hold state slots, and prefix hits need snapshots."""
     reasons: dict[str, str] = field(default_factory=dict)

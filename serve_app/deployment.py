@@ -97,7 +97,9 @@ class EngineReplica:
             step_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
         )
-        self._routing = RoutingReporter(self._engine, settings.routing.published_blocks, self._prefill_tokens_per_s)
+        self._routing = RoutingReporter(
+            self._engine, settings.routing.published_blocks, lambda: self._signals.prefill_tokens_per_s
+        )
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._sender = TokenSender(self._engine, replica_id, self._signals.observe)
         spare_garbage_collections()
@@ -123,9 +125,6 @@ class EngineReplica:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve calls this for the EngineRouter of each ingress replica."""
         return await self._routing.report()
-
-    def _prefill_tokens_per_s(self, load: LoadSnapshot) -> float:
-        return self._signals.report(load).prefill_tokens_per_s
 
     async def resolved_config(self) -> ResolvedConfig:
         return self._engine.config
@@ -206,8 +205,10 @@ class IngressReplica:
             self._gate.reopen()
 
     async def drain(self) -> int:
-        """Called before a shutdown; see Gate.drain and HandleClient.drain."""
-        return await self._gate.drain(self._settings.drain_timeout_s) + await self._client.drain(0)
+        """Called before a shutdown: let what is inside finish, end the rest with an error each, and say how many."""
+        num_late = await self._gate.drain(self._settings.drain_timeout_s)
+        self._client.end()
+        return num_late
 
 
 def _load_tokenizer(settings: AppSettings) -> tuple[Tokenizer, int]:

@@ -125,10 +125,10 @@ class Gate:
 
     async def drain(self, timeout_s: float) -> int:
         """Close, and wait until all who are inside have left. After `timeout_s`, those that wait here are ended with
-        DRAINING; those that are with the engines are left to whoever drains these.
+        DRAINING; those that are with the engines are left to the caller to end.
 
         Returns:
-            How many were ended.
+            How many were still inside.
         """
         self.close()
         with suppress(TimeoutError):
@@ -136,10 +136,10 @@ class Gate:
                 while self._all.requests.amount:
                     self._empty.clear()
                     await self._empty.wait()
-        late = [visit for line in self._lines.values() for visit in line]
-        for visit in late:
+        num_late = self._all.requests.amount
+        for visit in [visit for line in self._lines.values() for visit in line]:
             visit.refuse(RequestRejected(ErrorCode.DRAINING, "The deployment is draining; this request did not run."))
-        return len(late)
+        return num_late
 
     # --- limits -----------------------------------------------------------------------------------------------------
 

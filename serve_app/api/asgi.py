@@ -93,10 +93,8 @@ class RequestGuard:
             try:
                 with stall:
                     await send(message)
-            except (
-                OSError,
-                WaitEnded,
-            ) as error:  # the first is how ASGI servers report a closed connection, from version 2.4 on
+            # OSError: how servers report a closed connection, from ASGI 2.4 on.
+            except (OSError, WaitEnded) as error:
                 raise ClientGone from error
 
         with stall.watched():

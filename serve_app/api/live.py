@@ -69,7 +69,7 @@ class Life:
         assert self.deadline is not None
         if self._is_over():
             self._wait.end()
-        elif self._with_engine:
+        if now() < self.deadline.at + GRACE_S:
             self._timer = asyncio.get_running_loop().call_at(self.deadline.at + GRACE_S, self._look)
 
     def _reason(self) -> Exception:

@@ -4,9 +4,7 @@ Never decides what a failure means to an HTTP client; it turns Ray's failures in
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
 from typing import Any
 
 from grpc.aio import AioRpcError
@@ -21,8 +19,6 @@ from serve_app.channel.migration import Attempt, Migration
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
 from serve_app.routing.engine_count import num_engines
 
-logger = logging.getLogger(__name__)
-
 HEALTH_TIMEOUT_S = 5.0
 
 # Answers that are on their way: an event loop alone does not keep its tasks alive.
@@ -30,7 +26,7 @@ _answers: set[asyncio.Task[None]] = set()
 
 
 class HandleClient:
-    """Streams requests to whichever engine replica the router picks, and can be drained."""
+    """Streams requests to whichever engine replica the router picks, until it is told to end them."""
 
     def __init__(
         self,
@@ -51,38 +47,21 @@ class HandleClient:
         self._migration = migration
         self._num_waiting = num_waiting
         self._may_sleep = may_sleep
-        self._draining = False
-        self._expired = False
-        self._num_live = 0
-        self._idle = asyncio.Event()
+        self._ended = False
         self._attempts: set[_HandleAttempt] = set()
 
-    async def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
+    def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
         """Yield event batches until the terminal one. Closing or cancelling it aborts the request in the engine.
 
         Raises:
-            RequestRejected: by the engine, or because this client is draining.
-            EngineError: no engine replica can go on, or the drain's time is up.
+            RequestRejected: by the engine.
+            EngineError: no engine replica can go on, or `end` was called.
         """
-        if self._draining:
-            raise RequestRejected(ErrorCode.DRAINING, "The server is shutting down and takes no new requests.")
+        return self._migration.stream(submission, lambda rest, avoid: self._start(rest, session, avoid))
 
-        def start(rest: Submission, avoid: tuple[str, ...]) -> Attempt:
-            if self._expired:
-                raise _late()
-            return self._start(rest, session, avoid)
-
-        self._num_live += 1
-        try:
-            async with aclosing(self._migration.stream(submission, start)) as items:
-                async for events in items:
-                    yield events
-        finally:
-            self._num_live -= 1
-            if not self._num_live:
-                self._idle.set()
-
-    def _start(self, submission: Submission, session: str | None, avoid: tuple[str, ...]) -> _HandleAttempt:
+    def _start(self, submission: Submission, session: str | None, avoid: tuple[str, ...]) -> Attempt:
+        if self._ended:
+            raise _late()
         address, num_waiting = self._receiver.address, self._num_waiting()
         stream = self._receiver.open(submission.request_id)
         call = EngineCall(submission, stream.stream_id, address, session, avoid, num_waiting)
@@ -94,8 +73,6 @@ class HandleClient:
 
     async def check_health(self) -> None:
         """Raise EngineError unless an engine replica answers that it can serve."""
-        if self._draining:
-            raise EngineError(ErrorCode.DRAINING, "The server is shutting down.")
         if self._may_sleep:
             return  # Serve counts the call as a request: a load balancer's probes would keep an engine, or start one
         try:
@@ -125,22 +102,11 @@ class HandleClient:
         # Where none is, a broadcast would wait for the first to start.
         return [] if num_engines() == 0 else await _broadcast(self._engine, method)
 
-    async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests, let live ones finish for `timeout_s`, then end the rest with an error each.
-
-        Returns:
-            How many had to be ended.
-        """
-        self._draining = True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self._num_live:
-                    self._idle.clear()
-                    await self._idle.wait()
-        self._expired = True
+    def end(self) -> None:
+        """End every stream, and those that come, with a DRAINING error, after what they have already."""
+        self._ended = True
         for attempt in self._attempts:
             attempt.fail(_late())
-        return self._num_live
 
 
 class _HandleAttempt:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.routing.prefix_index import PrefixIndex
-from serve_app.routing.stats import EngineReport, decode, taken_at_s
+from serve_app.routing.stats import RoutingReport, decode, taken_at_s
 
 FLIGHT_S = 0.1
 """A report is not trusted to count what was sent less than this before it: the request may have been on its way, or the
@@ -39,7 +39,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Replica:
-    report: EngineReport | None = None
+    report: RoutingReport | None = None
     fresh: dict[str, _Sent] = field(default_factory=dict)
     """Open attempts that the report does not count, in order of time."""
     counted: dict[str, _Sent] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Fleet:
             if taken_at_s(packed) != known and (report := decode(packed)):
                 self._take(replica_id, replica, report)
 
-    def _take(self, replica_id: str, replica: _Replica, report: EngineReport) -> None:
+    def _take(self, replica_id: str, replica: _Replica, report: RoutingReport) -> None:
         until = report.taken_at_s - FLIGHT_S
         replica.report = report
         replica.num_ended = 0

@@ -20,7 +20,7 @@ _NEWS = ("requests", "queued_tokens", "free_blocks", "cached_blocks", "prefixes"
 
 
 @dataclass(frozen=True, slots=True)
-class EngineReport:
+class RoutingReport:
     """One engine at one moment. Counts are of requests, tokens or KV blocks."""
 
     taken_at_s: float
@@ -65,9 +65,7 @@ def encode(
 class RoutingReporter:
     """Answers for one engine what Serve's controller asks of it each `stats_period_s`."""
 
-    def __init__(
-        self, engine: AsyncEngine, published_blocks: int, prefill_tokens_per_s: Callable[[LoadSnapshot], float]
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, published_blocks: int, prefill_tokens_per_s: Callable[[], float]) -> None:
         self._engine = engine
         self._limit = published_blocks
         self._prefill_tokens_per_s = prefill_tokens_per_s
@@ -81,7 +79,7 @@ class RoutingReporter:
         except EngineError:  # dead, which the health check tells
             return self._last
         load = self._engine.load()
-        rate = self._prefill_tokens_per_s(load)
+        rate = self._prefill_tokens_per_s()
         fresh = encode(load, digests, limit=self._limit, prefill_tokens_per_s=rate, taken_at_s=time.time())
         if fresh["queued_tokens"] or any(fresh[name] != self._last.get(name) for name in _NEWS):
             self._last = fresh
@@ -93,12 +91,12 @@ def taken_at_s(stats: Mapping[str, Any]) -> float | None:
     return stats["taken_at_s"] if stats.get("format") == _FORMAT else None
 
 
-def decode(stats: Mapping[str, Any]) -> EngineReport | None:
+def decode(stats: Mapping[str, Any]) -> RoutingReport | None:
     """What `encode` packed; None for a replica that has reported nothing yet, or in another version's format."""
     if stats.get("format") != _FORMAT:
         return None
     prefixes: bytes = stats["prefixes"]
-    return EngineReport(
+    return RoutingReport(
         taken_at_s=stats["taken_at_s"],
         num_requests=stats["requests"],
         num_queued_tokens=stats["queued_tokens"],

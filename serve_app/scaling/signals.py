@@ -194,6 +194,10 @@ class EngineSignals:
         if waiting is not None and self._is_late(waiting, self._clock()):
             self._judge(self._clock(), in_time=False)
 
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self._throughput.tokens_per_s(self._settings.prefill_tokens_per_s)
+
     def report(self, load: LoadSnapshot) -> EngineReport:
         now_s = self._clock()
         judged, attainment = self._attainment(now_s)
@@ -204,7 +208,7 @@ class EngineSignals:
             num_waiting_outside=self._waiting_outside(now_s),
             max_num_seqs=self._max_num_seqs,
             queued_prefill_tokens=load.num_queued_tokens,
-            prefill_tokens_per_s=self._throughput.tokens_per_s(self._settings.prefill_tokens_per_s),
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
             offered_prefill_tokens_per_s=max(0.0, self._offered.total(now_s)) / OFFERED_WINDOW_S,
             kv_pressure=min(1.0, used_blocks / load.num_blocks),
             kv_capacity_tokens=load.num_blocks * self._block_size,

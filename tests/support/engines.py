@@ -39,6 +39,7 @@ def resolved_config(**overrides: Any) -> ResolvedConfig:
         dtype="none",
         attention_backend="fake",
         num_threads=1,
+        stall_timeout_s=60.0,
     )
     return ResolvedConfig(**{**settings, **overrides})
 

@@ -399,14 +399,14 @@ async def test_a_drain_waits_until_the_last_one_has_left() -> None:
     assert await asyncio.wait_for(drain, TIMEOUT_S) == 0
 
 
-async def test_a_drain_whose_time_is_up_ends_who_waits_and_says_how_many() -> None:
+async def test_a_drain_whose_time_is_up_ends_who_waits_and_says_how_many_were_late() -> None:
     gate = Gate(at_most(1))
     guests = [Guest(gate) for _ in range(3)]
     await quiet()
-    assert await gate.drain(0.01) == 2
+    assert await gate.drain(0.01) == 3
     await quiet()
     assert [isinstance(guest.error, RequestRejected) for guest in guests] == [False, True, True]
-    assert guests[0].inside, "it is with the engines, whose drain is somebody else's"
+    assert guests[0].inside, "it is with the engines, where the caller ends it"
     await end(*guests)
     assert gate.snapshot().num_live == 0
 

@@ -1,4 +1,4 @@
-"""Contracts of the way from the ingress to the engine replicas: what Ray's failures become, draining, and who is told.
+"""Contracts of the way from the ingress to the engine replicas: what Ray's failures become, its end, and who is told.
 Never starts Ray: the handle is scripted, or runs an engine of this process over a real channel."""
 
 from __future__ import annotations
@@ -357,56 +357,19 @@ async def test_a_storm_of_readers_that_leave_at_random_moments_leaves_nothing_be
         assert tokens(await collect(at.stream("last"))) == EXPECTED
 
 
-# --- draining --------------------------------------------------------------------------------------------------------
+# --- the end ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_drain_without_streams_ends_at_once_and_refuses_what_comes_after() -> None:
-    async with ingress() as at:
-        assert await at.client.drain(20) == 0
-        with pytest.raises(RequestRejected) as caught:
-            await collect(at.stream())
-        assert caught.value.code is ErrorCode.DRAINING
-        assert not at.handle.calls
-        with pytest.raises(EngineError):
-            await at.client.check_health()
-
-
-async def test_a_drain_lets_live_streams_finish() -> None:
-    async with ingress(gated=True) as at:
-        tasks = [asyncio.ensure_future(collect(at.stream(f"r{i}"))) for i in range(3)]
-        await at.engine.submitted(3)
-        drain = asyncio.ensure_future(at.client.drain(20))
-        at.engine.gate.let(5)
-        await until(lambda: len(at.engine.gate.plans) == 5)
-        assert not drain.done()
-        at.engine.gate.open()
-        assert await drain == 0
-        assert [tokens(await task) for task in tasks] == [EXPECTED] * 3
-
-
-async def test_a_stream_may_move_to_another_replica_during_a_drain() -> None:
-    async with ingress(gated=True) as at:
-        task = asyncio.ensure_future(collect(at.stream()))
-        await at.engine.submitted(1)
-        drain = asyncio.ensure_future(at.client.drain(20))
-        await asyncio.sleep(0)
-        at.handle.responses[0].task.cancel()
-        await until(lambda: len(at.handle.calls) == 2)
-        at.engine.gate.open()
-        assert tokens(await task) == EXPECTED
-        assert await drain == 0
-
-
-async def test_streams_that_outlast_a_drain_give_what_they_have_and_then_say_why_they_end() -> None:
+async def test_streams_that_are_ended_give_what_they_have_and_then_say_why() -> None:
     async with ingress(gated=True) as at:
         got: list[list[Event]] = [[], []]
         tasks = [asyncio.ensure_future(collect(at.stream(f"r{i}"), got[i])) for i in range(2)]
         await at.engine.submitted(2)
         at.engine.gate.let(5)
         await until(lambda: all(len(tokens(events)) >= 3 for events in got))
-        assert await at.client.drain(0.01) == 2
+        at.client.end()
         for task in tasks:
-            with pytest.raises(EngineError) as caught:
+            with pytest.raises(EngineError, match="shutting down") as caught:
                 await task
             assert caught.value.code is ErrorCode.DRAINING
         assert [tokens(events) for events in got] == [EXPECTED[: len(tokens(events))] for events in got]
@@ -415,14 +378,22 @@ async def test_streams_that_outlast_a_drain_give_what_they_have_and_then_say_why
         await at.nothing_left()
 
 
-async def test_a_stream_that_looks_for_a_replica_when_the_drain_is_over_ends_with_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_stream_that_comes_after_the_end_never_reaches_an_engine() -> None:
+    async with ingress() as at:
+        at.client.end()
+        with pytest.raises(EngineError) as caught:
+            await collect(at.stream())
+        assert caught.value.code is ErrorCode.DRAINING
+        assert not at.handle.calls
+        await at.nothing_left()
+
+
+async def test_a_stream_that_looks_for_a_replica_at_the_end_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migration, "FIRST_BACKOFF_S", 0.05)
     async with ingress(answering(ActorDiedError())) as at:
         task = asyncio.ensure_future(collect(at.stream()))
         await until(lambda: at.handle.calls and not at.client._attempts)
-        assert await at.client.drain(0) == 1
+        at.client.end()
         with pytest.raises(EngineError, match="shutting down"):
             await task
         assert len(at.handle.calls) == 1

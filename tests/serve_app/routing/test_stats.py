@@ -13,7 +13,7 @@ from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
 from engine.protocol import EngineError, ErrorCode, LoadSnapshot, SamplingParams
 from serve_app.routing.prefix_index import KEY_BYTES, prefix_keys
-from serve_app.routing.stats import EngineReport, RoutingReporter, decode
+from serve_app.routing.stats import RoutingReport, RoutingReporter, decode
 from tests.support.engines import resolved_config
 from tests.support.reports import snapshot, stats
 
@@ -39,12 +39,12 @@ class Engine:
 
 
 def reporter(engine: Engine, published_blocks: int = 10) -> RoutingReporter:
-    return RoutingReporter(cast(AsyncEngine, engine), published_blocks, lambda load: 500.0)
+    return RoutingReporter(cast(AsyncEngine, engine), published_blocks, lambda: 500.0)
 
 
 def test_what_was_packed_is_unpacked() -> None:
     packed = stats(7.0, *DIGESTS, limit=2, rate=500.0, requests=3, queued=90, free_blocks=60, cached=5)
-    assert decode(pickle.loads(pickle.dumps(packed))) == EngineReport(
+    assert decode(pickle.loads(pickle.dumps(packed))) == RoutingReport(
         taken_at_s=7.0,
         num_requests=3,
         num_queued_tokens=90,
@@ -97,7 +97,7 @@ async def test_as_many_blocks_are_published_as_asked_for(published_blocks: int, 
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         _ = [event async for event in engine.generate(prompt, params)]
         async with asyncio.timeout(20):
-            report = decode(await RoutingReporter(engine, published_blocks, lambda load: 500.0).report())
+            report = decode(await RoutingReporter(engine, published_blocks, lambda: 500.0).report())
     finally:
         engine.shutdown()
     assert report is not None
