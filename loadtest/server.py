@@ -1,5 +1,5 @@
-"""Owns a server under test: a `serve run` in a session of its own, the CPU time its processes take, and its end.
-Never reuses a running server, and leaves no process of it behind."""
+"""Owns a server under test: a `serve run` with a port, a Ray and a session of its own, the CPU time its processes take,
+and its end. Never reuses a running server, and leaves no process of it behind."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[1]
+SERVE = Path(sys.executable).with_name("serve")
 START_TIMEOUT_S = 180
 STOP_TIMEOUT_S = 90
 
@@ -49,37 +50,48 @@ def kind_of(command: str) -> str:
 class Server:
     """A running `serve run`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[Any], port: int, log: Path) -> None:
+        self.process = process
         self.port = port
-        self._process = process
+        self.url = f"http://127.0.0.1:{port}"
         self._log = log
+
+    @property
+    def output(self) -> str:
+        """What it printed so far."""
+        return self._log.read_text(errors="replace")
+
+    def wait_until_ready(self) -> None:
+        """Raises: RuntimeError: it ended, its application failed, or it was not ready after `START_TIMEOUT_S`."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"serve run ended with {self.process.returncode}:\n{self.output}")
+            if "failed with exception" in self.output:
+                raise RuntimeError(self.output)
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                    if response.status == 200:
+                        return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.2)
+        raise RuntimeError(f"not ready after {START_TIMEOUT_S} s:\n{self.output}")
+
+    def end(self, signum: int = signal.SIGTERM) -> int:
+        """Send the signal, and wait: the exit status."""
+        self.process.send_signal(signum)
+        return self.process.wait(STOP_TIMEOUT_S)
 
     def cpu_time(self) -> CpuTime:
         """CPU time so far of all processes of the server. Linux counts it in nanoseconds for each thread; what a
         thread that has ended took is not in it, and the threads of a Ray worker live as long as it does."""
         total: CpuTime = defaultdict(float)
-        for process in session_members(self._process.pid):
+        for process in session_members(self.process.pid):
             with suppress(OSError):  # ended meanwhile
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 spent = [int((task / "schedstat").read_text().split()[0]) for task in (process / "task").iterdir()]
                 total[kind_of(command)] += sum(spent) / 1e9
         return total
-
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"serve run ended with {self._process.returncode}:\n{self._output()}")
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as response:
-                    if response.status == 200:
-                        return
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(0.2)
-        raise RuntimeError(f"not ready after {START_TIMEOUT_S} s:\n{self._output()}")
-
-    def _output(self) -> str:
-        return self._log.read_text(errors="replace")[-4000:]
 
 
 def session_members(session: int) -> Iterator[Path]:
@@ -99,37 +111,57 @@ def busy_s() -> float:
 
 @contextmanager
 def serve_run(application: dict[str, Any], environment: dict[str, str]) -> Iterator[Server]:
-    """Serve one application of a Serve config on a free port, with `environment` added to this process's own."""
-    temp = Path(tempfile.mkdtemp(prefix="lt", dir="/tmp"))  # short: Ray's sockets live below it
-    port = free_port()
+    """Serve one application of a Serve config, with `environment` added to this process's own."""
     config = {
         "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
+        "http_options": {"host": "127.0.0.1"},
         "logging_config": {"enable_access_log": False},
         "applications": [{"name": "measured", "route_prefix": "/", **application}],
     }
-    (temp / "config.yaml").write_text(yaml.safe_dump(config))
-    log = temp / "serve.log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [Path(sys.executable).with_name("serve"), "run", "--address", "local", str(temp / "config.yaml")],
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=ROOT,
-            env={**os.environ, **_base_environment(temp), **environment},
-        )
-    server = Server(process, port, log)
-    try:
+    with starting(config, {"PYTHONPATH": str(ROOT), **environment}) as server:
         server.wait_until_ready()
         yield server
+
+
+@contextmanager
+def starting(config: dict[str, Any], environment: dict[str, str]) -> Iterator[Server]:
+    """`serve run` of a Serve config, whose port is set to a free one; it may not answer yet."""
+    temp = Path(tempfile.mkdtemp(prefix="cs", dir="/tmp"))  # short: Ray's sockets live below it
+    port = free_port()
+    config = {**config, "http_options": {**config["http_options"], "port": port}}
+    (temp / "config.yaml").write_text(yaml.safe_dump(config))
+    log = temp / "serve.log"
+    try:
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [SERVE, "run", "--address", "local", str(temp / "config.yaml")],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(temp), **environment},
+            )
+        with ended(process):
+            yield Server(process, port, log)
     finally:
-        _end(process)
         shutil.rmtree(temp, ignore_errors=True)
 
 
-def _base_environment(temp: Path) -> dict[str, str]:
-    return {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(temp), "PYTHONPATH": str(ROOT)}
+@contextmanager
+def ended(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """End a process that runs in a session of its own with the block, and then what is left of its session."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        for member in session_members(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(int(member.name), signal.SIGKILL)
+        process.wait()
 
 
 @contextmanager
@@ -157,19 +189,6 @@ def free_port() -> int:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
         return port
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    for member in session_members(process.pid):
-        with suppress(ProcessLookupError):
-            os.kill(int(member.name), signal.SIGKILL)
-    process.wait()
 
 
 def machine() -> dict[str, str]:

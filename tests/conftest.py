@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.serve_process import ServeProcess, serve_run
+from loadtest.server import Server
+from tests.support.serve_process import serve_run
 
 
 @pytest.fixture(scope="session")
-def default_server() -> Iterator[ServeProcess]:
+def default_server() -> Iterator[Server]:
     """config.yaml as it is, the default model included, on a free port."""
     with serve_run({}) as server:
         yield server

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.serve_process import ROOT, free_port, kill_members
+from loadtest.server import ROOT, ended, free_port
 
 START_TIMEOUT_S = 900  # installs everything
 TEST_TIMEOUT_S = 2400
@@ -65,15 +65,13 @@ def test_make_serve_installs_prepares_serves_and_says_how_to_call_it(clone: Path
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    try:
+    with ended(process):
         call = wait_for(log, r"chunkserve is ready.*?(curl .*?\}\]\}')", process).group(1)
         answer = subprocess.run(["bash", "-c", call], capture_output=True, text=True, timeout=120, check=True)
         assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
         os.killpg(process.pid, signal.SIGINT)  # what a terminal's Ctrl-C does
         process.wait(120)
         assert "letting running requests finish" in log.read_text(errors="replace")
-    finally:
-        kill_members(process.pid)
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ import yaml
 
 from engine import bench_memory
 from engine.bench_mixed import table
+from loadtest.server import Server
 from serve_app.reference import BEGIN, END, render
 from serve_app.settings import AppSettings
-from tests.support.serve_process import ServeProcess
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -42,12 +42,12 @@ def test_every_block_is_run_by_a_test() -> None:
         assert sum(mark in text for mark in run_here + run_by_the_fresh_clone + run_by_chaos) == 1, f"{kind}:\n{text}"
 
 
-def test_the_curl_example_answers_with_paris(default_server: ServeProcess) -> None:
+def test_the_curl_example_answers_with_paris(default_server: Server) -> None:
     answer = json.loads(run(["bash", "-c", block("bash", "curl ").replace(ADDRESS, default_server.url)]))
     assert "Paris" in answer["choices"][0]["message"]["content"]
 
 
-def test_the_openai_example_prints_a_story_as_it_is_written(default_server: ServeProcess) -> None:
+def test_the_openai_example_prints_a_story_as_it_is_written(default_server: Server) -> None:
     story = run([sys.executable, "-c", block("python", "openai").replace(ADDRESS, default_server.url)])
     assert len(story.split()) > 30
 

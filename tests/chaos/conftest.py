@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from loadtest.server import Server
 from tests.chaos.support import ENGINE, INGRESS, fake, until_free, until_replicas
-from tests.support.serve_process import ServeProcess, serve_run
+from tests.support.serve_process import serve_run
 
 NUM_ENGINES, NUM_INGRESSES = 3, 2
 
@@ -19,7 +20,7 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="module")
-def scripted_server() -> Iterator[ServeProcess]:
+def scripted_server() -> Iterator[Server]:
     # More moves than a user would allow: here every few seconds a replica dies.
     args = fake(step_delay_ms=100, engine_replicas=NUM_ENGINES, ingress_replicas=NUM_INGRESSES, max_migrations=10)
     with serve_run(args) as server:
@@ -27,7 +28,7 @@ def scripted_server() -> Iterator[ServeProcess]:
 
 
 @pytest.fixture
-async def server(scripted_server: ServeProcess) -> ServeProcess:
+async def server(scripted_server: Server) -> Server:
     """The scripted server with every replica at work and nothing to do, whatever the test before did to it."""
     await until_replicas(scripted_server, ENGINE, NUM_ENGINES)
     await until_replicas(scripted_server, INGRESS, NUM_INGRESSES)

@@ -17,11 +17,12 @@ from starlette.types import ASGIApp
 
 from engine.build import build_engine
 from engine.config import EngineConfig
+from loadtest.server import Server
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
 from tests.serve_app.harness import Exchange, LocalClient
-from tests.support.serve_process import ServeProcess, members_of
+from tests.support.serve_process import members_of
 from tests.support.streams import Answer, Stream
 
 MODEL = "smollm2-135m-instruct"
@@ -34,10 +35,9 @@ def fake(*, step_delay_ms: float, **settings: Any) -> dict[str, Any]:
     return {"engine": engine, "engine_num_cpus": 0.1, "ingress_num_cpus": 0.1, **settings}
 
 
-def replicas(server: ServeProcess, role: str) -> list[int]:
+def replicas(server: Server, role: str) -> list[int]:
     """Process ids of the replicas of one deployment, in no order of age."""
-    pids = [int(member.split()[0]) for member in members_of(server.process.pid)]
-    return [pid for pid in pids if f"ray::ServeReplica:{role}" in command_of(pid)]
+    return [pid for pid in members_of(server.process.pid) if f"ray::ServeReplica:{role}" in command_of(pid)]
 
 
 def command_of(pid: int) -> str:
@@ -88,7 +88,7 @@ def check_undisturbed(streams: Sequence[Stream], expected: Sequence[Answer]) -> 
     assert [stream.answer for stream in streams] == list(expected)
 
 
-async def loads(server: ServeProcess) -> list[dict[str, Any]]:
+async def loads(server: Server) -> list[dict[str, Any]]:
     """Each engine's load; while a replica is being replaced there may be no answer, which is an empty list."""
     async with httpx.AsyncClient() as client:
         try:
@@ -107,7 +107,7 @@ def held(engines: Sequence[dict[str, Any]]) -> tuple[int, int]:
     return live(engines), sum(engine["num_held_blocks"] for engine in engines)
 
 
-async def until_free(server: ServeProcess, num_engines: int, timeout_s: float = 60) -> float:
+async def until_free(server: Server, num_engines: int, timeout_s: float = 60) -> float:
     """Wait until that many engines answer and none holds anything; return how many seconds it took."""
     begin = time.monotonic()
     while True:
@@ -118,7 +118,7 @@ async def until_free(server: ServeProcess, num_engines: int, timeout_s: float = 
         await asyncio.sleep(0.05)
 
 
-async def until_replicas(server: ServeProcess, role: str, count: int, timeout_s: float = 90) -> list[int]:
+async def until_replicas(server: Server, role: str, count: int, timeout_s: float = 90) -> list[int]:
     async with asyncio.timeout(timeout_s):
         while len(pids := replicas(server, role)) != count:
             await asyncio.sleep(0.1)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.server import Server
 from tests.chaos.support import INGRESS, check_undisturbed, completions, replicas, undisturbed
-from tests.support.serve_process import ServeProcess
 from tests.support.streams import Crowd, begun
 
 pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
@@ -60,7 +60,7 @@ def shut(pid: int, fd: int) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-async def test_streams_are_whole_when_the_channel_is_cut_again_and_again(server: ServeProcess) -> None:
+async def test_streams_are_whole_when_the_channel_is_cut_again_and_again(server: Server) -> None:
     bodies = completions(40, 100)
     crowd = Crowd(server.url, bodies)
     crowd.start()

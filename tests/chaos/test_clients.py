@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from loadtest.server import Server
 from tests.chaos.support import check_undisturbed, completion, completions, fake, undisturbed, until_free
-from tests.support.serve_process import ServeProcess, serve_run
+from tests.support.serve_process import serve_run
 from tests.support.streams import Stream, connect, follow, read_all, request_bytes
 
 pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
@@ -29,7 +30,7 @@ SLOW_TOKENS = 3000
 # --- clients that come and go ----------------------------------------------------------------------------------------
 
 
-async def come_and_go(server: ServeProcess, i: int) -> str:
+async def come_and_go(server: Server, i: int) -> str:
     """Connect, get as far as chance has it, and leave by a reset or in good order; return how far it was to go."""
     rng = random.Random(i)
     body = completion(i, rng.choice([3, 300]))
@@ -52,7 +53,7 @@ async def come_and_go(server: ServeProcess, i: int) -> str:
     return act
 
 
-async def test_a_thousand_clients_that_storm_in_and_out_leave_nothing_behind(server: ServeProcess) -> None:
+async def test_a_thousand_clients_that_storm_in_and_out_leave_nothing_behind(server: Server) -> None:
     places = asyncio.Semaphore(STORM_AT_A_TIME)
 
     async def one(i: int) -> str:
@@ -71,7 +72,7 @@ async def test_a_thousand_clients_that_storm_in_and_out_leave_nothing_behind(ser
 
 
 @pytest.fixture(scope="module", params=["HAProxy", "Python proxy"])
-def fast_server(request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
+def fast_server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """An engine that answers faster than anybody reads."""
     env = {"RAY_SERVE_ENABLE_HA_PROXY": "1" if request.param == "HAProxy" else "0"}
     with serve_run(fake(step_delay_ms=0, max_unread_tokens=200), env=env) as server:
@@ -87,7 +88,7 @@ def connect_slowly(url: str) -> socket.socket:
     return sock
 
 
-async def test_clients_that_do_not_read_hold_up_nobody_and_hold_nothing_for_ever(fast_server: ServeProcess) -> None:
+async def test_clients_that_do_not_read_hold_up_nobody_and_hold_nothing_for_ever(fast_server: Server) -> None:
     """They get what they ask for or an error, but never an answer with a hole."""
     slow_body = completion(1, SLOW_TOKENS) | {"logprobs": 5}
     others = completions(8, 100)

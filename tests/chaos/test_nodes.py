@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
+from loadtest.server import ROOT, SERVE, Server, ended, free_port
 from tests.chaos.support import check_undisturbed, completions, fake, live, loads, undisturbed, until_free
-from tests.support.serve_process import ROOT, SERVE, STOP_TIMEOUT_S, ServeProcess, free_port, kill_members
 from tests.support.streams import Crowd, begun, read_all
 
 pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
@@ -46,20 +45,6 @@ class TwoNodes:
         raise AssertionError(f"the cluster ended with {self.process.wait()}")
 
 
-@contextmanager
-def ended(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Run in a session of its own that ends, whole, with the block."""
-    try:
-        yield
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        kill_members(process.pid)
-
-
 def config_for_two_nodes(port: int) -> dict[str, Any]:
     """An engine fills a node; the ingress is on the node that stays."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "config.yaml").read_text())
@@ -74,7 +59,7 @@ def config_for_two_nodes(port: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def two_nodes() -> Iterator[tuple[TwoNodes, ServeProcess]]:
+def two_nodes() -> Iterator[tuple[TwoNodes, Server]]:
     temp = Path(tempfile.mkdtemp(prefix="cs", dir="/tmp"))  # short: Ray's sockets live below it
     env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(temp)}
     session: dict[str, Any] = {"start_new_session": True, "env": env, "cwd": ROOT}
@@ -89,7 +74,7 @@ def two_nodes() -> Iterator[tuple[TwoNodes, ServeProcess]]:
             command = [SERVE, "run", "--address", nodes.answer()["address"], str(temp / "config.yaml")]
             serve = subprocess.Popen(command, **session, stdout=output, stderr=subprocess.STDOUT)
             with ended(serve):
-                server = ServeProcess(serve, port, log)
+                server = Server(serve, port, log)
                 server.wait_until_ready()
                 yield nodes, server
     finally:
@@ -99,7 +84,7 @@ def two_nodes() -> Iterator[tuple[TwoNodes, ServeProcess]]:
         shutil.rmtree(temp, ignore_errors=True)
 
 
-async def test_streams_of_a_node_that_drains_and_then_ends_go_on(two_nodes: tuple[TwoNodes, ServeProcess]) -> None:
+async def test_streams_of_a_node_that_drains_and_then_ends_go_on(two_nodes: tuple[TwoNodes, Server]) -> None:
     nodes, server = two_nodes
     await until_free(server, 2)
     bodies = completions(30, 200)

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from loadtest.server import Server
 from tests.chaos.support import ENGINE, check_undisturbed, completions, kill, loads, replicas
-from tests.support.serve_process import ServeProcess, serve_run
+from tests.support.serve_process import serve_run
 from tests.support.streams import Crowd, read_all
 
 pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
@@ -18,19 +19,19 @@ NUM_TOKENS = 60
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServeProcess]:
+def server() -> Iterator[Server]:
     engine = {"dtype": "float32", "max_num_seqs": 16, "max_model_len": 512, "kv_cache_memory_gib": 0.2}
     with serve_run({"engine": engine, "engine_replicas": 2}) as started:
         yield started
 
 
-async def until_two_engines_answer(server: ServeProcess) -> None:
+async def until_two_engines_answer(server: Server) -> None:
     async with asyncio.timeout(90):
         while len(await loads(server)) < 2:
             await asyncio.sleep(0.2)
 
 
-async def test_texts_are_those_of_an_undisturbed_run_when_each_engine_is_killed_in_turn(server: ServeProcess) -> None:
+async def test_texts_are_those_of_an_undisturbed_run_when_each_engine_is_killed_in_turn(server: Server) -> None:
     bodies = completions(8, NUM_TOKENS)
     await until_two_engines_answer(server)
     undisturbed = await read_all(server.url, bodies)

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from loadtest.server import Server
 from tests.chaos.support import (
     ENGINE,
     INGRESS,
@@ -21,7 +22,6 @@ from tests.chaos.support import (
     replicas,
     undisturbed,
 )
-from tests.support.serve_process import ServeProcess
 from tests.support.streams import Crowd, begun
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +30,7 @@ KILL_INTERVAL_S = 2.0
 NUM_TOKENS = 100
 
 
-async def kill_some(server: ServeProcess, crowd: Crowd, rng: random.Random) -> int:
+async def kill_some(server: Server, crowd: Crowd, rng: random.Random) -> int:
     """While streams run, kill a random engine now and then, but never the last; return how many."""
     num_killed = 0
     while crowd.num_live:
@@ -43,7 +43,7 @@ async def kill_some(server: ServeProcess, crowd: Crowd, rng: random.Random) -> i
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.chaos)])
-async def test_streams_go_on_unchanged_while_engines_are_killed_at_random(server: ServeProcess, count: int) -> None:
+async def test_streams_go_on_unchanged_while_engines_are_killed_at_random(server: Server, count: int) -> None:
     bodies = completions(count, NUM_TOKENS)
     crowd = Crowd(server.url, bodies)
     crowd.start()
@@ -56,7 +56,7 @@ async def test_streams_go_on_unchanged_while_engines_are_killed_at_random(server
 
 
 @pytest.mark.chaos
-async def test_streams_go_on_unchanged_when_every_engine_is_killed_at_once(server: ServeProcess) -> None:
+async def test_streams_go_on_unchanged_when_every_engine_is_killed_at_once(server: Server) -> None:
     bodies = completions(60, NUM_TOKENS)
     crowd = Crowd(server.url, bodies)
     crowd.start()
@@ -67,7 +67,7 @@ async def test_streams_go_on_unchanged_when_every_engine_is_killed_at_once(serve
 
 
 @pytest.mark.chaos
-async def test_an_engine_that_hangs_is_replaced_and_its_streams_go_on_elsewhere(server: ServeProcess) -> None:
+async def test_an_engine_that_hangs_is_replaced_and_its_streams_go_on_elsewhere(server: Server) -> None:
     bodies = completions(30, NUM_TOKENS)
     crowd = Crowd(server.url, bodies)
     crowd.start()
@@ -86,7 +86,7 @@ async def test_an_engine_that_hangs_is_replaced_and_its_streams_go_on_elsewhere(
             kill(hung)
 
 
-async def test_a_killed_ingress_breaks_its_own_streams_and_engines_free_what_they_held(server: ServeProcess) -> None:
+async def test_a_killed_ingress_breaks_its_own_streams_and_engines_free_what_they_held(server: Server) -> None:
     bodies = completions(40, NUM_TOKENS)
     crowd = Crowd(server.url, bodies)
     crowd.start()

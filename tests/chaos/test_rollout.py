@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from loadtest.server import ROOT, SERVE, Server
 from tests.chaos.support import (
     ENGINE,
     INGRESS,
@@ -25,7 +26,7 @@ from tests.chaos.support import (
     until_free,
     until_replicas,
 )
-from tests.support.serve_process import ROOT, SERVE, ServeProcess, serve_run
+from tests.support.serve_process import serve_run
 from tests.support.streams import Crowd, Stream, begun, read_all
 
 pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
@@ -35,13 +36,13 @@ NUM_TOKENS = 150
 
 
 @pytest.fixture(scope="module", params=["HAProxy", "Python proxy"])
-def server(request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     env = {"RAY_SERVE_ENABLE_HA_PROXY": "1" if request.param == "HAProxy" else "0"}
     with serve_run(SETTINGS, env=env) as started:
         yield started
 
 
-def deploy(server: ServeProcess, directory: Path, settings: dict[str, Any]) -> None:
+def deploy(server: Server, directory: Path, settings: dict[str, Any]) -> None:
     """As a user does: a changed config.yaml, and `serve deploy`."""
     config = yaml.safe_load((ROOT / "config.yaml").read_text())
     config["http_options"]["port"] = int(server.url.rpartition(":")[2])
@@ -55,7 +56,7 @@ def deploy(server: ServeProcess, directory: Path, settings: dict[str, Any]) -> N
     subprocess.run([SERVE, "deploy", "--address", dashboard[1], str(path)], check=True, timeout=60, env=env)
 
 
-async def trickle(server: ServeProcess, stop: asyncio.Event) -> list[Stream]:
+async def trickle(server: Server, stop: asyncio.Event) -> list[Stream]:
     """Short streams, one after another."""
     streams = []
     while not stop.is_set():
@@ -63,7 +64,7 @@ async def trickle(server: ServeProcess, stop: asyncio.Event) -> list[Stream]:
     return streams
 
 
-async def check_roll_out(server: ServeProcess, directory: Path, settings: dict[str, Any], num_engines: int) -> None:
+async def check_roll_out(server: Server, directory: Path, settings: dict[str, Any], num_engines: int) -> None:
     """Deploy in the middle of streams, and wait for the new state; neither they nor new ones notice."""
     bodies = completions(40, NUM_TOKENS)
     crowd = Crowd(server.url, bodies)
@@ -81,7 +82,7 @@ async def check_roll_out(server: ServeProcess, directory: Path, settings: dict[s
     await until_free(server, num_engines)
 
 
-async def test_a_rolling_redeploy_breaks_no_stream(server: ServeProcess, tmp_path: Path) -> None:
+async def test_a_rolling_redeploy_breaks_no_stream(server: Server, tmp_path: Path) -> None:
     before = {*replicas(server, ENGINE), *replicas(server, INGRESS)}
     changed = SETTINGS | {"engine": SETTINGS["engine"] | {"max_num_seqs": 200}}
     await check_roll_out(server, tmp_path, changed, 2)
@@ -91,6 +92,6 @@ async def test_a_rolling_redeploy_breaks_no_stream(server: ServeProcess, tmp_pat
     assert len(await until_replicas(server, INGRESS, 2)) == 2
 
 
-async def test_a_scale_down_breaks_no_stream(server: ServeProcess, tmp_path: Path) -> None:
+async def test_a_scale_down_breaks_no_stream(server: Server, tmp_path: Path) -> None:
     changed = SETTINGS | {"engine": SETTINGS["engine"] | {"max_num_seqs": 200}, "engine_replicas": 1}
     await check_roll_out(server, tmp_path, changed, 1)

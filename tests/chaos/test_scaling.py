@@ -10,6 +10,7 @@ import httpx
 import pytest
 import yaml
 
+from loadtest.server import ROOT, Server
 from tests.chaos.support import (
     ENGINE,
     check_undisturbed,
@@ -20,7 +21,7 @@ from tests.chaos.support import (
     until_free,
     until_replicas,
 )
-from tests.support.serve_process import ROOT, ServeProcess, serve_run
+from tests.support.serve_process import serve_run
 from tests.support.streams import Stream, read_all, read_stream
 
 pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
@@ -37,7 +38,7 @@ SCALING = yaml.safe_load(EXAMPLE)["autoscaling"] | {
 NUM_CLIENTS = 12
 
 
-async def keep_asking(server: ServeProcess, client: int, stop: asyncio.Event) -> list[Stream]:
+async def keep_asking(server: Server, client: int, stop: asyncio.Event) -> list[Stream]:
     """One request after the other until `stop`; the last one is read to its end."""
     streams: list[Stream] = []
     for body in completions(100_000, max_tokens=40)[client::NUM_CLIENTS]:

@@ -19,15 +19,8 @@ import httpx
 import openai
 import pytest
 
-from tests.support.serve_process import (
-    PYTHON_PROXY,
-    START_TIMEOUT_S,
-    ServeProcess,
-    listening,
-    members_of,
-    serve_run,
-    starting,
-)
+from loadtest.server import START_TIMEOUT_S, Server
+from tests.support.serve_process import PYTHON_PROXY, listening, members_of, serve_run, starting
 
 MODEL = "smollm2-135m-instruct"
 DIRECT_PORT = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"  # the first ingress replica's
@@ -35,17 +28,17 @@ FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
-def client(default_server: ServeProcess) -> Iterator[openai.OpenAI]:
+def client(default_server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{default_server.url}/v1", api_key="none", max_retries=0, timeout=120) as opened:
         yield opened
 
 
-def loads(server: ServeProcess) -> list[dict[str, int]]:
+def loads(server: Server) -> list[dict[str, int]]:
     engines: list[dict[str, int]] = httpx.get(f"{server.url}/load", timeout=30).json()["engines"]
     return engines
 
 
-def wait_until_idle(server: ServeProcess, timeout_s: float = 30) -> list[dict[str, int]]:
+def wait_until_idle(server: Server, timeout_s: float = 30) -> list[dict[str, int]]:
     """Poll until no request is live and no block is held; return the last answer either way."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -153,7 +146,7 @@ def test_a_long_prompt_is_prefilled_while_streams_go_on(client: openai.OpenAI) -
     assert while_prefilling > 0, "the stream has chunks between the long prompt's arrival and its answer"
 
 
-def test_errors_are_openais(client: openai.OpenAI, default_server: ServeProcess) -> None:
+def test_errors_are_openais(client: openai.OpenAI, default_server: Server) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-9", messages=FRANCE)
     assert missing.value.code == "model_not_found"
@@ -170,13 +163,13 @@ def test_errors_are_openais(client: openai.OpenAI, default_server: ServeProcess)
     assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_models_and_health(client: openai.OpenAI, default_server: ServeProcess) -> None:
+def test_models_and_health(client: openai.OpenAI, default_server: Server) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
     assert httpx.get(f"{default_server.url}/health").status_code == 200
 
 
-def test_the_log_says_what_the_engine_resolved_and_why(client: openai.OpenAI, default_server: ServeProcess) -> None:
+def test_the_log_says_what_the_engine_resolved_and_why(client: openai.OpenAI, default_server: Server) -> None:
     assert "num_kv_blocks: kv_cache_memory_gib 2" in default_server.output
     assert "attention_backend: " in default_server.output
 
@@ -184,7 +177,7 @@ def test_the_log_says_what_the_engine_resolved_and_why(client: openai.OpenAI, de
 # --- clients that go away --------------------------------------------------------------------------------------------
 
 
-def leave_early(server: ServeProcess, seed: int) -> None:
+def leave_early(server: Server, seed: int) -> None:
     """Ask for a long answer on a bare socket, streamed or not, and hang up at a random moment."""
     rng = random.Random(seed)
     body = json.dumps(
@@ -209,7 +202,7 @@ def leave_early(server: ServeProcess, seed: int) -> None:
 
 
 def test_fifty_clients_that_leave_at_random_moments_leave_nothing_behind(
-    default_server: ServeProcess, client: openai.OpenAI
+    default_server: Server, client: openai.OpenAI
 ) -> None:
     steps_before = loads(default_server)[0]["num_steps"]
     with ThreadPoolExecutor(50) as pool:
@@ -221,7 +214,7 @@ def test_fifty_clients_that_leave_at_random_moments_leave_nothing_behind(
     assert "Paris" in (answer.choices[0].message.content or "")
 
 
-def test_a_stream_ends_at_its_deadline_with_an_error_frame(default_server: ServeProcess) -> None:
+def test_a_stream_ends_at_its_deadline_with_an_error_frame(default_server: Server) -> None:
     body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     headers = {"Request-Timeout-Ms": "700"}
     url = f"{default_server.url}/v1/completions"
@@ -236,10 +229,9 @@ def test_a_stream_ends_at_its_deadline_with_an_error_frame(default_server: Serve
 # --- what is in front -----------------------------------------------------------------------------------------------
 
 
-def pids_of(server: ServeProcess, name: str) -> list[int]:
+def pids_of(server: Server, name: str) -> list[int]:
     """Processes of a server whose name begins so. A reload replaces HAProxy's."""
-    members = (member.split(" ", 1) for member in members_of(server.process.pid))
-    return [int(pid) for pid, member in members if member.startswith(name)]
+    return [pid for pid, member in members_of(server.process.pid).items() if member.startswith(name)]
 
 
 def environ_of(pid: int) -> dict[str, str]:
@@ -247,14 +239,14 @@ def environ_of(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def test_haproxy_is_in_front_and_listens_only_where_the_config_says(default_server: ServeProcess) -> None:
+def test_haproxy_is_in_front_and_listens_only_where_the_config_says(default_server: Server) -> None:
     """Ray binds its two pages about itself to every interface; a newcomer's 127.0.0.1 means none of them."""
     (haproxy,) = pids_of(default_server, "haproxy")
     assert [f"http://{address}:{port}" for address, port in listening([haproxy])] == [default_server.url]
 
 
 def test_the_fallback_proxy_and_the_ingress_replica_are_no_more_reachable_than_the_server(
-    default_server: ServeProcess,
+    default_server: Server,
 ) -> None:
     """Ray's own ports in these processes (gRPC) listen on every interface, whichever proxy is in front."""
     environ = environ_of(pids_of(default_server, "haproxy")[0])
@@ -268,7 +260,7 @@ def test_the_fallback_proxy_and_the_ingress_replica_are_no_more_reachable_than_t
 # --- several replicas, and the end -----------------------------------------------------------------------------------
 
 
-def read_stream(server: ServeProcess, max_tokens: int) -> list[str]:
+def read_stream(server: Server, max_tokens: int) -> list[str]:
     """The `data:` payloads of a streamed completion, up to the end of the response."""
     body = {"model": MODEL, "prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
@@ -279,7 +271,7 @@ def fake(**overrides: Any) -> dict[str, Any]:
     return {"engine": {"executor": "fake", "fake": {"step_delay_ms": 20}}, **overrides}
 
 
-def gone(server: ServeProcess, timeout_s: float = 20) -> list[str]:
+def left_of(server: Server, timeout_s: float = 20) -> dict[int, str]:
     """Processes of a `serve run` that has ended, once they had time to follow it."""
     deadline = time.monotonic() + timeout_s
     while (left := members_of(server.process.pid)) and time.monotonic() < deadline:
@@ -303,7 +295,7 @@ def test_two_engine_replicas_answer_at_once_and_sigterm_lets_streams_finish() ->
             payloads = stream.result(timeout=30)
             assert payloads[-1] == "[DONE]"
             assert json.loads(payloads[-2])["choices"][0]["finish_reason"] == "length"
-        assert gone(server) == [], "nothing that serve run started outlives it"
+        assert not left_of(server), "nothing that serve run started outlives it"
         assert not own_directory.exists(), "and no file"
 
 
@@ -355,7 +347,7 @@ def test_with_the_python_proxy_clients_may_leave_and_sigterm_ends_streams_as_it_
         assert json.loads(short.result(timeout=30)[-2])["choices"][0]["finish_reason"] == "length"
         assert json.loads(long.result(timeout=30)[-2])["error"]["code"] == "draining"
         assert short.result()[-1] == long.result()[-1] == "[DONE]"
-        assert gone(server) == []
+        assert not left_of(server)
 
 
 def test_sigterm_ends_a_server_whose_engine_refuses_to_start_and_whose_ingress_therefore_never_runs() -> None:
@@ -368,4 +360,4 @@ def test_sigterm_ends_a_server_whose_engine_refuses_to_start_and_whose_ingress_t
             time.sleep(0.1)
         assert "cannot be taken back" in server.output
         assert server.end(signal.SIGTERM) == 0
-        assert gone(server) == []
+        assert not left_of(server)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from loadtest.server import ROOT, SERVE
 from serve_app.front.preflight import ConfigRefused, preflight
-from tests.support.serve_process import ROOT, SERVE
 
 
 def config_with(tmp_path: Path, args: Any, import_path: str = "serve_app.app:build") -> Path:

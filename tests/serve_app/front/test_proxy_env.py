@@ -14,9 +14,9 @@ import httpx
 import pytest
 import yaml
 
+from loadtest.server import ROOT, free_port
 from serve_app.front.haproxy import HAProxyUnusable, private_haproxy
 from serve_app.front.proxy_env import ENABLE, serving_environment
-from tests.support.serve_process import ROOT, free_port
 
 OURS = {"name": "a", "route_prefix": "/a", "import_path": "serve_app.app:build", "args": {}}
 THEIRS = {"name": "b", "route_prefix": "/b", "import_path": "their.app:build"}
