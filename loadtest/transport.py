@@ -49,6 +49,7 @@ APPLICATIONS: dict[str, dict[str, Any]] = {
     "ours": {"import_path": "serve_app.app:build", "args": {"model": "fake", "engine": ENGINE}},
     "handle": {"import_path": "loadtest.transport_apps:build", "args": {"step_ms": STEP_MS}},
     "batches": {"import_path": "loadtest.transport_apps:build", "args": {"step_ms": STEP_MS, "batch_ms": BATCH_MS}},
+    "no-hop": {"import_path": "loadtest.transport_apps:build", "args": {"step_ms": STEP_MS, "hop": False}},
 }
 
 
@@ -68,6 +69,7 @@ ROUTES = {
     "handle-python": Route("handle", False, "streaming handle, Python proxy"),
     "batches-haproxy": Route("batches", True, "50 ms batches, HAProxy"),
     "batches-python": Route("batches", False, "50 ms batches, Python proxy"),
+    "no-hop-haproxy": Route("no-hop", True, "no engine replica, HAProxy"),
 }
 
 

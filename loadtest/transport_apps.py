@@ -1,4 +1,4 @@
-"""Owns the applications that the transport benchmark compares with: a streaming handle, and Ray Serve LLM's batches.
+"""Owns what the transport benchmark compares with: a streaming handle, Ray Serve LLM's batches, and no hop at all.
 Never more than the path needs: each is a lower bound of what an LLM server that sends its tokens that way costs."""
 
 # No `from __future__ import annotations` here: Ray reads the builder's annotation to validate `args:`.
@@ -8,7 +8,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from json.encoder import encode_basestring_ascii
 from typing import Any
@@ -25,6 +25,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 MAX_ONGOING = 1000
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz "
+Generate = Callable[[int], AsyncIterator[list[str]]]
+"""The tokens of an answer of so many."""
+
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -33,6 +36,8 @@ class Settings(BaseModel):
     """Pace of the scripted engine: a token for every stream a step."""
     batch_ms: float = 0.0
     """Period in which tokens are collected, as Ray Serve LLM does; 0 sends each alone."""
+    hop: bool = True
+    """The engine is a replica of its own; without, it runs in the ingress replica: what HTTP through Serve costs."""
 
 
 def build(args: Settings) -> Application:
@@ -40,19 +45,18 @@ def build(args: Settings) -> Application:
     options = {"max_ongoing_requests": MAX_ONGOING, "ray_actor_options": {"num_cpus": 0.25}}
     engine = serve.deployment(name="Engine", **options)(ScriptedEngine)
     ingress = serve.deployment(name="Ingress", **options)(serve.ingress()(Ingress))
-    return ingress.bind(engine.bind(args))
+    return ingress.bind(engine.bind(args) if args.hop else args)
 
 
 class ScriptedEngine:
     """Steps in a thread of its own while there are streams, like an engine; the tokens are random letters."""
 
-    async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._loop = asyncio.get_running_loop()
         self._streams: dict[int, asyncio.Queue[str]] = {}
         self._num_asked = 0
         self._work = threading.Event()
-        threading.Thread(target=self._run, name="engine-steps", daemon=True).start()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def generate(self, num_tokens: int) -> AsyncIterator[list[str]]:
         tokens = self._tokens(num_tokens)
@@ -66,6 +70,9 @@ class ScriptedEngine:
                 yield batch
 
     async def _tokens(self, num_tokens: int) -> AsyncGenerator[str, None]:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            threading.Thread(target=self._run, args=(self._loop,), name="engine-steps", daemon=True).start()
         self._num_asked = stream_id = self._num_asked + 1
         queue = self._streams[stream_id] = asyncio.Queue()
         self._work.set()
@@ -75,7 +82,7 @@ class ScriptedEngine:
         finally:
             del self._streams[stream_id]
 
-    def _run(self) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
             streams = list(self._streams)  # those that wait when a step begins get its tokens
             if not streams:
@@ -83,7 +90,7 @@ class ScriptedEngine:
                 self._work.clear()
                 continue
             time.sleep(self._settings.step_ms / 1000)
-            self._loop.call_soon_threadsafe(self._deliver, streams)
+            loop.call_soon_threadsafe(self._deliver, streams)
 
     def _deliver(self, streams: list[int]) -> None:
         for stream_id in streams:
@@ -115,14 +122,18 @@ async def in_batches(tokens: AsyncIterator[str], interval_s: float) -> AsyncGene
 class Ingress:
     """Parses a chat request, asks the engine through a streaming handle, and frames what comes."""
 
-    def __init__(self, engine: DeploymentHandle) -> None:
-        self._engine = engine
+    def __init__(self, engine: DeploymentHandle | Settings) -> None:
+        """`engine`: where it is, or what one that runs here is to be like."""
+        if isinstance(engine, Settings):
+            self._generate: Generate = ScriptedEngine(engine).generate
+        else:
+            self._generate = engine.options(stream=True).generate.remote
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return Starlette(
             routes=[
                 Route("/health", health),
-                Route("/v1/chat/completions", Chat(self._engine), methods=["POST"]),
+                Route("/v1/chat/completions", Chat(self._generate), methods=["POST"]),
             ]
         )
 
@@ -134,14 +145,14 @@ async def health(request: Request) -> Response:
 class Chat:
     """An ASGI endpoint, so that no response object re-pipes the chunks."""
 
-    def __init__(self, engine: DeploymentHandle) -> None:
-        self._engine = engine.options(stream=True)
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = json.loads(await Request(scope, receive).body())
         before, after = _around_text(asked["model"])
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        async for tokens in self._engine.generate.remote(asked["max_tokens"]):
+        async for tokens in self._generate(asked["max_tokens"]):
             frames = [before + encode_basestring_ascii(token).encode() + after for token in tokens]
             await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})

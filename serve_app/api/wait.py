@@ -15,6 +15,7 @@ class Wait:
     """`with wait:` around an await makes it one that `end` ends. One task at a time; not reentrant."""
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()  # asked for once: in Python 3.11 it costs a system call
         self._task: asyncio.Task[object] | None = None
         self._num_cancels = 0
         self._ended = False
@@ -30,7 +31,7 @@ class Wait:
             self._task.cancel()
 
     def __enter__(self) -> None:
-        self._task = task = asyncio.current_task()
+        self._task = task = asyncio.current_task(self._loop)
         assert task is not None
         self._num_cancels = task.cancelling()
 

@@ -40,7 +40,8 @@ class TokenStream:
     _has_gap: bool = False
     _pending: list[Event] = field(default_factory=list)
     _error: Exception | None = None
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _news: asyncio.Future[None] | None = None
+    """What the reader waits for; half the cost of an asyncio.Event."""
 
     @property
     def ended(self) -> bool:
@@ -57,8 +58,8 @@ class TokenStream:
         while not self._pending:
             if self._error is not None:
                 raise self._error
-            self._news.clear()
-            await self._news.wait()
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
         events, self._pending = self._pending, []
         return events
 
@@ -77,7 +78,7 @@ class TokenStream:
         """Nothing more will come. The first reason stands."""
         if not self.ended:
             self._error = error
-            self._news.set()
+            self._wake_reader()
 
     def _append(self, events: Sequence[Event]) -> None:
         if self.ended or not events:
@@ -85,10 +86,14 @@ class TokenStream:
         self._num_received += len(events)
         self._pending += events
         self.finished = isinstance(events[-1], TERMINAL)
-        self._news.set()
+        self._wake_reader()
         if len(self._pending) > self.max_unread and not self.finished:
             self._pending.clear()
             self.fail(_too_slow(self.max_unread))
+
+    def _wake_reader(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
 
 class TokenReceiver:
