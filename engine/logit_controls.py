@@ -54,9 +54,10 @@ def _add_bias(logits: Tensor, controlled: _Controlled) -> None:
 
 def _penalize_repetition(logits: Tensor, controlled: _Controlled, answers: Sequence[Sequence[int]]) -> None:
     found = [
-        (number, list(dict.fromkeys((*controls.prompt_token_ids, *answers[number]))), controls.repetition_penalty)
+        (number, seen, controls.repetition_penalty)
         for number, controls in controlled
         if controls.repetition_penalty != 1.0
+        and (seen := list(dict.fromkeys((*controls.prompt_token_ids, *answers[number]))))
     ]
     if not found:
         return
@@ -69,7 +70,7 @@ def _penalize_frequency(logits: Tensor, controlled: _Controlled, answers: Sequen
     found = [
         (number, Counter(answers[number]), controls)
         for number, controls in controlled
-        if controls.frequency_penalty or controls.presence_penalty
+        if (controls.frequency_penalty or controls.presence_penalty) and answers[number]
     ]
     if not found:
         return

@@ -98,8 +98,8 @@ class _Generate(Generic[RequestT]):
             pieces = await choices.whole()
             size = sum(json_chars(piece.tokens or ()) for piece in pieces)
             size += sum(score_chars(prompt.scores or ()) for prompt in choices.prompts)
-            body = await run_sized(size, lambda: JSONResponse(envelope.body(pieces, choices.prompts, choices.usage)))
-            await body(scope, receive, send)
+            made = await run_sized(size, lambda: JSONResponse(envelope.body(pieces, choices.prompts, choices.usage)))
+            await made(scope, receive, send)
 
     async def _start(self, request: RequestT, passage: _Passage, session: str | None) -> Choices:
         """Prepare the request, and wait for places with the engines."""

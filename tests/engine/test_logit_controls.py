@@ -26,7 +26,7 @@ def row(controls: LogitControls | None = None, banned: tuple[int, ...] = ()) -> 
 
 def random_controls(draw: random.Random, vocab: int) -> LogitControls:
     def tokens(most: int) -> tuple[int, ...]:
-        return tuple(draw.sample(range(vocab), draw.randint(1, most)))
+        return tuple(draw.sample(range(vocab), draw.randint(1, min(most, vocab))))
 
     return LogitControls(
         allowed_token_ids=draw.choice([None, tokens(vocab)]),
@@ -93,7 +93,9 @@ def answers_of(core: RecordingCore, request_id: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_row_whose_penalties_look_back_carries_the_answer_so_far(overlap: bool) -> None:
-    core = RecordingCore(overlap=overlap, reply=(7, 8, 9, 7), max_num_batched_tokens=4, max_prefill_tokens=4)
+    core = RecordingCore(
+        overlap=overlap, reply=(7, 8, 9, 7), max_num_seqs=2, max_num_batched_tokens=4, max_prefill_tokens=4
+    )
     core.send("a", tuple(range(1, 10)), max_tokens=4, ignore_eos=True, **PENALTIES)
     core.run()
     whole = [(), (7,), (7, 8), (7, 8, 9)]
