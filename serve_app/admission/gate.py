@@ -250,11 +250,10 @@ class Visit:
         self._forget_tokens(served=True)
 
     def finished(self) -> None:
-        """The engine has done its part of an answer; the rest of it needs no place."""
-        self._leave(1)
+        """The engine has done its part of an answer; the rest of it needs no place. Without effect after the visit."""
+        self._leave(min(1, self._num_places))
 
     def _leave(self, num_places: int) -> None:
-        assert num_places <= self._num_places, f"giving {num_places} of {self._num_places} places back"
         if num_places:
             self._num_places -= num_places
             self._gate._give_back(num_places)
