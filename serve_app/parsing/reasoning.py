@@ -7,10 +7,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import ClassVar
 
 from serve_app.parsing.cursor import ANYTHING, LETTER, SPACES, Cursor, Steps
 
 _BEGIN, _END = "<think>", "</think>"
+_CALL, _FUNCTION = "<tool_call>", "<function="
 _NO_TAG = re.compile(r"[^<]*")
 _NEWLINES = re.compile(r"\n*")
 
@@ -31,6 +33,10 @@ class ReasoningParser:
     Newlines next to the tags are not shown, on either side: templates strip them from what they are given back, and
     write their own. Other text is passed on letter for letter, and all of it if there is no block.
     """
+
+    _ends: ClassVar[tuple[str, ...]] = (_END, _CALL)
+    # Qwen3.5 may call a function and leave the block open. As in vLLM, the two tags that Qwen3-Coder's calls begin with
+    # end it then, and are content; reasoning about the first one alone goes on.
 
     def __init__(self, *, opened: bool = False, enabled: bool = True) -> None:
         """`opened`: the prompt ends with the begin tag; the answer may repeat it.
@@ -76,12 +82,30 @@ class ReasoningParser:
         """Up to the text after it."""
         while (yield from self._cursor.peek()):
             self._think(self._cursor.take(_NO_TAG))
-            if (yield from self._cursor.literal(_END)):
+            self._cursor.hold()
+            tag = yield from self._cursor.literal(*self._ends)
+            if tag == _END:
+                self._cursor.drop()
                 self.inside = False
                 yield from self._cursor.run(_NEWLINES)
                 return
-            self._think(self._cursor.take(LETTER))
+            if tag == _CALL:
+                yield from self._call()
+                if not self.inside:
+                    return
+            else:
+                self._cursor.take(LETTER)
+                self._think(self._cursor.release())
         self._reasoning += self._newlines
+
+    def _call(self) -> Steps[None]:
+        """The first tag of a call is held. With the second one it is content, without it reasoning."""
+        yield from self._cursor.run(SPACES)
+        if (yield from self._cursor.literal(_FUNCTION)):
+            self._content.append(self._cursor.release())
+            self.inside = False
+        else:
+            self._think(self._cursor.release())
 
     def _think(self, text: str) -> None:
         """Newlines wait until it is known that the end tag does not follow them."""
@@ -99,6 +123,8 @@ class ReasoningParser:
 
 class DeepSeekR1ReasoningParser(ReasoningParser):
     """These models' templates open the block: the answer is reasoning from its first letter."""
+
+    _ends = (_END,)
 
     def __init__(self, *, opened: bool = True, enabled: bool = True) -> None:
         super().__init__(opened=True, enabled=enabled)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serve_app.parsing.reasoning import REASONING_PARSERS, ReasoningParser, Split, reasoning_parser
 from tests.serve_app.parsing.drive import cut
 
-FRAGMENTS = ["<think>", "</think>", "<th", "</", "<", "\n", " ", "a", "é", ">"]
+FRAGMENTS = ["<think>", "</think>", "<th", "</", "<", "\n", " ", "a", "é", ">", "<tool_call>", "<function="]
 messy_texts = st.lists(st.sampled_from(FRAGMENTS), max_size=20).map("".join)
 places = st.lists(st.integers(0, 100), max_size=10)
 
@@ -34,6 +34,10 @@ def split(parser: ReasoningParser, *pieces: str) -> Split:
         ("<think>a<</think>b</think>c<think>d</think>", "a<", "b</think>c<think>d</think>"),
         ("<think>\ncut off\n", "cut off\n", ""),
         ("<think>cut off</thi", "cut off</thi", ""),
+        ("<think>a\n\n<tool_call>\n<function=f>\n</think>", "a", "<tool_call>\n<function=f>\n</think>"),
+        ("<think>a <tool_call> \n</think>b", "a <tool_call> ", "b"),
+        ("<think><tool_call><tool_call><function=", "<tool_call>", "<tool_call><function="),
+        ("<think>a <tool_call>\n<fun", "a <tool_call>\n<fun", ""),
         ("\n\nParis <think>a</think>", "", "\n\nParis <think>a</think>"),
         ("Paris</think>", "", "Paris</think>"),
         ("<think", "", "<think"),
@@ -62,6 +66,11 @@ def test_qwen3_reasons_in_a_block_at_the_beginning_or_not_at_all(text: str, reas
 def test_a_block_that_the_prompt_opened_needs_no_begin_tag(text: str, reasoning: str, content: str) -> None:
     assert split(REASONING_PARSERS["deepseek_r1"](), text) == Split(reasoning, content)
     assert split(REASONING_PARSERS["qwen3"](opened=True), text) == Split(reasoning, content)
+
+
+def test_a_block_of_deepseek_ends_with_its_tag_only() -> None:
+    text = "a <tool_call>\n<function=f>"
+    assert split(REASONING_PARSERS["deepseek_r1"](), text) == Split(text, "")
 
 
 @pytest.mark.parametrize("name", sorted(REASONING_PARSERS))
