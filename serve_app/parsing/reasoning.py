@@ -34,6 +34,9 @@ class ReasoningParser:
     write their own. Other text is passed on letter for letter, and all of it if there is no block.
     """
 
+    markers: ClassVar[tuple[str, ...]] = (_BEGIN, _END)
+    """As in ToolParser: tags that must be in the text even where they are special tokens."""
+
     _ends: ClassVar[tuple[str, ...]] = (_END, _CALL)
     # Qwen3.5 may call a function and leave the block open. As in vLLM, the two tags that Qwen3-Coder's calls begin with
     # end it then, and are content; reasoning about the first one alone goes on.

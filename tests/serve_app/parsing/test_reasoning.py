@@ -68,6 +68,15 @@ def test_a_block_that_the_prompt_opened_needs_no_begin_tag(text: str, reasoning:
     assert split(REASONING_PARSERS["qwen3"](opened=True), text) == Split(reasoning, content)
 
 
+@pytest.mark.parametrize("name", sorted(REASONING_PARSERS))
+def test_an_answer_whose_tags_were_not_decoded_is_another_one(name: str) -> None:
+    text = "<think>a</think>b<think>"
+    markers = REASONING_PARSERS[name].markers
+    assert set(markers) == {"<think>", "</think>"}
+    for marker in markers:
+        assert split(REASONING_PARSERS[name](), text.replace(marker, "")) != split(REASONING_PARSERS[name](), text)
+
+
 def test_a_block_of_deepseek_ends_with_its_tag_only() -> None:
     text = "a <tool_call>\n<function=f>"
     assert split(REASONING_PARSERS["deepseek_r1"](), text) == Split(text, "")

@@ -172,6 +172,13 @@ def test_an_answer_in_json_streams_where_calls_are_json_too() -> None:
     assert parser.push('{"city": ') == [Content('{"city":')]
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_whose_tags_were_not_decoded_is_another_one(name: str) -> None:
+    texts = [case.text for case in CASES[name]]
+    for marker in TOOL_PARSERS[name].markers:
+        assert any(parsed(name, text.replace(marker, "")) != parsed(name, text) for text in texts), marker
+
+
 def test_ids_are_unique_and_look_like_those_of_openai() -> None:
     found = collect(TOOL_PARSERS["pythonic"]().push("[f(), g()]")).calls
     assert all(re.fullmatch("call_[0-9a-f]{24}", call.id) for call in found)
