@@ -13,6 +13,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+CALLERS_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+"""What a template sees under a name of its own: no other value may be given by that name."""
+
+_FINAL_MARK = "FINAL_CONTENT_ENDS_HERE "  # the space tells whether the template trims what it is given
+
 
 class TemplateFailed(ValueError):
     """The template cannot render these messages. The text is safe to show: the template's own, or a fixed one."""
@@ -66,16 +71,64 @@ class ChatTemplate:
         self._template = _environment().from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt, up to where the assistant begins to speak.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt, up to where the assistant begins to speak; with `continue_final_message`, up to the end of the
+        last message's content, which the model then goes on with, and `add_generation_prompt` means nothing.
+
+        `kwargs` are what this template knows besides (`enable_thinking`, ...).
 
         Raises:
-            TemplateFailed: a role, an order of roles or a content that the template does not take.
+            TemplateFailed: a role, an order of roles or a content that the template does not take; a name in `kwargs`
+                that is taken; no content that could be continued.
         """
-        names = {"tools": None, "documents": None, **self._special_tokens}
+        self._refuse_taken(kwargs)
+        names = {**self._special_tokens, **kwargs, "tools": tools, "documents": documents}
+        if not continue_final_message:
+            return self._render(names, messages=messages, add_generation_prompt=add_generation_prompt)
+        marked, final = _with_marked_end(messages)
+        return _up_to_mark(self._render(names, messages=marked, add_generation_prompt=False), final)
+
+    def _refuse_taken(self, kwargs: Mapping[str, Any]) -> None:
+        for name in kwargs:
+            if name in CALLERS_NAMES or name in self._special_tokens or name in self._template.globals:
+                raise TemplateFailed(f"The chat template's {name} cannot be given by a request.")
+
+    def _render(self, names: Mapping[str, Any], **others: Any) -> str:
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **names)
+            return self._template.render({**names, **others})
         except _RaisedByTemplate as error:
             raise TemplateFailed(f"The model's chat template refuses these messages: {error.message}") from error
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise TemplateFailed("The model's chat template cannot render these messages.") from error
+
+
+def _with_marked_end(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
+    """The messages with a mark behind the last content, and that content: of several parts, the last text."""
+    last = dict(messages[-1]) if messages else {}
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*messages[:-1], last | {"content": content + _FINAL_MARK}], content
+    parts = list(content) if isinstance(content, list | tuple) else []
+    for index in range(len(parts) - 1, -1, -1):
+        if isinstance(text := parts[index].get("text"), str):
+            parts[index] = {**parts[index], "text": text + _FINAL_MARK}
+            return [*messages[:-1], last | {"content": parts}], text
+    raise TemplateFailed("The last message has no text that the model could continue.")
+
+
+def _up_to_mark(rendered: str, final: str) -> str:
+    end = rendered.rfind(_FINAL_MARK.rstrip())
+    if end < 0 or final.strip() not in rendered[:end]:
+        raise TemplateFailed("The model's chat template does not show the last message, so it cannot be continued.")
+    text = rendered[:end]
+    return text if rendered.startswith(_FINAL_MARK, end) else text.rstrip()

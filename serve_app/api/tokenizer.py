@@ -73,15 +73,17 @@ class Tokenizer:
         """A plain prompt: special tokens are added as the model's post-processor says (a leading BOS, mostly)."""
         return self._core.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """A conversation, rendered by the template, which writes its own special tokens: none are added.
+
+        `options` are those of `ChatTemplate.render`.
 
         Raises:
             TemplateFailed: there is no template, or it does not take these messages.
         """
         if self._chat_template is None:
             raise TemplateFailed("This model has no chat template; use /v1/completions.")
-        return self._core.encode(self._chat_template.render(messages), add_special_tokens=False).ids
+        return self._core.encode(self._chat_template.render(messages, **options), add_special_tokens=False).ids
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         return Detokenizer(self._core, skip_special_tokens=skip_special_tokens)

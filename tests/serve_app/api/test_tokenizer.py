@@ -108,6 +108,94 @@ def test_templates_render_as_transformers_renders_them(source: str) -> None:
     assert ChatTemplate(source, specials).render(MESSAGES) == expected[0]
 
 
+TOOLS = [{"type": "function", "function": {"name": "now", "description": "é <b>", "parameters": {"type": "object"}}}]
+WITH_TOOLS = (
+    "{% if tools %}<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>{% endif %}"
+    "{% for d in documents or [] %}[{{ d.title }}] {{ d.text }}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tools": TOOLS, "documents": [{"title": "a", "text": "b"}]},
+        {"tools": TOOLS, "enable_thinking": False},
+        {"add_generation_prompt": False},
+        {"enable_thinking": True, "unknown_to_the_template": [1, {"a": None}]},
+    ],
+)
+def test_what_a_request_gives_to_its_template_renders_as_in_transformers(options: dict[str, Any]) -> None:
+    render_jinja_template = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    as_there = {"add_generation_prompt": True} | options
+    expected, _ = render_jinja_template([MESSAGES], chat_template=WITH_TOOLS, **as_there)
+    assert ChatTemplate(WITH_TOOLS, {}).render(MESSAGES, **options) == expected[0]
+
+
+@pytest.mark.parametrize("content", ["The answer is", "ends with spaces  ", "\n- one\n- two\n", "twice twice", ""])
+@pytest.mark.parametrize(
+    "source",
+    [
+        CHATML,
+        WITH_TOOLS,
+        "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{{ '</s>' }}{% endfor %}{{ messages[0].content }} again",
+    ],
+)
+def test_a_last_message_to_be_continued_ends_the_prompt_as_in_transformers(source: str, content: str) -> None:
+    render_jinja_template = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    specials = {"bos_token": "<s>", "eos_token": "</s>"}
+    messages = [*MESSAGES[:1], {"role": "assistant", "content": content}]
+    expected, _ = render_jinja_template([messages], chat_template=source, continue_final_message=True, **specials)
+    rendered = ChatTemplate(source, specials).render(messages, continue_final_message=True)
+    assert rendered == expected[0]
+    assert rendered.rstrip().endswith(content.strip())
+    assert messages[-1]["content"] == content
+
+
+def test_of_a_last_message_in_parts_the_last_text_is_continued() -> None:
+    source = "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}, {"type": "image_url"}]
+    messages = [{"role": "assistant", "content": parts}]
+    assert ChatTemplate(source, {}).render(messages, continue_final_message=True) == "<a><b"
+    assert parts[1] == {"type": "text", "text": "b"}
+
+
+@pytest.mark.parametrize(
+    ("source", "messages"),
+    [
+        ("{{ messages[0].content }}", MESSAGES),
+        ("{{ messages[-1].content | upper }}", MESSAGES),
+        ("{{ messages[-1].content[-9:] }}", MESSAGES),
+        ("x", []),
+        ("x", [{"role": "assistant", "content": None}]),
+        ("x", [{"role": "assistant", "content": [{"type": "image_url"}]}]),
+    ],
+)
+def test_a_last_message_that_the_prompt_does_not_show_cannot_be_continued(
+    source: str, messages: list[dict[str, Any]]
+) -> None:
+    with pytest.raises(TemplateFailed, match="continue"):
+        ChatTemplate(source, {}).render(messages, continue_final_message=True)
+
+
+@pytest.mark.parametrize("name", ["messages", "bos_token", "raise_exception", "strftime_now", "range"])
+def test_a_request_cannot_give_what_the_template_has_already(name: str) -> None:
+    template = ChatTemplate("{{ messages }}", {"bos_token": "<s>"})
+    with pytest.raises(TemplateFailed, match=name):
+        template.render(MESSAGES, **{name: "x"})
+
+
+def test_a_tokenizer_gives_its_template_what_the_request_gave(tmp_path: Path) -> None:
+    source = "{% for m in messages %} {{ m.content }} {{ tools[0] }}{{ end }}{% endfor %}"
+    tokenizer = Tokenizer.from_dir(write_model(tmp_path, chat_template=source))
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.encode_chat(messages, tools=["a"], end=" b", self="no Python name is special") == [3, 1, 2]
+    assert tokenizer.encode_chat(messages, tools=["a"], continue_final_message=True) == [3]
+
+
 def test_serving_imports_neither_torch_nor_transformers_nor_ray() -> None:
     code = (
         "import sys, serve_app.api.ingress\n"

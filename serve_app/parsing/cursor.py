@@ -1,0 +1,108 @@
+"""Owns reading a text that arrives in pieces: grammars are coroutines that read it, and wait where a piece ends.
+Never goes back by more than a tag: the work is linear in the text however it was cut."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[None, None, T]
+"""A part of a grammar. It yields when it needs another piece, and returns what it read."""
+
+SPACES = re.compile(r"[ \t\r\n]*")
+LETTER = re.compile(r"[\s\S]?")
+ANYTHING = re.compile(r"[\s\S]*")
+
+
+class Cursor:
+    """A place in the text. It stops before the first letter that does not fit, so the caller can read on from there.
+
+    A pattern given to it is a class of letters, once or repeated (`[^<]*`): nothing else matches alike however the text
+    was cut.
+    """
+
+    def __init__(self) -> None:
+        self._piece = ""
+        self._at = 0
+        self._ended = False
+        self._held: list[str] = []
+        self._held_from: int | None = None
+
+    def feed(self, piece: str, steps: Steps[None]) -> None:
+        """Let the grammar read another piece, all of it."""
+        assert not self._ended, "text after the end of the text"
+        if self._held_from is not None:
+            self._held.append(self._piece[self._held_from :])
+            self._held_from = 0
+        self._piece, self._at = piece, 0
+        next(steps)
+
+    def end(self, steps: Steps[None]) -> None:
+        """Let the grammar come to its end: there is no more text."""
+        self._ended = True
+        for _ in steps:
+            raise AssertionError("a grammar waits for text after the end of the text")
+
+    def hold(self) -> None:
+        """Keep what is read from here on, until `release` or `drop`."""
+        self._held, self._held_from = [], self._at
+
+    def release(self) -> str:
+        """What was read since `hold`."""
+        assert self._held_from is not None, "nothing is held"
+        held = "".join(self._held) + self._piece[self._held_from : self._at]
+        self.drop()
+        return held
+
+    def drop(self) -> None:
+        self._held, self._held_from = [], None
+
+    def peek(self) -> Steps[str]:
+        """The next letter; the empty string at the end of the text."""
+        while self._at == len(self._piece):
+            if self._ended:
+                return ""
+            yield
+        return self._piece[self._at]
+
+    def literal(self, *options: str) -> Steps[str]:
+        """Read one of these strings, none of which begins another; or nothing, and return the empty string."""
+        seen = ""
+        while seen not in options:
+            letter = yield from self.peek()
+            if not letter or not any(option.startswith(seen + letter) for option in options):
+                self._unread(seen)
+                return ""
+            self._at += 1
+            seen += letter
+        return seen
+
+    def _unread(self, seen: str) -> None:
+        if len(seen) <= self._at:
+            self._at -= len(seen)
+            return
+        rest = self._piece[self._at :]
+        if self._held_from is not None:
+            self._held, self._held_from = [self.release().removesuffix(seen)], 0
+        self._piece, self._at = seen + rest, 0
+
+    def run(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Read all letters that the pattern takes."""
+        parts: list[str] = []
+        while (yield from self.peek()) and (part := self.take(pattern)):
+            parts.append(part)
+        return "".join(parts)
+
+    def take(self, pattern: re.Pattern[str]) -> str:
+        """Read the letters that the pattern takes, of those that are there; more may come."""
+        match = pattern.match(self._piece, self._at)
+        assert match is not None, "a pattern must match the empty string"
+        self._at = match.end()
+        return match[0]
+
+    def take_to(self, find_end: Callable[[str, int], int]) -> str:
+        """Read up to where `find_end(piece, at)` says, and not beyond what is there."""
+        start, self._at = self._at, find_end(self._piece, self._at)
+        return self._piece[start : self._at]

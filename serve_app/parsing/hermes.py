@@ -1,0 +1,31 @@
+"""Owns the calls of Hermes, Qwen2.5 and Qwen3: a JSON object between `<tool_call>` and `</tool_call>`.
+Never looks for the end tag inside the object, where a string may contain it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from serve_app.parsing.cursor import SPACES, Steps
+from serve_app.parsing.json_calls import JsonToolParser
+
+
+class HermesToolParser(JsonToolParser):
+    """The end tag may be missing, and so may the object's last brace: models forget both."""
+
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+
+    def _parse(self) -> Steps[None]:
+        while (yield from self._until("<tool_call>")):
+            yield from self._cursor.run(SPACES)
+            before = self.calls
+            yield from self._call()
+            if self.calls > before:
+                yield from self._end_tag()
+
+    def _end_tag(self) -> Steps[None]:
+        self._cursor.hold()
+        yield from self._cursor.run(SPACES)
+        if (yield from self._cursor.literal("</tool_call>")):
+            self._cursor.drop()
+        else:
+            self._give_back()

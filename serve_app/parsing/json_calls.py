@@ -1,0 +1,141 @@
+"""Owns a call that is a JSON object, `{"name": ..., "arguments": {...}}`; its arguments are passed on as they come.
+Never decodes or checks the arguments: their text is the model's, letter for letter."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serve_app.parsing.cursor import SPACES, Steps
+from serve_app.parsing.extent import Extent
+from serve_app.parsing.tool_parser import ToolParser, is_name
+
+_ARGUMENTS = ("arguments", "parameters")
+# An object that begins with another key is no call: an answer in JSON must stream, not wait for its last brace.
+_KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
+_OPENING = frozenset('"{[')
+_SCALAR = re.compile(r"[\w.+-]*")
+
+
+@dataclass(slots=True)
+class _Call:
+    """What is known of the object that is being read."""
+
+    name: str | None = None
+    arguments: str | None = None
+    """Those that came before the name."""
+    started: bool = False
+
+
+class JsonToolParser(ToolParser):
+    def _call(self, *, bare: bool = False) -> Steps[bool]:
+        """Read one call; the cursor holds what frames it. False: it is not whole, and what did not fit is content.
+
+        `bare`: nothing but the object says that it is a call, so it must have arguments; elsewhere none mean `{}`.
+        """
+        whole = yield from self._object(_Call(), bare)
+        if whole:
+            self._cursor.drop()
+        else:
+            self._give_back()
+        return whole
+
+    def _object(self, call: _Call, bare: bool) -> Steps[bool]:
+        if not (yield from self._cursor.literal("{")):
+            return False
+        while (yield from self._member(call)):
+            yield from self._cursor.run(SPACES)
+            separator = yield from self._cursor.literal(",", "}")
+            if separator == "}" and call.name is not None and not call.started and not bare:
+                call.arguments = "{}"
+                self._start(call)
+            if separator != ",":
+                return bool(separator) and call.started
+        return False
+
+    def _member(self, call: _Call) -> Steps[bool]:
+        """One key and its value. False: the text does not go on as a call."""
+        yield from self._cursor.run(SPACES)
+        key = yield from self._string()
+        if key is None or (key not in _KEYS and not call.started):
+            return False
+        yield from self._cursor.run(SPACES)
+        if not (yield from self._cursor.literal(":")):
+            return False
+        yield from self._cursor.run(SPACES)
+        if call.started:
+            return (yield from self._value(_ignore))
+        return (yield from self._value_of(key, call))
+
+    def _value_of(self, key: str, call: _Call) -> Steps[bool]:
+        if key == "name":
+            return (yield from self._name_of(call))
+        if key in _ARGUMENTS:
+            return (yield from self._arguments_of(call))
+        return (yield from self._value(_ignore))
+
+    def _name_of(self, call: _Call) -> Steps[bool]:
+        name = yield from self._string()
+        if name is None or not is_name(name):
+            return False
+        call.name = name
+        if call.arguments is not None:
+            self._start(call)
+        return True
+
+    def _arguments_of(self, call: _Call) -> Steps[bool]:
+        if (yield from self._cursor.peek()) != "{":
+            return False
+        if call.name is None:
+            parts: list[str] = []
+            complete = yield from self._value(parts.append)
+            call.arguments = "".join(parts)
+            return complete
+        self._start(call)
+        return (yield from self._stream_arguments())
+
+    def _stream_arguments(self) -> Steps[bool]:
+        """Pass on the object that begins here. Whatever follows is held again."""
+        complete = yield from self._value(self._arguments)
+        self._cursor.hold()
+        return complete
+
+    def _start(self, call: _Call) -> None:
+        assert call.name is not None
+        self._start_call(call.name)
+        call.started = True
+        if call.arguments is not None:
+            self._arguments(call.arguments)
+            self._cursor.hold()
+
+    def _string(self) -> Steps[str | None]:
+        """A JSON string's value; None if there is no such string here."""
+        if (yield from self._cursor.peek()) != '"':
+            return None
+        parts: list[str] = []
+        yield from self._value(parts.append)
+        try:
+            value = json.loads("".join(parts), strict=False)
+        except ValueError:
+            return None
+        assert isinstance(value, str)
+        return value
+
+    def _value(self, sink: Callable[[str], None]) -> Steps[bool]:
+        """Any JSON value, its text to `sink` as it comes. False: the text ends before it does, or there is none."""
+        if (yield from self._cursor.peek()) not in _OPENING:
+            scalar = yield from self._cursor.run(_SCALAR)
+            sink(scalar)
+            return bool(scalar)
+        extent = Extent("json")
+        while not extent.done:
+            if not (yield from self._cursor.peek()):
+                return False
+            sink(self._cursor.take_to(extent.find_end))
+        return True
+
+
+def _ignore(text: str) -> None:
+    """Of a call, only the name and the arguments are shown."""

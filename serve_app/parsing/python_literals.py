@@ -1,0 +1,97 @@
+"""Owns Python's literals as models write them: read with `ast`, turned into what JSON can say.
+Never evaluates anything."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+MAX_CHARS = 2**18
+"""Of an expression. The parser needs microseconds a letter for the worst, and nothing else can run meanwhile."""
+
+_CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's words, which models mix in
+_RAW_STRING = r"""(?<!\w)[rR](?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
+_KNOWN_ESCAPE = (
+    r"\\(?:[\\'\"abfnrtv\n]|[0-3][0-7]{2}|[0-7]{1,2}(?![0-7])|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})"
+)
+_BACKSLASH = re.compile(rf"({_RAW_STRING}|{_KNOWN_ESCAPE})|\\", re.DOTALL)
+
+
+def parse_expression(text: str) -> ast.expr:
+    """Any Python expression.
+
+    Raises:
+        ValueError: it is none, or one that is too long or too deep.
+    """
+    if len(text) > MAX_CHARS:
+        raise ValueError("too long")
+    try:
+        return ast.parse(_with_known_escapes(text).strip(), mode="eval").body
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError("not a Python expression") from error
+
+
+def to_json(node: ast.expr) -> str:
+    """A literal as JSON.
+
+    Raises:
+        ValueError: it is no literal, or JSON has no such value.
+    """
+    return dump_json(_value(node))
+
+
+def dump_json(value: Any) -> str:
+    """JSON that any client can read.
+
+    Raises:
+        ValueError: it is infinite or no number, or too deep.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except RecursionError as error:
+        raise ValueError("too deep") from error
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can carry
+        return json.dumps(value)
+    return text
+
+
+def arguments_json(call: ast.Call) -> str:
+    """The keyword arguments of a call as a JSON object.
+
+    Raises:
+        ValueError: there are others, or one is no literal.
+    """
+    named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    if call.args or len(named) < len(call.keywords):
+        raise ValueError("an argument has no name of its own")
+    return dump_json({name: _value(value) for name, value in named.items()})
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(None | bool() | int() | float() | str() as value):
+            return value
+        case ast.Name(name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as value)):
+            return -value
+        case ast.List(items) | ast.Tuple(items):
+            return [_value(item) for item in items]
+        case ast.Dict(keys, values):
+            return {_key(key): _value(value) for key, value in zip(keys, values, strict=True)}
+    raise ValueError("not a literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("a key that JSON does not have")
+
+
+def _with_known_escapes(text: str) -> str:
+    r"""Models write `"\d+"`. Python takes the backslash as it is, with a warning that will become an error."""
+    return _BACKSLASH.sub(lambda match: match[1] or "\\\\", text)

@@ -1,0 +1,101 @@
+"""Owns the calls of Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
+Never ends a value but at `</parameter>`: code that is written to a file may contain the other tags."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+from serve_app.parsing.cursor import LETTER, SPACES, Steps
+from serve_app.parsing.python_literals import dump_json
+from serve_app.parsing.tool_parser import ToolParser, is_name
+from serve_app.parsing.typed_values import is_string, property_schema, value_json
+
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_NAME_LETTERS = re.compile(r"[^<>\n]*")
+_NO_TAG = re.compile(r"[^<]*")
+
+
+class Qwen3CoderToolParser(ToolParser):
+    """Arguments are sent parameter by parameter: one that the end of the text cuts off is cut off in the JSON too.
+
+    These models forget tags. Without `<tool_call>`, the function must be one of the tools; `</tool_call>` ends a
+    function too. Text between the parameters of a call is content.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = (_CALL, _CALL_END)
+
+    def _parse(self) -> Steps[None]:
+        while tag := (yield from self._until(_CALL, _FUNCTION)):
+            if tag == _CALL:
+                yield from self._cursor.run(SPACES)
+                if not (yield from self._cursor.literal(_FUNCTION)):
+                    self._give_back()
+                    continue
+            yield from self._functions(framed=tag == _CALL)
+
+    def _functions(self, framed: bool) -> Steps[None]:
+        """One function, and those that follow it directly. The cursor holds the first one's tags."""
+        while True:
+            name = yield from self._name()
+            if not is_name(name) or not (framed or name in self._schemas):
+                self._give_back()
+                return
+            self._start_call(name)
+            yield from self._parameters(self._schemas.get(name))
+            self._cursor.hold()
+            yield from self._cursor.run(SPACES)
+            tag = yield from self._cursor.literal(_CALL_END, _FUNCTION)
+            if tag != _FUNCTION:
+                break
+            framed = True
+        if tag:
+            self._cursor.drop()
+        else:
+            self._give_back()
+
+    def _name(self) -> Steps[str]:
+        """The rest of a tag such as `<function=name>`; the empty string if it is none."""
+        name = yield from self._cursor.run(_NAME_LETTERS)
+        closed = yield from self._cursor.literal(">")
+        return name.strip() if closed else ""
+
+    def _parameters(self, schema: Any) -> Steps[None]:
+        """Up to the end of the function."""
+        before = "{"
+        while (yield from self._cursor.peek()):
+            self._cursor.hold()
+            yield from self._cursor.run(SPACES)
+            tag = yield from self._cursor.literal(_PARAMETER, _FUNCTION_END, _CALL_END)
+            if tag in (_FUNCTION_END, _CALL_END):
+                self._arguments("{}" if before == "{" else "}")
+                self._cursor.drop()
+                return
+            name = (yield from self._name()) if tag else ""
+            if name:
+                self._cursor.drop()
+                self._arguments(f"{before}{dump_json(name)}: ")
+                yield from self._value(property_schema(schema, name))
+                before = ", "
+            else:
+                self._cursor.take(LETTER)
+                self._give_back()
+                self._content((yield from self._cursor.run(_NO_TAG)))
+
+    def _value(self, schema: Any) -> Steps[None]:
+        parts: list[str] = []
+        while (yield from self._cursor.peek()):
+            parts.append(self._cursor.take(_NO_TAG))
+            if (yield from self._cursor.literal(_PARAMETER_END)):
+                self._arguments(value_json(_unframed("".join(parts)), schema))
+                return
+            parts.append(self._cursor.take(LETTER))
+        begun = "".join(parts).removeprefix("\n")
+        self._arguments(dump_json(begun)[:-1] if is_string(schema) else begun)
+
+
+def _unframed(text: str) -> str:
+    """The template puts a value on lines of its own."""
+    return text.removeprefix("\n").removesuffix("\n")

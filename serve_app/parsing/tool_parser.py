@@ -1,0 +1,114 @@
+"""Owns what all families of tool calls share: pieces of text in, deltas out, and which white space is shown.
+Never knows a family's grammar."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from serve_app.parsing.cursor import ANYTHING, LETTER, Cursor, Steps
+from serve_app.parsing.deltas import Arguments, CallStart, Content, Delta, merged, new_call_id
+
+Tool = Mapping[str, Any]
+"""As in a request's `tools`: `{"type": "function", "function": {"name": ..., "parameters": <JSON schema>}}`."""
+
+_NAME = re.compile(r"[\w.:/-]{1,128}")
+_TRAILING = " \t\r\n"
+
+
+class ToolParser(ABC):
+    """Reads one answer. Used once.
+
+    What is no call is content, letter for letter; of white space that touches a call nothing is shown, because
+    templates write it again around the call.
+    A call is announced when its name is known and what follows can only be its arguments. From then on it stays a
+    call: text that ends early, or is wrong inside the arguments, leaves them as the model wrote them, not always JSON.
+    A name that is not among the tools is passed on, as vLLM does: it is the client that can say so to the model.
+    """
+
+    markers: ClassVar[tuple[str, ...]]
+    """Tags that must be in the text even where the tokenizer calls them special tokens, which answers do not show."""
+
+    def __init__(self, tools: Sequence[Tool] = (), make_id: Callable[[], str] = new_call_id) -> None:
+        functions = [tool.get("function", tool) for tool in tools]
+        self._schemas: dict[str, Any] = {
+            function["name"]: function.get("parameters") for function in functions if "name" in function
+        }
+        self._make_id = make_id
+        self._cursor = Cursor()
+        self._steps = self._parse()
+        self._deltas: list[Delta] = []
+        self._space: list[str] = []
+        self._after_call = False
+        self.calls = 0
+        """How many calls were announced so far."""
+
+    def push(self, piece: str) -> list[Delta]:
+        """Return what this piece makes certain."""
+        self._cursor.feed(piece, self._steps)
+        return self._take_deltas()
+
+    def flush(self) -> list[Delta]:
+        """Return the rest: the answer has ended."""
+        self._cursor.end(self._steps)
+        if not self._after_call and (space := "".join(self._space)):
+            self._deltas.append(Content(space))
+        return self._take_deltas()
+
+    @abstractmethod
+    def _parse(self) -> Steps[None]:
+        """The family's grammar: reads the cursor to the end of the text."""
+
+    def _take_deltas(self) -> list[Delta]:
+        found, self._deltas = self._deltas, []
+        return merged(found)
+
+    def _content(self, text: str) -> None:
+        shown = text.rstrip(_TRAILING)
+        if shown:
+            self._deltas.append(Content("".join(self._space) + shown))
+            self._space, self._after_call = [], False
+        self._space.append(text[len(shown) :])
+
+    def _give_back(self) -> None:
+        """What was held is no call."""
+        self._content(self._cursor.release())
+
+    def _start_call(self, name: str) -> None:
+        """Nothing that is held can become content any more."""
+        self._cursor.drop()
+        self._space, self._after_call = [], True
+        self._deltas.append(CallStart(self.calls, self._make_id(), name))
+        self.calls += 1
+
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._deltas.append(Arguments(self.calls - 1, text))
+
+    def _until(self, *tags: str) -> Steps[str]:
+        """Read content and one of the tags, and hold the tag; all tags begin with the same letter.
+
+        The empty string: the text has ended.
+        """
+        before = re.compile(f"[^{re.escape(tags[0][0])}]*")
+        while True:
+            self._content(self._cursor.take(before))
+            if not (yield from self._cursor.peek()):
+                return ""
+            self._cursor.hold()
+            if tag := (yield from self._cursor.literal(*tags)):
+                return tag
+            self._cursor.take(LETTER)
+            self._give_back()
+
+    def _rest(self) -> Steps[None]:
+        """All that follows is content."""
+        while (yield from self._cursor.peek()):
+            self._content(self._cursor.take(ANYTHING))
+
+
+def is_name(text: str) -> bool:
+    """Whether this can be a function's name. OpenAI allows fewer letters; models are not that strict."""
+    return _NAME.fullmatch(text) is not None

@@ -1,0 +1,154 @@
+"""Owns the contract of reasoning parsers: what is reasoning, what is content, and that the cut changes neither.
+Never tells how a parser gets there."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.parsing.reasoning import REASONING_PARSERS, ReasoningParser, Split, reasoning_parser
+from tests.serve_app.parsing.drive import cut
+
+FRAGMENTS = ["<think>", "</think>", "<th", "</", "<", "\n", " ", "a", "é", ">", "<tool_call>", "<function="]
+messy_texts = st.lists(st.sampled_from(FRAGMENTS), max_size=20).map("".join)
+places = st.lists(st.integers(0, 100), max_size=10)
+
+
+def split(parser: ReasoningParser, *pieces: str) -> Split:
+    found = [*map(parser.push, pieces), parser.flush()]
+    return Split("".join(part.reasoning for part in found), "".join(part.content for part in found))
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<think>\nLet me see.\n\nYes.\n</think>\n\nParis.\n", "Let me see.\n\nYes.", "Paris.\n"),
+        ("\n <think>a</think>b", "a", "b"),
+        ("<think>\n\n</think>\n\nParis", "", "Paris"),
+        ("<think></think>", "", ""),
+        ("<think> a </think> b", " a ", " b"),
+        ("<think>a < b </thin> <think>", "a < b </thin> <think>", ""),
+        ("<think>a<</think>b</think>c<think>d</think>", "a<", "b</think>c<think>d</think>"),
+        ("<think>\ncut off\n", "cut off\n", ""),
+        ("<think>cut off</thi", "cut off</thi", ""),
+        ("<think>a\n\n<tool_call>\n<function=f>\n</think>", "a", "<tool_call>\n<function=f>\n</think>"),
+        ("<think>a <tool_call> \n</think>b", "a <tool_call> ", "b"),
+        ("<think><tool_call><tool_call><function=", "<tool_call>", "<tool_call><function="),
+        ("<think>a <tool_call>\n<fun", "a <tool_call>\n<fun", ""),
+        ("\n\nParis <think>a</think>", "", "\n\nParis <think>a</think>"),
+        ("Paris</think>", "", "Paris</think>"),
+        ("<think", "", "<think"),
+        ("<<think>", "", "<<think>"),
+        (" \n", "", " \n"),
+        ("", "", ""),
+    ],
+)
+def test_qwen3_reasons_in_a_block_at_the_beginning_or_not_at_all(text: str, reasoning: str, content: str) -> None:
+    assert split(REASONING_PARSERS["qwen3"](), text) == Split(reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("Okay.\n</think>\n\nParis", "Okay.", "Paris"),
+        ("\nOkay. <think>\n</think>Paris", "Okay. <think>", "Paris"),
+        ("<think>\nOkay.\n</think>\n\nParis", "Okay.", "Paris"),
+        ("\n\n</think>\n\nParis", "", "Paris"),
+        ("</think>", "", ""),
+        ("never closed\n\n", "never closed\n\n", ""),
+        ("\n\n<thin", "<thin", ""),
+        ("  a", "  a", ""),
+    ],
+)
+def test_a_block_that_the_prompt_opened_needs_no_begin_tag(text: str, reasoning: str, content: str) -> None:
+    assert split(REASONING_PARSERS["deepseek_r1"](), text) == Split(reasoning, content)
+    assert split(REASONING_PARSERS["qwen3"](opened=True), text) == Split(reasoning, content)
+
+
+@pytest.mark.parametrize("name", sorted(REASONING_PARSERS))
+def test_an_answer_whose_tags_were_not_decoded_is_another_one(name: str) -> None:
+    text = "<think>a</think>b<think>"
+    markers = REASONING_PARSERS[name].markers
+    assert set(markers) == {"<think>", "</think>"}
+    for marker in markers:
+        assert split(REASONING_PARSERS[name](), text.replace(marker, "")) != split(REASONING_PARSERS[name](), text)
+
+
+def test_a_block_of_deepseek_ends_with_its_tag_only() -> None:
+    text = "a <tool_call>\n<function=f>"
+    assert split(REASONING_PARSERS["deepseek_r1"](), text) == Split(text, "")
+
+
+@pytest.mark.parametrize("name", sorted(REASONING_PARSERS))
+def test_with_thinking_turned_off_all_text_is_content_letter_for_letter(name: str) -> None:
+    text = "\n<think>a</think>\n\nb"
+    assert split(REASONING_PARSERS[name](opened=True, enabled=False), text) == Split("", text)
+
+
+@pytest.mark.parametrize("name", sorted(REASONING_PARSERS))
+@pytest.mark.parametrize("opened", [False, True])
+@settings(deadline=None)
+@given(text=messy_texts | st.text(), at=places)
+def test_no_way_of_cutting_an_answer_changes_it(name: str, opened: bool, text: str, at: list[int]) -> None:
+    new = REASONING_PARSERS[name]
+    assert split(new(opened=opened), *cut(text, at)) == split(new(opened=opened), text)
+    assert split(new(opened=opened), *text) == split(new(opened=opened), text)
+
+
+@given(messy_texts)
+def test_text_that_does_not_begin_with_the_tag_comes_back_letter_for_letter(text: str) -> None:
+    if not text.lstrip().startswith("<think>"):
+        assert split(REASONING_PARSERS["qwen3"](), text) == Split("", text)
+
+
+def test_text_is_sent_as_soon_as_no_tag_can_follow_from_it() -> None:
+    parser = REASONING_PARSERS["qwen3"]()
+    pieces = ["<thi", "nk>\n", "Let", " me\n", "see</", "b></th", "ink>\n", "\nPa", "ris\n"]
+    sent = [parser.push(piece) for piece in pieces]
+    assert [part.reasoning for part in sent] == ["", "", "Let", " me", "\nsee", "</b>", "", "", ""]
+    assert [part.content for part in sent] == ["", "", "", "", "", "", "", "Pa", "ris\n"]
+
+
+def test_a_parser_says_whether_the_text_that_comes_next_is_reasoning() -> None:
+    parser = REASONING_PARSERS["qwen3"]()
+    seen = []
+    for piece in ["\n", "<think>", "a", "</think>", "b"]:
+        parser.push(piece)
+        seen.append(parser.inside)
+    assert seen == [False, True, True, False, False]
+    assert REASONING_PARSERS["deepseek_r1"]().inside
+    assert not REASONING_PARSERS["deepseek_r1"](enabled=False).inside
+
+
+@pytest.mark.parametrize(
+    ("prompt_end", "expected"),
+    [
+        ("<|im_start|>assistant\n", Split("", "a</think>b")),
+        ("<|im_start|>assistant\n<think>\n", Split("a", "b")),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Split("", "a</think>b")),
+    ],
+)
+def test_the_prompts_end_tells_whether_the_block_is_open_or_over(prompt_end: str, expected: Split) -> None:
+    assert split(reasoning_parser("qwen3", prompt_end), "a</think>b") == expected
+
+
+def test_work_grows_with_the_text_and_not_with_its_square() -> None:
+    def work(times: int) -> int:
+        counted = [0]
+
+        def count(frame: object, event: str, argument: object) -> None:
+            counted[0] += event in ("call", "c_call")
+
+        parser = REASONING_PARSERS["deepseek_r1"]()
+        sys.setprofile(count)
+        try:
+            for letter in "a\n\n</thin" * times:
+                parser.push(letter)
+        finally:
+            sys.setprofile(None)
+        return counted[0]
+
+    assert work(400) < 2.2 * work(200)
