@@ -66,15 +66,15 @@ class ChatTemplate:
         self._template = _environment().from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt, up to where the assistant begins to speak.
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt, up to where the assistant begins to speak, unless it is not `add_generation_prompt`.
 
         Raises:
             TemplateFailed: a role, an order of roles or a content that the template does not take.
         """
         names = {"tools": None, "documents": None, **self._special_tokens}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **names)
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **names)
         except _RaisedByTemplate as error:
             raise TemplateFailed(f"The model's chat template refuses these messages: {error.message}") from error
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:

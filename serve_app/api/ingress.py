@@ -33,6 +33,7 @@ from serve_app.api.session import HEADER as SESSION_HEADER
 from serve_app.api.session import session_of
 from serve_app.api.sse import send_stream
 from serve_app.api.submission import Prepared, prepare_chat, prepare_completion
+from serve_app.api.text_routes import TextRoutes
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys, NeedsKey, tenant_of
 from serve_app.engine_client import EngineClient, ServedModel
@@ -188,6 +189,7 @@ def create_app(
             Route("/v1/models/{model_id:path}", context.get_model, middleware=guard),
             Route("/health", context.health),
             Route("/load", context.load, middleware=guard),
+            *TextRoutes(tokenizer, model, max_body_bytes).routes(guard),
             *Admin(client, context.gate, context.live).routes(keys),
         ],
         middleware=[Middleware(RequestGuard, stall_timeout_s=client_stall_timeout_s, names_responses=names_responses)],

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.protocol import MAX_LOGPROBS
@@ -215,7 +215,7 @@ class CompletionRequest(GenerationRequest):
 
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
-ModelT = TypeVar("ModelT", bound=StrictModel)
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def parse_request(kind: type[ModelT], body: bytes) -> ModelT:
