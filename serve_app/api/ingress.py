@@ -136,14 +136,19 @@ class _Context:
         return JSONResponse(model_json(self.model))
 
     async def health(self, _: Request) -> Response:
+        """Liveness: an engine answers. It may drain: whoever restarted it for that would cut what is to finish."""
         try:
-            self.gate.check_open()
             await self.client.check_health()
         except Exception as error:
             # Whatever it is, a load balancer must see one status.
             told = to_api_error(error)
             raise ApiError(503, told.message, type=told.type, code=told.code, headers=told.headers) from error
         return Response()
+
+    async def ready(self, request: Request) -> Response:
+        """Readiness: it is alive, and new requests are let in."""
+        self.gate.check_open()
+        return await self.health(request)
 
     async def load(self, _: Request) -> Response:
         engines = [asdict(snapshot) for snapshot in await self.client.load()]
@@ -188,6 +193,7 @@ def create_app(
             Route("/v1/models", context.list_models, middleware=guard),
             Route("/v1/models/{model_id:path}", context.get_model, middleware=guard),
             Route("/health", context.health),
+            Route("/ready", context.ready),
             Route("/load", context.load, middleware=guard),
             *TextRoutes(tokenizer, model, max_body_bytes).routes(guard),
             *Admin(client, context.gate, context.live).routes(keys),
