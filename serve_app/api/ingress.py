@@ -24,6 +24,7 @@ from serve_app.api.asgi import REQUEST_ID, RequestGuard, read_json_body, unless_
 from serve_app.api.completion import Completion, whole_text
 from serve_app.api.deadline import HEADER as DEADLINE_HEADER
 from serve_app.api.deadline import deadline_of, now
+from serve_app.api.generation_response import GenerationResponses
 from serve_app.api.live import Life, LiveRequests
 from serve_app.api.logprobs import json_chars
 from serve_app.api.offload import run_sized
@@ -44,6 +45,9 @@ MAX_BODY_BYTES = 4 * 2**20
 
 CLIENT_STALL_TIMEOUT_S = 60.0
 """How long a client may take nothing of its answer."""
+
+SSE_KEEP_ALIVE_S = 15.0
+"""How long a stream may be silent. Proxies close what is silent for longer than a minute, some after half of one."""
 
 Prepare = Callable[[RequestT, str, Tokenizer, ServedModel], Awaitable[Prepared]]
 
@@ -174,6 +178,7 @@ def create_app(
     *,
     max_body_bytes: int = MAX_BODY_BYTES,
     client_stall_timeout_s: float = CLIENT_STALL_TIMEOUT_S,
+    sse_keep_alive_s: float = SSE_KEEP_ALIVE_S,
     names_responses: bool = True,
     gate: Gate | None = None,
     keys: Keys | None = None,
@@ -184,12 +189,13 @@ def create_app(
     keys = keys or Keys()
     context = _Context(client, tokenizer, model, max_body_bytes, gate or Gate(), live or LiveRequests())
     guard = [Middleware(NeedsKey, keys=keys)]
+    generating = [Middleware(GenerationResponses, keep_alive_s=sse_keep_alive_s), *guard]
     chat = _Generate(context, ChatRequest, prepare_chat, ChatShape(), "chatcmpl")
     completions = _Generate(context, CompletionRequest, prepare_completion, TextShape(tokenizer.token_text), "cmpl")
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"], middleware=guard),
-            Route("/v1/completions", completions, methods=["POST"], middleware=guard),
+            Route("/v1/chat/completions", chat, methods=["POST"], middleware=generating),
+            Route("/v1/completions", completions, methods=["POST"], middleware=generating),
             Route("/v1/models", context.list_models, middleware=guard),
             Route("/v1/models/{model_id:path}", context.get_model, middleware=guard),
             Route("/health", context.health),
