@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.protocol import EngineError
 from serve_app.admission.gate import Gate, Visit
+from serve_app.api.about import about_routes
 from serve_app.api.admin import Admin
 from serve_app.api.asgi import REQUEST_ID, RequestGuard, read_json_body, unless_client_leaves
 from serve_app.api.completion import Completion, whole_text
@@ -202,6 +203,7 @@ def create_app(
             Route("/ready", context.ready),
             Route("/load", context.load, middleware=guard),
             *TextRoutes(tokenizer, model, max_body_bytes).routes(guard),
+            *about_routes(keys),
             *Admin(client, context.gate, context.live).routes(keys),
         ],
         middleware=[Middleware(RequestGuard, stall_timeout_s=client_stall_timeout_s, names_responses=names_responses)],
