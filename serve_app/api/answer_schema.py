@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from engine.protocol import LoadSnapshot
 from serve_app.admission.gate import GateSnapshot
@@ -13,57 +13,63 @@ from serve_app.admission.gate import GateSnapshot
 FinishReason = Literal["stop", "length"]
 
 
-class Error(BaseModel):
+class Shape(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Error(Shape):
     message: str
     type: str
     param: str | None
     """The field that is wrong, with dots: `messages.0.role`."""
     code: str | None
     n_prompt_tokens: int = 0
+    """With the code `context_length_exceeded`: how long the prompt is."""
     n_ctx: int = 0
+    """With the same code: how long prompt and answer may be together."""
 
 
-class ErrorEnvelope(BaseModel):
+class ErrorEnvelope(Shape):
     error: Error
 
 
-class PromptTokensDetails(BaseModel):
+class PromptTokensDetails(Shape):
     cached_tokens: int
 
 
-class Usage(BaseModel):
+class Usage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
 
-class AssistantMessage(BaseModel):
+class AssistantMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
 
 
-class AssistantDelta(BaseModel):
+class AssistantDelta(Shape):
     role: Literal["assistant"] = "assistant"
     content: str = ""
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(Shape):
     index: int
     message: AssistantMessage
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(Shape):
     index: int
     delta: AssistantDelta
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason | None
 
 
-class TextChoice(BaseModel):
+class TextChoice(Shape):
     index: int
     text: str
     logprobs: dict[str, Any] | None
@@ -71,7 +77,7 @@ class TextChoice(BaseModel):
     """Null in the chunks of a stream but the last."""
 
 
-class _Answer(BaseModel):
+class _Answer(Shape):
     id: str
     created: int
     model: str
@@ -101,36 +107,38 @@ class CompletionChunk(_Answer):
     usage: Usage | None = None
 
 
-class Model(BaseModel):
+class Model(Shape):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    """Longest prompt and answer together, in tokens."""
 
 
-class ModelList(BaseModel):
+class ModelList(Shape):
     object: Literal["list"]
     data: list[Model]
 
 
-class Tokens(BaseModel):
+class Tokens(Shape):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] = []
+    """Where `return_token_strs` asks for them: the vocabulary's entries."""
 
 
-class Detokenized(BaseModel):
+class Detokenized(Shape):
     prompt: str
 
 
-class SpecialToken(BaseModel):
+class SpecialToken(Shape):
     id: int
     text: str
 
 
-class TokenizerInfo(BaseModel):
+class TokenizerInfo(Shape):
     model: str
     vocab_size: int
     bos_token_id: int | None
@@ -141,24 +149,24 @@ class TokenizerInfo(BaseModel):
     has_chat_template: bool
 
 
-class Version(BaseModel):
+class Version(Shape):
     version: str
 
 
-class Load(BaseModel):
+class Load(Shape):
     engines: list[LoadSnapshot]
     ingress: GateSnapshot
 
 
-class Aborted(BaseModel):
+class Aborted(Shape):
     request_id: str
     aborted: Literal[True]
 
 
-class Draining(BaseModel):
+class Draining(Shape):
     draining: bool
 
 
-class DroppedBlocks(BaseModel):
+class DroppedBlocks(Shape):
     dropped_blocks: list[int]
     """Of each engine."""

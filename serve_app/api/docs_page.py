@@ -60,7 +60,7 @@ section { border-top: 1px solid #8886; }
 {% if schema.description is defined %}<p>{{ schema.description }}</p>{% endif %}
 {% if schema.properties is defined %}
 <table>
-<tr><th>field</th><th>required</th><th>schema</th></tr>
+<tr><th>field</th><th>required</th><th>schema and meaning</th></tr>
 {% for field, rule in schema.properties.items() %}
 <tr><td><code>{{ field }}</code></td><td>{{ "yes" if field in schema.required | default([]) }}</td>
 <td><code>{{ rule | compact }}</code></td></tr>

@@ -148,12 +148,12 @@ class GenerationRequest(StrictModel):
     """Neither stop tokens nor stop strings end the answer before this many tokens."""
     ignore_eos: bool | None = None
     timeout_ms: int | None = Field(None, ge=1, le=MAX_TIMEOUT_MS)
-    """The answer ends with an error after this long; see serve_app.api.deadline."""
+    """The answer ends with an error after this long."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     prompt_cache_key: str | None = Field(None, max_length=MAX_CHARS)
-    """Requests of one key go to the same engine while its load allows; see serve_app.api.session."""
+    """Requests of one key go to the same engine while its load allows."""
 
     # Accepted and without effect: they label a request for whoever keeps accounts, and never change an answer.
     user: str | None = None

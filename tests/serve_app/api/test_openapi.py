@@ -104,6 +104,12 @@ def test_every_reference_leads_to_a_schema_and_every_schema_is_referred_to() -> 
     assert found == set(guarded["components"]["schemas"])
 
 
+def test_fields_are_described_and_nothing_of_the_inside_is() -> None:
+    fields = DOCUMENT["components"]["schemas"]["ChatRequest"]["properties"]
+    assert fields["top_k"]["description"] == "0 and -1 keep all tokens."
+    assert "serve_app" not in json.dumps(DOCUMENT)
+
+
 def test_every_parameter_of_a_path_is_declared() -> None:
     for path, methods in DOCUMENT["paths"].items():
         for operation in methods.values():
