@@ -173,6 +173,8 @@ def _events(raw: bytes) -> Iterator[tuple[int, dict[str, object] | str]]:
     for end, chunk in _chunks(raw, len(head) + len(_END_OF_HEAD)):
         *whole, pending = (pending + chunk).split(b"\n\n")
         for event in whole:
+            if event.startswith(b":"):  # a comment, which keeps a silent stream open
+                continue
             text = event.removeprefix(b"data: ").decode()
             yield end, text if text == "[DONE]" else json.loads(text)
 

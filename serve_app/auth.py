@@ -39,6 +39,14 @@ class Keys:
         self._keys = tuple(keys)
         self._admin = admin_sha256
 
+    @property
+    def are_needed(self) -> bool:
+        return bool(self._keys)
+
+    @property
+    def open_admin_routes(self) -> bool:
+        return self._admin is not None
+
     @classmethod
     def load(cls, settings: AuthSettings) -> Keys:
         """Read `keys_file`, if there is one, once.
@@ -117,10 +125,13 @@ def tenant_of(scope: Scope) -> Tenant:
 
 
 def _digest(scope: Scope) -> str:
-    """Of the bearer token; "", which is no digest, where there is none."""
-    scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+    """Of the bearer token, or where there is none of X-Api-Key; "", which is no digest, without both."""
+    headers = Headers(scope=scope)
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    key = bearer or headers.get("x-api-key", "").strip()
     # Headers are decoded as Latin-1, which gives back the bytes that were sent.
-    return digest(token.strip().encode("latin-1")) if scheme.lower() == "bearer" and token.strip() else ""
+    return digest(key.encode("latin-1")) if key else ""
 
 
 def digest(key: bytes) -> str:
@@ -129,7 +140,7 @@ def digest(key: bytes) -> str:
 
 
 def _unauthorized(what: str) -> ApiError:
-    text = f"This needs a valid {what}, sent as `Authorization: Bearer <key>`."
+    text = f"This needs a valid {what}, sent as `Authorization: Bearer <key>` or `X-Api-Key: <key>`."
     challenge = {"WWW-Authenticate": "Bearer"}
     return ApiError(401, text, type="authentication_error", code="invalid_api_key", headers=challenge)
 

@@ -183,6 +183,7 @@ class IngressReplica:
             self._model,
             max_body_bytes=self._settings.max_body_bytes,
             client_stall_timeout_s=self._settings.client_stall_timeout_s,
+            sse_keep_alive_s=self._settings.sse_keep_alive_s,
             names_responses=False,
             gate=self._gate,
             keys=self._keys,

@@ -179,6 +179,11 @@ class AppSettings(BaseModel):
     client_stall_timeout_s: float = Field(
         60, description="A client that takes nothing of its answer for this long is disconnected.", gt=0
     )
+    sse_keep_alive_s: float = Field(
+        15,
+        description="A stream that was silent this long gets a comment, so that no proxy takes it for dead. 0: none.",
+        ge=0,
+    )
     admission: AdmissionSettings = Field(
         default_factory=AdmissionSettings, description="What is let in, and what waits in the ingress; see below."
     )

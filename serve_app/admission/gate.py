@@ -31,7 +31,7 @@ class GateSnapshot:
     """Most that may be dispatched; None: no limit."""
     num_queued_tokens: int
     requests_per_s: float
-    """Measured drain rates; see serve_app.admission.backlog."""
+    """Measured drain rates, of requests and of prompt tokens."""
     tokens_per_s: float
 
 

@@ -19,12 +19,14 @@ from starlette.types import Receive, Scope, Send
 
 from engine.protocol import EngineError
 from serve_app.admission.gate import Gate, Visit
+from serve_app.api.about import about_routes
 from serve_app.api.admin import Admin
 from serve_app.api.asgi import REQUEST_ID, RequestGuard, read_json_body, unless_client_leaves
 from serve_app.api.choices import Choices
 from serve_app.api.completion import Completion
 from serve_app.api.deadline import HEADER as DEADLINE_HEADER
 from serve_app.api.deadline import deadline_of, now
+from serve_app.api.generation_response import GenerationResponses
 from serve_app.api.live import Life, LiveRequests
 from serve_app.api.logprobs import json_chars, score_chars
 from serve_app.api.offload import run_sized
@@ -41,6 +43,7 @@ from serve_app.api.session import HEADER as SESSION_HEADER
 from serve_app.api.session import session_of
 from serve_app.api.sse import UsageShown, send_stream
 from serve_app.api.submission import Prepared, prepare_chat, prepare_completion
+from serve_app.api.text_routes import TextRoutes
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys, NeedsKey, tenant_of
 from serve_app.engine_client import EngineClient, ServedModel
@@ -51,6 +54,9 @@ MAX_BODY_BYTES = 4 * 2**20
 
 CLIENT_STALL_TIMEOUT_S = 60.0
 """How long a client may take nothing of its answer."""
+
+SSE_KEEP_ALIVE_S = 15.0
+"""How long a stream may be silent. Proxies close what is silent for longer than a minute, some after half of one."""
 
 Prepare = Callable[[RequestT, str, Tokenizer, ServedModel], Awaitable[list[list[Prepared]]]]
 MakeShape = Callable[[Tokenizer, Shown], Shape]
@@ -161,14 +167,19 @@ class _Context:
         return JSONResponse(model_json(self.model))
 
     async def health(self, _: Request) -> Response:
+        """Liveness: an engine answers. It may drain: whoever restarted it for that would cut what is to finish."""
         try:
-            self.gate.check_open()
             await self.client.check_health()
         except Exception as error:
             # Whatever it is, a load balancer must see one status.
             told = to_api_error(error)
             raise ApiError(503, told.message, type=told.type, code=told.code, headers=told.headers) from error
         return Response()
+
+    async def ready(self, request: Request) -> Response:
+        """Readiness: it is alive, and new requests are let in."""
+        self.gate.check_open()
+        return await self.health(request)
 
     async def load(self, _: Request) -> Response:
         engines = [asdict(snapshot) for snapshot in await self.client.load()]
@@ -194,6 +205,7 @@ def create_app(
     *,
     max_body_bytes: int = MAX_BODY_BYTES,
     client_stall_timeout_s: float = CLIENT_STALL_TIMEOUT_S,
+    sse_keep_alive_s: float = SSE_KEEP_ALIVE_S,
     names_responses: bool = True,
     gate: Gate | None = None,
     keys: Keys | None = None,
@@ -204,16 +216,20 @@ def create_app(
     keys = keys or Keys()
     context = _Context(client, tokenizer, model, max_body_bytes, gate or Gate(), live or LiveRequests())
     guard = [Middleware(NeedsKey, keys=keys)]
+    generating = [Middleware(GenerationResponses, keep_alive_s=sse_keep_alive_s), *guard]
     chat = _Generate(context, ChatRequest, prepare_chat, ChatShape, "chatcmpl")
     completions = _Generate(context, CompletionRequest, prepare_completion, TextShape, "cmpl")
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"], middleware=guard),
-            Route("/v1/completions", completions, methods=["POST"], middleware=guard),
+            Route("/v1/chat/completions", chat, methods=["POST"], middleware=generating),
+            Route("/v1/completions", completions, methods=["POST"], middleware=generating),
             Route("/v1/models", context.list_models, middleware=guard),
             Route("/v1/models/{model_id:path}", context.get_model, middleware=guard),
             Route("/health", context.health),
+            Route("/ready", context.ready),
             Route("/load", context.load, middleware=guard),
+            *TextRoutes(tokenizer, model, max_body_bytes).routes(guard),
+            *about_routes(keys),
             *Admin(client, context.gate, context.live).routes(keys),
         ],
         middleware=[Middleware(RequestGuard, stall_timeout_s=client_stall_timeout_s, names_responses=names_responses)],

@@ -7,7 +7,7 @@ import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import pydantic_core
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.protocol import MAX_BIAS, MAX_LOGPROBS
@@ -184,12 +184,12 @@ class GenerationRequest(StrictModel):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     """A lower number is computed earlier, among the requests that an engine holds."""
     timeout_ms: int | None = Field(None, ge=1, le=MAX_TIMEOUT_MS)
-    """The answer ends with an error after this long; see serve_app.api.deadline."""
+    """The answer ends with an error after this long."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     prompt_cache_key: str | None = Field(None, max_length=MAX_CHARS)
-    """Requests of one key go to the same engine while its load allows; see serve_app.api.session."""
+    """Requests of one key go to the same engine while its load allows."""
 
     # Accepted and without effect: they label a request for whoever keeps accounts, and never change an answer.
     user: str | None = None
@@ -314,7 +314,7 @@ class CompletionRequest(GenerationRequest):
 
 
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
-ModelT = TypeVar("ModelT", bound=StrictModel)
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def parse_request(kind: type[ModelT], body: bytes) -> ModelT:

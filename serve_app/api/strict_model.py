@@ -16,7 +16,10 @@ Unsupported = Mapping[str, tuple[Any, ...]]
 
 
 class StrictModel(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+    # The docstrings of fields are what the OpenAPI document says of them.
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
+    )
 
     unsupported: ClassVar[Unsupported] = {}
     """Fields that other servers have and this one does not, with the values, besides null, that change nothing."""

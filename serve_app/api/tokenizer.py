@@ -27,7 +27,11 @@ class Tokenizer:
     """Thread-safe: encoding a long text may run outside the event loop, and releases the interpreter lock."""
 
     def __init__(
-        self, core: tokenizers.Tokenizer, chat_template: ChatTemplate | None, eos_token_id: int | None
+        self,
+        core: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None,
+        eos_token_id: int | None,
+        bos_token_id: int | None = None,
     ) -> None:
         # A tokenizer.json saved while training can carry a truncation: prompts would lose their end in silence.
         core.no_truncation()
@@ -35,6 +39,7 @@ class Tokenizer:
         self._core = core
         self._chat_template = chat_template
         self.eos_token_id = eos_token_id
+        self.bos_token_id = bos_token_id
         self.vocab_size = max(core.get_vocab().values()) + 1
         added = core.get_added_tokens_decoder()
         self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
@@ -57,8 +62,8 @@ class Tokenizer:
         specials = _special_tokens(_read_json(root / "special_tokens_map.json") | config)
         source = _template_source(root, config)
         template = None if source is None else ChatTemplate(source, specials)
-        eos = specials.get("eos_token")
-        return cls(core, template, None if eos is None else core.token_to_id(eos))
+        eos, bos = (core.token_to_id(specials.get(name, "")) for name in ("eos_token", "bos_token"))
+        return cls(core, template, eos, bos)
 
     @classmethod
     def byte_level(cls) -> Tokenizer:
@@ -73,8 +78,10 @@ class Tokenizer:
         """A plain prompt: special tokens are added as the model's post-processor says (a leading BOS, mostly)."""
         return self._core.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
-        """A conversation, rendered by the template, which writes its own special tokens: none are added.
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_special_tokens: bool = False, **options: Any
+    ) -> list[int]:
+        """A conversation, rendered by the template, which writes its own special tokens: by default none are added.
 
         `options` are those of `ChatTemplate.render`.
 
@@ -83,7 +90,20 @@ class Tokenizer:
         """
         if self._chat_template is None:
             raise TemplateFailed("This model has no chat template; use /v1/completions.")
-        return self._core.encode(self._chat_template.render(messages, **options), add_special_tokens=False).ids
+        text = self._chat_template.render(messages, **options)
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these tokens, with that of special ones: what `encode` was given, and what it added."""
+        return self._core.decode(list(token_ids), skip_special_tokens=False)
+
+    def vocabulary_entry(self, token_id: int) -> str | None:
+        """The token as tokenizer.json has it, `Ġthe` and not ` the`; None for an id that no token has."""
+        return self._core.id_to_token(token_id)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         return Detokenizer(self._core, skip_special_tokens=skip_special_tokens)

@@ -72,9 +72,14 @@ async def ask(app: Any, path: str, key: str | None, body: Any = None, method: st
         ("GET", "/v1/models", None),
         ("GET", f"/v1/models/{MODEL.id}", None),
         ("GET", "/load", None),
+        ("POST", "/tokenize", {"prompt": "a"}),
+        ("POST", "/v1/tokenize", {"prompt": "a"}),
+        ("POST", "/detokenize", {"tokens": [1]}),
+        ("POST", "/v1/detokenize", {"tokens": [1]}),
+        ("GET", "/tokenizer_info", None),
     ],
 )
-async def test_without_a_known_key_every_route_but_health_is_a_401(
+async def test_without_a_known_key_every_route_that_serves_tenants_is_a_401(
     method: str, path: str, body: Any, authorization: str | None
 ) -> None:
     client = hello()
@@ -95,8 +100,9 @@ async def test_a_wrong_key_is_refused_before_the_body_is_read() -> None:
     assert (await exchange.finish()).status == 401
 
 
-async def test_health_needs_no_key() -> None:
-    assert (await ask(app_for(hello(), keys=KEYS), "/health", None, method="GET")).status == 200
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version"])
+async def test_probes_need_no_key(path: str) -> None:
+    assert (await ask(app_for(hello(), keys=KEYS), path, None, method="GET")).status == 200
 
 
 @pytest.mark.parametrize(("key", "tenant"), [(ANNS, "ann"), (BOBS, "bob")])
@@ -106,6 +112,23 @@ async def test_the_engine_learns_whose_request_it_is(key: str, tenant: str, sche
     answer = await ask(app_for(client, keys=KEYS), "/v1/completions", f"{scheme} {key}", PROMPT)
     assert answer.status == 200
     assert [submission.tenant for submission in client.submissions] == [tenant]
+
+
+@pytest.mark.parametrize("authorization", [None, "", "Bearer ", "Basic x"])
+async def test_a_key_may_come_as_x_api_key(authorization: str | None) -> None:
+    client = hello()
+    app = app_for(client, keys=KEYS)
+    answer = await ask(app, "/v1/completions", authorization, PROMPT, **{"x-api-key": ANNS})
+    assert answer.status == 200
+    assert [submission.tenant for submission in client.submissions] == ["ann"]
+    for wrong in ("", NOBODYS, f"Bearer {ANNS}"):
+        assert (await ask(app, "/v1/completions", authorization, PROMPT, **{"x-api-key": wrong})).status == 401
+
+
+async def test_a_wrong_bearer_token_is_not_mended_by_a_right_x_api_key() -> None:
+    headers = {"x-api-key": ANNS}
+    answer = await ask(app_for(hello(), keys=KEYS), "/v1/completions", f"Bearer {NOBODYS}", PROMPT, **headers)
+    assert answer.status == 401
 
 
 @pytest.mark.parametrize("authorization", [None, "Bearer whatever"])

@@ -109,6 +109,8 @@ async def follow(reader: asyncio.StreamReader, stream: Stream) -> None:
         rest += (await reader.readexactly(size + 2))[:-2].decode()
         *frames, rest = rest.split("\n\n")
         for frame in frames:
+            if frame.startswith(":"):  # a comment, which keeps a silent stream open
+                continue
             stream.take(frame.removeprefix("data: "))
 
 

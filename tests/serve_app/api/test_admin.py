@@ -197,13 +197,16 @@ async def test_a_drained_deployment_finishes_what_runs_refuses_the_rest_and_can_
     refused = await begin(app, "late").finish()
     assert (refused.status, refused.error["code"]) == (503, "draining")
     assert {"retry-after", "retry-after-ms"} <= set(refused.headers)
-    sick = await Exchange(app, "GET", "/health", headers=()).finish()
-    assert (sick.status, sick.error["code"]) == (503, "draining")
+    unready = await Exchange(app, "GET", "/ready", headers=()).finish()
+    assert (unready.status, unready.error["code"]) == (503, "draining")
+    assert "retry-after" in unready.headers
+    alive = await Exchange(app, "GET", "/health", headers=()).finish()
+    assert alive.status == 200, "a probe of it would restart what is to finish"
     gate_open.set()
     assert (await running.finish()).status == 200
     assert (await admin(app, "/admin/resume")).json == {"draining": False}
     assert (await begin(app, "again").finish()).status == 200
-    assert (await Exchange(app, "GET", "/health", headers=()).finish()).status == 200
+    assert (await Exchange(app, "GET", "/ready", headers=()).finish()).status == 200
     assert client.drains == [True, False], "the other ingress replicas were told"
 
 

@@ -195,10 +195,11 @@ async def test_models_are_listed_and_found_by_ids_with_slashes() -> None:
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
 
 
-async def test_health_is_200_or_503() -> None:
-    assert (await get(ScriptedClient(), "/health")).status == 200
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+async def test_a_probe_is_200_or_503(path: str) -> None:
+    assert (await get(ScriptedClient(), path)).status == 200
     sick = ScriptedClient(health=EngineError(ErrorCode.STEP_FAILED, "/secret/path broke"))
-    answer = await get(sick, "/health")
+    answer = await get(sick, path)
     assert (answer.status, answer.error["type"]) == (503, "server_error")
     assert "secret" not in answer.error["message"]
 

@@ -1,0 +1,87 @@
+"""Owns the page that shows the OpenAPI document: HTML and its own style, written once.
+Never names anything outside itself, runs no script, and escapes what the document says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{{ info.title }} {{ info.version }}</title>
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+code, pre { font-family: ui-monospace, monospace; font-size: 0.85rem; }
+pre { overflow-x: auto; background: #8881; padding: 0.5rem; }
+table { border-collapse: collapse; }
+td, th { border: 1px solid #8886; padding: 0.2rem 0.5rem; text-align: left; vertical-align: top; }
+section { border-top: 1px solid #8886; }
+</style>
+</head>
+<body>
+<h1>{{ info.title }} {{ info.version }}</h1>
+<p>The same as <a href="openapi.json">openapi.json</a>.</p>
+{% for path, methods in paths.items() %}{% for method, operation in methods.items() %}
+<section id="{{ operation.operationId }}">
+<h2><code>{{ method | upper }} {{ path }}</code></h2>
+<p>{{ operation.summary }}{% if operation.security is defined %} Needs a key.{% endif %}</p>
+<table>
+<tr><th>parameter</th><th>in</th><th>meaning</th><th>schema</th></tr>
+{% for parameter in operation.parameters %}
+<tr><td><code>{{ parameter.name }}</code></td><td>{{ parameter.in }}</td><td>{{ parameter.description }}</td>
+<td><code>{{ parameter.schema | compact }}</code></td></tr>
+{% endfor %}
+</table>
+{% if operation.requestBody is defined %}
+<p>Body:
+{% for kind, content in operation.requestBody.content.items() %}<code>{{ kind }}</code> {{ link(content.schema) }}
+{% endfor %}</p>
+{% endif %}
+<table>
+<tr><th>status</th><th>meaning</th><th>body</th></tr>
+{% for status, response in operation.responses.items() %}
+<tr><td>{{ status }}</td><td>{{ response.description }}</td><td>
+{% for kind, content in (response.content | default({})).items() %}<code>{{ kind }}</code>
+{% for schema in [content.schema, content["x-event-data"]] if schema is defined %}{{ link(schema) }}{% endfor %}<br>
+{% endfor %}</td></tr>
+{% endfor %}
+</table>
+</section>
+{% endfor %}{% endfor %}
+<h1>Schemas</h1>
+{% for name, schema in components.schemas.items() %}
+<section id="schema-{{ name }}">
+<h2><code>{{ name }}</code></h2>
+{% if schema.description is defined %}<p>{{ schema.description }}</p>{% endif %}
+{% if schema.properties is defined %}
+<table>
+<tr><th>field</th><th>required</th><th>schema and meaning</th></tr>
+{% for field, rule in schema.properties.items() %}
+<tr><td><code>{{ field }}</code></td><td>{{ "yes" if field in schema.required | default([]) }}</td>
+<td><code>{{ rule | compact }}</code></td></tr>
+{% endfor %}
+</table>
+{% else %}
+<pre>{{ schema | compact }}</pre>
+{% endif %}
+</section>
+{% endfor %}
+</body>
+</html>
+"""
+
+_LINK = """\
+{% macro link(schema) %}{% if schema["$ref"] is defined %}{% set name = schema["$ref"].rpartition("/")[2] -%}
+<a href="#schema-{{ name }}">{{ name }}</a>{% else %}{{ schema.type }}{% endif %}{% endmacro %}
+"""
+
+
+def render(document: dict[str, Any]) -> str:
+    env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    env.filters["compact"] = json.dumps
+    return env.from_string(_LINK + _PAGE).render(document)

@@ -1,0 +1,67 @@
+"""Owns what the responses of the generation routes have besides the answer: the time until they began, and keep-alive.
+Never holds a message back, and begins no response: a refusal keeps its status."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.api.asgi import ClientGone
+from serve_app.api.deadline import now
+from serve_app.api.keep_alive import KeepAlive
+from serve_app.errors import to_api_error
+
+PROCESSING_MS = "openai-processing-ms"
+
+
+class GenerationResponses:
+    """Middleware of a route. `keep_alive_s`: see KeepAlive; 0 turns it off."""
+
+    def __init__(self, app: ASGIApp, keep_alive_s: float) -> None:
+        self._app = app
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = _Response(send, self._keep_alive_s)
+        try:
+            await self._app(scope, receive, response.send)
+        except Exception as error:
+            if response.begun or isinstance(error, ClientGone):
+                raise
+            # Here and not further out, so that a refusal says how long it took, too.
+            await to_api_error(error).response()(scope, receive, response.send)
+        finally:
+            await response.close()
+
+
+class _Response:
+    def __init__(self, send: Send, keep_alive_s: float) -> None:
+        self._send = send
+        self._keep_alive_s = keep_alive_s
+        self._keep_alive: KeepAlive | None = None
+        self._arrived = now()
+        self.begun = False
+
+    async def send(self, message: Message) -> None:
+        if not self.begun:
+            await self._begin(message)
+            return
+        await self._send(message)
+        if not message.get("more_body", False):
+            await self.close()  # now, and not when the route returns: nothing may follow the last message
+
+    async def _begin(self, message: Message) -> None:
+        self.begun = True
+        MutableHeaders(scope=message)[PROCESSING_MS] = str(round((now() - self._arrived) * 1000))
+        await self._send(message)
+        if self._keep_alive_s and _is_event_stream(message):
+            self._keep_alive = KeepAlive(self._send, self._keep_alive_s)
+            self._send = self._keep_alive.send
+
+    async def close(self) -> None:
+        if self._keep_alive is not None:
+            await self._keep_alive.close()
+
+
+def _is_event_stream(start: Message) -> bool:
+    return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")

@@ -1,0 +1,132 @@
+"""Owns the list of the app's operations: what each takes, what it may answer, and who may use it.
+Never registers a route; a test holds the list against the routes that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from serve_app.api import answer_schema as answers
+from serve_app.api.admin import AbortRequest
+from serve_app.api.deadline import HEADER as DEADLINE_HEADER
+from serve_app.api.deadline import MAX_TIMEOUT_MS
+from serve_app.api.schema import ChatRequest, CompletionRequest
+from serve_app.api.session import HEADER as SESSION_HEADER
+from serve_app.api.session import MAX_CHARS
+from serve_app.api.text_schema import DetokenizeRequest, TokenizeRequest
+
+Parameter = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """`answer`: the JSON of a 200; `chunk`: that of a stream's events, where a 200 may be one; `media_type`: of a 200,
+    "" where it is empty. `errors` are those besides a 500 and what `needs` brings."""
+
+    method: Literal["get", "post"] = "get"
+    path: str
+    summary: str
+    needs: Literal["nothing", "api key", "admin key"] = "api key"
+    body: type[BaseModel] | None = None
+    answer: type[BaseModel] | None = None
+    chunk: type[BaseModel] | None = None
+    media_type: str = "application/json"
+    errors: tuple[int, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+
+
+_BODY = (400, 413, 415)
+_HEADERS: tuple[Parameter, ...] = (
+    {
+        "name": DEADLINE_HEADER,
+        "in": "header",
+        "description": "How long the client waits for the whole answer; the sooner of it and `timeout_ms` counts.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_TIMEOUT_MS},
+    },
+    {
+        "name": SESSION_HEADER,
+        "in": "header",
+        "description": "Requests of one session go to the same engine while its load allows.",
+        "schema": {"type": "string", "minLength": 1, "maxLength": MAX_CHARS},
+    },
+)
+_MODEL_ID: Parameter = {
+    "name": "model_id",
+    "in": "path",
+    "required": True,
+    "description": "May have slashes.",
+    "schema": {"type": "string"},
+}
+
+
+def _generation(
+    path: str, summary: str, body: type[BaseModel], answer: type[BaseModel], chunk: type[BaseModel]
+) -> Operation:
+    errors = (*_BODY, 404, 429, 503, 504)
+    return Operation(
+        method="post",
+        path=path,
+        summary=summary,
+        body=body,
+        answer=answer,
+        chunk=chunk,
+        errors=errors,
+        parameters=_HEADERS,
+    )
+
+
+def _text(path: str, summary: str, body: type[BaseModel], answer: type[BaseModel]) -> Operation:
+    return Operation(method="post", path=path, summary=summary, body=body, answer=answer, errors=(*_BODY, 404))
+
+
+def _admin(name: str, summary: str, answer: type[BaseModel]) -> Operation:
+    return Operation(
+        method="post", path=f"/admin/{name}", summary=summary, answer=answer, errors=(503,), needs="admin key"
+    )
+
+
+_CHAT = "Answer a conversation, whole or as a stream."
+_COMPLETE = "Continue a text, whole or as a stream."
+_TOKENIZE = "The token ids of a text or a conversation."
+_DETOKENIZE = "The text of token ids."
+
+OPERATIONS: tuple[Operation, ...] = (
+    _generation("/v1/chat/completions", _CHAT, ChatRequest, answers.ChatCompletion, answers.ChatCompletionChunk),
+    _generation("/v1/completions", _COMPLETE, CompletionRequest, answers.Completion, answers.CompletionChunk),
+    Operation(path="/v1/models", summary="The served model, in a list.", answer=answers.ModelList),
+    Operation(
+        path="/v1/models/{model_id}",
+        summary="The served model.",
+        answer=answers.Model,
+        errors=(404,),
+        parameters=(_MODEL_ID,),
+    ),
+    _text("/tokenize", _TOKENIZE, TokenizeRequest, answers.Tokens),
+    _text("/v1/tokenize", _TOKENIZE, TokenizeRequest, answers.Tokens),
+    _text("/detokenize", _DETOKENIZE, DetokenizeRequest, answers.Detokenized),
+    _text("/v1/detokenize", _DETOKENIZE, DetokenizeRequest, answers.Detokenized),
+    Operation(path="/tokenizer_info", summary="The tokenizer's facts.", answer=answers.TokenizerInfo),
+    Operation(path="/health", summary="Liveness: an engine answers.", needs="nothing", media_type="", errors=(503,)),
+    Operation(
+        path="/ready", summary="Readiness: new requests are let in.", needs="nothing", media_type="", errors=(503,)
+    ),
+    Operation(path="/load", summary="The load of the engines and of the gate.", answer=answers.Load, errors=(503,)),
+    Operation(path="/version", summary="The server's version.", answer=answers.Version, needs="nothing"),
+    Operation(path="/openapi.json", summary="This document.", needs="nothing"),
+    Operation(path="/docs", summary="This document, as a page.", needs="nothing", media_type="text/html"),
+    Operation(
+        method="post",
+        path="/admin/abort",
+        summary="End a request.",
+        needs="admin key",
+        body=AbortRequest,
+        answer=answers.Aborted,
+        errors=(*_BODY, 404, 503),
+    ),
+    _admin("drain", "Finish what runs, and refuse new requests.", answers.Draining),
+    _admin("resume", "Take new requests again.", answers.Draining),
+    _admin("reset_prefix_cache", "Forget the prefixes that no live request holds.", answers.DroppedBlocks),
+)

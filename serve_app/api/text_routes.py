@@ -1,0 +1,94 @@
+"""Owns the routes between text and token ids: what a prompt becomes, what token ids say, and what the tokenizer is.
+Never asks an engine, and takes no place at the gate: they answer while the engines are full or away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from serve_app.api.asgi import read_json_body
+from serve_app.api.chat_template import TemplateFailed
+from serve_app.api.offload import run_sized
+from serve_app.api.schema import parse_request
+from serve_app.api.text_schema import DetokenizeRequest, TokenizeMessages, TokenizePrompt, TokenizeRequest
+from serve_app.api.tokenizer import Tokenizer
+from serve_app.engine_client import ServedModel
+from serve_app.errors import ApiError, model_not_found
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TextRoutes:
+    tokenizer: Tokenizer
+    model: ServedModel
+    max_body_bytes: int
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._answer(request, self._tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._answer(request, self._detokenize)
+
+    async def tokenizer_info(self, _: Request) -> Response:
+        entry, special = self.tokenizer.vocabulary_entry, self.tokenizer.special_texts
+        info: Json = {"model": self.model.id, "vocab_size": self.tokenizer.vocab_size}
+        for name, token_id in (("bos", self.tokenizer.bos_token_id), ("eos", self.tokenizer.eos_token_id)):
+            info |= {f"{name}_token_id": token_id, f"{name}_token": None if token_id is None else entry(token_id)}
+        info["special_tokens"] = [{"id": token_id, "text": special[token_id]} for token_id in sorted(special)]
+        return JSONResponse(info | {"has_chat_template": self.tokenizer.has_chat_template})
+
+    async def _answer(self, request: Request, work: Callable[[bytes], Json]) -> Response:
+        body = await read_json_body(request.scope, request.receive, self.max_body_bytes)
+        # All in one hop: reading, encoding and writing take longer the larger the body is.
+        return await run_sized(len(body), lambda: JSONResponse(work(body)))
+
+    def _tokenize(self, body: bytes) -> Json:
+        request = parse_request(TokenizeRequest, body).root
+        self._check_model(request.model)
+        tokens = self._encode(request)
+        answer = {"count": len(tokens), "max_model_len": self.model.max_model_len, "tokens": tokens}
+        if request.return_token_strs:
+            answer["token_strs"] = [self.tokenizer.vocabulary_entry(token) for token in tokens]
+        return answer
+
+    def _encode(self, request: TokenizePrompt | TokenizeMessages) -> list[int]:
+        if isinstance(request, TokenizePrompt):
+            return self.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+        messages = [message.for_template() for message in request.messages]
+        try:
+            return self.tokenizer.encode_chat(
+                messages,
+                add_generation_prompt=request.add_generation_prompt is not False,
+                add_special_tokens=bool(request.add_special_tokens),
+            )
+        except TemplateFailed as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from error
+
+    def _detokenize(self, body: bytes) -> Json:
+        request = parse_request(DetokenizeRequest, body)
+        self._check_model(request.model)
+        for place, token in enumerate(request.tokens):
+            if self.tokenizer.vocabulary_entry(token) is None:  # decoding would leave it out in silence
+                text = f"Token id {token} is out of vocabulary: ids are below {self.tokenizer.vocab_size}."
+                raise ApiError(400, text, param=f"tokens.{place}", code="invalid_value")
+        return {"prompt": self.tokenizer.decode(request.tokens)}
+
+    def _check_model(self, asked: str | None) -> None:
+        if asked is not None and asked != self.model.id:
+            raise model_not_found(asked, self.model.id)
+
+    def routes(self, guard: Sequence[Middleware]) -> list[Route]:
+        handlers = {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
+        posts = [
+            Route(prefix + path, handler, methods=["POST"], middleware=guard)
+            for prefix in ("", "/v1")  # vLLM's place, and SGLang's
+            for path, handler in handlers.items()
+        ]
+        return [*posts, Route("/tokenizer_info", self.tokenizer_info, middleware=guard)]

@@ -1,0 +1,64 @@
+"""Owns the requests of /tokenize and /detokenize, which are vLLM's.
+Never reads text or tokens; a field is honoured, or refused by name, as in serve_app.api.schema."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Discriminator, Field, RootModel, Tag
+
+from serve_app.api.schema import Message, TokenId
+from serve_app.api.strict_model import StrictModel, Unsupported
+
+
+class TokenizePrompt(StrictModel):
+    """A text, encoded as /v1/completions does."""
+
+    unsupported: ClassVar[Unsupported] = {"messages": ()}
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    """Those that the model's post-processor puts around a text; the default."""
+    return_token_strs: bool | None = None
+
+
+class TokenizeMessages(StrictModel):
+    """A conversation, encoded as /v1/chat/completions does."""
+
+    unsupported: ClassVar[Unsupported] = {
+        "prompt": (),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "tools": ([],),
+    }
+    model: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    add_generation_prompt: bool | None = None
+    """End where the assistant begins to speak; the default."""
+    add_special_tokens: bool | None = None
+    """In addition to those that the template writes; not the default."""
+    return_token_strs: bool | None = None
+
+
+def _which(body: Any) -> str:
+    return "<messages>" if isinstance(body, dict) and body.get("messages") is not None else "<prompt>"
+
+
+class TokenizeRequest(
+    RootModel[
+        Annotated[
+            Annotated[TokenizePrompt, Tag("<prompt>")] | Annotated[TokenizeMessages, Tag("<messages>")],
+            Discriminator(_which),
+        ]
+    ]
+):
+    """A text, or a conversation."""
+
+
+class DetokenizeRequest(StrictModel):
+    """Token ids, special ones included."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
