@@ -64,3 +64,7 @@ class ServedModel:
     created: int
     """Unix time in seconds."""
     owned_by: str = "chunkserve"
+    tool_parser: str | None = None
+    """How the model writes its calls: a name of serve_app.parsing.tools; None: it has not learnt to."""
+    reasoning_parser: str | None = None
+    """How it marks what it thinks: a name of serve_app.parsing.reasoning; None: it does not."""

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from engine.protocol import LoadSnapshot
 from serve_app.admission.gate import GateSnapshot
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Shape(BaseModel):
@@ -44,35 +44,85 @@ class Usage(Shape):
     prompt_tokens_details: PromptTokensDetails
 
 
-class AssistantMessage(Shape):
+class CalledFunction(Shape):
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(Shape):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class FunctionDelta(Shape):
+    name: str = ""
+    arguments: str = ""
+
+
+class ToolCallDelta(Shape):
+    index: int
+    id: str = ""
+    """With the name, in the first delta of a call only."""
+    type: Literal["function"] = "function"
+    function: FunctionDelta
+
+
+class _Reasoning(Shape):
+    reasoning: str = ""
+    """What the model thought, for models that mark it."""
+    reasoning_content: str = ""
+    """The same by its other name."""
+
+
+class AssistantMessage(_Reasoning):
     role: Literal["assistant"]
     content: str | None
+    """Null where the model only called tools."""
     refusal: str | None
+    tool_calls: list[ToolCall] = []
 
 
-class AssistantDelta(Shape):
+class AssistantDelta(_Reasoning):
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    tool_calls: list[ToolCallDelta] = []
 
 
-class ChatChoice(Shape):
+class PromptLogprob(Shape):
+    logprob: float
+    rank: int | None
+    """Null for a token that is not among the alternatives."""
+    decoded_token: str
+
+
+class _OfPrompt(Shape):
+    prompt_token_ids: list[int] = []
+    """Where `return_token_ids` asks for them."""
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] = []
+    """Where they are asked for: null for the first token, and for each other its alternatives by token id."""
+
+
+class _Choice(Shape):
     index: int
-    message: AssistantMessage
     logprobs: dict[str, Any] | None
+    token_ids: list[int] = []
+    """Where `return_token_ids` asks for them."""
+
+
+class ChatChoice(_Choice):
+    message: AssistantMessage
     finish_reason: FinishReason
 
 
-class ChatChunkChoice(Shape):
-    index: int
+class ChatChunkChoice(_Choice):
     delta: AssistantDelta
-    logprobs: dict[str, Any] | None
     finish_reason: FinishReason | None
 
 
-class TextChoice(Shape):
-    index: int
+class TextChoice(_Choice, _OfPrompt):
     text: str
-    logprobs: dict[str, Any] | None
     finish_reason: FinishReason | None
     """Null in the chunks of a stream but the last."""
 
@@ -83,13 +133,13 @@ class _Answer(Shape):
     model: str
 
 
-class ChatCompletion(_Answer):
+class ChatCompletion(_Answer, _OfPrompt):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
 
 
-class ChatCompletionChunk(_Answer):
+class ChatCompletionChunk(_Answer, _OfPrompt):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: Usage | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -68,8 +68,12 @@ class ChatTemplate:
     """A compiled template and the special tokens that it may name (`bos_token`, `eos_token`, ...)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._template = _environment().from_string(source)
+        environment = _environment()
+        self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
+        self.source = source
+        self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+        """What the template looks at: anything else that is given to it would be ignored."""
 
     def render(
         self,

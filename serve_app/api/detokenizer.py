@@ -3,25 +3,36 @@ Never returns part of a character, and shows the text of a special token only wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
 # A character takes at most four byte tokens. More that wait are invalid bytes or special tokens, and each step decodes
 # all of them again: an answer of nothing else would cost the square of its length.
 MAX_PENDING_TOKENS = 16
+_NONE: Mapping[int, str] = MappingProxyType({})
 _KEPT_TOKENS = 3  # a character that is still incomplete has at most three bytes
 
 
 class Detokenizer:
     """Incomplete bytes at the end of an answer are dropped: there is no character that they could be shown as."""
 
-    def __init__(self, core: tokenizers.Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, core: tokenizers.Tokenizer, *, skip_special_tokens: bool = True, shown: Mapping[int, str] = _NONE
+    ) -> None:
+        """`shown`: special tokens whose text is shown all the same."""
         self._core = core
         self._skip = skip_special_tokens
+        self._shown = shown
         self._restart()
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes; often the empty string."""
+        if token_id in self._shown:
+            self._restart()
+            return self._shown[token_id]
         self._pending.append(token_id)
         text = self._step(token_id)
         if text:

@@ -22,6 +22,7 @@ from serve_app.admission.gate import Gate, Visit
 from serve_app.api.about import about_routes
 from serve_app.api.admin import Admin
 from serve_app.api.asgi import REQUEST_ID, RequestGuard, read_json_body, unless_client_leaves
+from serve_app.api.chat_reader import make_reader, needs_reader
 from serve_app.api.choices import Choices
 from serve_app.api.completion import Completion
 from serve_app.api.deadline import HEADER as DEADLINE_HEADER
@@ -30,7 +31,7 @@ from serve_app.api.generation_response import GenerationResponses
 from serve_app.api.live import Life, LiveRequests
 from serve_app.api.logprobs import json_chars, score_chars
 from serve_app.api.offload import run_sized
-from serve_app.api.response import ChatShape, Envelope, Shape, Shown, TextShape, model_json
+from serve_app.api.response import ChatShape, Envelope, Prompt, Shape, Shown, TextShape, model_json
 from serve_app.api.schema import (
     ChatRequest,
     CompletionRequest,
@@ -55,23 +56,30 @@ MAX_BODY_BYTES = 4 * 2**20
 CLIENT_STALL_TIMEOUT_S = 60.0
 """How long a client may take nothing of its answer."""
 
+_PROMPT_END = 16  # tokens: as many as the tag takes that a template may end with
+
 SSE_KEEP_ALIVE_S = 15.0
 """How long a stream may be silent. Proxies close what is silent for longer than a minute, some after half of one."""
 
 Prepare = Callable[[RequestT, str, Tokenizer, ServedModel], Awaitable[list[list[Prepared]]]]
-MakeShape = Callable[[Tokenizer, Shown], Shape]
+MakeShape = Callable[[RequestT, Tokenizer, ServedModel, Prompt], Shape]
 
 
 class _Generate(Generic[RequestT]):
     """An endpoint that answers with generated text, streamed or whole. One class, so that both endpoints agree."""
 
     def __init__(
-        self, context: _Context, kind: type[RequestT], prepare: Prepare[RequestT], shape: MakeShape, id_prefix: str
+        self,
+        context: _Context,
+        kind: type[RequestT],
+        prepare: Prepare[RequestT],
+        shape: MakeShape[RequestT],
+        id_prefix: str,
     ) -> None:
         self._context = context
         self._kind: type[RequestT] = kind
         self._prepare: Prepare[RequestT] = prepare
-        self._make_shape = shape
+        self._make_shape: MakeShape[RequestT] = shape
         self._id_prefix = id_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,10 +104,12 @@ class _Generate(Generic[RequestT]):
         passage.life.until(deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
         session = session_of(headers.get(SESSION_HEADER), request.prompt_cache_key)
         choices = await self._start(request, passage, session)
-        shape = self._make_shape(self._context.tokenizer, shown_of(request))
-        envelope = Envelope(passage.request_id, self._context.model.id, shape)
+        tokenizer, model = self._context.tokenizer, self._context.model
+        envelope = Envelope(
+            passage.request_id, model.id, self._make_shape(request, tokenizer, model, choices.prompts[0])
+        )
         if request.stream:
-            await send_stream(send, choices, envelope, usage_shown_of(request))
+            await send_stream(send, choices, envelope, _usage_shown_of(request))
         else:
             pieces = await choices.whole()
             size = sum(json_chars(piece.tokens or ()) for piece in pieces)
@@ -128,11 +138,22 @@ class _Generate(Generic[RequestT]):
         return Completion(self._context.client, ready, passage.life, passage.visit, session)
 
 
-def shown_of(request: ChatRequest | CompletionRequest) -> Shown:
+def _chat_shape(request: ChatRequest, tokenizer: Tokenizer, model: ServedModel, prompt: Prompt) -> Shape:
+    if not needs_reader(request, model):
+        return ChatShape(tokenizer, _shown_of(request))
+    prompt_end = tokenizer.decode(prompt.token_ids[-_PROMPT_END:])
+    return ChatShape(tokenizer, _shown_of(request), lambda: make_reader(request, model, prompt_end))
+
+
+def _text_shape(request: CompletionRequest, tokenizer: Tokenizer, model: ServedModel, prompt: Prompt) -> Shape:
+    return TextShape(tokenizer, _shown_of(request))
+
+
+def _shown_of(request: ChatRequest | CompletionRequest) -> Shown:
     return Shown(request.num_logprobs is not None, bool(request.return_token_ids), request.prompt_logprobs is not None)
 
 
-def usage_shown_of(request: GenerationRequest) -> UsageShown:
+def _usage_shown_of(request: GenerationRequest) -> UsageShown:
     options = request.stream_options or StreamOptions()
     return UsageShown(bool(options.include_usage), bool(options.continuous_usage_stats))
 
@@ -217,8 +238,8 @@ def create_app(
     context = _Context(client, tokenizer, model, max_body_bytes, gate or Gate(), live or LiveRequests())
     guard = [Middleware(NeedsKey, keys=keys)]
     generating = [Middleware(GenerationResponses, keep_alive_s=sse_keep_alive_s), *guard]
-    chat = _Generate(context, ChatRequest, prepare_chat, ChatShape, "chatcmpl")
-    completions = _Generate(context, CompletionRequest, prepare_completion, TextShape, "cmpl")
+    chat = _Generate(context, ChatRequest, prepare_chat, _chat_shape, "chatcmpl")
+    completions = _Generate(context, CompletionRequest, prepare_completion, _text_shape, "cmpl")
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"], middleware=generating),

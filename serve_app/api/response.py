@@ -4,11 +4,13 @@ Never decides what an answer says."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from engine.protocol import TokenLogprobs, Usage
+from serve_app.api.chat_message import delta_json, message_json
+from serve_app.api.chat_reader import ChatReader
 from serve_app.api.completion import Piece
 from serve_app.api.logprobs import chat_logprobs_json, logprobs_json, prompt_logprobs_json
 from serve_app.api.tokenizer import Tokenizer
@@ -46,8 +48,13 @@ class Shape(Protocol):
         """The choice of a stream's first chunk, sent before there is any text; None where there is no such chunk."""
         ...
 
-    def delta(self, index: int, piece: Piece) -> Json:
-        """The choice of a later chunk."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether a later chunk shows its piece's text as it is."""
+        ...
+
+    def delta(self, index: int, piece: Piece) -> Json | None:
+        """The choice of a later chunk; None where the piece says nothing that can be told yet."""
         ...
 
     def beside(self, prompt: Prompt) -> Json:
@@ -59,31 +66,51 @@ class ChatShape:
     object: ClassVar[str] = "chat.completion"
     chunk_object: ClassVar[str] = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, shown: Shown) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: Shown, make_reader: Callable[[], ChatReader] | None = None) -> None:
+        """`make_reader`: of an answer that may think or call tools."""
         self._tokenizer = tokenizer
         self._shown = shown
+        self._make_reader = make_reader
+        self._readers: dict[int, ChatReader] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        return self._make_reader is None
 
     def whole(self, index: int, piece: Piece, prompt: Prompt) -> Json:
-        return self._choice(index, "message", {"role": "assistant", "content": piece.text, "refusal": None}, piece)
+        message: Json = {"role": "assistant", "content": piece.text, "refusal": None}
+        if self._make_reader is not None:
+            message |= message_json(self._make_reader(), piece.text)
+        return self._choice(index, "message", message, piece, has_called="tool_calls" in message)
 
     def opening(self, index: int, prompt: Prompt) -> Json | None:
         return self._choice(index, "delta", {"role": "assistant", "content": ""}, Piece(""))
 
-    def delta(self, index: int, piece: Piece) -> Json:
-        return self._choice(index, "delta", {"content": piece.text} if piece.text else {}, piece)
+    def delta(self, index: int, piece: Piece) -> Json | None:
+        if self._make_reader is None:
+            return self._choice(index, "delta", {"content": piece.text} if piece.text else {}, piece)
+        reader = self._readers.get(index) or self._readers.setdefault(index, self._make_reader())
+        delta = delta_json(reader.read(piece.text, last=piece.finish_reason is not None))
+        if not delta and not piece.tokens and piece.finish_reason is None:
+            return None
+        return self._choice(index, "delta", delta, piece, has_called=reader.has_called)
 
     def beside(self, prompt: Prompt) -> Json:
         return _of_prompt(prompt, self._shown, self._tokenizer)
 
-    def _choice(self, index: int, key: str, value: Any, piece: Piece) -> Json:
+    def _choice(self, index: int, key: str, value: Any, piece: Piece, *, has_called: bool = False) -> Json:
         wanted = self._shown.logprobs and piece.tokens is not None
         logprobs = chat_logprobs_json(piece.tokens or (), self._tokenizer) if wanted else None
-        return _choice(index, key, value, piece, logprobs, self._shown)
+        choice = _choice(index, key, value, piece, logprobs, self._shown)
+        if has_called and piece.finish_reason == "stop":
+            choice["finish_reason"] = "tool_calls"
+        return choice
 
 
 class TextShape:
     object: ClassVar[str] = "text_completion"
     chunk_object: ClassVar[str] = "text_completion"
+    is_plain: ClassVar[bool] = True
 
     def __init__(self, tokenizer: Tokenizer, shown: Shown) -> None:
         self._tokenizer = tokenizer
@@ -97,6 +124,7 @@ class TextShape:
         return self.delta(index, Piece("")) | told if told else None
 
     def delta(self, index: int, piece: Piece) -> Json:
+        """The same choice, whole or in part."""
         wanted = self._shown.logprobs and piece.tokens is not None
         logprobs = logprobs_json(piece.tokens or (), self._tokenizer.token_text) if wanted else None
         return _choice(index, "text", piece.text, piece, logprobs, self._shown)
@@ -142,8 +170,9 @@ class Envelope:
             return None
         return self.chunk([choice]) | (self.shape.beside(prompt) if index == 0 else {})
 
-    def delta(self, index: int, piece: Piece) -> Json:
-        return self.chunk([self.shape.delta(index, piece)])
+    def delta(self, index: int, piece: Piece) -> Json | None:
+        choice = self.shape.delta(index, piece)
+        return None if choice is None else self.chunk([choice])
 
     def chunk(self, choices: list[Json]) -> Json:
         return self._named(self.shape.chunk_object, choices)

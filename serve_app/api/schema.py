@@ -4,7 +4,7 @@ Never reads text or tokens; what depends on the model (context length, vocabular
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 import pydantic_core
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.protocol import MAX_BIAS, MAX_LOGPROBS
 from serve_app.api.deadline import MAX_TIMEOUT_MS
+from serve_app.api.messages import Message, ToolChoice, Tools, text_or_list, text_or_list_of
 from serve_app.api.session import MAX_CHARS
 from serve_app.api.strict_model import StrictModel, Unsupported
 from serve_app.errors import ApiError, clip, from_validation
@@ -45,21 +46,13 @@ _UNSUPPORTED: Unsupported = {
 }
 _UNSUPPORTED_IN_CHAT: Unsupported = {
     **_UNSUPPORTED,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),  # without tools, both mean what happens anyway
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "reasoning_effort": ("none",),
-    "add_generation_prompt": (True,),
     "add_special_tokens": _NO,
-    "continue_final_message": _NO,
     "echo": _NO,
-    "include_reasoning": (True,),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
     **dict.fromkeys(("chat_template", "audio", "prediction", "web_search_options", "moderation"), _NEVER),
 }
 _UNSUPPORTED_IN_COMPLETIONS: Unsupported = {
@@ -68,44 +61,6 @@ _UNSUPPORTED_IN_COMPLETIONS: Unsupported = {
     "best_of": _OFF,
     "add_special_tokens": (True,),
 }
-
-
-def _text_or_list(value: Any) -> str | None:
-    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
-
-
-def _union(expected: str) -> Discriminator:
-    return Discriminator(_text_or_list, custom_error_type="type", custom_error_message=f"should be {expected}")
-
-
-class TextPart(StrictModel):
-    unsupported: ClassVar[Unsupported] = dict.fromkeys(
-        ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal"), _NEVER
-    )
-    type: Literal["text"]
-    text: str
-
-
-Parts = Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
-Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[Parts, Tag("<list>")], _union("a string or a list of text parts")
-]
-
-
-class Message(StrictModel):
-    unsupported: ClassVar[Unsupported] = {"tool_calls": ([],), "annotations": ([],)} | dict.fromkeys(
-        ("function_call", "refusal", "audio"), _NEVER
-    )
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content
-    name: str | None = None
-    tool_call_id: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """Parts become one string, a line each: most templates know no others."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        named = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return {"role": self.role, "content": text} | {key: value for key, value in named.items() if value is not None}
 
 
 class StreamOptions(StrictModel):
@@ -119,7 +74,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stop = Annotated[
     Annotated[StopString, Tag("<text>")]
     | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), Tag("<list>")],
-    _union("a string or a list of strings"),
+    text_or_list_of("a string or a list of strings"),
 ]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -227,6 +182,20 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     """Wins over max_tokens, which it replaces."""
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    """`auto`, the default, lets the model call any of the tools; with `none` it is not told of them."""
+    parallel_tool_calls: bool | None = None
+    """False: only the first call of an answer is shown."""
+    include_reasoning: bool | None = None
+    """False: what a reasoning model thinks is not shown."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """What this model's chat template knows besides, such as `enable_thinking`."""
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    """End the prompt where the assistant begins to speak; the default."""
+    continue_final_message: bool | None = None
+    """The answer goes on with the last message, instead of a new one."""
     logprobs: bool | None = None
     """Each token's log-probability, and `top_logprobs` alternatives."""
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -237,6 +206,18 @@ class ChatRequest(GenerationRequest):
             text = "only allowed when logprobs is true"
             raise PydanticCustomError("alternatives", "{text}", {"text": text, "field": "top_logprobs"})
         return self
+
+    @model_validator(mode="after")
+    def _the_end_of_the_prompt_is_one(self) -> ChatRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            text = "not allowed together with continue_final_message"
+            raise PydanticCustomError("prompt_end", "{text}", {"text": text, "field": "add_generation_prompt"})
+        return self
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the model is told of tools."""
+        return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def num_logprobs(self) -> int | None:
@@ -252,7 +233,7 @@ class ChatRequest(GenerationRequest):
 def _kind_of_prompt(value: Any) -> str | None:
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         return "<texts>" if isinstance(value[0], str) else "<lists>"
-    return _text_or_list(value)
+    return text_or_list(value)
 
 
 _PROMPT_KINDS = "a string, a list of token ids, or a list of strings or of lists of token ids"

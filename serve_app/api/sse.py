@@ -68,13 +68,13 @@ async def _send_answer(send: Send, first: Indexed, pieces: AsyncGenerator[Indexe
 
 async def _send_piece(send: Send, index: int, piece: Piece, frames: _Frames) -> None:
     """Send a piece's frame, if it says anything, and what is to go before it: all at once, for one packet."""
-    before = frames.opening(index)
+    frame = frames.opening(index)
     if piece.tokens:
-        await _send(send, before + await run_sized(json_chars(piece.tokens), lambda: frames.of(index, piece)))
+        frame += await run_sized(json_chars(piece.tokens), lambda: frames.of(index, piece))
     elif piece.text or piece.finish_reason is not None:
-        await _send(send, before + frames.of(index, piece))
-    elif before:
-        await _send(send, before)
+        frame += frames.of(index, piece)
+    if frame:
+        await _send(send, frame)
 
 
 class _Frames:
@@ -92,15 +92,17 @@ class _Frames:
         """What goes before the first frame of a choice; empty for the others."""
         if index in self._around:
             return b""
-        before, after = self._encoded(index, Piece(_MARK)).split(encode_basestring_ascii(_MARK).encode())
+        plain = self._encoded(index, Piece(_MARK)) if self._envelope.shape.is_plain else b""
+        before, _, after = plain.partition(encode_basestring_ascii(_MARK).encode())
         self._around[index] = before, after
         chunk = self._envelope.opening(index, self._choices.prompts[index])
         return b"" if chunk is None else _frame(chunk | self._usage())
 
     def of(self, index: int, piece: Piece) -> bytes:
-        if piece.finish_reason is not None or piece.tokens is not None or self._shown.always:
-            return self._encoded(index, piece)
+        """Empty where the piece says nothing that can be told yet."""
         before, after = self._around[index]
+        if not before or piece.finish_reason is not None or piece.tokens is not None or self._shown.always:
+            return self._encoded(index, piece)
         return before + encode_basestring_ascii(piece.text).encode() + after
 
     def usage(self) -> bytes:
@@ -110,7 +112,8 @@ class _Frames:
         return _frame(self._envelope.chunk([]) | {"usage": usage_json(self._choices.usage)})
 
     def _encoded(self, index: int, piece: Piece) -> bytes:
-        return _frame(self._envelope.delta(index, piece) | self._usage())
+        chunk = self._envelope.delta(index, piece)
+        return b"" if chunk is None else _frame(chunk | self._usage())
 
     def _usage(self) -> Json:
         return {"usage": usage_json(self._choices.usage)} if self._shown.always else self._blank

@@ -13,6 +13,8 @@ from pydantic_core import PydanticCustomError
 from serve_app.errors import MAX_PARAM_CHARS, clip
 
 Unsupported = Mapping[str, tuple[Any, ...]]
+UNSUPPORTED = "unsupported_parameter"
+"""The code of a refusal."""
 
 
 class StrictModel(BaseModel):
@@ -34,8 +36,13 @@ class StrictModel(BaseModel):
             if name not in cls.unsupported:
                 raise _error("unknown_parameter", name, "this field is not known to the server")
             if not _is_neutral(data[name], cls.unsupported[name]):
-                raise _error("unsupported_parameter", name, _not_supported(cls.unsupported[name]))
+                raise _error(UNSUPPORTED, name, _not_supported(cls.unsupported[name]))
         return {name: value for name, value in data.items() if name in cls.model_fields}
+
+
+def unsupported_value(supported: tuple[Any, ...]) -> PydanticCustomError:
+    """For the validator of a field that is supported with these values alone."""
+    return PydanticCustomError("unsupported", "{text}", {"text": _not_supported(supported), "code": UNSUPPORTED})
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.protocol import SamplingParams, Submission
-from serve_app.api.chat_template import TemplateFailed
+from serve_app.api.chat_reader import markers
+from serve_app.api.chat_template import CALLERS_NAMES, TemplateFailed
 from serve_app.api.detokenizer import Detokenizer
 from serve_app.api.echo import Echo, read_prompt
 from serve_app.api.offload import run_sized
 from serve_app.api.schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
-from serve_app.errors import ApiError, context_length_exceeded
+from serve_app.errors import ApiError, clip, context_length_exceeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,39 @@ async def prepare_chat(
         ApiError, RequestRejected: the request cannot be served as asked.
     """
     messages = [message.for_template() for message in request.messages]
-    size = sum(len(text) for message in messages for text in message.values())
+    options = _template_options(request, tokenizer, model)
+    size = sum(len(str(value)) for message in messages for value in message.values()) + len(str(options))
     try:
-        prompt = await run_sized(size, lambda: tokenizer.encode_chat(messages))
+        prompt = await run_sized(size, lambda: tokenizer.encode_chat(messages, **options))
     except TemplateFailed as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from error
     maker = _Maker(request, request_id, tokenizer, model, request.max_completion_tokens or request.max_tokens, None)
     return [[await maker.prepared(prompt, None, "messages", index) for index in range(request.num_choices)]]
+
+
+def _template_options(request: ChatRequest, tokenizer: Tokenizer, model: ServedModel) -> dict[str, Any]:
+    """What the template gets besides the messages.
+
+    Raises:
+        ApiError: the template would ignore it.
+    """
+    kwargs = request.chat_template_kwargs or {}
+    if request.may_call and model.tool_parser is None:
+        text = "This model does not call tools: its chat template shows no format for calls that the server knows."
+        raise ApiError(400, text, param="tools", code="unsupported_parameter")
+    known = tokenizer.chat_template.variables if tokenizer.chat_template else CALLERS_NAMES
+    given = {"tools": request.may_call, "documents": bool(request.documents)}
+    ignored = [name for name, is_given in given.items() if is_given and name not in known]
+    ignored += [f"chat_template_kwargs.{name}" for name in kwargs if name not in known - CALLERS_NAMES]
+    if ignored:
+        text = f"The model's chat template takes no {clip(ignored[0], 50)} from a request: it would change nothing."
+        raise ApiError(400, text, param=ignored[0], code="unsupported_parameter")
+    return kwargs | {
+        "tools": [tool.for_template() for tool in request.tools or ()] if request.may_call else None,
+        "documents": request.documents,
+        "add_generation_prompt": request.add_generation_prompt is not False,
+        "continue_final_message": bool(request.continue_final_message),
+    }
 
 
 async def prepare_completion(
@@ -97,7 +125,9 @@ class _Maker:
         allowed = _answer_tokens(kept, self.wanted, self.default, self.model, param)
         request_id = self.request_id if request.num_choices == 1 and index == 0 else f"{self.request_id}-{index}"
         sampling = _sampling(request, allowed, index % request.num_choices, self.tokenizer)
-        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens is not False)
+        skip = request.skip_special_tokens is not False
+        shown = markers(request, self.model) if isinstance(request, ChatRequest) else ()
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=skip, shown=shown)
         prepared = Prepared(
             Submission(
                 request_id,

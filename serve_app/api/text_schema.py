@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Field, RootModel, Tag
 
-from serve_app.api.schema import Message, TokenId
+from serve_app.api.messages import Message
+from serve_app.api.schema import TokenId
 from serve_app.api.strict_model import StrictModel, Unsupported
 
 

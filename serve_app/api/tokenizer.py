@@ -105,8 +105,14 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        return Detokenizer(self._core, skip_special_tokens=skip_special_tokens)
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        return self._chat_template
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, shown: Sequence[str] = ()) -> Detokenizer:
+        """`shown`: texts of special tokens that are shown all the same."""
+        texts = {token_id: text for token_id, text in self.special_texts.items() if text in shown} if shown else {}
+        return Detokenizer(self._core, skip_special_tokens=skip_special_tokens, shown=texts)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token alone, as it is inside a text; special tokens are shown.

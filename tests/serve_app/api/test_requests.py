@@ -99,11 +99,25 @@ BAD_CHAT_FIELDS = [
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "x" * 129}, "cache_salt"),
     ({"return_token_ids": 1}, "return_token_ids"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools.0.type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
+    ({"tool_choice": "any"}, "tool_choice"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+    ({"messages": [{"role": "user", "tool_calls": []}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages.0.reasoning"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
+        "messages.0.tool_calls.0.function.arguments",
+    ),
     ({"model": None}, "model"),
 ]
 
 UNSUPPORTED_IN_CHAT = [
-    ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("documents", [{"text": "x"}]),
     ("tool_choice", "required"),
     ("functions", [{}]),
     ("response_format", {"type": "json_object"}),

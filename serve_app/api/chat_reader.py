@@ -1,0 +1,93 @@
+"""Owns how one chat answer is read: its reasoning, its tool calls, and the content between them.
+Never knows a model's grammar, nor how a response writes what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from serve_app.api.schema import ChatRequest
+from serve_app.engine_client import ServedModel
+from serve_app.parsing.deltas import Arguments, CallStart, Content, Delta
+from serve_app.parsing.reasoning import REASONING_PARSERS, ReasoningParser, Split, reasoning_parser
+from serve_app.parsing.tool_parser import ToolParser
+from serve_app.parsing.tools import TOOL_PARSERS
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a piece of an answer says."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallStart | Arguments, ...] = ()
+
+
+class ChatReader:
+    """Reads one answer. Used once."""
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: ToolParser | None,
+        *,
+        shows_reasoning: bool = True,
+        parallel: bool = True,
+    ) -> None:
+        """`parallel`: more than one call may be made; the others are not shown, as in vLLM."""
+        self._reasoning = reasoning
+        self._tools = tools
+        self._shows_reasoning = shows_reasoning
+        self._parallel = parallel
+
+    @property
+    def has_called(self) -> bool:
+        return self._tools is not None and self._tools.calls > 0
+
+    def read(self, text: str, *, last: bool) -> Read:
+        """`last`: no text follows."""
+        split = self._split(text, last)
+        reasoning = split.reasoning if self._shows_reasoning else ""
+        if self._tools is None:
+            return Read(reasoning, split.content)
+        deltas = [*self._tools.push(split.content), *(self._tools.flush() if last else ())]
+        content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
+        return Read(reasoning, content, self._calls(deltas))
+
+    def _split(self, text: str, last: bool) -> Split:
+        if self._reasoning is None:
+            return Split("", text)
+        split = self._reasoning.push(text)
+        if not last:
+            return split
+        rest = self._reasoning.flush()
+        return Split(split.reasoning + rest.reasoning, split.content + rest.content)
+
+    def _calls(self, deltas: Sequence[Delta]) -> tuple[CallStart | Arguments, ...]:
+        found = (delta for delta in deltas if not isinstance(delta, Content))
+        return tuple(delta for delta in found if self._parallel or delta.index == 0)
+
+
+def needs_reader(request: ChatRequest, model: ServedModel) -> bool:
+    return model.reasoning_parser is not None or request.may_call
+
+
+def make_reader(request: ChatRequest, model: ServedModel, prompt_end: str) -> ChatReader:
+    """A reader for one answer to a prompt that ends so."""
+    tools = None
+    if request.may_call:
+        assert model.tool_parser is not None, "checked when the request was prepared"
+        tools = TOOL_PARSERS[model.tool_parser]([tool.for_template() for tool in request.tools or ()])
+    return ChatReader(
+        None if model.reasoning_parser is None else reasoning_parser(model.reasoning_parser, prompt_end),
+        tools,
+        shows_reasoning=request.include_reasoning is not False,
+        parallel=request.parallel_tool_calls is not False,
+    )
+
+
+def markers(request: ChatRequest, model: ServedModel) -> tuple[str, ...]:
+    """Texts of special tokens that a reader must see."""
+    reasoning = () if model.reasoning_parser is None else REASONING_PARSERS[model.reasoning_parser].markers
+    may_call = request.may_call and model.tool_parser is not None
+    return (*reasoning, *(TOOL_PARSERS[model.tool_parser].markers if may_call and model.tool_parser else ()))

@@ -1,0 +1,137 @@
+"""Owns the messages and tools of a chat request, and what a chat template is shown of them.
+Never renders: a template decides what a role or a call looks like."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from serve_app.api.strict_model import StrictModel, Unsupported, unsupported_value
+
+MAX_TOOLS = 128
+_NEVER: tuple[Any, ...] = ()
+_FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+
+
+def text_or_list(value: Any) -> str | None:
+    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+
+
+def text_or_list_of(expected: str) -> Discriminator:
+    """Of a union whose members are tagged `<text>` and `<list>`."""
+    return Discriminator(text_or_list, custom_error_type="type", custom_error_message=f"should be {expected}")
+
+
+class TextPart(StrictModel):
+    unsupported: ClassVar[Unsupported] = dict.fromkeys(
+        ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal"), _NEVER
+    )
+    type: Literal["text"]
+    text: str
+
+
+Parts = Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[Parts, Tag("<list>")], text_or_list_of("a string or a list of text parts")
+]
+
+
+class FunctionCall(StrictModel):
+    name: str
+    arguments: str
+    """A JSON object as text."""
+
+    @model_validator(mode="after")
+    def _arguments_are_an_object(self) -> FunctionCall:
+        try:
+            is_object = isinstance(json.loads(self.arguments or "{}"), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            text = "should be a JSON object, written as a string"
+            raise PydanticCustomError("arguments", "{text}", {"text": text, "field": "arguments"})
+        return self
+
+
+class ToolCall(StrictModel):
+    """A call that the assistant made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+    """Of a stream's delta, which clients put together and send back."""
+
+    def for_template(self) -> dict[str, Any]:
+        """Arguments as an object: templates write it as JSON in their own way."""
+        arguments = json.loads(self.function.arguments or "{}")
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class Message(StrictModel):
+    unsupported: ClassVar[Unsupported] = {"annotations": ([],)} | dict.fromkeys(
+        ("function_call", "refusal", "audio"), _NEVER
+    )
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """What an assistant's message thought; servers give it either name."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            text = "should be a string or a list of text parts, but for an assistant's message with tool_calls"
+            raise PydanticCustomError("missing", "{text}", {"text": text, "field": "content"})
+        for name in ("tool_calls", "reasoning", "reasoning_content"):
+            if getattr(self, name) and self.role != "assistant":
+                text = f"only allowed in an assistant's message, but the role is {self.role}"
+                raise PydanticCustomError("role", "{text}", {"text": text, "field": name})
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Parts become one string, a line each: most templates know no others."""
+        parts = self.content if isinstance(self.content, list) else ()
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in parts)
+        told = {
+            "name": self.name,
+            "tool_calls": [call.for_template() for call in self.tool_calls] if self.tool_calls else None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        return {"role": self.role, "content": text} | {key: value for key, value in told.items() if value is not None}
+
+
+class FunctionDefinition(StrictModel):
+    unsupported: ClassVar[Unsupported] = {"strict": (False,)}
+    name: str = Field(pattern=_FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema."""
+
+
+class ToolDefinition(StrictModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
+
+
+Tools = Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def _only_free_choice(value: Any) -> Any:
+    """A call that must be made needs a grammar."""
+    if value == "required" or isinstance(value, dict):
+        raise unsupported_value(("none", "auto"))
+    return value
+
+
+ToolChoice = Annotated[Literal["none", "auto"], BeforeValidator(_only_free_choice)]
