@@ -44,7 +44,7 @@ class Keys:
         return bool(self._keys)
 
     @property
-    def open_admin_routes(self) -> bool:
+    def admin_is_open(self) -> bool:
         return self._admin is not None
 
     @classmethod

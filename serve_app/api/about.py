@@ -36,7 +36,7 @@ def _document_and_page(number: str, access: Access) -> tuple[str, str]:
 
 def about_routes(keys: Keys) -> list[Route]:
     number = package_version()
-    document, page = _document_and_page(number, Access(keys=keys.are_needed, admin=keys.open_admin_routes))
+    document, page = _document_and_page(number, Access(keys=keys.are_needed, admin=keys.admin_is_open))
 
     async def get_version(_: Request) -> Response:
         return JSONResponse({"version": number})

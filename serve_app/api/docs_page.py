@@ -4,10 +4,16 @@ Never names anything outside itself, runs no script, and escapes what the docume
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+_LINKS = """\
+{% macro links(part) %}
+{% for name in part | schema_names %} <a href="#schema-{{ name }}">{{ name }}</a>{% endfor %}
+{% endmacro %}
+"""
 _PAGE = """\
 <!doctype html>
 <html lang="en">
@@ -39,15 +45,15 @@ section { border-top: 1px solid #8886; }
 </table>
 {% if operation.requestBody is defined %}
 <p>Body:
-{% for kind, content in operation.requestBody.content.items() %}<code>{{ kind }}</code> {{ link(content.schema) }}
+{% for kind, content in operation.requestBody.content.items() %}<code>{{ kind }}</code>{{ links(content) }}
 {% endfor %}</p>
 {% endif %}
 <table>
 <tr><th>status</th><th>meaning</th><th>body</th></tr>
 {% for status, response in operation.responses.items() %}
 <tr><td>{{ status }}</td><td>{{ response.description }}</td><td>
-{% for kind, content in (response.content | default({})).items() %}<code>{{ kind }}</code>
-{% for schema in [content.schema, content["x-event-data"]] if schema is defined %}{{ link(schema) }}{% endfor %}<br>
+{% for kind, content in (response.content | default({})).items() %}
+<code>{{ kind }}</code>{{ links(content) }}<br>
 {% endfor %}</td></tr>
 {% endfor %}
 </table>
@@ -63,11 +69,11 @@ section { border-top: 1px solid #8886; }
 <tr><th>field</th><th>required</th><th>schema and meaning</th></tr>
 {% for field, rule in schema.properties.items() %}
 <tr><td><code>{{ field }}</code></td><td>{{ "yes" if field in schema.required | default([]) }}</td>
-<td><code>{{ rule | compact }}</code></td></tr>
+<td><code>{{ rule | compact }}</code>{{ links(rule) }}</td></tr>
 {% endfor %}
 </table>
 {% else %}
-<pre>{{ schema | compact }}</pre>
+<pre>{{ schema | compact }}</pre>{{ links(schema) }}
 {% endif %}
 </section>
 {% endfor %}
@@ -75,13 +81,15 @@ section { border-top: 1px solid #8886; }
 </html>
 """
 
-_LINK = """\
-{% macro link(schema) %}{% if schema["$ref"] is defined %}{% set name = schema["$ref"].rpartition("/")[2] -%}
-<a href="#schema-{{ name }}">{{ name }}</a>{% else %}{{ schema.type }}{% endif %}{% endmacro %}
-"""
+_REFERENCE = re.compile("#/components/schemas/([A-Za-z0-9_.-]+)")
+
+
+def _schema_names(part: Any) -> list[str]:
+    """The schemas that a part of the document refers to, each once."""
+    return list(dict.fromkeys(_REFERENCE.findall(json.dumps(part))))
 
 
 def render(document: dict[str, Any]) -> str:
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    env.filters["compact"] = json.dumps
-    return env.from_string(_LINK + _PAGE).render(document)
+    env.filters |= {"compact": json.dumps, "schema_names": _schema_names}
+    return env.from_string(_LINKS + _PAGE).render(document)

@@ -79,6 +79,13 @@ def test_two_events_of_one_read_are_one_arrival_with_all_their_tokens() -> None:
     assert (answer.arrivals, answer.num_tokens, answer.error) == ((0.0,), 3, None)
 
 
+def test_the_comments_of_a_silent_stream_are_neither_tokens_nor_an_error() -> None:
+    comment = b": keep-alive\n\n"
+    raw = stream(text_event("a"), comment, comment + text_event("b"))
+    answer = read_answer(0, 0.0, reads(raw, [raw.index(b'"b"')]), 2, None)
+    assert (answer.arrivals, answer.num_tokens, answer.error) == ((0.0, 1.0), 2, None)
+
+
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [

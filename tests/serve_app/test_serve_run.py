@@ -166,7 +166,15 @@ def test_errors_are_openais(client: openai.OpenAI, default_server: Server) -> No
 def test_models_and_health(client: openai.OpenAI, default_server: Server) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
-    assert httpx.get(f"{default_server.url}/health").status_code == 200
+    for path in ("/health", "/ready", "/version", "/docs"):
+        assert httpx.get(f"{default_server.url}{path}").status_code == 200
+
+
+def test_a_text_is_tokenized_and_back_by_the_models_own_tokenizer(default_server: Server) -> None:
+    given = httpx.post(f"{default_server.url}/tokenize", json={"model": MODEL, "prompt": "Hello, world"}).json()
+    assert 0 < given["count"] == len(given["tokens"]) < len("Hello, world")
+    back = httpx.post(f"{default_server.url}/detokenize", json={"tokens": given["tokens"]}).json()
+    assert back == {"prompt": "Hello, world"}
 
 
 def test_the_log_says_what_the_engine_resolved_and_why(client: openai.OpenAI, default_server: Server) -> None:

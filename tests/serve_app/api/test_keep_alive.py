@@ -8,10 +8,11 @@ import json
 from typing import Any
 
 import pytest
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 from engine.protocol import EngineError, ErrorCode, RequestRejected
 from serve_app.api.asgi import ClientGone
+from serve_app.api.generation_response import GenerationResponses
 from serve_app.api.keep_alive import COMMENT, KeepAlive
 from tests.serve_app.harness import (
     CHAT,
@@ -178,13 +179,14 @@ async def test_while_a_frame_is_on_its_way_there_is_no_comment() -> None:
 
 
 async def test_a_frame_waits_for_the_comment_that_is_on_its_way() -> None:
-    sent: list[bytes] = []
+    log: list[tuple[str, bytes]] = []
     may_send, on_its_way = asyncio.Event(), asyncio.Event()
 
     async def send(message: Message) -> None:
+        log.append(("begins", message["body"]))
         on_its_way.set()
         await may_send.wait()
-        sent.append(message["body"])
+        log.append(("ends", message["body"]))
 
     alive = KeepAlive(send, SOON_S)
     await asyncio.wait_for(on_its_way.wait(), TIMEOUT_S)
@@ -193,7 +195,7 @@ async def test_a_frame_waits_for_the_comment_that_is_on_its_way() -> None:
     may_send.set()
     await asyncio.wait_for(frame, TIMEOUT_S)
     await alive.close()
-    assert sent[:2] == [COMMENT, FRAME["body"]]
+    assert log[:4] == [(when, body) for body in (COMMENT, FRAME["body"]) for when in ("begins", "ends")]
 
 
 async def test_a_client_that_a_comment_found_gone_is_gone_for_the_next_frame() -> None:
@@ -201,7 +203,8 @@ async def test_a_client_that_a_comment_found_gone_is_gone_for_the_next_frame() -
 
     async def send(message: Message) -> None:
         tried.set()
-        raise ClientGone
+        if message["body"] == COMMENT:
+            raise ClientGone
 
     alive = KeepAlive(send, SOON_S)
     await asyncio.wait_for(tried.wait(), TIMEOUT_S)
@@ -239,3 +242,38 @@ async def test_a_client_that_takes_no_comment_is_given_up_like_one_that_takes_no
     go_on.set()
     await asyncio.wait_for(exchange.task, TIMEOUT_S)
     assert client.closed.is_set()
+
+
+async def test_a_closed_one_sends_nothing_more() -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await KeepAlive(send, SOON_S).close()
+    await asyncio.sleep(10 * SOON_S)
+    assert sent == []
+
+
+def start(content_type: bytes) -> Message:
+    return {"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]}
+
+
+async def play(*messages: Message) -> list[bytes]:
+    """What a client gets from a route that sends these messages, and is silent after each."""
+
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in messages:
+            await send(message)
+            await asyncio.sleep(10 * SOON_S)
+
+    return (await Exchange(GenerationResponses(route, SOON_S), "POST", "/").finish()).parts
+
+
+async def test_comments_are_for_event_streams_alone_and_end_with_the_last_message() -> None:
+    last: Message = {"type": "http.response.body", "body": b"data: [DONE]\n\n"}
+    assert await play(start(b"application/json"), FRAME, last) == [FRAME["body"], last["body"]]
+    parts = await play(start(b"text/event-stream; charset=utf-8"), FRAME, last)
+    assert [part for part in parts if part != COMMENT] == [FRAME["body"], last["body"]]
+    assert parts[0] == COMMENT
+    assert parts[-1] == last["body"]

@@ -344,7 +344,10 @@ async def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing() -> None:
     page = Page(html)
     assert not {"script", "link", "img", "iframe", "object", "embed"} & set(page.tags)
     assert {link for link in page.links if not link.startswith("#")} == {"openapi.json"}
-    assert {link.removeprefix("#") for link in page.links if link.startswith("#")} <= page.ids
+    inside = {link.removeprefix("#") for link in page.links if link.startswith("#")}
+    assert inside <= page.ids
+    referred = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(DOCUMENT)))
+    assert inside == {f"schema-{name}" for name in referred}
     assert answer.headers["content-security-policy"] == "default-src 'none'; style-src 'unsafe-inline'"
 
 
