@@ -56,7 +56,7 @@ class FunctionCall(StrictModel):
         return self
 
 
-class ToolCall(StrictModel):
+class MessageToolCall(StrictModel):
     """A call that the assistant made."""
 
     id: str | None = None
@@ -78,7 +78,7 @@ class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
