@@ -29,6 +29,7 @@ from serve_app.api.logprobs import ScoredToken, TokenQueue
 from serve_app.api.stop_strings import StopStrings
 from serve_app.engine_client import EngineClient
 from serve_app.errors import ApiError
+from serve_app.metrics.request_times import RequestTimes
 
 _REASONS: dict[FinishReason, Literal["stop", "length"]] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -57,11 +58,12 @@ class Completion:
         echo: Echo | None,
         life: Life,
         visit: Visit,
+        times: RequestTimes,
         session: str | None,
     ) -> None:
         """`echo`: the prompt's text goes first, with its tokens' log-probabilities if the submission asks for them.
         `life`: its deadline is that of the submission, for an engine that does not keep it.
-        `visit`: one that was dispatched; it is told how far the engine has come."""
+        `visit`: one that was dispatched; it is told how far the engine has come, as are the `times`."""
         self._client = client
         self._submission = submission
         self._detokenizer = detokenizer
@@ -69,6 +71,7 @@ class Completion:
         self._echo = echo
         self._life = life
         self._visit = visit
+        self._times = times
         self._session = session
         self._tokens = None if submission.sampling.logprobs is None else TokenQueue()
         self._min_tokens = submission.sampling.min_tokens
@@ -92,6 +95,7 @@ class Completion:
         """
         last: Piece | None = None
         self._life.given_to_engine()
+        self._times.given_to_engine()
         async with aclosing(self._client.stream(self._submission, session=self._session)) as items:
             while (events := await self._next(items)) is not None:
                 self._visit.started()
@@ -100,11 +104,16 @@ class Completion:
                     last = piece
                     break
                 yield piece
+                if self._generated:
+                    self._times.has_token()
         # The engine's stream is closed by now: a stop string frees its blocks before a slow client has read the end,
         self._visit.finished()  # and another request takes its place.
         if last is None:
             raise EngineError(ErrorCode.STEP_FAILED, "the engine's stream ended without a terminal event")
+        self._times.returned()
         yield last
+        if self._generated:
+            self._times.has_token()
 
     async def _next(self, items: AsyncGenerator[list[Event], None]) -> list[Event] | None:
         """The engine's next item; None at the end. Never waits long past the deadline: a request that is queued before

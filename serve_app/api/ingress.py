@@ -23,7 +23,7 @@ from serve_app.api.admin import Admin
 from serve_app.api.asgi import REQUEST_ID, RequestGuard, read_json_body, unless_client_leaves
 from serve_app.api.completion import Completion, whole_text
 from serve_app.api.deadline import HEADER as DEADLINE_HEADER
-from serve_app.api.deadline import deadline_of, now
+from serve_app.api.deadline import Deadline, deadline_of, now
 from serve_app.api.live import Life, LiveRequests
 from serve_app.api.logprobs import json_chars
 from serve_app.api.offload import run_sized
@@ -37,6 +37,10 @@ from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys, NeedsKey, tenant_of
 from serve_app.engine_client import EngineClient, ServedModel
 from serve_app.errors import ApiError, clip, model_not_found, to_api_error
+from serve_app.metrics.exposition import CONTENT_TYPE, expose
+from serve_app.metrics.ingress_recorder import IngressRecorder
+from serve_app.metrics.middleware import TIMES, MeasuresRequests
+from serve_app.metrics.request_times import RequestTimes
 
 MAX_BODY_BYTES = 4 * 2**20
 """About a million tokens of text; a body is held in memory while it is read and parsed."""
@@ -70,7 +74,7 @@ class _Generate(Generic[RequestT]):
                 gate.enter(tenant_of(scope)) as visit,
                 self._context.live.track(request_id, scope[REQUEST_ID]) as life,
             ):
-                passage = _Passage(request_id, arrived, visit, life)
+                passage = _Passage(request_id, arrived, visit, life, scope[TIMES])
                 await unless_client_leaves(receive, self._answer(passage, body, scope, receive, send))
         except EngineError as error:
             raise to_api_error(error, gate.retry_after_s()) from error
@@ -78,7 +82,7 @@ class _Generate(Generic[RequestT]):
     async def _answer(self, passage: _Passage, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         request = await run_sized(len(body), lambda: parse_request(self._kind, body))
-        passage.life.until(deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
+        passage.until(deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
         session = session_of(headers.get(SESSION_HEADER), request.prompt_cache_key)
         completion, envelope = await self._start(request, passage, session)
         if request.stream:
@@ -91,16 +95,16 @@ class _Generate(Generic[RequestT]):
 
     async def _start(self, request: RequestT, passage: _Passage, session: str | None) -> tuple[Completion, Envelope]:
         """Prepare the request, and wait for a place with the engines."""
-        context, visit, life = self._context, passage.visit, passage.life
+        context, visit, life, times = self._context, passage.visit, passage.life, passage.times
         if request.model != context.model.id:
             raise model_not_found(request.model, context.model.id)
         ready = await self._prepare(request, passage.request_id, context.tokenizer, context.model)
-        with life:
+        with life, times.at_gate():
             await visit.dispatched(len(ready.submission.prompt_token_ids))
         left_s = None if life.deadline is None else life.deadline.left_s()
         submission = replace(ready.submission, timeout_s=left_s, tenant=visit.tenant.name)
         completion = Completion(
-            context.client, submission, ready.detokenizer, request.stops, ready.echo, life, visit, session
+            context.client, submission, ready.detokenizer, request.stops, ready.echo, life, visit, times, session
         )
         return completion, Envelope(passage.request_id, context.model.id, self._shape)
 
@@ -113,6 +117,11 @@ class _Passage:
     arrived: float
     visit: Visit
     life: Life
+    times: RequestTimes
+
+    def until(self, deadline: Deadline | None) -> None:
+        self.life.until(deadline)
+        self.times.deadline_at = None if deadline is None else deadline.at
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +157,11 @@ class _Context:
         engines = [asdict(snapshot) for snapshot in await self.client.load()]
         return JSONResponse({"engines": engines, "ingress": asdict(self.gate.snapshot())})
 
+    async def metrics(self, _: Request) -> Response:
+        scrape = await self.client.metrics()
+        text = await run_sized(scrape.num_chars, lambda: expose(scrape, self.model.id))
+        return Response(text, media_type=CONTENT_TYPE)
+
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: no such route, not this method."""
@@ -172,21 +186,24 @@ def create_app(
     gate: Gate | None = None,
     keys: Keys | None = None,
     live: LiveRequests | None = None,
+    recorder: IngressRecorder | None = None,
 ) -> Starlette:
     """Build the app. It has no state of its own besides its arguments, so that replicas are interchangeable. Without
     `gate` it lets everything in; without `keys` anybody may use it, and nobody may use the admin routes."""
-    keys = keys or Keys()
-    context = _Context(client, tokenizer, model, max_body_bytes, gate or Gate(), live or LiveRequests())
+    keys, gate = keys or Keys(), gate or Gate()
+    context = _Context(client, tokenizer, model, max_body_bytes, gate, live or LiveRequests())
     guard = [Middleware(NeedsKey, keys=keys)]
+    measured = [*guard, Middleware(MeasuresRequests, recorder=recorder or IngressRecorder(gate))]
     chat = _Generate(context, ChatRequest, prepare_chat, ChatShape(), "chatcmpl")
     completions = _Generate(context, CompletionRequest, prepare_completion, TextShape(tokenizer.token_text), "cmpl")
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"], middleware=guard),
-            Route("/v1/completions", completions, methods=["POST"], middleware=guard),
+            Route("/v1/chat/completions", chat, methods=["POST"], middleware=measured),
+            Route("/v1/completions", completions, methods=["POST"], middleware=measured),
             Route("/v1/models", context.list_models, middleware=guard),
             Route("/v1/models/{model_id:path}", context.get_model, middleware=guard),
             Route("/health", context.health),
+            Route("/metrics", context.metrics),
             Route("/load", context.load, middleware=guard),
             *Admin(client, context.gate, context.live).routes(keys),
         ],
