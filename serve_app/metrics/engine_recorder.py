@@ -170,6 +170,7 @@ class EngineRecorder:
                 mean = (life.last_token - life.first_token) / (num_answer - 1)
                 self._observe("vllm:request_time_per_output_token_seconds", mean)
         self._observe("vllm:request_prompt_tokens", life.prompt_tokens)
+        self._observe("vllm:request_prefill_kv_computed_tokens", life.prompt_tokens - life.cached_tokens)
         self._observe("vllm:request_generation_tokens", num_answer)
         self._observe("vllm:request_num_preemptions", life.num_preemptions)
         if life.max_tokens is not None:

@@ -157,6 +157,7 @@ def test_cached_prompt_tokens_are_hits_and_are_counted_as_computed_from_the_cach
         bench.run()
     assert (bench["vllm:prefix_cache_queries"], bench["vllm:prefix_cache_hits"]) == (26, 12)
     assert (bench["vllm:prompt_tokens"], bench["vllm:prompt_tokens_cached"]) == (26, 12)
+    assert bench.histogram("vllm:request_prefill_kv_computed_tokens") == (2, 26 - 12)
 
 
 def test_without_a_prefix_cache_nothing_is_looked_up() -> None:

@@ -46,6 +46,7 @@ VLLM: dict[str, tuple[str, ...]] = {
     "request_decode_time_seconds_bucket": ("le",),
     "request_inference_time_seconds_bucket": ("le",),
     "request_prompt_tokens_bucket": ("le",),
+    "request_prefill_kv_computed_tokens_bucket": ("le",),
     "request_generation_tokens_bucket": ("le",),
     "request_params_max_tokens_bucket": ("le",),
     "iteration_tokens_total_bucket": ("le",),

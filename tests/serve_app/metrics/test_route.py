@@ -30,6 +30,7 @@ from tests.serve_app.harness import (
     CHAT,
     MODEL,
     PROMPT,
+    TIMEOUT_S,
     Exchange,
     LocalClient,
     ScriptedClient,
@@ -143,9 +144,9 @@ async def test_a_client_that_leaves_is_counted_where_it_left_and_as_an_abort_in_
         running = await scrape(app)
         exchange.disconnect()
         await exchange.task
-        found = await scrape(app)
-        while not found.of("vllm:request_success_total"):
-            found = await scrape(app)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not (found := await scrape(app)).of("vllm:request_success_total"):
+                pass
     assert (running["vllm:num_requests_running"], running["chunkserve:num_requests_live"]) == (1, 1)
     assert found.of("vllm:request_success_total") == {"abort": 1}
     assert found.of("chunkserve:requests_total") == {"client_gone": 1}
@@ -185,8 +186,9 @@ async def test_refusals_of_the_gate_and_of_the_engines_are_counted_by_their_code
         ScriptedClient([scheduled()], hold, [finished()]), GatePolicy(deployment=Limits(max_concurrent_requests=1))
     )
     first = asyncio.ensure_future(post(app, COMPLETIONS, PROMPT))
-    while not gate.snapshot().num_live:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(TIMEOUT_S):
+        while not gate.snapshot().num_live:
+            await asyncio.sleep(0)
     assert (await post(app, COMPLETIONS, PROMPT)).status == 503
     assert (await scrape(app))["chunkserve:num_requests_live"] == 1
     hold.set()
