@@ -17,6 +17,7 @@ class RequestTimes:
         self.deadline_at: float | None = None
         self.first_token: float | None = None
         self.gate_s = 0.0
+        self._num_given = 0  # to the engines, and not returned
         self._given: float | None = None
         self._returned: float | None = None
 
@@ -30,6 +31,8 @@ class RequestTimes:
             self.gate_s += self.now() - begun
 
     def given_to_engine(self) -> None:
+        """Once for each answer that the request asks for."""
+        self._num_given += 1
         if self._given is None:
             self._given = self.now()
 
@@ -39,21 +42,23 @@ class RequestTimes:
             self.first_token = self.now()
 
     def returned(self) -> None:
-        """The engine has given the whole answer."""
+        """An engine has given the whole of one answer."""
+        self._num_given -= 1
         self._returned = self.now()
 
     @property
     def is_answered(self) -> bool:
-        return self._returned is not None
+        """Every answer is whole; one that was given to an engine and failed never returns."""
+        return self._returned is not None and not self._num_given
 
     @property
     def engine_s(self) -> float:
-        """Seconds with the engines; only of an answered request."""
+        """Seconds with the engines, from the first given to the last returned; only of an answered request."""
         assert self._given is not None
         assert self._returned is not None
         return self._returned - self._given
 
     def missed_deadline(self) -> bool:
         """Whether the answer was not whole when its deadline passed."""
-        done = self.now() if self._returned is None else self._returned
-        return self.deadline_at is not None and done >= self.deadline_at
+        done = self._returned if self.is_answered else None
+        return self.deadline_at is not None and (self.now() if done is None else done) >= self.deadline_at
