@@ -72,6 +72,7 @@ class Completion:
         self._life = life
         self._visit = visit
         self._times = times
+        times.expects()
         self._session = session
         self._tokens = None if submission.sampling.logprobs is None else TokenQueue()
         self._min_tokens = submission.sampling.min_tokens

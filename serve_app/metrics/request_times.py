@@ -17,7 +17,7 @@ class RequestTimes:
         self.deadline_at: float | None = None
         self.first_token: float | None = None
         self.gate_s = 0.0
-        self._num_given = 0  # to the engines, and not returned
+        self._num_open = 0  # answers that are not whole
         self._given: float | None = None
         self._returned: float | None = None
 
@@ -30,9 +30,11 @@ class RequestTimes:
         finally:
             self.gate_s += self.now() - begun
 
+    def expects(self) -> None:
+        """An answer is asked for; a request may ask for several, and they need not begin at once."""
+        self._num_open += 1
+
     def given_to_engine(self) -> None:
-        """Once for each answer that the request asks for."""
-        self._num_given += 1
         if self._given is None:
             self._given = self.now()
 
@@ -42,14 +44,14 @@ class RequestTimes:
             self.first_token = self.now()
 
     def returned(self) -> None:
-        """An engine has given the whole of one answer."""
-        self._num_given -= 1
+        """An engine has given the whole of an answer."""
+        self._num_open -= 1
         self._returned = self.now()
 
     @property
     def is_answered(self) -> bool:
-        """Every answer is whole; one that was given to an engine and failed never returns."""
-        return self._returned is not None and not self._num_given
+        """Every answer that was expected is whole."""
+        return self._returned is not None and not self._num_open
 
     @property
     def engine_s(self) -> float:

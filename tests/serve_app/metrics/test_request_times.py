@@ -21,25 +21,35 @@ class Turned(RequestTimes):
         self.now = lambda: self.at
 
 
-async def test_the_engines_time_is_from_the_first_answer_given_to_the_last_returned() -> None:
+def expecting(num_answers: int) -> Turned:
     times = Turned()
-    for times.at in (101, 102):
-        times.given_to_engine()
+    for _ in range(num_answers):
+        times.expects()
+    return times
+
+
+async def test_the_engines_time_is_from_the_first_answer_given_to_the_last_returned() -> None:
+    times = expecting(2)
+    times.at = 101
+    times.given_to_engine()
     times.at = 103
     times.returned()
-    assert not times.is_answered
+    assert not times.is_answered, "though nothing is with an engine"
+    times.at = 104
+    times.given_to_engine()
     times.at = 107
     times.returned()
     assert times.is_answered
     assert times.engine_s == 6
 
 
-async def test_a_request_one_of_whose_answers_fails_is_not_answered() -> None:
-    times = Turned()
-    times.given_to_engine()
-    times.given_to_engine()
-    times.returned()
-    assert not times.is_answered
+async def test_a_request_is_answered_once_it_has_an_answer_and_all_that_it_expected() -> None:
+    assert not expecting(0).is_answered
+    times = expecting(2)
+    for is_answered in (False, True):
+        times.given_to_engine()
+        times.returned()
+        assert times.is_answered is is_answered
 
 
 async def test_waits_at_the_gate_add_up_also_one_that_fails() -> None:
@@ -66,7 +76,7 @@ async def test_the_first_token_is_the_first_one() -> None:
 async def test_a_deadline_is_missed_by_an_answer_that_is_not_whole_by_then(
     deadline_at: float | None, returned_at: float | None, missed: bool
 ) -> None:
-    times = Turned()
+    times = expecting(1)
     times.deadline_at = deadline_at
     times.given_to_engine()
     if returned_at is not None:
