@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig, ResolvedConfig
-from engine.inputs import StepInputs, build_inputs, is_lost
+from engine.inputs import StepInputs, answer_tokens, build_inputs, is_lost
 from engine.kv_cache import KVCache
 from engine.logprobs import prompt_logprobs, sampled_logprobs
 from engine.models.config import read_model_config
@@ -77,7 +77,9 @@ class TorchExecutor:
             return {}, {}
         wanted = [row.sampling for row in plan.rows if row.sampling is not None]
         logits = self._model.logits(hidden)  # [sampling rows, vocab]
-        tokens = sample(logits, wanted, [plan.rows[number].end for number in numbers])
+        rows = [plan.rows[number] for number in numbers]
+        answers = [answer_tokens(row, self._newest) for row in rows]
+        tokens = sample(logits, wanted, [row.end for row in rows], answers)
         logprobs = sampled_logprobs(logits, wanted, tokens)
         return dict(zip(numbers, tokens, strict=True)), {numbers[i]: found for i, found in logprobs.items()}
 

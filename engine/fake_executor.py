@@ -15,6 +15,7 @@ from engine.step import (
     Capabilities,
     GraphUse,
     RowKind,
+    RowSampling,
     ScheduledRequest,
     StepOutput,
     StepPlan,
@@ -260,10 +261,17 @@ class FakeExecutor:
             index = position - self._prompt_ends.setdefault(row.request_id, position)
             return self._reply[index] if index < len(self._reply) else self._eos_token_id
         seed = row.sampling.seed if row.sampling.temperature else 0
-        banned = row.sampling.banned_token_ids
-        allowed = [token for token in self._alphabet if token not in banned] if banned else self._alphabet
-        choices = allowed or (self._eos_token_id,)
+        choices = self._choices(row.sampling)
         return choices[mix64(digest ^ mix64(seed ^ mix64(position))) % len(choices)]
+
+    def _choices(self, sampling: RowSampling) -> Sequence[int]:
+        """What may be sampled. There are no logits to be biased or penalised."""
+        banned, allowed = set(sampling.banned_token_ids), self._alphabet
+        if (controls := sampling.controls) is not None:
+            banned |= {word[0] for word in controls.bad_words if len(word) == 1}
+            allowed = controls.allowed_token_ids or allowed
+        left = [token for token in allowed if token not in banned] if banned else allowed
+        return left or (self._eos_token_id,)
 
     def _draft(self, row: ScheduledRequest, digest: int, position: int) -> tuple[int, ...]:
         """Tokens after the newest sampled one, which stands at `position`; every fourth guess is wrong."""

@@ -44,7 +44,7 @@ def build_inputs(plan: StepPlan, block_size: int, newest: Mapping[str, int] = NO
     first_position = torch.tensor([start - end + count for start, end, count in zip(starts, ends, counts, strict=True)])
     positions = torch.arange(ends[-1]) + first_position[row_of_token]
     return StepInputs(
-        token_ids=_tensor(_token_ids(row, newest) for row in plan.rows),
+        token_ids=int_tensor(_token_ids(row, newest) for row in plan.rows),
         positions=positions,
         slots=block_tables[row_of_token, positions // block_size] * block_size + positions % block_size,
         sampled_tokens=torch.tensor(
@@ -69,6 +69,13 @@ def _token_ids(row: ScheduledRequest, newest: Mapping[str, int]) -> tuple[int, .
     if row.token_ids[0] != PENDING_TOKEN:
         return row.token_ids
     return (newest.get(row.request_id, 0),)  # a lost row fails alone, so any token of the vocabulary will do
+
+
+def answer_tokens(row: ScheduledRequest, newest: Mapping[str, int]) -> tuple[int, ...]:
+    """The answer so far, as `row.answer` has it, with the token that was in flight."""
+    if row.answer[-1:] != (PENDING_TOKEN,):
+        return row.answer
+    return (*row.answer[:-1], newest.get(row.request_id, 0))  # a lost row fails alone
 
 
 def _check(plan: StepPlan, block_size: int) -> None:
@@ -105,10 +112,10 @@ def _block_tables(plan: StepPlan, block_size: int) -> Tensor:
         row.block_ids[:blocks] + row.block_ids[:1] * (width - blocks)
         for row, blocks in zip(plan.rows, needed, strict=True)
     )
-    return _tensor(padded).view(len(plan.rows), width)
+    return int_tensor(padded).view(len(plan.rows), width)
 
 
-def _tensor(parts: Iterable[Sequence[int]]) -> Tensor:
+def int_tensor(parts: Iterable[Sequence[int]]) -> Tensor:
     """All parts one after another, int64. Seven times as fast as torch.tensor, which looks at each number's type."""
     numbers = array("q")
     for part in parts:

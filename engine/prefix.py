@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 ROOT = b""
-"""Stands before the first block. Another root, such as a tenant's, would give a cache of its own."""
+"""Stands before the first block."""
+
+
+def root_of(salt: str) -> bytes:
+    """What stands before the first block of the prompts of one salt: a cache of their own."""
+    return blake2b(salt.encode(), digest_size=16).digest() if salt else ROOT
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -19,8 +24,10 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
 
 
-def extend_chain(chain: list[bytes], token_ids: Sequence[int], num_blocks: int, block_size: int) -> None:
+def extend_chain(
+    chain: list[bytes], token_ids: Sequence[int], num_blocks: int, block_size: int, root: bytes = ROOT
+) -> None:
     """Append the digests of the blocks up to `num_blocks` that `chain` lacks. `token_ids` start at the first block."""
     for i in range(len(chain), num_blocks):
-        parent = chain[-1] if chain else ROOT
+        parent = chain[-1] if chain else root
         chain.append(hash_block(parent, token_ids[i * block_size : (i + 1) * block_size]))

@@ -10,6 +10,8 @@ from enum import StrEnum
 
 MAX_LOGPROBS = 20
 """Most alternatives that can be asked for with a token's log-probability, as at OpenAI."""
+MAX_BIAS = 100
+"""Largest amount of a logit bias, as at OpenAI: enough to ban a token, or to force one."""
 
 
 class ErrorCode(StrEnum):
@@ -106,6 +108,18 @@ class SamplingParams:
     """Return each token's log-probability, and this many alternatives with theirs; None: neither."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that the answer holds."""
+    frequency_penalty: float = 0.0
+    """The same, for each time that it holds it."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens of the prompt and of the answer become less likely (Keskar et al., 2019); 1 changes nothing."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit), each token once."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """No other token is sampled; None allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the answer will not contain."""
 
     def __post_init__(self) -> None:
         _require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", ">= 0", self.temperature)
@@ -115,6 +129,19 @@ class SamplingParams:
         _require(self.min_tokens >= 0, "min_tokens", ">= 0", self.min_tokens)
         if self.seed is not None:
             _require(-(2**63) <= self.seed < 2**63, "seed", "a signed 64-bit integer", self.seed)
+        for name, penalty in (
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+        ):
+            _require(-2 <= penalty <= 2, name, "in -2 to 2", penalty)
+        _require(
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            "a positive number",
+            self.repetition_penalty,
+        )
+        for _, bias in self.logit_bias:
+            _require(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", f"in -{MAX_BIAS} to {MAX_BIAS}", bias)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
                 _require(0 <= count <= MAX_LOGPROBS, name, f"in 0 to {MAX_LOGPROBS}", count)
@@ -146,8 +173,19 @@ class Submission:
     """Whom the request is for: tenants of one priority share the engine evenly."""
     atomic_spans: tuple[tuple[int, int], ...] = ()
     """[start, end) of prompt positions that are computed together, such as an image: no chunk ends inside one."""
+    num_answer_tokens: int = 0
+    """How many tokens at the prompt's end belong to the answer: another engine sampled them, and this one goes on."""
+    cache_salt: str = ""
+    """Prefixes are shared among the requests of one salt only."""
 
     def __post_init__(self) -> None:
+        num_tokens = len(self.prompt_token_ids)
+        _require(
+            0 <= self.num_answer_tokens <= num_tokens,
+            "num_answer_tokens",
+            f"in 0 to {num_tokens}, the prompt's tokens",
+            self.num_answer_tokens,
+        )
         for name, value in (("timeout_s", self.timeout_s), ("queue_timeout_s", self.queue_timeout_s)):
             if value is not None:
                 _require(math.isfinite(value) and value > 0, name, "a positive number of seconds", value)

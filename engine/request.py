@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.config import ResolvedConfig
-from engine.prefix import extend_chain
+from engine.prefix import ROOT, extend_chain, root_of
 from engine.protocol import ErrorCode, RequestRejected, SamplingParams, Submission, TokenLogprobs, Usage
-from engine.step import PENDING_TOKEN, PromptScoring, RowSampling
+from engine.step import PENDING_TOKEN, LogitControls, PromptScoring, RowSampling
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +36,8 @@ class Request:
     early_sampling: RowSampling
     """Before `min_tokens`: stop tokens are banned."""
     stop_token_ids: frozenset[int]
+    answer_start: int
+    """Where the answer begins in `token_ids`: before `prompt_len` if another engine began it."""
     priority: int = 0
     tenant: str = ""
     atomic_spans: tuple[tuple[int, int], ...] = ()
@@ -53,6 +55,8 @@ class Request:
     """Tokens that may follow, for the next decode row to verify."""
     block_ids: tuple[int, ...] = ()
     block_hashes: list[bytes] = field(default_factory=list)
+    prefix_root: bytes = ROOT
+    """What the hash of the first block builds on."""
     num_published: int = 0
     queue_key: int = 0
     """Place in the queue: the ticket, unless a preemption was told to requeue elsewhere."""
@@ -99,6 +103,10 @@ class Request:
         early = self.num_output + self.num_pending < self.sampling.min_tokens
         return self.early_sampling if early else self.row_sampling
 
+    def answer(self) -> tuple[int, ...]:
+        """The answer's tokens so far, up to the one in flight."""
+        return (*self.token_ids[self.answer_start :], *(PENDING_TOKEN,) * self.num_pending)
+
     def next_tokens(self, count: int) -> tuple[int, ...]:
         """`count` tokens from `scheduled` on: known ones, then what is in flight or drafted."""
         known = tuple(self.token_ids[self.scheduled : self.scheduled + count])
@@ -116,7 +124,7 @@ class Request:
 
     def extend_hashes(self, num_tokens: int, block_size: int) -> None:
         """Hash the full blocks among the first `num_tokens` tokens that are not hashed yet."""
-        extend_chain(self.block_hashes, self.token_ids, num_tokens // block_size, block_size)
+        extend_chain(self.block_hashes, self.token_ids, num_tokens // block_size, block_size, self.prefix_root)
 
 
 def create_request(submission: Submission, config: ResolvedConfig, ticket: int) -> Request:
@@ -131,14 +139,7 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
     _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
     max_new = _resolve_max_new(len(prompt), params.max_tokens, config)
     stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos_token_ids))
-    if params.min_tokens and len(stops) >= config.vocab_size:
-        raise RequestRejected(
-            ErrorCode.INVALID_PARAMETER,
-            "stop_token_ids names every token, so that min_tokens leaves none to sample.",
-            "stop_token_ids",
-            config.vocab_size - 1,
-            len(stops),
-        )
+    _check_controls(params, stops, config.vocab_size)
     row_sampling = RowSampling(
         temperature=params.temperature,
         top_k=params.top_k,
@@ -146,6 +147,7 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
         min_p=params.min_p,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
         num_logprobs=params.logprobs,
+        controls=_controls(submission),
     )
     return Request(
         request_id=submission.request_id,
@@ -160,9 +162,11 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
         row_sampling=row_sampling,
         early_sampling=replace(row_sampling, banned_token_ids=tuple(sorted(stops))),
         stop_token_ids=stops,
+        answer_start=len(prompt) - submission.num_answer_tokens,
         priority=submission.priority,
         tenant=submission.tenant,
         atomic_spans=submission.atomic_spans,
+        prefix_root=root_of(submission.cache_salt),
         prompt_logprobs=None if params.prompt_logprobs is None else [],
     )
 
@@ -181,6 +185,41 @@ def _check_prompt(prompt: Sequence[int], params: SamplingParams, config: Resolve
             config.max_model_len,
             len(prompt),
         )
+
+
+def _check_controls(params: SamplingParams, stops: frozenset[int], vocab_size: int) -> None:
+    """Every id is one of the vocabulary, and something is left to sample."""
+    _check_ids("logit_bias", [token for token, _ in params.logit_bias], vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    for word in params.bad_words:
+        _check_ids("bad_words", word, vocab_size)
+    banned = {word[0] for word in params.bad_words if len(word) == 1} | (stops if params.min_tokens else set())
+    allowed = params.allowed_token_ids
+    if len(banned) >= vocab_size if allowed is None else banned.issuperset(allowed):
+        param = "stop_token_ids" if allowed is None and not params.bad_words else "allowed_token_ids"
+        raise RequestRejected(
+            ErrorCode.INVALID_PARAMETER,
+            "Nothing is left to sample: allowed_token_ids, bad_words and (before min_tokens) stop_token_ids ban all.",
+            param,
+            vocab_size - 1 if allowed is None else None,
+            len(banned),
+        )
+
+
+def _controls(submission: Submission) -> LogitControls | None:
+    """None where the logits stay as they are."""
+    params = submission.sampling
+    repeats = params.repetition_penalty != 1.0
+    controls = LogitControls(
+        allowed_token_ids=params.allowed_token_ids,
+        logit_bias=params.logit_bias,
+        repetition_penalty=params.repetition_penalty,
+        prompt_token_ids=tuple(dict.fromkeys(submission.prompt_token_ids)) if repeats else (),
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        bad_words=params.bad_words,
+    )
+    return None if controls == LogitControls() else controls
 
 
 def _check_spans(spans: Sequence[tuple[int, int]], config: ResolvedConfig) -> None:

@@ -1,4 +1,4 @@
-"""Owns the choice of tokens from logits: ban, temperature, top-k, top-p, min-p, one draw per row.
+"""Owns the choice of tokens from logits: controls, temperature, top-k, top-p, min-p, one draw per row.
 Never keeps a random state: the number a row uses is a function of (seed, position), so neighbours cannot change it."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.logit_controls import control_logits
 from engine.step import RowSampling
 
 # Below this, logits / temperature would overflow float32; the result is greedy long before.
@@ -42,8 +43,11 @@ def uniform(seed: int, position: int) -> float:
     return ((high << 32 | low) >> 11) * 2.0**-53
 
 
-def sample(logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int]) -> list[int | None]:
-    """One token per row, the one at positions[row] of its request. logits: [rows, vocab], which are not changed.
+def sample(
+    logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int], answers: Sequence[Sequence[int]]
+) -> list[int | None]:
+    """One token per row, the one at positions[row] of its request. logits: [rows, vocab], which are not changed;
+    answers: of each row, the answer's tokens so far, read where its controls look back.
 
     None for a row without a finite largest logit (NaN, or every token banned): it has no answer, and its neighbours
     are not to blame.
@@ -51,7 +55,7 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int]
     The order of filters is temperature, top-k, top-p, min-p, each on what the one before left; ties go to the lower
     token id. `kernels.reference.sample` defines the result.
     """
-    logits = _ban(logits.float(), rows)
+    logits = control_logits(logits.float(), rows, answers)
     best, tokens = logits.max(dim=-1)  # [rows]
     sound = best.isfinite().tolist()
     drawn = [number for number, row in enumerate(rows) if row.temperature > 0 and sound[number]]
@@ -61,14 +65,6 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int]
         draws = [uniform(rows[number].seed, positions[number]) for number in drawn]
         tokens[index] = _draw(scores, [rows[number] for number in drawn], draws)
     return [int(token) if ok else None for token, ok in zip(tokens.tolist(), sound, strict=True)]
-
-
-def _ban(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
-    pairs = [(number, token) for number, row in enumerate(rows) for token in row.banned_token_ids]
-    if not pairs:
-        return logits
-    index = torch.tensor(pairs)
-    return logits.index_put((index[:, 0], index[:, 1]), torch.tensor(-torch.inf))
 
 
 def _draw(scores: Tensor, rows: list[RowSampling], draws: list[float]) -> Tensor:

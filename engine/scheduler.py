@@ -149,6 +149,7 @@ class Scheduler:
             sampling,
             None if row.kind is RowKind.DECODE else request.scoring(row.num_tokens),
             self._state_use(row, restore) if self._states is not None else None,
+            request.answer() if sampling and sampling.controls and sampling.controls.looks_back else (),
         )
         request.scheduled = end
         request.num_pending += sampling is not None

@@ -25,6 +25,35 @@ class RowKind(Enum):
     """Feeds the newest token, and what is drafted to follow it, and samples what comes next."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitControls:
+    """What is done to a row's logits before a token is chosen; `kernels.reference.control_logits` says how."""
+
+    allowed_token_ids: tuple[int, ...] | None = None
+    """No other token is sampled; None: every token may be."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit), each token once."""
+    repetition_penalty: float = 1.0
+    """Divides the logit of a token of prompt or answer where it is positive, and multiplies it where it is not."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """Which tokens the prompt holds, each once; empty where nothing depends on it."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each time that the answer holds the token."""
+    presence_penalty: float = 0.0
+    """Subtracted once where the answer holds the token."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the answer may not contain."""
+
+    @property
+    def penalizes(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the answer so far matters."""
+        return self.penalizes or any(len(word) > 1 for word in self.bad_words)
+
+
 @dataclass(frozen=True, slots=True)
 class RowSampling:
     """How to choose a token. The random number depends on (seed, position) and nothing else."""
@@ -38,6 +67,7 @@ class RowSampling:
     """Never sampled in this step (stop tokens before `min_tokens`)."""
     num_logprobs: int | None = None
     """Alternatives to return with the token's log-probability; None: no log-probability."""
+    controls: LogitControls | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +120,8 @@ class ScheduledRequest:
     """None: nothing is sampled, as for every MIDDLE row."""
     scoring: PromptScoring | None = None
     state: StateUse | None = None
+    answer: tuple[int, ...] = ()
+    """The answer's tokens before this row's drafts, where its controls look back; the last may be PENDING_TOKEN."""
 
     @property
     def end(self) -> int:

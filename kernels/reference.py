@@ -106,6 +106,41 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: PagedRows, scal
     return out
 
 
+def control_logits(
+    logits: Tensor,
+    *,
+    allowed: Sequence[int] | None = None,
+    bias: Sequence[tuple[int, float]] = (),
+    repetition_penalty: float = 1.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    bad_words: Sequence[Sequence[int]] = (),
+    prompt: Sequence[int] = (),
+    answer: Sequence[int] = (),
+) -> Tensor:
+    """One row of logits [vocab_size], float32, as changed before a token is chosen from it.
+
+    Repetition: Keskar et al., 2019 (CTRL), section 4.1, with the sign of the logit taken into account. Frequency and
+    presence: OpenAI's API reference.
+    """
+    logits = logits.clone()
+    for token in range(len(logits)):
+        if allowed is not None and token not in allowed:
+            logits[token] = -torch.inf
+        for biased, amount in bias:
+            logits[token] += amount if biased == token else 0.0
+        if token in prompt or token in answer:
+            positive = bool(logits[token] > 0)
+            logits[token] = logits[token] / repetition_penalty if positive else logits[token] * repetition_penalty
+        times = list(answer).count(token)
+        logits[token] -= times * frequency_penalty + (presence_penalty if times else 0.0)
+        for word in bad_words:
+            *before, last = word
+            if last == token and list(answer[len(answer) - len(before) :]) == before:
+                logits[token] = -torch.inf
+    return logits
+
+
 def sample(
     logits: Tensor,
     uniform: float,

@@ -90,7 +90,10 @@ class ScriptedEngine:
                 self._work.clear()
                 continue
             time.sleep(self._settings.step_ms / 1000)
-            loop.call_soon_threadsafe(self._deliver, streams)
+            try:
+                loop.call_soon_threadsafe(self._deliver, streams)
+            except RuntimeError:  # the loop is closed: the replica has ended in the middle of a step
+                return
 
     def _deliver(self, streams: list[int]) -> None:
         for stream_id in streams:

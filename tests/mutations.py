@@ -454,8 +454,8 @@ MUTATIONS = (
         "I-11",
         "A block's hash does not cover what comes before it.",
         "engine/prefix.py",
-        "parent = chain[-1] if chain else ROOT",
-        "parent = ROOT",
+        "parent = chain[-1] if chain else root",
+        "parent = root",
         (CORE,),
     ),
     Mutation(

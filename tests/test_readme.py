@@ -14,6 +14,7 @@ import yaml
 from engine import bench_memory
 from engine.bench_mixed import table
 from loadtest.server import Server
+from serve_app.api.schema import ChatRequest, CompletionRequest, StreamOptions
 from serve_app.reference import BEGIN, END, METRICS_BEGIN, METRICS_END, render, render_metrics
 from serve_app.settings import AppSettings
 
@@ -40,6 +41,12 @@ def test_every_block_is_run_by_a_test() -> None:
     run_by_chaos = ["autoscaling:"]  # tests/chaos/test_scaling.py
     for kind, text in BLOCKS:
         assert sum(mark in text for mark in run_here + run_by_the_fresh_clone + run_by_chaos) == 1, f"{kind}:\n{text}"
+
+
+def test_every_field_that_is_honoured_is_named() -> None:
+    section = README.partition("## What it serves")[2].partition("\n## ")[0]
+    fields = {**ChatRequest.model_fields, **CompletionRequest.model_fields, **StreamOptions.model_fields}
+    assert not [name for name in fields if f"`{name}`" not in section]
 
 
 def test_the_curl_example_answers_with_paris(default_server: Server) -> None:

@@ -113,8 +113,7 @@ class Gate:
         """Use capacity that has come. Arrivals and departures look by themselves; an engine that joins is neither."""
         capacity = self._policy.capacity(self._num_engines())
         while self._lines and (capacity is None or self._num_dispatched < capacity):
-            if self._next().admit():
-                self._num_dispatched += 1
+            self._num_dispatched += self._next().admit()
 
     def close(self) -> None:
         """Refuse new requests until `reopen`; those inside go on."""
@@ -190,8 +189,8 @@ class Gate:
         for account in (self._all, visit.account):
             account.tokens.remove(num_tokens, served=served)
 
-    def _give_back(self) -> None:
-        self._num_dispatched -= 1
+    def _give_back(self, num_places: int) -> None:
+        self._num_dispatched -= num_places
         self.refresh()
 
     def _leave_line(self, visit: Visit) -> None:
@@ -208,8 +207,8 @@ class Gate:
 
 
 class Visit:
-    """One request's way through the gate: it comes, waits for a place, has its first event, gives the place back, goes.
-    Leaving the block ends the visit wherever it is."""
+    """One request's way through the gate: it comes, waits for its places with the engines, one for each answer that it
+    wants, has its first event, gives the places back, goes. Leaving the block ends the visit wherever it is."""
 
     def __init__(self, gate: Gate, tenant: Tenant, account: _Account) -> None:
         self.tenant = tenant
@@ -217,7 +216,8 @@ class Visit:
         self._gate = gate
         self._turn: asyncio.Future[RequestRejected | None] = asyncio.get_running_loop().create_future()
         self._num_queued_tokens = 0
-        self._has_place = False
+        self._num_wanted = 1
+        self._num_places = 0
         self._has_started = False
 
     def __enter__(self) -> Visit:
@@ -227,16 +227,18 @@ class Visit:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._gate._leave_line(self)
         self._forget_tokens(served=False)
-        self.finished()
+        self._leave(self._num_places)
         self._gate._go(self, served=self._has_started)
 
-    async def dispatched(self, num_tokens: int) -> None:
-        """Wait for a place with the engines, for a prompt of `num_tokens`.
+    async def dispatched(self, num_tokens: int, num_answers: int = 1) -> None:
+        """Wait for places with the engines, for prompts of `num_tokens` together. It gets all of them as soon as one is
+        free: a request that waited for many at a time could wait for ever.
 
         Raises:
             ApiError: 429 or 503, that many tokens are too many to queue.
             RequestRejected: the deployment drains, and the wait took too long.
         """
+        self._num_wanted = num_answers
         self._gate._queue(self, num_tokens)
         self._num_queued_tokens = num_tokens
         if refusal := await self._turn:
@@ -248,20 +250,23 @@ class Visit:
         self._forget_tokens(served=True)
 
     def finished(self) -> None:
-        """The engine has done its part; the rest of the answer needs no place. Idempotent."""
-        if self._has_place:
-            self._has_place = False
-            self._gate._give_back()
+        """The engine has done its part of an answer; the rest of it needs no place. Without effect after the visit."""
+        self._leave(min(1, self._num_places))
+
+    def _leave(self, num_places: int) -> None:
+        if num_places:
+            self._num_places -= num_places
+            self._gate._give_back(num_places)
 
     # --- called by the gate -----------------------------------------------------------------------------------------
 
-    def admit(self) -> bool:
-        """Give it a place; False if it has left meanwhile."""
+    def admit(self) -> int:
+        """Give it its places: how many, 0 if it has left meanwhile."""
         if self._turn.done():
-            return False
+            return 0
         self._turn.set_result(None)
-        self._has_place = True
-        return True
+        self._num_places = self._num_wanted
+        return self._num_places
 
     def refuse(self, refusal: RequestRejected) -> None:
         """End its wait. It leaves the line with its block."""

@@ -3,7 +3,7 @@ Never writes a byte of HTTP; streamed and whole answers come from the same piece
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal
@@ -17,16 +17,15 @@ from engine.protocol import (
     FinishReason,
     PromptLogprobs,
     Scheduled,
-    Submission,
     Token,
+    TokenLogprobs,
     Usage,
 )
 from serve_app.admission.gate import Visit
-from serve_app.api.detokenizer import Detokenizer
-from serve_app.api.echo import Echo
 from serve_app.api.live import Life
 from serve_app.api.logprobs import ScoredToken, TokenQueue
 from serve_app.api.stop_strings import StopStrings
+from serve_app.api.submission import Prepared
 from serve_app.engine_client import EngineClient
 from serve_app.errors import ApiError
 from serve_app.metrics.request_times import RequestTimes
@@ -38,7 +37,7 @@ _REASONS: dict[FinishReason, Literal["stop", "length"]] = {FinishReason.STOP: "s
 class Piece:
     """Text that is final. `finish_reason` is set on the last piece, and only there.
 
-    `tokens` are those whose text this piece completes, and None if no log-probabilities were asked for.
+    `tokens` are those whose text this piece completes, and None if nobody wants to see tokens.
     """
 
     text: str
@@ -52,38 +51,38 @@ class Completion:
     def __init__(
         self,
         client: EngineClient,
-        submission: Submission,
-        detokenizer: Detokenizer,
-        stops: Sequence[str],
-        echo: Echo | None,
+        prepared: Prepared,
         life: Life,
         visit: Visit,
         times: RequestTimes,
         session: str | None,
     ) -> None:
-        """`echo`: the prompt's text goes first, with its tokens' log-probabilities if the submission asks for them.
-        `life`: its deadline is that of the submission, for an engine that does not keep it.
+        """`life`: its deadline is that of the submission, for an engine that does not keep it.
         `visit`: one that was dispatched; it is told how far the engine has come, as are the `times`."""
+        self.submission = prepared.submission
         self._client = client
-        self._submission = submission
-        self._detokenizer = detokenizer
-        self._stops = StopStrings(stops)
-        self._echo = echo
+        self._detokenizer = prepared.detokenizer
+        self._stops = StopStrings(prepared.stops, shown=prepared.shows_stop)
+        self._shows_stop = prepared.shows_stop
+        self._echo = prepared.echo
         self._life = life
+        self._bound = life.bound()
         self._visit = visit
         self._times = times
         times.expects()
         self._session = session
-        self._tokens = None if submission.sampling.logprobs is None else TokenQueue()
-        self._min_tokens = submission.sampling.min_tokens
+        self._tokens = TokenQueue() if prepared.shows_tokens else None
+        self._min_tokens = prepared.submission.sampling.min_tokens
         self._generated = 0
         self._cached = 0
         self._final_usage: Usage | None = None
+        self.prompt_scores: tuple[TokenLogprobs, ...] | None = None
+        """Of the prompt's tokens from the second on, once they are known."""
 
     @property
     def usage(self) -> Usage:
         """Up to what was yielded; exact after the last piece. A token that a stop string cut off counts."""
-        return self._final_usage or Usage(len(self._submission.prompt_token_ids), self._generated, self._cached)
+        return self._final_usage or Usage(len(self.submission.prompt_token_ids), self._generated, self._cached)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Yield a piece for each item of the engine's stream: tokens that arrive together leave together.
@@ -97,7 +96,7 @@ class Completion:
         last: Piece | None = None
         self._life.given_to_engine()
         self._times.given_to_engine()
-        async with aclosing(self._client.stream(self._submission, session=self._session)) as items:
+        async with aclosing(self._client.stream(self.submission, session=self._session)) as items:
             while (events := await self._next(items)) is not None:
                 self._visit.started()
                 piece = self._apply(events)
@@ -119,7 +118,7 @@ class Completion:
     async def _next(self, items: AsyncGenerator[list[Event], None]) -> list[Event] | None:
         """The engine's next item; None at the end. Never waits long past the deadline: a request that is queued before
         the engine, or held by one that hangs, is not ended there."""
-        with self._life:
+        with self._bound:
             return await anext(items, None)
 
     def _apply(self, events: list[Event]) -> Piece:
@@ -132,13 +131,14 @@ class Completion:
                         return self._piece(texts, "stop")
                 case Scheduled():
                     self._cached = event.cached_tokens
-                    if self._echo is not None and self._tokens is None:
+                    if self._echo is not None and self.submission.sampling.prompt_logprobs is None:
                         texts.append(self._echo.text)
                 case PromptLogprobs():
+                    self.prompt_scores = event.logprobs
                     texts.append(self._show_prompt(event))
                 case Finished():
                     texts.append(self._stops.flush())
-                    return self._piece(texts, self._finish(event))
+                    return self._piece([*texts, self._stop_token(event)], self._finish(event))
                 case Failed():
                     if event.code is ErrorCode.DEADLINE_EXCEEDED and (deadline := self._life.deadline) is not None:
                         raise deadline.exceeded()  # the engine knows only what was left for it
@@ -152,10 +152,11 @@ class Completion:
         return Piece(text, reason, self._tokens.take(len(text)) if reason is None else self._tokens.take_all())
 
     def _show_prompt(self, event: PromptLogprobs) -> str:
-        assert self._echo is not None, "scores of a prompt that nobody wants to see"
-        assert self._tokens is not None
-        token_ids, text = self._submission.prompt_token_ids, self._echo.text
-        self._tokens.add_prompt(token_ids, self._echo.offsets, event.logprobs, len(text))
+        if self._echo is None:
+            return ""
+        token_ids, text = self.submission.prompt_token_ids, self._echo.text
+        if self._tokens is not None:
+            self._tokens.add_prompt(token_ids, self._echo.offsets, event.logprobs, len(text))
         return text
 
     def _accept(self, event: Token) -> str:
@@ -165,21 +166,20 @@ class Completion:
             self._tokens.add(event.token_id, event.logprobs, len(text))
         return self._stops.push(text) if text and self._generated >= self._min_tokens else text
 
+    def _stop_token(self, event: Finished) -> str:
+        """The text of the token that ended the answer, where it is shown; it is counted in usage in any case."""
+        if event.stop_token_id is None:
+            return ""
+        text = self._detokenizer.push(event.stop_token_id) if self._shows_stop else ""
+        if self._tokens is not None:
+            # Clients that asked for one token cut the last entry off, so there is one.
+            self._tokens.add(event.stop_token_id, event.stop_logprobs, len(text))
+        return text
+
     def _finish(self, event: Finished) -> Literal["stop", "length"]:
         if event.reason not in _REASONS:
             # Nobody here asked for it, so the answer is incomplete, which no finish reason of OpenAI's can say.
             text = "The request was aborted by the server."
             raise ApiError(503, text, type="server_error", code="aborted", headers={"Retry-After": "1"})
         self._final_usage = event.usage
-        if self._tokens is not None and event.stop_token_id is not None:
-            # Counted in usage, so it has an entry: clients that asked for one token cut the last entry off.
-            self._tokens.add(event.stop_token_id, event.stop_logprobs, 0)
         return _REASONS[event.reason]
-
-
-async def whole_text(completion: Completion) -> Piece:
-    """The complete answer in one piece."""
-    async with aclosing(completion.pieces()) as stream:
-        pieces = [piece async for piece in stream]
-    tokens = None if pieces[-1].tokens is None else tuple(token for piece in pieces for token in piece.tokens or ())
-    return Piece("".join(piece.text for piece in pieces), pieces[-1].finish_reason, tokens)

@@ -1,5 +1,5 @@
 """Owns the text of one answer while its tokens arrive: what is final is returned, an incomplete character waits.
-Never returns part of a character, and never shows the text of a special token."""
+Never returns part of a character, and shows the text of a special token only where that is asked for."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _KEPT_TOKENS = 3  # a character that is still incomplete has at most three bytes
 class Detokenizer:
     """Incomplete bytes at the end of an answer are dropped: there is no character that they could be shown as."""
 
-    def __init__(self, core: tokenizers.Tokenizer) -> None:
+    def __init__(self, core: tokenizers.Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._core = core
+        self._skip = skip_special_tokens
         self._restart()
 
     def push(self, token_id: int) -> str:
@@ -34,7 +35,7 @@ class Detokenizer:
         self._restart()
 
     def _restart(self) -> None:
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=self._skip)
         self._pending: list[int] = []
 
     def _step(self, token_id: int) -> str:
@@ -53,4 +54,4 @@ class Detokenizer:
         """Show all but a possibly incomplete end as it is, invalid bytes as U+FFFD, and start again."""
         settled, kept = self._pending[:-_KEPT_TOKENS], self._pending[-_KEPT_TOKENS:]
         self._restart()
-        return self._core.decode(settled, skip_special_tokens=True) + "".join(map(self.push, kept))
+        return self._core.decode(settled, skip_special_tokens=self._skip) + "".join(map(self.push, kept))

@@ -21,17 +21,25 @@ from engine.protocol import EngineError
 from serve_app.admission.gate import Gate, Visit
 from serve_app.api.admin import Admin
 from serve_app.api.asgi import REQUEST_ID, RequestGuard, read_json_body, unless_client_leaves
-from serve_app.api.completion import Completion, whole_text
+from serve_app.api.choices import Choices
+from serve_app.api.completion import Completion
 from serve_app.api.deadline import HEADER as DEADLINE_HEADER
 from serve_app.api.deadline import Deadline, deadline_of, now
 from serve_app.api.live import Life, LiveRequests
-from serve_app.api.logprobs import json_chars
+from serve_app.api.logprobs import json_chars, score_chars
 from serve_app.api.offload import run_sized
-from serve_app.api.response import ChatShape, Envelope, Shape, TextShape, model_json
-from serve_app.api.schema import ChatRequest, CompletionRequest, RequestT, parse_request
+from serve_app.api.response import ChatShape, Envelope, Shape, Shown, TextShape, model_json
+from serve_app.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    RequestT,
+    StreamOptions,
+    parse_request,
+)
 from serve_app.api.session import HEADER as SESSION_HEADER
 from serve_app.api.session import session_of
-from serve_app.api.sse import send_stream
+from serve_app.api.sse import UsageShown, send_stream
 from serve_app.api.submission import Prepared, prepare_chat, prepare_completion
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys, NeedsKey, tenant_of
@@ -48,19 +56,20 @@ MAX_BODY_BYTES = 4 * 2**20
 CLIENT_STALL_TIMEOUT_S = 60.0
 """How long a client may take nothing of its answer."""
 
-Prepare = Callable[[RequestT, str, Tokenizer, ServedModel], Awaitable[Prepared]]
+Prepare = Callable[[RequestT, str, Tokenizer, ServedModel], Awaitable[list[list[Prepared]]]]
+MakeShape = Callable[[Tokenizer, Shown], Shape]
 
 
 class _Generate(Generic[RequestT]):
     """An endpoint that answers with generated text, streamed or whole. One class, so that both endpoints agree."""
 
     def __init__(
-        self, context: _Context, kind: type[RequestT], prepare: Prepare[RequestT], shape: Shape, id_prefix: str
+        self, context: _Context, kind: type[RequestT], prepare: Prepare[RequestT], shape: MakeShape, id_prefix: str
     ) -> None:
         self._context = context
-        self._kind = kind
-        self._prepare = prepare
-        self._shape = shape
+        self._kind: type[RequestT] = kind
+        self._prepare: Prepare[RequestT] = prepare
+        self._make_shape = shape
         self._id_prefix = id_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,29 +93,46 @@ class _Generate(Generic[RequestT]):
         request = await run_sized(len(body), lambda: parse_request(self._kind, body))
         passage.until(deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
         session = session_of(headers.get(SESSION_HEADER), request.prompt_cache_key)
-        completion, envelope = await self._start(request, passage, session)
+        choices = await self._start(request, passage, session)
+        shape = self._make_shape(self._context.tokenizer, shown_of(request))
+        envelope = Envelope(passage.request_id, self._context.model.id, shape)
         if request.stream:
-            await send_stream(send, completion, envelope, request.include_usage)
+            await send_stream(send, choices, envelope, usage_shown_of(request))
         else:
-            piece = await whole_text(completion)
-            size = json_chars(piece.tokens or ())
-            response = await run_sized(size, lambda: JSONResponse(envelope.body(piece, completion.usage)))
-            await response(scope, receive, send)
+            pieces = await choices.whole()
+            size = sum(json_chars(piece.tokens or ()) for piece in pieces)
+            size += sum(score_chars(prompt.scores or ()) for prompt in choices.prompts)
+            made = await run_sized(size, lambda: JSONResponse(envelope.body(pieces, choices.prompts, choices.usage)))
+            await made(scope, receive, send)
 
-    async def _start(self, request: RequestT, passage: _Passage, session: str | None) -> tuple[Completion, Envelope]:
-        """Prepare the request, and wait for a place with the engines."""
-        context, visit, life, times = self._context, passage.visit, passage.life, passage.times
+    async def _start(self, request: RequestT, passage: _Passage, session: str | None) -> Choices:
+        """Prepare the request, and wait for places with the engines."""
+        context, visit, life = self._context, passage.visit, passage.life
         if request.model != context.model.id:
             raise model_not_found(request.model, context.model.id)
-        ready = await self._prepare(request, passage.request_id, context.tokenizer, context.model)
-        with life, times.at_gate():
-            await visit.dispatched(len(ready.submission.prompt_token_ids))
-        left_s = None if life.deadline is None else life.deadline.left_s()
-        submission = replace(ready.submission, timeout_s=left_s, tenant=visit.tenant.name)
-        completion = Completion(
-            context.client, submission, ready.detokenizer, request.stops, ready.echo, life, visit, times, session
-        )
-        return completion, Envelope(passage.request_id, context.model.id, self._shape)
+        groups = await self._prepare(request, passage.request_id, context.tokenizer, context.model)
+        num_tokens = sum(len(group[0].submission.prompt_token_ids) for group in groups)
+        with life.bound(), passage.times.at_gate():
+            await visit.dispatched(num_tokens, sum(map(len, groups)))
+        if session is None and request.num_choices > 1:
+            session = passage.request_id  # answers to one prompt share its blocks
+        return Choices([[self._completion(ready, passage, session) for ready in group] for group in groups])
+
+    def _completion(self, ready: Prepared, passage: _Passage, session: str | None) -> Completion:
+        deadline = passage.life.deadline
+        left_s = None if deadline is None else deadline.left_s()
+        submission = replace(ready.submission, timeout_s=left_s, tenant=passage.visit.tenant.name)
+        ready = replace(ready, submission=submission)
+        return Completion(self._context.client, ready, passage.life, passage.visit, passage.times, session)
+
+
+def shown_of(request: ChatRequest | CompletionRequest) -> Shown:
+    return Shown(request.num_logprobs is not None, bool(request.return_token_ids), request.prompt_logprobs is not None)
+
+
+def usage_shown_of(request: GenerationRequest) -> UsageShown:
+    options = request.stream_options or StreamOptions()
+    return UsageShown(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +220,8 @@ def create_app(
     context = _Context(client, tokenizer, model, max_body_bytes, gate, live or LiveRequests())
     guard = [Middleware(NeedsKey, keys=keys)]
     measured = [*guard, Middleware(MeasuresRequests, recorder=recorder or IngressRecorder(gate))]
-    chat = _Generate(context, ChatRequest, prepare_chat, ChatShape(), "chatcmpl")
-    completions = _Generate(context, CompletionRequest, prepare_completion, TextShape(tokenizer.token_text), "cmpl")
+    chat = _Generate(context, ChatRequest, prepare_chat, ChatShape, "chatcmpl")
+    completions = _Generate(context, CompletionRequest, prepare_completion, TextShape, "cmpl")
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"], middleware=measured),

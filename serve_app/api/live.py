@@ -14,12 +14,12 @@ from serve_app.errors import aborted
 
 
 class Life:
-    """One request's. `with life:` around each wait bounds it; there is one timer for all of them."""
+    """One request's. There is one timer for all of its waits."""
 
     def __init__(self) -> None:
         self.deadline: Deadline | None = None
         self._with_engine = False
-        self._wait = Wait()
+        self._waits: list[Wait] = []
         self._aborted = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -33,14 +33,52 @@ class Life:
         """From now on the engine ends it at its deadline, and has a little longer for that."""
         self._with_engine = True
 
+    def bound(self) -> Bound:
+        """What bounds the waits of one task."""
+        wait = Wait()
+        self._waits.append(wait)
+        return Bound(self, wait)
+
     def abort(self) -> None:
-        """End the wait that is going on, or the next. Idempotent."""
+        """End the waits that are going on, and those that come. Idempotent."""
         self._aborted = True
-        self._wait.end()
+        self._end_waits()
+
+    def _end_waits(self) -> None:
+        for wait in self._waits:
+            wait.end()
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+
+    def is_over(self) -> bool:
+        if self.deadline is None:
+            return self._aborted
+        return self._aborted or now() >= self.deadline.at + (GRACE_S if self._with_engine else 0)
+
+    def _look(self) -> None:
+        """The time may be up: at the deadline, and again when the engine's little longer has passed."""
+        assert self.deadline is not None
+        if self.is_over():
+            self._end_waits()
+        if now() < self.deadline.at + GRACE_S:
+            self._timer = asyncio.get_running_loop().call_at(self.deadline.at + GRACE_S, self._look)
+
+    def reason(self) -> Exception:
+        """Why it is over."""
+        if self._aborted:
+            return aborted()
+        assert self.deadline is not None, "nobody else ends a wait"
+        return self.deadline.exceeded()
+
+
+class Bound:
+    """`with bound:` around each wait of one task ends it with its life."""
+
+    def __init__(self, life: Life, wait: Wait) -> None:
+        self._life = life
+        self._wait = wait
 
     def __enter__(self) -> None:
         """Begin a wait.
@@ -49,34 +87,15 @@ class Life:
             EngineError: the deadline has passed.
             ApiError: the request was aborted.
         """
-        if self._is_over():
-            raise self._reason()
+        if self._life.is_over():
+            raise self._life.reason()
         self._wait.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             self._wait.__exit__(kind, error, at)
         except WaitEnded:
-            raise self._reason() from None
-
-    def _is_over(self) -> bool:
-        if self.deadline is None:
-            return self._aborted
-        return self._aborted or now() >= self.deadline.at + (GRACE_S if self._with_engine else 0)
-
-    def _look(self) -> None:
-        """The time may be up: at the deadline, and again when the engine's little longer has passed."""
-        assert self.deadline is not None
-        if self._is_over():
-            self._wait.end()
-        if now() < self.deadline.at + GRACE_S:
-            self._timer = asyncio.get_running_loop().call_at(self.deadline.at + GRACE_S, self._look)
-
-    def _reason(self) -> Exception:
-        if self._aborted:
-            return aborted()
-        assert self.deadline is not None, "nobody else ends a wait"
-        return self.deadline.exceeded()
+            raise self._life.reason() from None
 
 
 class LiveRequests:

@@ -1,4 +1,4 @@
-"""Owns OpenAI's legacy `logprobs` object: which tokens belong to which piece of text, and how their scores are written.
+"""Owns OpenAI's two `logprobs` objects: which tokens belong to which piece of text, and how their scores are written.
 Never asks for a score, and is never reached by a request that asked for none."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from engine.protocol import TokenLogprobs
 
@@ -23,6 +23,7 @@ class ScoredToken:
     token_id: int
     text_offset: int
     scores: TokenLogprobs | None
+    of_prompt: bool = False
 
 
 class TokenQueue:
@@ -47,7 +48,7 @@ class TokenQueue:
         """The whole prompt, first of all; `scores` are of the second token to the last."""
         self._read = num_chars
         for token_id, offset, score in zip(token_ids, offsets, (None, *scores), strict=True):
-            self._held.append((num_chars, ScoredToken(token_id, offset, score)))
+            self._held.append((num_chars, ScoredToken(token_id, offset, score, of_prompt=True)))
 
     def add(self, token_id: int, scores: TokenLogprobs | None, num_chars: int) -> None:
         """A token, and how much text it completed."""
@@ -85,9 +86,54 @@ def logprobs_json(tokens: Sequence[ScoredToken], token_text: TokenText) -> dict[
     }
 
 
+class TokenTexts(Protocol):
+    """What a tokenizer says of one token."""
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> list[int]: ...
+
+
+def chat_logprobs_json(tokens: Sequence[ScoredToken], texts: TokenTexts) -> dict[str, Any]:
+    """The chat endpoint's object, in which a token has its bytes: several tokens may share a character."""
+    scored = [token.scores for token in tokens if token.scores is not None]
+    return {"content": [_chat_token(scores, texts) for scores in scored], "refusal": None}
+
+
+def _chat_token(scores: TokenLogprobs, texts: TokenTexts) -> dict[str, Any]:
+    top = [_chat_alternative(token_id, logprob, texts) for token_id, logprob in scores.top]
+    return _chat_alternative(scores.token_id, scores.logprob, texts) | {"top_logprobs": top}
+
+
+def _chat_alternative(token_id: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+    return {"token": texts.token_text(token_id), "logprob": _number(logprob), "bytes": texts.token_bytes(token_id)}
+
+
+def prompt_logprobs_json(scores: Sequence[TokenLogprobs], texts: TokenTexts) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: nothing for the first token, and for each other its alternatives by token id."""
+    return [None, *(_by_token_id(score, texts) for score in scores)]
+
+
+def _by_token_id(scores: TokenLogprobs, texts: TokenTexts) -> dict[str, Any]:
+    """`rank` is null for a token that is not among the alternatives."""
+    ranked: list[tuple[int, float, int | None]]
+    ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(scores.top, 1)]
+    if all(token_id != scores.token_id for token_id, _, _ in ranked):
+        ranked.append((scores.token_id, scores.logprob, None))
+    return {
+        str(token_id): {"logprob": _number(logprob), "rank": rank, "decoded_token": texts.token_text(token_id)}
+        for token_id, logprob, rank in ranked
+    }
+
+
 def json_chars(tokens: Sequence[ScoredToken]) -> int:
     """About how long the object will be, to decide where to write it."""
-    return _JSON_CHARS * sum(1 if token.scores is None else 1 + len(token.scores.top) for token in tokens)
+    scored = [token.scores for token in tokens if token.scores is not None]
+    return _JSON_CHARS * (len(tokens) - len(scored)) + score_chars(scored)
+
+
+def score_chars(scores: Sequence[TokenLogprobs]) -> int:
+    return _JSON_CHARS * sum(1 + len(score.top) for score in scores)
 
 
 def _top(scores: TokenLogprobs, token_text: TokenText) -> dict[str, float]:

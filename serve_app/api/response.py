@@ -4,15 +4,34 @@ Never decides what an answer says."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from engine.protocol import Usage
+from engine.protocol import TokenLogprobs, Usage
 from serve_app.api.completion import Piece
-from serve_app.api.logprobs import TokenText, logprobs_json
+from serve_app.api.logprobs import chat_logprobs_json, logprobs_json, prompt_logprobs_json
+from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
 
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a response says about tokens."""
+
+    logprobs: bool = False
+    token_ids: bool = False
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a response may say of the prompt of a choice. `scores`: of its tokens from the second on, if asked for."""
+
+    token_ids: Sequence[int]
+    scores: Sequence[TokenLogprobs] | None = None
 
 
 class Shape(Protocol):
@@ -21,14 +40,18 @@ class Shape(Protocol):
     object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def choice(self, piece: Piece) -> Json: ...
+    def whole(self, index: int, piece: Piece, prompt: Prompt) -> Json: ...
 
-    def opening(self) -> Json | None:
+    def opening(self, index: int, prompt: Prompt) -> Json | None:
         """The choice of a stream's first chunk, sent before there is any text; None where there is no such chunk."""
         ...
 
-    def delta(self, piece: Piece) -> Json:
+    def delta(self, index: int, piece: Piece) -> Json:
         """The choice of a later chunk."""
+        ...
+
+    def beside(self, prompt: Prompt) -> Json:
+        """What a body, and a stream's first chunk, say of the first prompt beside the choices."""
         ...
 
 
@@ -36,36 +59,64 @@ class ChatShape:
     object: ClassVar[str] = "chat.completion"
     chunk_object: ClassVar[str] = "chat.completion.chunk"
 
-    def choice(self, piece: Piece) -> Json:
-        return _choice("message", {"role": "assistant", "content": piece.text, "refusal": None}, piece)
+    def __init__(self, tokenizer: Tokenizer, shown: Shown) -> None:
+        self._tokenizer = tokenizer
+        self._shown = shown
 
-    def opening(self) -> Json | None:
-        return _choice("delta", {"role": "assistant", "content": ""}, Piece(""))
+    def whole(self, index: int, piece: Piece, prompt: Prompt) -> Json:
+        return self._choice(index, "message", {"role": "assistant", "content": piece.text, "refusal": None}, piece)
 
-    def delta(self, piece: Piece) -> Json:
-        return _choice("delta", {"content": piece.text} if piece.text else {}, piece)
+    def opening(self, index: int, prompt: Prompt) -> Json | None:
+        return self._choice(index, "delta", {"role": "assistant", "content": ""}, Piece(""))
+
+    def delta(self, index: int, piece: Piece) -> Json:
+        return self._choice(index, "delta", {"content": piece.text} if piece.text else {}, piece)
+
+    def beside(self, prompt: Prompt) -> Json:
+        return _of_prompt(prompt, self._shown, self._tokenizer)
+
+    def _choice(self, index: int, key: str, value: Any, piece: Piece) -> Json:
+        wanted = self._shown.logprobs and piece.tokens is not None
+        logprobs = chat_logprobs_json(piece.tokens or (), self._tokenizer) if wanted else None
+        return _choice(index, key, value, piece, logprobs, self._shown)
 
 
 class TextShape:
     object: ClassVar[str] = "text_completion"
     chunk_object: ClassVar[str] = "text_completion"
 
-    def __init__(self, token_text: TokenText) -> None:
-        self._token_text = token_text
+    def __init__(self, tokenizer: Tokenizer, shown: Shown) -> None:
+        self._tokenizer = tokenizer
+        self._shown = shown
 
-    def choice(self, piece: Piece) -> Json:
-        logprobs = None if piece.tokens is None else logprobs_json(piece.tokens, self._token_text)
-        return _choice("text", piece.text, piece, logprobs)
+    def whole(self, index: int, piece: Piece, prompt: Prompt) -> Json:
+        return self.delta(index, piece) | _of_prompt(prompt, self._shown, self._tokenizer)
 
-    def opening(self) -> Json | None:
-        return None
+    def opening(self, index: int, prompt: Prompt) -> Json | None:
+        told = _of_prompt(prompt, self._shown, self._tokenizer)
+        return self.delta(index, Piece("")) | told if told else None
 
-    def delta(self, piece: Piece) -> Json:
-        return self.choice(piece)
+    def delta(self, index: int, piece: Piece) -> Json:
+        wanted = self._shown.logprobs and piece.tokens is not None
+        logprobs = logprobs_json(piece.tokens or (), self._tokenizer.token_text) if wanted else None
+        return _choice(index, "text", piece.text, piece, logprobs, self._shown)
+
+    def beside(self, prompt: Prompt) -> Json:
+        return {}
 
 
-def _choice(key: str, value: Any, piece: Piece, logprobs: Json | None = None) -> Json:
-    return {"index": 0, key: value, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+def _of_prompt(prompt: Prompt, shown: Shown, tokenizer: Tokenizer) -> Json:
+    told: Json = {"prompt_token_ids": prompt.token_ids} if shown.token_ids else {}
+    if shown.prompt_logprobs:
+        told["prompt_logprobs"] = prompt_logprobs_json(prompt.scores or (), tokenizer)
+    return told
+
+
+def _choice(index: int, key: str, value: Any, piece: Piece, logprobs: Json | None, shown: Shown) -> Json:
+    choice = {"index": index, key: value, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+    if shown.token_ids and piece.tokens is not None:
+        choice["token_ids"] = [token.token_id for token in piece.tokens if not token.of_prompt]
+    return choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +128,22 @@ class Envelope:
     shape: Shape
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def body(self, piece: Piece, usage: Usage) -> Json:
-        return self._named(self.shape.object, [self.shape.choice(piece)]) | {"usage": usage_json(usage)}
+    def body(self, pieces: Sequence[Piece], prompts: Sequence[Prompt], usage: Usage) -> Json:
+        """`prompts`: of each choice."""
+        whole = self.shape.whole
+        choices = [whole(index, *each) for index, each in enumerate(zip(pieces, prompts, strict=True))]
+        named = self._named(self.shape.object, choices)
+        return named | {"usage": usage_json(usage)} | self.shape.beside(prompts[0])
+
+    def opening(self, index: int, prompt: Prompt) -> Json | None:
+        """The first chunk of a choice; None where there is none."""
+        choice = self.shape.opening(index, prompt)
+        if choice is None:
+            return None
+        return self.chunk([choice]) | (self.shape.beside(prompt) if index == 0 else {})
+
+    def delta(self, index: int, piece: Piece) -> Json:
+        return self.chunk([self.shape.delta(index, piece)])
 
     def chunk(self, choices: list[Json]) -> Json:
         return self._named(self.shape.chunk_object, choices)

@@ -3,21 +3,28 @@ Never reads text or tokens; what depends on the model (context length, vocabular
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+import re
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import pydantic_core
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine.protocol import MAX_LOGPROBS
+from engine.protocol import MAX_BIAS, MAX_LOGPROBS
 from serve_app.api.deadline import MAX_TIMEOUT_MS
 from serve_app.api.session import MAX_CHARS
 from serve_app.api.strict_model import StrictModel, Unsupported
-from serve_app.errors import ApiError, from_validation
+from serve_app.errors import ApiError, clip, from_validation
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 1024
+MAX_CHOICES = 128
+"""Of one response: prompts times `n`."""
+MAX_BAD_WORDS = 256
+MAX_BIASED_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 2**18
+"""As many as the largest vocabularies have."""
 DEFAULT_COMPLETION_TOKENS = 16
 
 _ZERO, _OFF, _NO = (0,), (1,), (False,)
@@ -25,35 +32,19 @@ _NEVER: tuple[Any, ...] = ()
 
 # Fields of OpenAI, vLLM and SGLang that would change the answer, with the values that would not.
 _UNSUPPORTED: Unsupported = {
-    "n": _OFF,
-    "presence_penalty": _ZERO,
-    "frequency_penalty": _ZERO,
-    "repetition_penalty": _OFF,
     "length_penalty": _OFF,
-    "logit_bias": ({},),
-    "bad_words": ([],),
     "use_beam_search": _NO,
-    "include_stop_str_in_output": _NO,
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "prompt_logprobs": _NEVER,
-    "truncate_prompt_tokens": _NEVER,
-    "allowed_token_ids": _NEVER,
-    "return_token_ids": _NO,
     "return_tokens_as_token_ids": _NO,
     "response_format": ({"type": "text"},),
     **dict.fromkeys(("structured_outputs", "json_schema", "regex", "ebnf", "grammar", "stop_regex"), _NEVER),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _NEVER),
     **dict.fromkeys(("guided_json_object", "guided_decoding_backend", "guided_whitespace_pattern"), _NEVER),
-    "priority": _ZERO,
-    "cache_salt": _NEVER,
     "prompt_cache_options": ({},),
     "service_tier": ("auto", "default"),
 }
 _UNSUPPORTED_IN_CHAT: Unsupported = {
     **_UNSUPPORTED,
-    "logprobs": _NO,
-    "top_logprobs": _ZERO,
     "tools": ([],),
     "tool_choice": ("none", "auto"),  # without tools, both mean what happens anyway
     "parallel_tool_calls": (True, False),
@@ -118,8 +109,10 @@ class Message(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    unsupported: ClassVar[Unsupported] = {"include_obfuscation": _NO, "continuous_usage_stats": _NO}
+    unsupported: ClassVar[Unsupported] = {"include_obfuscation": _NO}
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Every chunk tells the usage so far."""
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -129,6 +122,25 @@ Stop = Annotated[
     _union("a string or a list of strings"),
 ]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+def _token_keys(value: Any) -> Any:
+    """JSON's keys are strings."""
+    if not isinstance(value, dict):
+        return value
+    if bad := next((key for key in value if not (isinstance(key, str) and _TOKEN_KEY.fullmatch(key))), None):
+        text = f"should have token ids as its keys, but one is {clip(str(bad), 50)!r}"
+        raise PydanticCustomError("keys", "{text}", {"text": text})
+    return {int(key): amount for key, amount in value.items()}
+
+
+_TOKEN_KEY = re.compile("[0-9]{1,9}")
+LogitBias = Annotated[
+    dict[int, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+    Field(max_length=MAX_BIASED_TOKENS),
+    BeforeValidator(_token_keys),
+]
 
 
 class GenerationRequest(StrictModel):
@@ -147,6 +159,30 @@ class GenerationRequest(StrictModel):
     min_tokens: int | None = Field(None, ge=0)
     """Neither stop tokens nor stop strings end the answer before this many tokens."""
     ignore_eos: bool | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    """Answers to each prompt. With a seed, the i-th answer has the seed's i-th successor."""
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: LogitBias | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    """The answer will not contain these, as they are tokenized at its beginning and after a space."""
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)] | None
+    ) = None
+    include_stop_str_in_output: bool | None = None
+    """The answer ends with the stop string, or the stop token's text, that ended it."""
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """The log-probability of each of the prompt's tokens, and this many alternatives; not in a stream."""
+    return_token_ids: bool | None = None
+    """The answer has the ids of its tokens, and of the prompt's."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
+    """Keep that many of the prompt's last tokens; -1 keeps as many as fit."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CHARS)
+    """Only requests of the same salt share cached prefixes: nobody can time another's prompt."""
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    """A lower number is computed earlier, among the requests that an engine holds."""
     timeout_ms: int | None = Field(None, ge=1, le=MAX_TIMEOUT_MS)
     """The answer ends with an error after this long; see serve_app.api.deadline."""
     stream: bool | None = None
@@ -169,13 +205,21 @@ class GenerationRequest(StrictModel):
             raise PydanticCustomError("options", "{text}", {"text": text, "field": "stream_options"})
         return self
 
+    @model_validator(mode="after")
+    def _prompts_are_scored_whole(self) -> GenerationRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            text = "not allowed when stream is true"
+            raise PydanticCustomError("scores", "{text}", {"text": text, "field": "prompt_logprobs"})
+        return self
+
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
 
 
 class ChatRequest(GenerationRequest):
@@ -183,23 +227,48 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     """Wins over max_tokens, which it replaces."""
+    logprobs: bool | None = None
+    """Each token's log-probability, and `top_logprobs` alternatives."""
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _alternatives_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            text = "only allowed when logprobs is true"
+            raise PydanticCustomError("alternatives", "{text}", {"text": text, "field": "top_logprobs"})
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to show with each token's log-probability; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return self.prompt_logprobs
 
 
-def _single_prompt(value: Any) -> Any:
+def _kind_of_prompt(value: Any) -> str | None:
     if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            raise PydanticCustomError("prompts", "several prompts in a request are not supported; send one each")
-        return value[0]
-    return value
+        return "<texts>" if isinstance(value[0], str) else "<lists>"
+    return _text_or_list(value)
+
+
+_PROMPT_KINDS = "a string, a list of token ids, or a list of strings or of lists of token ids"
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Prompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[TokenIds, Tag("<list>")]
+    | Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True), Tag("<texts>")]
+    | Annotated[list[TokenIds], Field(max_length=MAX_CHOICES, fail_fast=True), Tag("<lists>")],
+    Discriminator(_kind_of_prompt, custom_error_type="type", custom_error_message=f"should be {_PROMPT_KINDS}"),
+]
 
 
 class CompletionRequest(GenerationRequest):
     unsupported: ClassVar[Unsupported] = _UNSUPPORTED_IN_COMPLETIONS
-    prompt: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[TokenId], Field(fail_fast=True), Tag("<list>")],
-        _union("a string or a list of token ids"),
-        BeforeValidator(_single_prompt),
-    ]
+    prompt: Prompt
     max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     """The answer's text begins with the prompt's."""
@@ -213,8 +282,38 @@ class CompletionRequest(GenerationRequest):
             raise PydanticCustomError("nothing", "{text}", {"text": text, "field": "max_tokens"})
         return self
 
+    @model_validator(mode="after")
+    def _not_too_many_choices(self) -> CompletionRequest:
+        if (count := len(self.prompts) * self.num_choices) > MAX_CHOICES:
+            text = f"should give at most {MAX_CHOICES} choices with all prompts, but it gives {count}"
+            raise PydanticCustomError("choices", "{text}", {"text": text, "field": "n"})
+        return self
 
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to show with each token's log-probability; None: no log-probabilities."""
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return self.logprobs if self.echo and self.logprobs is not None else self.prompt_logprobs
+
+    @model_validator(mode="after")
+    def _prompts_are_scored_once(self) -> CompletionRequest:
+        if None not in (self.prompt_logprobs, self.logprobs) and self.echo and self.prompt_logprobs != self.logprobs:
+            text = f"should be equal to logprobs with echo, but they are {self.prompt_logprobs} and {self.logprobs}"
+            raise PydanticCustomError("scores", "{text}", {"text": text, "field": "prompt_logprobs"})
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int):
+            return list(self.prompt)
+        return [cast(str | list[int], self.prompt)]
+
+
+RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
 ModelT = TypeVar("ModelT", bound=StrictModel)
 
 

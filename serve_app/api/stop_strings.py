@@ -13,19 +13,21 @@ class StopStrings:
     later, cannot be waited for, or a stop could be answered only after text that was never asked for.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, shown: bool = False) -> None:
+        """`shown`: the text ends with the stop string, not before it."""
         self._stops = tuple(stops)
+        self._shown = shown
         self._held = ""
         self.matched = False
 
     def push(self, piece: str) -> str:
-        """Return the text that is safe to send. After a match: what preceded it, then `matched` is set."""
+        """Return the text that is safe to send. After a match: the last of it, and `matched` is set."""
         if not self._stops:
             return piece
         text = self._held + piece
-        if (start := self._find(text)) is not None:
+        if (found := self._find(text)) is not None:
             self.matched, self._held = True, ""
-            return text[:start]
+            return text[: found[self._shown]]
         safe = len(text) - self._overlap(text)
         self._held = text[safe:]
         return text[:safe]
@@ -35,9 +37,10 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str) -> int | None:
+    def _find(self, text: str) -> tuple[int, int] | None:
+        """[start, end) of the match."""
         hits = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        return min(hits)[1] if hits else None
+        return min(hits)[::-1] if hits else None
 
     def _overlap(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""

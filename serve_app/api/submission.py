@@ -3,14 +3,15 @@ Never blocks the event loop for long: long texts are encoded in a thread."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from engine.protocol import SamplingParams, Submission
 from serve_app.api.chat_template import TemplateFailed
 from serve_app.api.detokenizer import Detokenizer
 from serve_app.api.echo import Echo, read_prompt
 from serve_app.api.offload import run_sized
-from serve_app.api.schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, GenerationRequest
+from serve_app.api.schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
 from serve_app.errors import ApiError, context_length_exceeded
@@ -22,45 +23,114 @@ class Prepared:
 
     submission: Submission
     detokenizer: Detokenizer
+    stops: tuple[str, ...] = ()
+    shows_stop: bool = False
+    """The text ends with what stopped it."""
+    shows_tokens: bool = False
+    """Pieces say which tokens they are made of."""
     echo: Echo | None = None
+    """The prompt's text goes first, with its tokens' log-probabilities if the submission asks for them."""
 
 
-async def prepare_chat(request: ChatRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel) -> Prepared:
+async def prepare_chat(
+    request: ChatRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel
+) -> list[list[Prepared]]:
+    """The answers to each prompt, of which there is one.
+
+    Raises:
+        ApiError, RequestRejected: the request cannot be served as asked.
+    """
     messages = [message.for_template() for message in request.messages]
     size = sum(len(text) for message in messages for text in message.values())
     try:
         prompt = await run_sized(size, lambda: tokenizer.encode_chat(messages))
     except TemplateFailed as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from error
-    wanted = request.max_completion_tokens or request.max_tokens
-    allowed = _answer_tokens(prompt, wanted, None, model, "messages")
-    return Prepared(Submission(request_id, tuple(prompt), _sampling(request, allowed)), tokenizer.detokenizer())
+    maker = _Maker(request, request_id, tokenizer, model, request.max_completion_tokens or request.max_tokens, None)
+    return [[await maker.prepared(prompt, None, "messages", index) for index in range(request.num_choices)]]
 
 
 async def prepare_completion(
     request: CompletionRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel
-) -> Prepared:
-    given = request.prompt
+) -> list[list[Prepared]]:
+    """The answers to each prompt.
+
+    Raises:
+        ApiError, RequestRejected: the request cannot be served as asked.
+    """
+    maker = _Maker(request, request_id, tokenizer, model, request.max_tokens, DEFAULT_COMPLETION_TOKENS)
+    groups = []
+    for number, given in enumerate(request.prompts):
+        param = "prompt" if len(request.prompts) == 1 else f"prompt.{number}"
+        prompt, text = await _encoded(given, tokenizer, param)
+        indices = range(number * request.num_choices, (number + 1) * request.num_choices)
+        groups.append([await maker.prepared(prompt, text, param, index) for index in indices])
+    return groups
+
+
+async def _encoded(given: str | list[int], tokenizer: Tokenizer, param: str) -> tuple[list[int], str | None]:
+    """A prompt's tokens, and its text where that was given."""
     if isinstance(given, str):
-        prompt = await run_sized(len(given), lambda: tokenizer.encode(given))
-    else:
-        prompt = given
-        _check_vocabulary(prompt, tokenizer.vocab_size)
-    allowed = _answer_tokens(prompt, request.max_tokens, DEFAULT_COMPLETION_TOKENS, model, "prompt")
-    sampling = _sampling(request, allowed, request.logprobs, request.logprobs if request.echo else None)
-    submission = Submission(request_id, tuple(prompt), sampling)
-    detokenizer = tokenizer.detokenizer()
-    if not request.echo:
-        return Prepared(submission, detokenizer)
-    text = given if isinstance(given, str) else None
-    echo = await run_sized(len(prompt), lambda: read_prompt(prompt, text, detokenizer, tokenizer.special_texts))
-    return Prepared(submission, detokenizer, echo)
+        return await run_sized(len(given), lambda: tokenizer.encode(given)), given
+    if (largest := max(given, default=0)) >= tokenizer.vocab_size:
+        text = f"Token id {largest} is out of vocabulary: this model's ids are 0 to {tokenizer.vocab_size - 1}."
+        raise ApiError(400, text, param=param, code="invalid_value")
+    return given, None
 
 
-def _check_vocabulary(prompt: list[int], vocab_size: int) -> None:
-    if (largest := max(prompt, default=0)) >= vocab_size:
-        text = f"Token id {largest} is out of vocabulary: this model's ids are 0 to {vocab_size - 1}."
-        raise ApiError(400, text, param="prompt", code="invalid_value")
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """What the answers of one request have in common."""
+
+    request: ChatRequest | CompletionRequest
+    request_id: str
+    tokenizer: Tokenizer
+    model: ServedModel
+    wanted: int | None
+    default: int | None
+    """Tokens of an answer, where none were asked for; None is as many as the context holds."""
+
+    async def prepared(self, prompt: list[int], text: str | None, param: str, index: int) -> Prepared:
+        """The answer that is choice `index` of the response. `text`: the prompt's, where it was given as text."""
+        request = self.request
+        kept = _truncated(prompt, request.truncate_prompt_tokens, self.model.max_model_len, self.wanted)
+        allowed = _answer_tokens(kept, self.wanted, self.default, self.model, param)
+        request_id = self.request_id if request.num_choices == 1 and index == 0 else f"{self.request_id}-{index}"
+        sampling = _sampling(request, allowed, index % request.num_choices, self.tokenizer)
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens is not False)
+        prepared = Prepared(
+            Submission(
+                request_id,
+                tuple(kept),
+                sampling,
+                priority=request.priority or 0,
+                cache_salt=request.cache_salt or "",
+            ),
+            detokenizer,
+            request.stops,
+            bool(request.include_stop_str_in_output),
+            request.num_logprobs is not None or bool(request.return_token_ids),
+        )
+        if not _echoes(request):
+            return prepared
+        given = text if kept is prompt else None
+        specials = self.tokenizer.special_texts
+        return replace(
+            prepared, echo=await run_sized(len(kept), lambda: read_prompt(kept, given, detokenizer, specials))
+        )
+
+
+def _echoes(request: ChatRequest | CompletionRequest) -> bool:
+    return isinstance(request, CompletionRequest) and bool(request.echo)
+
+
+def _truncated(prompt: list[int], most: int | None, limit: int, wanted: int | None) -> list[int]:
+    """The prompt's last tokens: `most`, and for -1 as many as leave room for the answer."""
+    if most is None:
+        return prompt
+    if most == -1:
+        most = max(limit - (1 if wanted is None else wanted), 0)
+    return prompt if len(prompt) <= most else prompt[len(prompt) - most :]
 
 
 def _answer_tokens(
@@ -84,22 +154,37 @@ def _answer_tokens(
 
 
 def _sampling(
-    request: GenerationRequest,
-    max_tokens: int | None,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
+    request: ChatRequest | CompletionRequest, max_tokens: int | None, number: int, tokenizer: Tokenizer
 ) -> SamplingParams:
-    """May raise RequestRejected: min_tokens above max_tokens."""
+    """Of the answer `number` to a prompt. May raise RequestRejected: min_tokens above max_tokens."""
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=max(request.top_k or 0, 0),
         top_p=1.0 if request.top_p is None else request.top_p,
         min_p=request.min_p or 0.0,
-        seed=request.seed,
+        seed=None if request.seed is None else _successor(request.seed, number),
         max_tokens=max_tokens,
         min_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        logprobs=request.num_logprobs,
+        prompt_logprobs=request.num_prompt_logprobs,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        logit_bias=tuple((request.logit_bias or {}).items()),
+        allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        bad_words=_bad_words(request.bad_words or (), tokenizer),
     )
+
+
+def _successor(seed: int, number: int) -> int:
+    """The seed's number-th successor, within 64 bits."""
+    return (seed + number + 2**63) % 2**64 - 2**63
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """A word has other tokens after a space than at the beginning of a text; both are meant."""
+    forms = (form for word in words for form in (word, f" {word.lstrip()}"))
+    encoded = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in forms)
+    return tuple(dict.fromkeys(tokens for tokens in encoded if tokens))

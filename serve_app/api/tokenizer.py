@@ -69,9 +69,9 @@ class Tokenizer:
         core.add_special_tokens(list(_BYTE_LEVEL_SPECIALS))
         return cls(core, ChatTemplate(_BYTE_LEVEL_TEMPLATE, {"eos_token": "<eos>"}), core.token_to_id("<eos>"))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """A plain prompt: special tokens are added as the model's post-processor says (a leading BOS, mostly)."""
-        return self._core.encode(text).ids
+        return self._core.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation, rendered by the template, which writes its own special tokens: none are added.
@@ -83,8 +83,8 @@ class Tokenizer:
             raise TemplateFailed("This model has no chat template; use /v1/completions.")
         return self._core.encode(self._chat_template.render(messages), add_special_tokens=False).ids
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._core)
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        return Detokenizer(self._core, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token alone, as it is inside a text; special tokens are shown.
@@ -96,6 +96,11 @@ class Tokenizer:
         if text is None:
             text = self._token_texts[token_id] = self._decode_one(token_id)
         return text
+
+    def token_bytes(self, token_id: int) -> list[int]:
+        """The bytes that a token adds to a text, whether or not they are whole characters."""
+        data = _partial_bytes(self._core.id_to_token(token_id)) if "\ufffd" in self._core.decode([token_id]) else None
+        return list(self.token_text(token_id).encode() if data is None else data)
 
     def _decode_one(self, token_id: int) -> str:
         once = self._core.decode([token_id], skip_special_tokens=False)

@@ -97,6 +97,7 @@ class _Progress:
             timeout_s=self._left_of(asked.timeout_s, now),
             # Once it has run, it does not wait for its first run any more.
             queue_timeout_s=self._left_of(asked.queue_timeout_s, now) if self.cached_tokens is None else None,
+            num_answer_tokens=count,
         )
 
     def _left_of(self, timeout_s: float | None, now: float) -> float | None:

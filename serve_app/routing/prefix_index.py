@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
-from engine.prefix import extend_chain
+from engine.prefix import extend_chain, root_of
 
 KEY_BYTES = 8
 """Of a block's digest. An engine shares KV by the whole digest; a collision of these sends a request to a replica
 that turns out to lack its prefix."""
 
 
-def prefix_keys(token_ids: Sequence[int], block_size: int, max_blocks: int) -> tuple[bytes, ...]:
+def prefix_keys(token_ids: Sequence[int], block_size: int, max_blocks: int, salt: str = "") -> tuple[bytes, ...]:
     """Keys of the first full blocks of a prompt, at most `max_blocks`: what an engine would name them."""
     chain: list[bytes] = []
-    extend_chain(chain, token_ids, min(len(token_ids) // block_size, max_blocks), block_size)
+    extend_chain(chain, token_ids, min(len(token_ids) // block_size, max_blocks), block_size, root_of(salt))
     return tuple(digest[:KEY_BYTES] for digest in chain)
 
 

@@ -81,8 +81,8 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
     def _place(self, attempt: str, call: EngineCall, names: list[str], ready: set[str]) -> list[list[str]]:
         """Rank the replicas, and count the request where it goes if nothing comes between: requests that are placed
         before it gets there must see it."""
-        prompt = call.submission.prompt_token_ids
-        keys = prefix_keys(prompt, self._block_size, self._routing.prefix_blocks)
+        prompt, salt = call.submission.prompt_token_ids, call.submission.cache_salt
+        keys = prefix_keys(prompt, self._block_size, self._routing.prefix_blocks, salt)
         now = time.time()
         candidates = {name: self._candidate(name, keys, now, full=name not in ready) for name in names}
         self._expected[attempt] = {name: found.num_cached_tokens for name, found in candidates.items()}

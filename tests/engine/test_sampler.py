@@ -26,7 +26,7 @@ def row(
 
 
 def draw(logits: torch.Tensor, specs: Sequence[RowSampling]) -> list[int | None]:
-    return sample(logits, specs, [0] * len(specs))
+    return sample(logits, specs, [0] * len(specs), [()] * len(specs))
 
 
 def oracle(logits: torch.Tensor, spec: RowSampling, position: int = 0) -> int:
@@ -89,7 +89,7 @@ def test_a_batch_of_mixed_rows_equals_the_naive_oracle(vocab: int) -> None:
             for _ in range(8)
         ]
         positions = [rng.randrange(200_000) for _ in specs]
-        assert sample(logits, specs, positions) == list(map(oracle, logits, specs, positions))
+        assert sample(logits, specs, positions, [()] * len(specs)) == list(map(oracle, logits, specs, positions))
 
 
 def test_neighbours_do_not_change_a_row() -> None:
@@ -165,6 +165,6 @@ def test_a_row_without_a_finite_logit_has_no_token_and_its_neighbours_have_their
 
 def test_sampled_frequencies_follow_the_probabilities() -> None:
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(3000, 3)
-    tokens = sample(logits, [row(seed=11)] * 3000, range(3000))
+    tokens = sample(logits, [row(seed=11)] * 3000, range(3000), [()] * 3000)
     for token, share in enumerate((0.5, 0.3, 0.2)):
         assert abs(tokens.count(token) / 3000 - share) < 0.04

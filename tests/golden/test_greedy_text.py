@@ -23,6 +23,15 @@ from tests.golden.models import make_executor, tokenized_prompts
 NEW_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=NEW_TOKENS, ignore_eos=True)
+# Words of the prompts, and " the" (260), so that each of them has something to change.
+CONTROLLED = dataclasses.replace(
+    SAMPLED,
+    presence_penalty=0.6,
+    frequency_penalty=0.4,
+    repetition_penalty=1.2,
+    logit_bias=((260, 4.0), (28, -100.0)),
+    bad_words=((260, 2104), (30,)),
+)
 
 
 class Bench:
@@ -35,7 +44,13 @@ class Bench:
         self.preemptions = 0
 
     def serve(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, rounds: int = 1, **overrides: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        rounds: int = 1,
+        num_answer_tokens: int = 0,
+        **overrides: Any,
     ) -> list[list[int]]:
         """Texts of the last round, all prompts of a round submitted at once; `cached` keeps its cached tokens."""
         core = EngineCore(self.executor, dataclasses.replace(self.resolved, **overrides))
@@ -43,7 +58,7 @@ class Bench:
         for _ in range(rounds):
             texts = {str(number): [] for number in range(len(prompts))}
             for number, prompt in enumerate(prompts):
-                submission = Submission(str(number), tuple(prompt), params)
+                submission = Submission(str(number), tuple(prompt), params, num_answer_tokens=num_answer_tokens)
                 assert not core.submit(create_request(submission, core.config, number))
             while core.has_work:
                 for event in core.step():
@@ -101,20 +116,21 @@ def test_greedy_text_is_the_same_when_requests_wait_for_blocks(bench: Bench, alo
     assert bench.serve(bench.prompts, GREEDY, **settings) == alone
 
 
+@pytest.mark.parametrize("params", [GREEDY, CONTROLLED])
 @pytest.mark.parametrize("how", ["lifo", "retract"])
-def test_text_is_the_same_after_a_preemption_computes_it_again(bench: Bench, how: str) -> None:
+def test_text_is_the_same_after_a_preemption_computes_it_again(bench: Bench, how: str, params: SamplingParams) -> None:
     """S4-R10: with a chunk that ends between prompt and answer, a preempted request was taken for finished early."""
     prompts = [prompt[:20] for prompt in bench.prompts[:3]]
-    expected = [bench.serve([prompt], GREEDY, enable_prefix_caching=False)[0] for prompt in prompts]
+    expected = [bench.serve([prompt], params, enable_prefix_caching=False)[0] for prompt in prompts]
     policy = SchedulerConfig(reserve_mode="prompt", preempt_policy=how, watermark_blocks=0)
     budget = {"max_num_batched_tokens": 24, "max_prefill_tokens": 24, "max_num_seqs": 3}
     # Two prompts of 2 blocks fit into 5, and grow to 3 blocks each.
     settings = {"num_kv_blocks": 5, "scheduler": policy, "enable_prefix_caching": False}
-    assert bench.serve(prompts, GREEDY, **settings, **budget) == expected
+    assert bench.serve(prompts, params, **settings, **budget) == expected
     assert bench.preemptions > 0
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, CONTROLLED])
 def test_text_is_the_same_with_overlap_which_feeds_tokens_before_they_are_read(
     bench: Bench, params: SamplingParams
 ) -> None:
@@ -136,9 +152,28 @@ def test_sampled_text_depends_on_the_seed_only(bench: Bench) -> None:
     assert bench.serve(prompts[:1], dataclasses.replace(SAMPLED, seed=6)) != whole[:1]
 
 
-def test_a_stream_resumed_elsewhere_goes_on_with_the_same_tokens(bench: Bench) -> None:
+@pytest.mark.parametrize("params", [SAMPLED, CONTROLLED])
+def test_a_stream_resumed_elsewhere_goes_on_with_the_same_tokens(bench: Bench, params: SamplingParams) -> None:
     """Migration: prompt and tokens so far, resubmitted with the same seed, give the rest of the same answer."""
     prompt = bench.prompts[0]
-    whole = bench.serve([prompt], SAMPLED)[0]
-    rest = dataclasses.replace(SAMPLED, max_tokens=NEW_TOKENS - 9)
-    assert bench.serve([prompt + whole[:9]], rest)[0] == whole[9:]
+    whole = bench.serve([prompt], params)[0]
+    rest = dataclasses.replace(params, max_tokens=NEW_TOKENS - 9)
+    assert bench.serve([prompt + whole[:9]], rest, num_answer_tokens=9)[0] == whole[9:]
+
+
+def test_penalised_and_banned_text_equals_that_of_transformers(bench: Bench) -> None:
+    params = dataclasses.replace(GREEDY, repetition_penalty=1.3, bad_words=((30,), (260, 2104)))
+    model = AutoModelForCausalLM.from_pretrained(prepare_model(DEFAULT_MODEL), dtype=torch.float32)
+    for prompt in bench.prompts[:3]:
+        (text,) = bench.serve([prompt], params)
+        answer = model.generate(
+            ids := torch.tensor([prompt]),
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            repetition_penalty=1.3,
+            bad_words_ids=[list(word) for word in params.bad_words],
+        )
+        assert answer[0, len(prompt) :].tolist() == text
+        assert text != bench.serve([prompt], GREEDY)[0], "the controls change something"

@@ -21,7 +21,8 @@ from loadtest import transport
 from loadtest.client import READY, Answer, BadAnswer, Outcome, read_answer, token_stamps
 from loadtest.figures import STEP_MS, Measured, cost_figures, first_token_figures, pace_figures
 from loadtest.server import ROOT, Server, kind_of, session_members
-from loadtest.transport_apps import in_batches
+from loadtest.transport_apps import Ingress, Settings, in_batches
+from tests.serve_app.harness import post
 
 pytestmark = pytest.mark.anyio
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -341,6 +342,13 @@ async def test_leaving_batches_ends_the_stream_behind_them() -> None:
         assert await anext(batches) == ["a", "b", "c"]
     async with asyncio.timeout(30):
         await closed.wait()
+
+
+async def test_without_a_hop_the_ingress_makes_the_tokens_up_itself() -> None:
+    app = Ingress(Settings(step_ms=1.0, hop=False)).__serve_build_asgi_app__()
+    body = {"model": "m", "messages": [], "max_tokens": 5, "stream": True}
+    answer = await post(app, "/v1/chat/completions", body)
+    assert [len(frame["choices"][0]["delta"]["content"]) for frame in answer.frames] == [1] * 5
 
 
 def test_the_load_test_imports_nothing_of_what_it_measures() -> None:

@@ -157,7 +157,7 @@ async def test_an_engine_whose_items_are_always_there_does_not_outrun_an_abort()
         live.abort("r")
         ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         ready.set_result(1)
-        with pytest.raises(Exception, match="aborted"), life:
+        with pytest.raises(Exception, match="aborted"), life.bound():
             await ready
 
 

@@ -110,8 +110,8 @@ async def test_openais_client_gets_completions_models_and_typed_errors(make_app:
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             await client.completions.create(model="other", prompt="x")
         with pytest.raises(openai.BadRequestError) as refused:
-            await client.chat.completions.create(**CHAT, logprobs=True)
-        assert (refused.value.param, refused.value.code) == ("logprobs", "unsupported_parameter")
+            await client.chat.completions.create(**CHAT, verbosity="high")
+        assert (refused.value.param, refused.value.code) == ("verbosity", "unsupported_parameter")
         assert refused.value.request_id
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.protocol import SamplingParams
+from engine.protocol import SamplingParams, Token
 from serve_app.api.chat_template import ChatTemplate
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
@@ -23,6 +23,8 @@ from tests.serve_app.harness import (
     complete,
     finished,
     post,
+    scheduled,
+    tokens,
 )
 
 pytestmark = pytest.mark.anyio
@@ -72,26 +74,42 @@ BAD_CHAT_FIELDS = [
     ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
     ({"metadata": 1}, "metadata"),
+    ({"n": True}, "n"),
+    ({"n": 0}, "n"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": []}, "logit_bias"),
+    ({"logit_bias": {"abc": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias.5"),
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+    ({"bad_words": [""]}, "bad_words.0"),
+    ({"bad_words": ["x"] * 257}, "bad_words"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids.0"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"top_logprobs": 3, "logprobs": False}, "top_logprobs"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 0}, "messages"),
+    ({"priority": 1.5}, "priority"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": "x" * 129}, "cache_salt"),
+    ({"return_token_ids": 1}, "return_token_ids"),
     ({"model": None}, "model"),
 ]
 
 UNSUPPORTED_IN_CHAT = [
-    ("n", 2),
-    ("n", True),
-    ("logprobs", True),
-    ("top_logprobs", 3),
     ("tools", [{"type": "function"}]),
     ("tool_choice", "required"),
     ("functions", [{}]),
     ("response_format", {"type": "json_object"}),
-    ("presence_penalty", 0.5),
-    ("frequency_penalty", -1),
-    ("repetition_penalty", 1.1),
-    ("logit_bias", {"5": 1}),
     ("guided_json", {}),
     ("structured_outputs", {"regex": "a"}),
     ("chat_template", "x"),
-    ("prompt_logprobs", 0),
     ("reasoning_effort", "high"),
     ("service_tier", "priority"),
     ("modalities", ["text", "audio"]),
@@ -131,7 +149,7 @@ async def test_a_field_that_would_change_the_answer_is_refused_by_name(name: str
     assert name in error["message"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("prompt_logprobs", 0), ("suffix", "x"), ("best_of", 2)])
+@pytest.mark.parametrize(("name", "value"), [("suffix", "x"), ("best_of", 2)])
 async def test_completions_refuse_what_they_do_not_do(name: str, value: Any) -> None:
     error = await refused(ScriptedClient(), "/v1/completions", PROMPT | {name: value})
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
@@ -172,7 +190,7 @@ async def test_usage_options_without_a_stream_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, {}, 5, [1, "a"], ["a", "b"], [[1], [2]], [-1], [True], [262], [10**30], [], ""], ids=str
+    "prompt", [None, {}, 5, [1, "a"], ["a", 1], [[1], "a"], [-1], [True], [262], [10**30], [], "", [""], [[]]], ids=str
 )
 async def test_a_prompt_that_is_no_text_or_known_token_ids_is_refused(prompt: Any) -> None:
     error = await refused(ScriptedClient(), "/v1/completions", PROMPT | {"prompt": prompt})
@@ -192,6 +210,56 @@ async def test_sampling_fields_reach_the_engine() -> None:
     await complete(client, max_tokens=9, min_tokens=2, **fields)
     expected = SamplingParams(max_tokens=9, min_tokens=2, **(fields | {"stop_token_ids": (9,)}))  # type: ignore[arg-type]
     assert client.submissions[0].sampling == expected
+
+
+async def test_what_changes_the_choice_of_tokens_reaches_the_engine() -> None:
+    fields: dict[str, Any] = dict(presence_penalty=0.5, frequency_penalty=-1, repetition_penalty=1.1)
+    client = ScriptedClient([finished()])
+    asked = {"logit_bias": {"5": 1, "7": -100.0}, "allowed_token_ids": [5, 7], "bad_words": ["ab"], "priority": -3}
+    asked |= {"cache_salt": "mine"}
+    answer = await complete(client, max_tokens=9, **fields, **asked)
+    assert answer.status == 200, answer.json
+    assert client.submissions[0].sampling == SamplingParams(
+        max_tokens=9,
+        logit_bias=((5, 1.0), (7, -100.0)),
+        allowed_token_ids=(5, 7),
+        bad_words=(tuple(b"ab"), tuple(b" ab")),  # at the beginning, and after a space
+        **fields,
+    )
+    assert (client.submissions[0].priority, client.submissions[0].cache_salt) == (-3, "mine")
+
+
+@pytest.mark.parametrize(("most", "kept"), [(3, b"xyz"), (None, b"abcxyz"), (6, b"abcxyz"), (7, b"abcxyz")])
+async def test_a_truncated_prompt_keeps_its_last_tokens(most: int | None, kept: bytes) -> None:
+    client = ScriptedClient([scheduled()], [finished()])
+    answer = await complete(client, prompt="abcxyz", truncate_prompt_tokens=most, echo=True)
+    assert client.submissions[0].prompt_token_ids == tuple(kept)
+    assert answer.json["choices"][0]["text"] == kept.decode()
+
+
+async def test_a_prompt_that_is_truncated_to_fit_leaves_room_for_the_answer() -> None:
+    client = ScriptedClient([finished()])
+    assert (await complete(client, prompt="x" * 500, truncate_prompt_tokens=-1, max_tokens=20)).status == 200
+    assert (await chat(client, truncate_prompt_tokens=-1)).status == 200
+    lengths = [len(submission.prompt_token_ids) for submission in client.submissions]
+    assert lengths == [MODEL.max_model_len - 20, 5]
+
+
+@pytest.mark.parametrize("shown", [False, True])
+async def test_what_stopped_the_answer_is_shown_where_asked_for(shown: bool) -> None:
+    fields = {"include_stop_str_in_output": shown, "skip_special_tokens": False}
+    client = ScriptedClient([scheduled()], tokens("ab"), tokens("c. d"), [finished()])
+    by_string = await complete(client, stop=["c."], **fields)
+    assert by_string.json["choices"][0]["text"] == ("abc." if shown else "ab")
+    by_token = await complete(client, **fields)
+    assert by_token.json["choices"][0]["text"] == ("abc. d<eos>" if shown else "abc. d")
+
+
+async def test_special_tokens_are_shown_where_asked_for() -> None:
+    client = ScriptedClient([scheduled()], [*tokens("a"), Token("r", 257), *tokens("b")], [finished()])
+    shown = await complete(client, skip_special_tokens=False)
+    assert shown.json["choices"][0]["text"] == "a<|system|>b"
+    assert (await complete(client)).json["choices"][0]["text"] == "ab"
 
 
 async def test_defaults_are_openais() -> None:

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from serve_app.api.stop_strings import StopStrings
 
 
-def reference(text: str, stops: list[str]) -> str:
-    """Read one character at a time; the first stop string that is complete ends the text where it began."""
+def reference(text: str, stops: list[str], shown: bool) -> str:
+    """Read one character at a time; the first stop string that is complete ends the text where it began, or ends."""
     for end in range(1, len(text) + 1):
         if found := [stop for stop in stops if text[:end].endswith(stop)]:
-            return text[: end - max(map(len, found))]
+            return text[: end if shown else end - max(map(len, found))]
     return text
 
 
-def run(pieces: list[str], stops: list[str]) -> tuple[list[str], bool]:
-    scanner = StopStrings(stops)
+def run(pieces: list[str], stops: list[str], shown: bool = False) -> tuple[list[str], bool]:
+    scanner = StopStrings(stops, shown=shown)
     sent: list[str] = []
     for piece in pieces:
         sent.append(scanner.push(piece))
@@ -40,12 +40,12 @@ stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_si
 
 
 @settings(deadline=None)
-@given(texts, stop_lists, st.lists(st.integers(0, 100), max_size=12))
+@given(texts, stop_lists, st.lists(st.integers(0, 100), max_size=12), st.booleans())
 def test_what_is_sent_is_the_text_up_to_the_first_stop_however_it_was_cut(
-    text: str, stops: list[str], cuts: list[int]
+    text: str, stops: list[str], cuts: list[int], shown: bool
 ) -> None:
-    sent, matched = run(cut(text, cuts), stops)
-    assert "".join(sent) == reference(text, stops)
+    sent, matched = run(cut(text, cuts), stops, shown)
+    assert "".join(sent) == reference(text, stops, shown)
     assert matched == any(stop in text for stop in stops)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,12 +17,22 @@ def engine_keys(core: EngineCore, limit: int = 100) -> list[bytes]:
     return [digest[:KEY_BYTES] for digest in core.cached_digests(limit)]
 
 
-def test_a_router_names_the_blocks_of_a_prompt_as_the_engine_that_computed_them_does() -> None:
+@pytest.mark.parametrize("salt", ["", "mine"])
+def test_a_router_names_the_blocks_of_a_prompt_as_the_engine_that_computed_them_does(salt: str) -> None:
     """Fails when either side changes its digest, its chain's root or its block size alone."""
     core = RecordingCore(block_size=4)
-    core.send("r", PROMPT, max_tokens=1, ignore_eos=True)
+    core.send("r", PROMPT, max_tokens=1, ignore_eos=True, cache_salt=salt)
     core.run()
-    assert set(prefix_keys(PROMPT, 4, 100)) == set(engine_keys(core))
+    assert set(prefix_keys(PROMPT, 4, 100, salt)) == set(engine_keys(core))
+
+
+def test_requests_of_different_salts_share_no_block_and_those_of_one_do() -> None:
+    core = RecordingCore(block_size=4)
+    for name, salt in (("a", ""), ("b", "mine"), ("c", "yours"), ("d", "mine"), ("e", "")):
+        core.send(name, PROMPT, max_tokens=1, ignore_eos=True, cache_salt=salt)
+        core.run()
+    cached = {name: core.finished(name).usage.cached_tokens for name in "abcde"}
+    assert cached == {"a": 0, "b": 0, "c": 0, "d": 16, "e": 16}
 
 
 def test_only_full_blocks_have_keys_and_no_more_than_asked_for() -> None:
