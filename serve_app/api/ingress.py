@@ -92,6 +92,7 @@ class _Generate(Generic[RequestT]):
         headers = Headers(scope=scope)
         request = await run_sized(len(body), lambda: parse_request(self._kind, body))
         passage.until(deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
+        passage.times.num_choices = request.num_choices
         session = session_of(headers.get(SESSION_HEADER), request.prompt_cache_key)
         choices = await self._start(request, passage, session)
         shape = self._make_shape(self._context.tokenizer, shown_of(request))

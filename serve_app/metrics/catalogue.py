@@ -137,7 +137,7 @@ INGRESS = (
         "From a request's arrival in the ingress to its first token, sent if it is streamed.",
         buckets=FIRST_TOKEN,
     ),
-    # The next four: of requests whose answer is complete. The last three of them add up to the first.
+    # The next five: of requests whose answer is complete. The second to the fourth add up to the first.
     _ingress_histogram(
         "chunkserve:e2e_request_latency_seconds",
         "From arrival to the last byte that the HTTP server took.",
@@ -154,6 +154,7 @@ INGRESS = (
         "The rest: reading, parsing, tokenizing before the engine; encoding and sending after it.",
         buckets=FIRST_TOKEN,
     ),
+    _ingress_histogram("vllm:request_params_n", "`n`: answers to each prompt.", buckets=(1, 2, 5, 10, 20)),
     _ingress_counter("chunkserve:migrations", "Times that an answer went on at another engine."),
     _ingress_counter("chunkserve:migrations_failed", "Answers that lost their engine and got no other."),
     _ingress_counter("chunkserve:channel_frames", "Frames that came by the token channel."),

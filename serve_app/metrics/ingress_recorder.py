@@ -40,6 +40,7 @@ class IngressRecorder:
             self._observe("time_to_first_token_seconds", times.first_token - times.arrived)
         if outcome == "complete":
             self._completed(times, times.now() - times.arrived)
+            self._histograms["vllm:request_params_n"].observe(times.num_choices)
 
     def _completed(self, times: RequestTimes, total_s: float) -> None:
         self._observe("e2e_request_latency_seconds", total_s)

@@ -17,6 +17,7 @@ class RequestTimes:
         self.deadline_at: float | None = None
         self.first_token: float | None = None
         self.gate_s = 0.0
+        self.num_choices = 1
         self._num_open = 0  # answers that are not whole
         self._given: float | None = None
         self._returned: float | None = None

@@ -49,9 +49,13 @@ VLLM: dict[str, tuple[str, ...]] = {
     "request_prefill_kv_computed_tokens_bucket": ("le",),
     "request_generation_tokens_bucket": ("le",),
     "request_params_max_tokens_bucket": ("le",),
+    "request_params_n_bucket": ("le",),
     "iteration_tokens_total_bucket": ("le",),
     "request_num_preemptions_bucket": ("le",),
 }
+
+OF_REQUESTS = "request_params_n_bucket"
+"""The ingress measures it: an engine runs answers, and does not know whose."""
 
 
 def sample(name: str, value: Any = 1, *labels: str) -> Sample:
@@ -84,7 +88,8 @@ def series(scrape: Scrape) -> dict[str, list[tuple[dict[str, str], float]]]:
 def test_the_names_and_labels_of_vllm_are_there_as_they_are() -> None:
     found = series(Scrape([full("e1", ENGINE)], [full("i1", INGRESS)]))
     for name, labels in VLLM.items():
-        assert {frozenset(one) for one, _ in found[f"vllm:{name}"]} == {frozenset({"model_name", "engine", *labels})}
+        replica = "ingress" if name == OF_REQUESTS else "engine"
+        assert {frozenset(one) for one, _ in found[f"vllm:{name}"]} == {frozenset({"model_name", replica, *labels})}
     heads = {name for name in found if name.startswith("vllm:") and not name.endswith(("_sum", "_count"))}
     assert heads == {f"vllm:{name}" for name in VLLM}
 
@@ -94,7 +99,8 @@ def test_every_family_has_its_type_and_its_help_and_our_own_prefix_where_it_is_n
     assert set(families) == {*BY_NAME, MISSING}
     for name, metric in BY_NAME.items():
         assert (families[name].type, families[name].documentation) == (metric.kind, metric.help)
-        assert name.partition(":")[0] == {"engine": "vllm", "ingress": "chunkserve"}[metric.owner]
+        is_vllms = metric.owner == "engine" or f"vllm:{OF_REQUESTS}" == f"{name}_bucket"
+        assert name.partition(":")[0] == ("vllm" if is_vllms else "chunkserve")
 
 
 def test_the_model_and_the_replica_are_labels_with_their_odd_characters() -> None:

@@ -226,6 +226,15 @@ async def test_an_answer_that_a_stop_string_ends_is_complete() -> None:
     assert (await scrape(app)).of("chunkserve:requests_total") == {"complete": 1}
 
 
+async def test_a_request_for_several_answers_is_one_request_with_its_n() -> None:
+    app, _ = measured(ScriptedClient([scheduled()], tokens("a"), [finished()]))
+    for n in (1, 3):
+        assert (await post(app, COMPLETIONS, PROMPT | {"n": n})).status == 200
+    found = await scrape(app)
+    assert found.of("chunkserve:requests_total") == {"complete": 2}
+    assert (found["vllm:request_params_n_count"], found["vllm:request_params_n_sum"]) == (2, 4)
+
+
 # --- the route itself -------------------------------------------------------------------------------------------------
 
 
