@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 
 from engine.config import ResolvedConfig
 from engine.core import EngineCore
+from engine.observer import EngineObserver, StepFacts
 from engine.protocol import (
     TERMINAL,
     EngineError,
@@ -77,6 +78,7 @@ class AsyncEngine:
         self._streams: dict[str, EventSink] = {}
         self._tickets = itertools.count()
         self._load = core.load()
+        self._observer: EngineObserver | None = None
         self._fault: str | None = None
         self._busy_since: float | None = None  # when the step thread last came round; None while it waits for work
         self._draining = False
@@ -175,8 +177,15 @@ class AsyncEngine:
         self._open(submission, sink, prepared=True)
 
     def _open(self, submission: Submission, sink: EventSink, *, prepared: bool) -> None:
-        self._check_open(submission)
-        request = create_request(submission, self.config, next(self._tickets))
+        try:
+            self._check_open(submission)
+            request = create_request(submission, self.config, next(self._tickets))
+        except RequestRejected as error:
+            if self._observer is not None:
+                self._observer.rejected(error.code)
+            raise
+        if self._observer is not None:
+            self._observer.submitted(submission)
         self._streams[submission.request_id] = sink
         self._commands.put(lambda: self._core.submit(request, prepared=prepared))
         self._check_alive()  # again: the thread may have failed its last streams just before this one was added
@@ -210,6 +219,10 @@ class AsyncEngine:
     def load(self) -> LoadSnapshot:
         """The load after the last step."""
         return self._load
+
+    def observe(self, observer: EngineObserver) -> None:
+        """Have `observer` told of all requests from now on."""
+        self._observer = observer
 
     async def cached_digests(self, limit: int) -> list[bytes]:
         """Up to `limit` digests of the blocks in the prefix cache, as of the end of the running step.
@@ -276,6 +289,7 @@ class AsyncEngine:
             while not self._stopping:
                 events = self._run_commands()
                 events += self._core.step()
+                self._tell_observer(self._core.last_step, events)
                 self._publish(events)
         except Exception as error:  # a bug or a fatal executor error: nobody may wait for ever on a dead thread
             logger.exception("engine thread died")
@@ -305,6 +319,14 @@ class AsyncEngine:
         deadline = self._core.next_deadline
         return None if deadline is None else min(max(deadline - time.monotonic(), 0.0), MAX_WAIT_S)
 
+    def _tell_observer(self, facts: StepFacts, events: Sequence[Event]) -> None:
+        if self._observer is None:
+            return
+        try:
+            self._observer.stepped(facts, events)
+        except Exception:  # a fault in what measures must not end what is measured
+            logger.exception("the observer failed")
+
     def _publish(self, events: Sequence[Event]) -> None:
         self._load = self._core.load()
         by_sink: dict[EventSink, list[Event]] = defaultdict(list)
@@ -329,8 +351,10 @@ class AsyncEngine:
     def _end(self, message: str) -> None:
         """Fail every stream without asking the core, whose state may be what broke."""
         self._fault = message
+        events = [Failed(request_id, ErrorCode.ENGINE_DEAD, message) for request_id in list(self._streams)]
+        self._tell_observer(StepFacts(time.monotonic()), events)
         try:
-            self._publish([Failed(request_id, ErrorCode.ENGINE_DEAD, message) for request_id in list(self._streams)])
+            self._publish(events)
         finally:
             self._core.shutdown()
 

@@ -13,6 +13,7 @@ from engine.applier import Applier
 from engine.block_manager import BlockManager
 from engine.config import ConfigError, ResolvedConfig
 from engine.deadlines import Deadlines
+from engine.observer import StepFacts
 from engine.planner import DeferReason, Plan
 from engine.protocol import ErrorCode, Event, FinishReason, LoadSnapshot, Scheduled
 from engine.request import Request
@@ -72,6 +73,8 @@ class EngineCore:
         self._reserved_blocks = 0
         self._retrying = False  # the last step ran out of memory and is being tried with less prefill
         self._deadlines = Deadlines(self._scheduler.find)
+        self.last_step = StepFacts(0.0)
+        """Of the last call of `step`."""
 
     @property
     def has_work(self) -> bool:
@@ -150,6 +153,7 @@ class EngineCore:
             ExecutorFatalError: the executor can run no further step; whoever owns the core ends what is live.
         """
         now = self._clock()
+        self.last_step = StepFacts(now)
         events = self._end_late(now)
         launched, scheduled = self._launch(now)
         due = [launched]
@@ -170,7 +174,8 @@ class EngineCore:
         fresh = [row.request for row in plan.rows if not row.request.was_scheduled]
         step = self._scheduler.commit(plan, now)
         self._num_preemptions += len(plan.preempted)
-        self._executor.forget([request.request_id for request in plan.preempted])
+        self.last_step.preempted = tuple(request.request_id for request in plan.preempted)
+        self._executor.forget(self.last_step.preempted)
         events: list[Event] = [Scheduled(request.request_id, request.cached) for request in fresh]
         launched = self._start(plan, step)
         if isinstance(launched.output, ExecutorOutOfMemoryError) and self._may_retry(plan):
@@ -236,6 +241,7 @@ class EngineCore:
             return error
         if isinstance(output, StepOutput):
             self._num_steps += 1
+            self.last_step.num_tokens += launched.step.num_tokens
             if output.graph is not None:
                 self._graph_uses[output.graph.hit, output.graph.name] += 1
             if self.config.step_trace:

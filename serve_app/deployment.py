@@ -25,12 +25,17 @@ from serve_app.api.ingress import create_app
 from serve_app.api.live import LiveRequests
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys
+from serve_app.channel.counts import ChannelCounts
 from serve_app.channel.engine_call import EngineCall
 from serve_app.channel.handle_client import HandleClient
 from serve_app.channel.migration import Migration
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.channel.token_sender import TokenSender
 from serve_app.engine_client import ServedModel
+from serve_app.metrics.engine_recorder import EngineRecorder
+from serve_app.metrics.ingress_recorder import IngressRecorder
+from serve_app.metrics.values import ReplicaSamples, encode
+from serve_app.parsing.tools import suggest_tool_parser
 from serve_app.routing.engine_count import num_engines, on_change
 from serve_app.routing.stats import RoutingReporter
 from serve_app.scaling.signals import EngineSignals
@@ -100,8 +105,10 @@ class EngineReplica:
         self._routing = RoutingReporter(
             self._engine, settings.routing.published_blocks, lambda: self._signals.prefill_tokens_per_s
         )
-        replica_id = serve.get_replica_context().replica_id.unique_id
-        self._sender = TokenSender(self._engine, replica_id, self._signals.observe)
+        self._recorder = EngineRecorder(config)
+        self._engine.observe(self._recorder)  # from now on: the warm-up is nobody's request
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._sender = TokenSender(self._engine, self._replica_id, self._signals.observe)
         spare_garbage_collections()
 
     async def generate(self, call: EngineCall) -> bytes | EngineError:
@@ -132,6 +139,10 @@ class EngineReplica:
     async def load(self) -> LoadSnapshot:
         return self._engine.load()
 
+    async def metrics(self) -> bytes:
+        """See EngineClient.metrics; every engine replica is asked, also one whose engine is dead."""
+        return encode(ReplicaSamples(self._replica_id, self._recorder.samples(self._engine.load())))
+
     async def reset_prefix_cache(self) -> int:
         return await self._engine.reset_prefix_cache()
 
@@ -158,9 +169,12 @@ class IngressReplica:
         self._settings = settings
         self._tokenizer, created = await asyncio.to_thread(_load_tokenizer, settings)
         resolved: ResolvedConfig = await engine.resolved_config.remote()
-        receiver = TokenReceiver(ray.util.get_node_ip_address(), settings.max_unread_tokens)
-        migration = Migration(settings.max_migrations, settings.migration_timeout_s, resolved.max_request_tokens)
+        counts = ChannelCounts()
+        receiver = TokenReceiver(ray.util.get_node_ip_address(), settings.max_unread_tokens, counts)
+        longest = resolved.max_request_tokens
+        migration = Migration(settings.max_migrations, settings.migration_timeout_s, longest, counts)
         here = serve.get_replica_context()
+        self._replica_id = here.replica_id.unique_id
         others = serve.get_deployment_handle(here.deployment, here.app_name)
         # By value: by gRPC, which sets a call up for two thirds of what Ray's streaming actor call costs.
         calls = engine.options(_by_reference=False)
@@ -169,11 +183,18 @@ class IngressReplica:
             calls, others, receiver, migration, lambda: self._gate.num_waiting, may_sleep=may_sleep
         )
         self._gate = Gate(settings.gate_policy, num_engines)
+        self._recorder = IngressRecorder(self._gate, counts)
         self._loop = asyncio.get_running_loop()
         on_change(self._use_new_engines)
         self._live = LiveRequests()
         self._keys = Keys.load(settings.auth)
-        self._model = ServedModel(id=settings.model_id, max_model_len=resolved.max_request_tokens, created=created)
+        self._model = ServedModel(
+            id=settings.model_id,
+            max_model_len=longest,
+            created=created,
+            tool_parser=_tool_parser(settings, self._tokenizer),
+            reasoning_parser=None if settings.reasoning_parser == "none" else settings.reasoning_parser,
+        )
         spare_garbage_collections()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -188,11 +209,16 @@ class IngressReplica:
             gate=self._gate,
             keys=self._keys,
             live=self._live,
+            recorder=self._recorder,
         )
 
     def _use_new_engines(self) -> None:
         """Called on the router's thread: an engine that joins takes requests that wait."""
         self._loop.call_soon_threadsafe(self._gate.refresh)
+
+    async def metrics(self) -> bytes:
+        """See EngineClient.metrics; every ingress replica is asked."""
+        return encode(ReplicaSamples(self._replica_id, self._recorder.samples()))
 
     async def abort(self, name: str) -> bool:
         """See EngineClient.abort; every ingress replica is asked."""
@@ -210,6 +236,12 @@ class IngressReplica:
         num_late = await self._gate.drain(self._settings.drain_timeout_s)
         self._client.end()
         return num_late
+
+
+def _tool_parser(settings: AppSettings, tokenizer: Tokenizer) -> str | None:
+    if settings.tool_parser != "auto":
+        return None if settings.tool_parser == "none" else settings.tool_parser
+    return suggest_tool_parser(tokenizer.chat_template.source) if tokenizer.chat_template else None
 
 
 def _load_tokenizer(settings: AppSettings) -> tuple[Tokenizer, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.protocol import Event, LoadSnapshot, Submission
+from serve_app.metrics.exposition import Scrape
 
 
 class EngineClient(Protocol):
@@ -29,6 +30,10 @@ class EngineClient(Protocol):
 
     async def load(self) -> list[LoadSnapshot]:
         """Each engine's load after its last step."""
+        ...
+
+    async def metrics(self) -> Scrape:
+        """What the replicas of both deployments have measured. One that does not answer is counted, and no failure."""
         ...
 
     async def abort(self, name: str) -> bool:

@@ -1,5 +1,5 @@
-"""Owns the configuration reference in README.md: tables made from the settings' own fields.
-Never holds a description of its own; a setting is documented where it is defined."""
+"""Owns the references in README.md: tables of the settings and of the metrics, made from what they are in the code.
+Never holds a description of its own; a setting or a metric is documented where it is defined."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from engine.config import EngineConfig, FakeConfig, SchedulerConfig
+from serve_app.metrics.catalogue import BY_NAME, MISSING, MISSING_HELP
 from serve_app.settings import (
     AdmissionSettings,
     ApiKey,
@@ -24,6 +25,8 @@ from serve_app.settings import (
 
 BEGIN = "<!-- configuration: written by `make docs` -->"
 END = "<!-- end of configuration -->"
+METRICS_BEGIN = "<!-- metrics: written by `make docs` -->"
+METRICS_END = "<!-- end of metrics -->"
 
 _Row = tuple[str, str, str, str]
 
@@ -42,6 +45,17 @@ def render() -> str:
         ("`args.engine.fake`: the scripted executor", _dataclass_rows(FakeConfig)),
     ]
     return "\n".join(line for title, rows in sections for line in _table(title, rows))
+
+
+def render_metrics() -> str:
+    """The names in a scrape as a Markdown table."""
+    rows = []
+    for metric in BY_NAME.values():
+        name = f"{metric.name}_total" if metric.kind == "counter" else metric.name
+        labels = ", ".join(f"`{label}`" for label in (metric.owner, *metric.labels))
+        rows.append(f"| `{name}` | {metric.kind} | {labels} | {metric.help} |")
+    head = ["| name | type | labels besides `model_name` | meaning |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows, f"| `{MISSING}` | gauge | `deployment` | {MISSING_HELP} |", ""])
 
 
 def _table(title: str, rows: Iterator[_Row]) -> list[str]:
@@ -79,12 +93,15 @@ def _value(default: Any) -> str:
 
 
 def write(readme: Path) -> None:
-    """Put the reference between its two markers."""
-    before, _, rest = readme.read_text().partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise SystemExit(f"{readme} lacks the markers {BEGIN} and {END}")
-    readme.write_text(f"{before}{BEGIN}\n\n{render()}\n{END}{after}")
+    """Put each reference between its two markers."""
+    text = readme.read_text()
+    for begin, end, made in ((BEGIN, END, render()), (METRICS_BEGIN, METRICS_END, render_metrics())):
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise SystemExit(f"{readme} lacks the markers {begin} and {end}")
+        text = f"{before}{begin}\n\n{made}\n{end}{after}"
+    readme.write_text(text)
 
 
 if __name__ == "__main__":

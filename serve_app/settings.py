@@ -3,7 +3,7 @@ Never holds a default twice: the engine's own settings are engine.config.EngineC
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -183,6 +183,12 @@ class AppSettings(BaseModel):
         15,
         description="A stream that was silent this long gets a comment, so that no proxy takes it for dead. 0: none.",
         ge=0,
+    )
+    tool_parser: Literal[auto, none, hermes, qwen3_coder, llama3_json, pythonic, mistral] = Field(
+        "auto", description="How the model writes tool calls; `auto` looks at its chat template."
+    )
+    reasoning_parser: Literal[none, qwen3, deepseek_r1] = Field(
+        "none", description="How the model marks what it thinks, which answers then tell apart."
     )
     admission: AdmissionSettings = Field(
         default_factory=AdmissionSettings, description="What is let in, and what waits in the ingress; see below."

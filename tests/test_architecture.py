@@ -27,6 +27,7 @@ PURE = [
     "scheduler",
     "split",
     "applier",
+    "observer",
     "core",
     "async_engine",
     "fake_executor",

@@ -15,7 +15,7 @@ from engine import bench_memory
 from engine.bench_mixed import table
 from loadtest.server import Server
 from serve_app.api.schema import ChatRequest, CompletionRequest, StreamOptions
-from serve_app.reference import BEGIN, END, render
+from serve_app.reference import BEGIN, END, METRICS_BEGIN, METRICS_END, render, render_metrics
 from serve_app.settings import AppSettings
 
 ROOT = Path(__file__).parents[1]
@@ -79,6 +79,11 @@ def test_the_prepare_example_prints_the_model_directory() -> None:
 def test_the_configuration_reference_is_what_the_settings_say() -> None:
     written = README.partition(BEGIN)[2].partition(END)[0].strip()
     assert written == render().strip(), "run `make docs`"
+
+
+def test_the_metrics_table_is_what_the_catalogue_says() -> None:
+    written = README.partition(METRICS_BEGIN)[2].partition(METRICS_END)[0].strip()
+    assert written == render_metrics().strip(), "run `make docs`"
 
 
 def test_the_kv_tight_table_is_what_its_file_says() -> None:

@@ -28,6 +28,7 @@ from serve_app.api.stop_strings import StopStrings
 from serve_app.api.submission import Prepared
 from serve_app.engine_client import EngineClient
 from serve_app.errors import ApiError
+from serve_app.metrics.request_times import RequestTimes
 
 _REASONS: dict[FinishReason, Literal["stop", "length"]] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -47,9 +48,17 @@ class Piece:
 class Completion:
     """One request, from its submission to its last piece. Used once."""
 
-    def __init__(self, client: EngineClient, prepared: Prepared, life: Life, visit: Visit, session: str | None) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        prepared: Prepared,
+        life: Life,
+        visit: Visit,
+        times: RequestTimes,
+        session: str | None,
+    ) -> None:
         """`life`: its deadline is that of the submission, for an engine that does not keep it.
-        `visit`: one that was dispatched; it is told how far the engine has come."""
+        `visit`: one that was dispatched; it is told how far the engine has come, as are the `times`."""
         self.submission = prepared.submission
         self._client = client
         self._detokenizer = prepared.detokenizer
@@ -59,6 +68,8 @@ class Completion:
         self._life = life
         self._bound = life.bound()
         self._visit = visit
+        self._times = times
+        times.expects()
         self._session = session
         self._tokens = TokenQueue() if prepared.shows_tokens else None
         self._min_tokens = prepared.submission.sampling.min_tokens
@@ -84,6 +95,7 @@ class Completion:
         """
         last: Piece | None = None
         self._life.given_to_engine()
+        self._times.given_to_engine()
         async with aclosing(self._client.stream(self.submission, session=self._session)) as items:
             while (events := await self._next(items)) is not None:
                 self._visit.started()
@@ -92,11 +104,16 @@ class Completion:
                     last = piece
                     break
                 yield piece
+                if self._generated:
+                    self._times.has_token()
         # The engine's stream is closed by now: a stop string frees its blocks before a slow client has read the end,
         self._visit.finished()  # and another request takes its place.
         if last is None:
             raise EngineError(ErrorCode.STEP_FAILED, "the engine's stream ended without a terminal event")
+        self._times.returned()
         yield last
+        if self._generated:
+            self._times.has_token()
 
     async def _next(self, items: AsyncGenerator[list[Event], None]) -> list[Event] | None:
         """The engine's next item; None at the end. Never waits long past the deadline: a request that is queued before

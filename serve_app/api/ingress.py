@@ -26,7 +26,7 @@ from serve_app.api.chat_reader import make_reader, needs_reader
 from serve_app.api.choices import Choices
 from serve_app.api.completion import Completion
 from serve_app.api.deadline import HEADER as DEADLINE_HEADER
-from serve_app.api.deadline import deadline_of, now
+from serve_app.api.deadline import Deadline, deadline_of, now
 from serve_app.api.generation_response import GenerationResponses
 from serve_app.api.live import Life, LiveRequests
 from serve_app.api.logprobs import json_chars, score_chars
@@ -49,6 +49,10 @@ from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys, NeedsKey, tenant_of
 from serve_app.engine_client import EngineClient, ServedModel
 from serve_app.errors import ApiError, clip, model_not_found, to_api_error
+from serve_app.metrics.exposition import CONTENT_TYPE, expose
+from serve_app.metrics.ingress_recorder import IngressRecorder
+from serve_app.metrics.middleware import TIMES, MeasuresRequests
+from serve_app.metrics.request_times import RequestTimes
 
 MAX_BODY_BYTES = 4 * 2**20
 """About a million tokens of text; a body is held in memory while it is read and parsed."""
@@ -93,7 +97,7 @@ class _Generate(Generic[RequestT]):
                 gate.enter(tenant_of(scope)) as visit,
                 self._context.live.track(request_id, scope[REQUEST_ID]) as life,
             ):
-                passage = _Passage(request_id, arrived, visit, life)
+                passage = _Passage(request_id, arrived, visit, life, scope[TIMES])
                 await unless_client_leaves(receive, self._answer(passage, body, scope, receive, send))
         except EngineError as error:
             raise to_api_error(error, gate.retry_after_s()) from error
@@ -101,7 +105,8 @@ class _Generate(Generic[RequestT]):
     async def _answer(self, passage: _Passage, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         request = await run_sized(len(body), lambda: parse_request(self._kind, body))
-        passage.life.until(deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
+        passage.until(deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
+        passage.times.num_choices = request.num_choices
         session = session_of(headers.get(SESSION_HEADER), request.prompt_cache_key)
         choices = await self._start(request, passage, session)
         tokenizer, model = self._context.tokenizer, self._context.model
@@ -124,7 +129,7 @@ class _Generate(Generic[RequestT]):
             raise model_not_found(request.model, context.model.id)
         groups = await self._prepare(request, passage.request_id, context.tokenizer, context.model)
         num_tokens = sum(len(group[0].submission.prompt_token_ids) for group in groups)
-        with life.bound():
+        with life.bound(), passage.times.at_gate():
             await visit.dispatched(num_tokens, sum(map(len, groups)))
         if session is None and request.num_choices > 1:
             session = passage.request_id  # answers to one prompt share its blocks
@@ -135,7 +140,7 @@ class _Generate(Generic[RequestT]):
         left_s = None if deadline is None else deadline.left_s()
         submission = replace(ready.submission, timeout_s=left_s, tenant=passage.visit.tenant.name)
         ready = replace(ready, submission=submission)
-        return Completion(self._context.client, ready, passage.life, passage.visit, session)
+        return Completion(self._context.client, ready, passage.life, passage.visit, passage.times, session)
 
 
 def _chat_shape(request: ChatRequest, tokenizer: Tokenizer, model: ServedModel, prompt: Prompt) -> Shape:
@@ -166,6 +171,11 @@ class _Passage:
     arrived: float
     visit: Visit
     life: Life
+    times: RequestTimes
+
+    def until(self, deadline: Deadline | None) -> None:
+        self.life.until(deadline)
+        self.times.deadline_at = None if deadline is None else deadline.at
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +216,11 @@ class _Context:
         engines = [asdict(snapshot) for snapshot in await self.client.load()]
         return JSONResponse({"engines": engines, "ingress": asdict(self.gate.snapshot())})
 
+    async def metrics(self, _: Request) -> Response:
+        scrape = await self.client.metrics()
+        text = await run_sized(scrape.num_chars, lambda: expose(scrape, self.model.id))
+        return Response(text, media_type=CONTENT_TYPE)
+
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: no such route, not this method."""
@@ -231,13 +246,18 @@ def create_app(
     gate: Gate | None = None,
     keys: Keys | None = None,
     live: LiveRequests | None = None,
+    recorder: IngressRecorder | None = None,
 ) -> Starlette:
     """Build the app. It has no state of its own besides its arguments, so that replicas are interchangeable. Without
     `gate` it lets everything in; without `keys` anybody may use it, and nobody may use the admin routes."""
-    keys = keys or Keys()
-    context = _Context(client, tokenizer, model, max_body_bytes, gate or Gate(), live or LiveRequests())
+    keys, gate = keys or Keys(), gate or Gate()
+    context = _Context(client, tokenizer, model, max_body_bytes, gate, live or LiveRequests())
     guard = [Middleware(NeedsKey, keys=keys)]
-    generating = [Middleware(GenerationResponses, keep_alive_s=sse_keep_alive_s), *guard]
+    generating = [
+        Middleware(GenerationResponses, keep_alive_s=sse_keep_alive_s),
+        *guard,
+        Middleware(MeasuresRequests, recorder=recorder or IngressRecorder(gate)),
+    ]
     chat = _Generate(context, ChatRequest, prepare_chat, _chat_shape, "chatcmpl")
     completions = _Generate(context, CompletionRequest, prepare_completion, _text_shape, "cmpl")
     app = Starlette(
@@ -248,6 +268,7 @@ def create_app(
             Route("/v1/models/{model_id:path}", context.get_model, middleware=guard),
             Route("/health", context.health),
             Route("/ready", context.ready),
+            Route("/metrics", context.metrics),
             Route("/load", context.load, middleware=guard),
             *TextRoutes(tokenizer, model, max_body_bytes).routes(guard),
             *about_routes(keys),

@@ -113,6 +113,9 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         path="/ready", summary="Readiness: new requests are let in.", needs="nothing", media_type="", errors=(503,)
     ),
+    Operation(
+        path="/metrics", summary="All replicas' metrics, for Prometheus.", needs="nothing", media_type="text/plain"
+    ),
     Operation(path="/load", summary="The load of the engines and of the gate.", answer=answers.Load, errors=(503,)),
     Operation(path="/version", summary="The server's version.", answer=answers.Version, needs="nothing"),
     Operation(path="/openapi.json", summary="This document.", needs="nothing"),

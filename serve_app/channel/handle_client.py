@@ -17,6 +17,9 @@ from serve_app.channel.engine_call import EngineCall
 from serve_app.channel.frames import MalformedFrame, decode_frame
 from serve_app.channel.migration import Attempt, Migration
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
+from serve_app.metrics.exposition import Scrape
+from serve_app.metrics.gather import gather
+from serve_app.metrics.values import ReplicaSamples
 from serve_app.routing.engine_count import num_engines
 
 HEALTH_TIMEOUT_S = 5.0
@@ -98,6 +101,12 @@ class HandleClient:
     async def reset_prefix_cache(self) -> list[int]:
         return list(await self._ask_engines("reset_prefix_cache"))
 
+    async def metrics(self) -> Scrape:
+        (engines, no_engine), (ingresses, no_ingress) = await asyncio.gather(
+            _nobody() if num_engines() == 0 else gather(self._engine, "metrics"), gather(self._ingress, "metrics")
+        )
+        return Scrape(engines, ingresses, {"engine": no_engine, "ingress": no_ingress})
+
     async def _ask_engines(self, method: str) -> list[Any]:
         # Where none is, a broadcast would wait for the first to start.
         return [] if num_engines() == 0 else await _broadcast(self._engine, method)
@@ -178,6 +187,11 @@ async def _broadcast(handle: DeploymentHandle, method: str, *arguments: object) 
             return list(await handle.broadcast(method, *arguments).results_async())
     except (RayError, AioRpcError, TimeoutError) as error:
         raise EngineError(ErrorCode.ENGINE_DEAD, "A replica does not answer.") from error
+
+
+async def _nobody() -> tuple[list[ReplicaSamples], int]:
+    """What a deployment that sleeps has measured: asking would wait for an engine to start."""
+    return [], 0
 
 
 def _late() -> EngineError:

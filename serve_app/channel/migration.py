@@ -23,6 +23,7 @@ from engine.protocol import (
     Token,
     Usage,
 )
+from serve_app.channel.counts import ChannelCounts
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,10 @@ class _Progress:
     def can_move(self, error: EngineError) -> bool:
         # A full queue turns a new request away, but not one that was accepted before.
         return error.code in _ELSEWHERE or (error.code is ErrorCode.QUEUE_FULL and self.num_attempts > 1)
+
+    def lost_engine(self, error: EngineError) -> bool:
+        """Whether it ends for want of another replica, and not for what a first one would have said, too."""
+        return self.num_attempts > 1 or error.code in _ELSEWHERE
 
     def rest(self, now: float) -> Submission:
         """The request that goes on from here. Its random numbers are those of the same positions in the same answer."""
@@ -139,6 +144,7 @@ class Migration:
     """From a replica's failure to the first event of the next: Serve holds a call while no replica is there."""
     max_model_len: int
     """Prompt and answer of one request, in tokens."""
+    counts: ChannelCounts = field(default_factory=ChannelCounts)
 
     async def stream(self, submission: Submission, start: StartAttempt) -> AsyncGenerator[list[Event], None]:
         """Yield the events of one answer, from as many replicas as it takes.
@@ -165,6 +171,7 @@ class Migration:
                     events = await attempt.take()
             except EngineError as error:
                 if not progress.can_move(error) or progress.num_attempts > self.max_migrations:
+                    self.counts.failed_migrations += progress.lost_engine(error)
                     raise
                 avoid += [attempt.replica_id] if attempt.replica_id else []
                 logger.warning("%s moves to another engine replica: %s", submission.request_id, error)
@@ -173,6 +180,7 @@ class Migration:
             if progress.token_ids and not progress.num_left:  # only its last event was lost
                 yield [progress.length_reached()]
                 return
+            self.counts.migrations += 1
             await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (progress.num_attempts - 1))
 
     async def _first(self, attempt: Attempt, progress: _Progress) -> list[Event]:

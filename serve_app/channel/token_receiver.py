@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import zmq.asyncio
 
 from engine.protocol import TERMINAL, Event
+from serve_app.channel.counts import ChannelCounts
 from serve_app.channel.frames import Entry, Frame, MalformedFrame, decode_frame, encode_abort, unpack
 from serve_app.channel.sockets import listen, send_now
 from serve_app.errors import ApiError
@@ -32,6 +33,8 @@ class TokenStream:
     """Events that may wait for the reader."""
     replica_id: str | None = None
     """The engine replica that answers, once it has."""
+    counts: ChannelCounts = field(default_factory=ChannelCounts)
+    """The receiver's."""
     peer: bytes | None = None
     """Where that replica is on the channel."""
     finished: bool = False
@@ -65,13 +68,15 @@ class TokenStream:
 
     def receive(self, entry: Entry) -> None:
         """Take a frame's entry. After a lost frame nothing is taken until the call's answer fills the gap."""
-        if entry.first > self._num_received:
+        if entry.first > self._num_received and not self._has_gap:
             self._has_gap = True
+            self.counts.gaps += 1
         if not self._has_gap:
             self._append(unpack(self.request_id, entry.events[self._num_received - entry.first :]))
 
     def complete(self, answer: Entry) -> None:
         """Take the whole answer: what the channel has not brought is appended."""
+        self.counts.completions += not self.ended
         self._append(unpack(self.request_id, answer.events[self._num_received :]))
 
     def fail(self, error: Exception) -> None:
@@ -99,9 +104,10 @@ class TokenStream:
 class TokenReceiver:
     """Hands each call's events to its stream. Belongs to the event loop it was made on."""
 
-    def __init__(self, host: str, max_unread_tokens: int) -> None:
+    def __init__(self, host: str, max_unread_tokens: int, counts: ChannelCounts | None = None) -> None:
         """Listen on a free port of `host`, an address at which engine replicas reach this process."""
         self._max_unread = max_unread_tokens
+        self._counts = counts or ChannelCounts()
         self._context = zmq.asyncio.Context()
         self._socket, self._authenticator, self.address = listen(self._context, host)
         self._streams: dict[int, TokenStream] = {}
@@ -110,7 +116,7 @@ class TokenReceiver:
 
     def open(self, request_id: str) -> TokenStream:
         """A stream for a call that is about to be made; `close` ends it."""
-        stream = TokenStream(request_id, next(self._ids), self._max_unread)
+        stream = TokenStream(request_id, next(self._ids), self._max_unread, counts=self._counts)
         self._streams[stream.stream_id] = stream
         return stream
 
@@ -128,6 +134,7 @@ class TokenReceiver:
     async def _read(self) -> None:
         for num_frames in itertools.count(1):
             peer, *parts = await self._socket.recv_multipart()
+            self._counts.frames += 1
             try:
                 self._deliver(peer, decode_frame(b"".join(parts)))
             except MalformedFrame as error:

@@ -15,6 +15,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from engine.config import EngineConfig
 from serve_app.channel.engine_call import EngineCall
+from serve_app.routing import overlap
 from serve_app.routing.engine_count import num_engines, set_num_engines
 from serve_app.routing.fleet import Fleet
 from serve_app.routing.placement import Ask, Bound, Candidate, rank, two_choices
@@ -50,6 +51,7 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         self._bound = Bound(self._routing.load_factor, self._routing.slack_tokens)
         self._random = random or Random()
         self._fleet = Fleet(block_size, self._routing.index_blocks)
+        self._expected: dict[str, dict[str, int]] = {}  # attempt -> replica -> prompt tokens cached there
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -83,6 +85,7 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         keys = prefix_keys(prompt, self._block_size, self._routing.prefix_blocks, salt)
         now = time.time()
         candidates = {name: self._candidate(name, keys, now, full=name not in ready) for name in names}
+        self._expected[attempt] = {name: found.num_cached_tokens for name, found in candidates.items()}
         ask = Ask(len(prompt), call.session, frozenset(call.avoid))
         ranks = rank(ask, list(candidates.values()), self._bound, self._random)
         if ranks:
@@ -117,6 +120,11 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         except BaseException:
             self._fleet.close(attempt)
             raise
+        finally:
+            expected = self._expected.pop(attempt, None)
+        if expected is not None and not is_retry:  # a retry was counted before it was turned away
+            num_tokens = len(pending_request.args[0].submission.prompt_token_ids)
+            overlap.add(num_tokens, expected.get(chosen.replica_id.unique_id, 0))
         self._fleet.confirm(attempt, chosen.replica_id.unique_id, time.time())
         return chosen
 

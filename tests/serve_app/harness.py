@@ -26,6 +26,10 @@ from engine.protocol import (
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
+from serve_app.metrics.engine_recorder import EngineRecorder
+from serve_app.metrics.exposition import Scrape
+from serve_app.metrics.ingress_recorder import IngressRecorder
+from serve_app.metrics.values import ReplicaSamples
 
 MODEL = ServedModel(id="org/tiny", max_model_len=200, created=1_700_000_000)
 CHAT: dict[str, Any] = {"model": MODEL.id, "messages": [{"role": "user", "content": "hi"}]}
@@ -63,6 +67,7 @@ class ScriptedClient:
         self.sessions: list[str | None] = []
         self.aborted_elsewhere: set[str] = set()
         self.drains: list[bool] = []
+        self.scrape = Scrape()
         self.items_taken = 0
         self.started = asyncio.Event()
         self.closed = asyncio.Event()
@@ -107,6 +112,9 @@ class ScriptedClient:
             )
         ]
 
+    async def metrics(self) -> Scrape:
+        return self.scrape
+
     async def abort(self, name: str) -> bool:
         return name in self.aborted_elsewhere
 
@@ -123,9 +131,16 @@ class LocalClient:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self.check_health = engine.check_health
+        self.ingress: IngressRecorder | None = None
+        self._recorder = EngineRecorder(engine.config)
+        engine.observe(self._recorder)
 
     def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
         return self._engine.stream(submission)
+
+    async def metrics(self) -> Scrape:
+        own = [] if self.ingress is None else [ReplicaSamples("ingress-1", self.ingress.samples())]
+        return Scrape([ReplicaSamples("engine-1", self._recorder.samples(self._engine.load()))], own)
 
     async def abort(self, name: str) -> bool:
         return False

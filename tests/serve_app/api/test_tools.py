@@ -44,9 +44,8 @@ def app_of(client: ScriptedClient, model: ServedModel = CALLER, template: str = 
 def saying(text: str, pieces: int = 1, reason: FinishReason = FinishReason.STOP) -> ScriptedClient:
     events = tokens(text)
     size = -(-len(events) // pieces)
-    return ScriptedClient(
-        [scheduled()], *(events[i : i + size] for i in range(0, len(events), size)), [finished(reason)]
-    )
+    parts = [events[i : i + size] for i in range(0, len(events), size)]
+    return ScriptedClient([scheduled()], *parts, [finished(reason)])
 
 
 async def ask(client: ScriptedClient, model: ServedModel = CALLER, **fields: Any) -> Answer:
@@ -192,16 +191,10 @@ async def test_a_frame_is_only_sent_where_there_is_something_to_tell() -> None:
 
 
 async def test_the_template_sees_tools_calls_and_their_results() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     messages = [
         {"role": "user", "content": "hi"},
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning": "Hm.",
-            "tool_calls": [
-                {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-            ],
-        },
+        {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "cold"},
     ]
     client = saying("x")

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.prefix import extend_chain
 from engine.protocol import SamplingParams, Submission
 from serve_app.channel.engine_call import ChannelAddress, EngineCall
-from serve_app.routing import engine_count
+from serve_app.routing import engine_count, overlap
 from serve_app.routing.router import EngineRouter, num_engines, router_config
 from serve_app.settings import RoutingSettings
 from tests.support.reports import stats
@@ -114,6 +114,20 @@ async def test_requests_with_one_prefix_go_to_one_replica_while_its_load_allows(
         chosen.add(name := await route(router, request))
         end(router, request, name)
     assert len(chosen) == 1
+
+
+async def test_what_is_expected_in_the_chosen_engines_cache_is_counted_once_a_call() -> None:
+    router = make_router()
+    router.update_replicas([FakeReplica(name) for name in "abc"])
+    before = overlap.totals()
+    for is_retry in (False, False, True):  # a call that was turned away looks again
+        request = pending(engine_call())
+        end(router, request, await route(router, request, is_retry=is_retry))
+    await route(router, pending())  # a call that computes nothing
+    prompt_tokens, overlap_tokens = (after - first for after, first in zip(overlap.totals(), before, strict=True))
+    assert prompt_tokens == 2 * len(PROMPT)
+    assert overlap_tokens == len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
+    assert router._expected == {}
 
 
 async def test_requests_with_one_prefix_spread_once_its_holder_has_more_to_do_than_the_prefix_saves() -> None:

@@ -1,0 +1,183 @@
+"""Owns an engine replica's metrics: counts and times of its requests, from what the engine tells its observer.
+Never costs a token more than a few dictionary accesses: gaps between tokens are counted step by step, in groups."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.config import ResolvedConfig
+from engine.observer import StepFacts
+from engine.protocol import (
+    ErrorCode,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    LoadSnapshot,
+    Scheduled,
+    Submission,
+    Token,
+)
+from serve_app.metrics.catalogue import ENGINE
+from serve_app.metrics.values import Histogram, Sample
+
+_ENDS = ("stop", "length", "abort", "error")
+_REFUSALS = (ErrorCode.QUEUE_FULL, ErrorCode.DRAINING)
+"""Those of the engine. Others are of the request, wherever it goes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """What is known of a live request. Times are monotonic seconds."""
+
+    prompt_tokens: int
+    max_tokens: int | None
+    arrived: float
+    scheduled: float = 0.0
+    first_token: float | None = None
+    last_token: float = 0.0
+    cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class EngineRecorder:
+    """An EngineObserver. Its lock is taken once a step, and by whoever asks for the numbers."""
+
+    def __init__(self, config: ResolvedConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: the engine's."""
+        self._config = config
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._lives: dict[str, _Life] = {}
+        self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        for metric in ENGINE:
+            if metric.kind == "counter" and not metric.labels:
+                self._count(metric.name, 0)
+        for reason in _ENDS:
+            self._count("vllm:request_success", 0, reason)
+        for code in _REFUSALS:
+            self._count("vllm:admission_rejections", 0, code)
+        longest = config.max_model_len
+        self._histograms = {m.name: Histogram(m.bounds(longest)) for m in ENGINE if m.kind == "histogram"}
+
+    def samples(self, load: LoadSnapshot) -> tuple[Sample, ...]:
+        """All numbers as of the end of a step; `load` is the engine's."""
+        with self._lock:
+            counters = [Sample(name, labels, count) for (name, labels), count in self._counts.items()]
+            histograms = [Sample(name, (), found.snapshot()) for name, found in self._histograms.items()]
+        return (*self._gauges(load), *counters, *histograms)
+
+    def _gauges(self, load: LoadSnapshot) -> list[Sample]:
+        config = self._config
+        cache = (config.block_size, config.num_kv_blocks, config.dtype, config.enable_prefix_caching)
+        by_reason = "vllm:num_requests_waiting_by_reason"
+        return [
+            Sample("vllm:num_requests_running", (), load.num_running),
+            Sample("vllm:num_requests_waiting", (), load.num_waiting),
+            Sample(by_reason, ("capacity",), load.num_waiting - load.num_preparing),
+            Sample(by_reason, ("deferred",), load.num_preparing),
+            Sample("vllm:kv_cache_usage_perc", (), load.num_held_blocks / load.num_blocks),
+            Sample("vllm:cache_config_info", tuple(map(str, cache)), 1),
+        ]
+
+    # --- EngineObserver -----------------------------------------------------------------------------------------------
+
+    def submitted(self, submission: Submission) -> None:
+        life = _Life(len(submission.prompt_token_ids), submission.sampling.max_tokens, self._clock())
+        self._lives[submission.request_id] = life
+
+    def rejected(self, code: ErrorCode) -> None:
+        if code in _REFUSALS:
+            with self._lock:
+                self._count("vllm:admission_rejections", 1, code)
+
+    def stepped(self, facts: StepFacts, events: Sequence[Event]) -> None:
+        now = self._clock()
+        with self._lock:
+            if facts.num_tokens:
+                self._observe("vllm:iteration_tokens_total", facts.num_tokens)
+            if facts.preempted:
+                self._preempted(facts.preempted)
+            self._take(events, facts.started, now)
+
+    def _take(self, events: Sequence[Event], started: float, now: float) -> None:
+        since: dict[float, int] = {}  # when the token before came -> how many tokens follow one of then
+        for event in events:
+            life = self._lives.get(event.request_id)
+            if life is None:  # it came before this observer
+                continue
+            if isinstance(event, Token):
+                self._token(life, now, since)
+            elif isinstance(event, Scheduled):
+                self._scheduled(life, event, started)
+            elif isinstance(event, Finished | Failed):
+                if isinstance(event, Finished) and event.stop_token_id is not None:
+                    self._token(life, now, since)
+                self._ended(event, life, now)
+        self._count("vllm:generation_tokens", sum(since.values()))
+        since.pop(now, None)  # first tokens, and all but the first of several in one step
+        for before, count in since.items():
+            self._observe("vllm:inter_token_latency_seconds", now - before, count)
+
+    # --- one request --------------------------------------------------------------------------------------------------
+
+    def _token(self, life: _Life, now: float, since: dict[float, int]) -> None:
+        if life.first_token is None:
+            life.first_token = life.last_token = now
+            self._prompt_computed(life)
+            self._observe("vllm:time_to_first_token_seconds", now - life.arrived)
+        since[life.last_token] = since.get(life.last_token, 0) + 1
+        life.last_token = now
+
+    def _preempted(self, request_ids: Sequence[str]) -> None:
+        self._count("vllm:num_preemptions", len(request_ids))
+        for request_id in request_ids:
+            if (life := self._lives.get(request_id)) is not None:
+                life.num_preemptions += 1
+
+    def _scheduled(self, life: _Life, event: Scheduled, started: float) -> None:
+        life.scheduled, life.cached_tokens = started, event.cached_tokens
+        if self._config.enable_prefix_caching:
+            self._count("vllm:prefix_cache_queries", life.prompt_tokens)
+            self._count("vllm:prefix_cache_hits", event.cached_tokens)
+
+    def _prompt_computed(self, life: _Life) -> None:
+        self._count("vllm:prompt_tokens", life.prompt_tokens)
+        self._count("vllm:prompt_tokens_cached", life.cached_tokens)
+
+    def _ended(self, event: Finished | Failed, life: _Life, now: float) -> None:
+        del self._lives[event.request_id]
+        self._count("vllm:request_success", 1, event.reason if isinstance(event, Finished) else "error")
+        if isinstance(event, Finished) and event.reason is not FinishReason.ABORT:
+            if life.first_token is None:  # a prompt that was scored, or computed to be cached
+                self._prompt_computed(life)
+            self._completed(event, life, now)
+
+    def _completed(self, event: Finished, life: _Life, now: float) -> None:
+        num_answer = event.usage.completion_tokens
+        self._observe("vllm:e2e_request_latency_seconds", now - life.arrived)
+        self._observe("vllm:request_queue_time_seconds", life.scheduled - life.arrived)
+        self._observe("vllm:request_inference_time_seconds", now - life.scheduled)
+        prefilled = now if life.first_token is None else life.first_token
+        self._observe("vllm:request_prefill_time_seconds", prefilled - life.scheduled)
+        if life.first_token is not None:
+            self._observe("vllm:request_decode_time_seconds", life.last_token - life.first_token)
+            if num_answer > 1:
+                mean = (life.last_token - life.first_token) / (num_answer - 1)
+                self._observe("vllm:request_time_per_output_token_seconds", mean)
+        self._observe("vllm:request_prompt_tokens", life.prompt_tokens)
+        self._observe("vllm:request_prefill_kv_computed_tokens", life.prompt_tokens - life.cached_tokens)
+        self._observe("vllm:request_generation_tokens", num_answer)
+        self._observe("vllm:request_num_preemptions", life.num_preemptions)
+        if life.max_tokens is not None:
+            self._observe("vllm:request_params_max_tokens", life.max_tokens)
+
+    def _count(self, name: str, count: int, *labels: str) -> None:
+        self._counts[name, labels] += count
+
+    def _observe(self, name: str, value: float, times: int = 1) -> None:
+        self._histograms[name].observe(value, times)

@@ -1,0 +1,56 @@
+"""Owns the question to every replica of a deployment what it has measured.
+Never fails for a replica that does not answer: it says how many did not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from typing import Any
+
+from grpc.aio import AioRpcError
+from ray.exceptions import RayError
+from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.metrics.values import MalformedSamples, ReplicaSamples, decode
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 3.0
+"""Prometheus gives a scrape 10 s by default; a replica whose event loop runs answers in milliseconds."""
+
+_FAILURES = (
+    RayError,
+    AioRpcError,
+    DeploymentUnavailableError,
+    RequestCancelledError,
+    MalformedSamples,
+    TimeoutError,
+)
+
+
+async def gather(handle: DeploymentHandle, method: str) -> tuple[list[ReplicaSamples], int]:
+    """The samples of each replica that gives them in time, and how many do not; 1 if none could be asked.
+
+    `method` returns a replica's samples, encoded.
+    """
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            # Private to Ray: the public method loses all answers when one does not come.
+            calls = await handle.broadcast(method)._fetch_replica_results_async()
+    except _FAILURES as error:
+        logger.warning("metrics: no replica could be asked: %s", type(error).__name__)
+        return [], 1
+    answers = await asyncio.gather(*(_answer(call.get_async()) for call in calls))
+    samples = [answer for answer in answers if answer is not None]
+    return samples, len(answers) - len(samples)
+
+
+async def _answer(call: Awaitable[Any]) -> ReplicaSamples | None:
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            return decode(await call)
+    except _FAILURES as error:
+        logger.warning("metrics: a replica did not answer: %s", type(error).__name__)
+        return None

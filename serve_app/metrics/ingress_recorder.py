@@ -1,0 +1,74 @@
+"""Owns an ingress replica's metrics: what became of its requests, and which part of their time is not the engines'.
+Never touches a request; it is told at the end of each, on the replica's event loop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+from serve_app.admission.gate import Gate
+from serve_app.channel.counts import ChannelCounts
+from serve_app.errors import ApiError
+from serve_app.metrics.catalogue import INGRESS
+from serve_app.metrics.request_times import RequestTimes
+from serve_app.metrics.values import Histogram, Sample
+from serve_app.routing import overlap
+
+Outcome = Literal["complete", "error", "incomplete", "client_gone"]
+_OUTCOMES: tuple[Outcome, ...] = ("complete", "error", "incomplete", "client_gone")
+_REFUSALS = ("queue_full", "rate_limit_exceeded", "draining", "engine_dead")
+"""The codes of 429 and 503 that are there from the start."""
+
+
+class IngressRecorder:
+    def __init__(self, gate: Gate, channel: ChannelCounts | None = None) -> None:
+        self._gate = gate
+        self._channel = channel or ChannelCounts()
+        self._outcomes: Counter[str] = Counter(dict.fromkeys(_OUTCOMES, 0))
+        self._refusals: Counter[str] = Counter(dict.fromkeys(_REFUSALS, 0))
+        self._deadline_misses = 0
+        # Buckets that follow the model's length are the engine's: there are none here.
+        self._histograms = {m.name: Histogram(m.bounds(0)) for m in INGRESS if m.kind == "histogram"}
+
+    def ended(self, times: RequestTimes, outcome: Outcome, error: Exception | None = None) -> None:
+        """A request is over. `error`: what the client got in place of an answer."""
+        self._outcomes[outcome] += 1
+        self._deadline_misses += times.missed_deadline()
+        if isinstance(error, ApiError) and error.status in (429, 503):
+            self._refusals[error.code or "none"] += 1
+        if times.first_token is not None and outcome != "error":
+            self._observe("time_to_first_token_seconds", times.first_token - times.arrived)
+        if outcome == "complete":
+            self._completed(times, times.now() - times.arrived)
+            self._histograms["vllm:request_params_n"].observe(times.num_choices)
+
+    def _completed(self, times: RequestTimes, total_s: float) -> None:
+        self._observe("e2e_request_latency_seconds", total_s)
+        self._observe("request_gate_time_seconds", times.gate_s)
+        self._observe("request_engine_time_seconds", times.engine_s)
+        self._observe("request_overhead_seconds", total_s - times.gate_s - times.engine_s)
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[f"chunkserve:{name}"].observe(value)
+
+    def samples(self) -> tuple[Sample, ...]:
+        histograms = [Sample(name, (), histogram.snapshot()) for name, histogram in self._histograms.items()]
+        outcomes = [Sample("chunkserve:requests", (name,), count) for name, count in self._outcomes.items()]
+        refused = [Sample("chunkserve:admission_rejections", (name,), count) for name, count in self._refusals.items()]
+        return (*self._plain(), *outcomes, *refused, *histograms)
+
+    def _plain(self) -> list[Sample]:
+        gate, channel, (prompt_tokens, overlap_tokens) = self._gate.snapshot(), self._channel, overlap.totals()
+        values = {
+            "num_requests_live": gate.num_live,
+            "num_requests_waiting": gate.num_waiting,
+            "deadline_misses": self._deadline_misses,
+            "migrations": channel.migrations,
+            "migrations_failed": channel.failed_migrations,
+            "channel_frames": channel.frames,
+            "channel_gaps": channel.gaps,
+            "channel_completions": channel.completions,
+            "router_prompt_tokens": prompt_tokens,
+            "router_overlap_tokens": overlap_tokens,
+        }
+        return [Sample(f"chunkserve:{name}", (), value) for name, value in values.items()]

@@ -1,0 +1,309 @@
+"""Contracts of an engine replica's metrics: exact counts and times, over cores and engines that run for real.
+Never waits for time to pass: the clock is turned by hand, and a core's steps are made one by one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from engine.async_engine import AsyncEngine
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.fake_executor import FakeExecutor
+from engine.observer import StepFacts
+from engine.protocol import (
+    ErrorCode,
+    Failed,
+    Finished,
+    FinishReason,
+    RequestRejected,
+    SamplingParams,
+    Scheduled,
+    Submission,
+    Token,
+    Usage,
+)
+from engine.step import ScheduledRequest
+from serve_app.metrics.catalogue import ENGINE
+from serve_app.metrics.engine_recorder import EngineRecorder
+from serve_app.metrics.values import Distribution
+from tests.support.engines import RecordingCore, resolved_config
+
+TICK_S = 0.01
+
+
+class Bench:
+    """A core whose steps are made by hand, with a recorder that sees what an engine would show it."""
+
+    def __init__(self, **options: Any) -> None:
+        self.core = RecordingCore(tick_ms=TICK_S * 1000, **options)
+        self.recorder = EngineRecorder(self.core.config, clock=lambda: self.core.now)
+
+    def send(self, request_id: str, prompt: Any, **options: Any) -> None:
+        params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True} | options)
+        self.recorder.submitted(Submission(request_id, tuple(prompt), params))
+        self.core.send_params(request_id, tuple(prompt), params)
+
+    def step(self) -> None:
+        events = self.core.keep(self.core.step())
+        self.recorder.stepped(self.core.last_step, events)
+
+    def abort(self, request_id: str) -> None:
+        self.recorder.stepped(StepFacts(self.core.now), self.core.abort(request_id))
+
+    def run(self) -> None:
+        while self.core.has_work:
+            self.step()
+
+    def __getitem__(self, name: str) -> float:
+        """A number of the only series of a name, or of one that is named like `name{label}`."""
+        value = self.values[name]
+        assert not isinstance(value, Distribution)
+        return value
+
+    def histogram(self, name: str) -> tuple[int, float]:
+        """How many values, and their sum."""
+        value = self.values[name]
+        assert isinstance(value, Distribution)
+        return sum(value.counts), round(value.sum, 9)
+
+    @property
+    def values(self) -> dict[str, float | Distribution]:
+        samples = self.recorder.samples(self.core.load())
+        return {s.name + (f"{{{','.join(s.labels)}}}" if s.labels else ""): s.value for s in samples}
+
+
+def ends(bench: Bench) -> dict[str, float]:
+    return {reason: bench[f"vllm:request_success{{{reason}}}"] for reason in ("stop", "length", "abort", "error")}
+
+
+# --- counts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_counted_once_in_everything_that_it_is() -> None:
+    bench = Bench()
+    bench.send("a", range(1, 9), max_tokens=5)
+    bench.run()
+    assert ends(bench) == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+    assert bench["vllm:prompt_tokens"] == 8
+    assert bench["vllm:generation_tokens"] == 5
+    assert bench.histogram("vllm:request_prompt_tokens") == (1, 8)
+    assert bench.histogram("vllm:request_generation_tokens") == (1, 5)
+    assert bench.histogram("vllm:request_params_max_tokens") == (1, 5)
+    assert bench.histogram("vllm:request_num_preemptions") == (1, 0)
+    assert bench.histogram("vllm:time_to_first_token_seconds")[0] == 1
+    assert bench.histogram("vllm:inter_token_latency_seconds")[0] == 4
+    assert bench.histogram("vllm:iteration_tokens_total") == (5, 8 + 4)
+
+
+def test_a_stop_token_is_a_generated_token_though_nobody_is_shown_it() -> None:
+    bench = Bench(reply=(5, 6))
+    bench.send("a", range(1, 9), max_tokens=50, ignore_eos=False)
+    bench.run()
+    assert ends(bench)["stop"] == 1
+    assert bench["vllm:generation_tokens"] == bench.core.finished("a").usage.completion_tokens == 3
+    assert bench.histogram("vllm:inter_token_latency_seconds")[0] == 2
+
+
+def test_what_an_aborted_request_has_cost_is_counted_and_its_times_are_not() -> None:
+    bench = Bench()
+    bench.send("a", range(1, 9), max_tokens=50)
+    for _ in range(3):
+        bench.step()
+    bench.abort("a")
+    bench.abort("a")  # again: it is gone
+    assert ends(bench)["abort"] == 1
+    assert (bench["vllm:prompt_tokens"], bench["vllm:generation_tokens"]) == (8, 3)
+    assert bench.histogram("vllm:time_to_first_token_seconds")[0] == 1
+    assert bench.histogram("vllm:e2e_request_latency_seconds") == (0, 0)
+
+
+def test_a_request_that_is_aborted_before_its_first_step_is_an_end_and_nothing_else() -> None:
+    bench = Bench()
+    bench.send("a", range(1, 9), max_tokens=50)
+    bench.abort("a")
+    assert ends(bench)["abort"] == 1
+    assert bench["vllm:prompt_tokens"] == bench["vllm:prefix_cache_queries"] == 0
+
+
+def test_a_request_that_fails_is_an_error_and_its_neighbour_is_none() -> None:
+    def failing(row: ScheduledRequest) -> str | None:
+        return "broken" if row.request_id == "b" and row.start > 8 else None
+
+    bench = Bench(failing=failing)
+    for name in "ab":
+        bench.send(name, range(1, 9), max_tokens=5)
+    bench.run()
+    assert ends(bench) == {"stop": 0, "length": 1, "abort": 0, "error": 1}
+    assert bench.histogram("vllm:e2e_request_latency_seconds")[0] == 1
+
+
+def test_preemptions_are_counted_for_the_engine_and_for_the_request() -> None:
+    bench = Bench(num_kv_blocks=10, scheduler=SchedulerConfig(reserve_mode="prompt", watermark_blocks=0))
+    for name in "ab":
+        bench.send(name, range(1, 9), max_tokens=28)
+    bench.run()
+    assert bench["vllm:num_preemptions"] == bench.core.load().num_preemptions > 0
+    assert bench.histogram("vllm:request_num_preemptions") == (2, bench["vllm:num_preemptions"])
+    assert bench["vllm:generation_tokens"] == 56  # none twice
+    assert bench["vllm:prompt_tokens"] == bench["vllm:prefix_cache_queries"] == 16
+
+
+def test_cached_prompt_tokens_are_hits_and_are_counted_as_computed_from_the_cache() -> None:
+    bench = Bench()
+    for name in "ab":
+        bench.send(name, range(1, 14), max_tokens=2)
+        bench.run()
+    assert (bench["vllm:prefix_cache_queries"], bench["vllm:prefix_cache_hits"]) == (26, 12)
+    assert (bench["vllm:prompt_tokens"], bench["vllm:prompt_tokens_cached"]) == (26, 12)
+    assert bench.histogram("vllm:request_prefill_kv_computed_tokens") == (2, 26 - 12)
+
+
+def test_without_a_prefix_cache_nothing_is_looked_up() -> None:
+    bench = Bench(enable_prefix_caching=False)
+    bench.send("a", range(1, 14), max_tokens=2)
+    bench.run()
+    assert (bench["vllm:prefix_cache_queries"], bench["vllm:prompt_tokens"]) == (0, 13)
+
+
+def test_a_prompt_that_is_only_scored_is_counted_and_has_no_first_token() -> None:
+    bench = Bench()
+    bench.send("a", range(1, 9), max_tokens=0, prompt_logprobs=0)
+    bench.run()
+    assert ends(bench)["length"] == 1
+    assert (bench["vllm:prompt_tokens"], bench["vllm:generation_tokens"]) == (8, 0)
+    assert bench.histogram("vllm:time_to_first_token_seconds")[0] == 0
+    assert bench.histogram("vllm:request_prefill_time_seconds")[0] == 1
+    assert bench.histogram("vllm:request_decode_time_seconds")[0] == 0
+
+
+def test_only_refusals_that_are_the_engines_are_admission_rejections() -> None:
+    bench = Bench()
+    for code in (ErrorCode.QUEUE_FULL, ErrorCode.QUEUE_FULL, ErrorCode.DRAINING, ErrorCode.EMPTY_PROMPT):
+        bench.recorder.rejected(code)
+    rejected = {name: value for name, value in bench.values.items() if name.startswith("vllm:admission_rejections")}
+    assert rejected == {"vllm:admission_rejections{queue_full}": 2, "vllm:admission_rejections{draining}": 1}
+
+
+def test_requests_that_came_before_the_recorder_are_not_counted() -> None:
+    """Those of the warm-up."""
+    bench = Bench()
+    bench.core.send("warm-up", range(1, 9), max_tokens=3, ignore_eos=True)
+    bench.run()
+    assert (bench["vllm:prompt_tokens"], bench["vllm:generation_tokens"], sum(ends(bench).values())) == (0, 0, 0)
+
+
+# --- times -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_requests_time_are_where_its_events_say() -> None:
+    """Five ticks between the arrival and the last token; the step that is planned at a tick ends at the same."""
+    bench = Bench()
+    bench.send("a", [1] * 40, max_tokens=4)  # 32 tokens a step: two steps of prefill
+    bench.run()
+    assert bench.histogram("vllm:request_queue_time_seconds") == (1, TICK_S)
+    assert bench.histogram("vllm:request_prefill_time_seconds") == (1, TICK_S)
+    assert bench.histogram("vllm:request_decode_time_seconds") == (1, 3 * TICK_S)
+    assert bench.histogram("vllm:request_inference_time_seconds") == (1, 4 * TICK_S)
+    assert bench.histogram("vllm:e2e_request_latency_seconds") == (1, 5 * TICK_S)
+    assert bench.histogram("vllm:time_to_first_token_seconds") == (1, 2 * TICK_S)
+    assert bench.histogram("vllm:inter_token_latency_seconds") == (3, 3 * TICK_S)
+    assert bench.histogram("vllm:request_time_per_output_token_seconds") == (1, TICK_S)
+
+
+def test_gaps_of_streams_that_stood_still_differently_long_are_told_apart() -> None:
+    times = iter([0.0, 0.0, 1.0, 1.25, 1.5, 3.5])
+    recorder = EngineRecorder(resolved_config(), clock=lambda: next(times))
+    for name in "ab":
+        recorder.submitted(Submission(name, (1, 2), SamplingParams()))
+    facts = StepFacts(0.0)
+    recorder.stepped(facts, [Scheduled("a", 0), Scheduled("b", 0), Token("a", 1), Token("b", 1)])
+    recorder.stepped(facts, [Token("a", 2)])
+    recorder.stepped(facts, [Token("a", 3)])
+    recorder.stepped(facts, [Token("b", 2), Token("a", 4)])
+    gaps = recorder._histograms["vllm:inter_token_latency_seconds"].snapshot()
+    assert (sum(gaps.counts), gaps.sum) == (4, 0.25 + 0.25 + 2.5 + 2.0)
+
+
+def test_several_tokens_of_one_step_are_one_gap_and_all_are_counted() -> None:
+    bench = Bench(num_speculative_tokens=3)
+    bench.send("a", range(1, 9), max_tokens=9)
+    bench.run()
+    num_steps = bench.core.load().num_steps
+    assert num_steps < 9, "the drafts were accepted"
+    assert bench["vllm:generation_tokens"] == 9
+    assert bench.histogram("vllm:inter_token_latency_seconds")[0] == num_steps - 1
+
+
+# --- gauges, and an engine with its threads ---------------------------------------------------------------------------
+
+
+def test_the_gauges_are_those_of_the_load() -> None:
+    bench = Bench(max_num_seqs=1)
+    for name in "abc":
+        bench.send(name, range(1, 9), max_tokens=4)
+    bench.core.send("p", range(1, 9), prepared=False)
+    bench.step()
+    assert bench["vllm:num_requests_running"] == 1
+    assert bench["vllm:num_requests_waiting"] == 3
+    assert bench["vllm:num_requests_waiting_by_reason{capacity}"] == 2
+    assert bench["vllm:num_requests_waiting_by_reason{deferred}"] == 1
+    assert bench["vllm:kv_cache_usage_perc"] == bench.core.load().num_held_blocks / 64 > 0
+    assert bench["vllm:cache_config_info{4,64,none,True}"] == 1
+
+
+def test_every_name_of_the_catalogue_is_there_before_the_first_request() -> None:
+    """Prometheus counts from the first value that it sees: a series that appears with its first event has lost it."""
+    bench = Bench()
+    names = {name.partition("{")[0] for name in bench.values}
+    assert names == {metric.name for metric in ENGINE}
+
+
+def test_an_engine_with_its_threads_is_counted_exactly_under_many_requests() -> None:
+    config = resolved_config(num_kv_blocks=512, max_queued_requests=3, max_num_seqs=8)
+    executor = FakeExecutor(config.num_kv_blocks, config.block_size, range(32))
+    engine = AsyncEngine(EngineCore(executor, config))
+    recorder = EngineRecorder(config)
+    engine.observe(recorder)
+    outcomes: list[str] = []
+
+    async def ask(number: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=4 + number % 3, ignore_eos=True)
+        try:
+            async for event in engine.generate((1, 2, 3), params, f"r{number}"):
+                if isinstance(event, Finished):
+                    outcomes.append(event.reason)
+        except RequestRejected as error:
+            outcomes.append(error.code)
+
+    async def main() -> None:
+        await asyncio.gather(*(ask(number) for number in range(40)))
+
+    asyncio.run(main())
+    values = {(s.name, s.labels): s.value for s in recorder.samples(engine.load())}
+    engine.shutdown()
+    answered = outcomes.count("length")
+    assert answered + outcomes.count("queue_full") == 40
+    assert outcomes.count("queue_full") > 0
+    assert values["vllm:request_success", ("length",)] == answered
+    assert values["vllm:admission_rejections", ("queue_full",)] == outcomes.count("queue_full")
+    assert values["vllm:prompt_tokens", ()] == 3 * answered
+    assert recorder._lives == {}
+
+
+def failed(request_id: str) -> Failed:
+    return Failed(request_id, ErrorCode.DEADLINE_EXCEEDED, "late")
+
+
+def test_nothing_is_kept_of_a_request_that_has_ended_in_any_way() -> None:
+    terminal: list[Callable[[str], Any]] = [
+        failed,
+        lambda name: Finished(name, FinishReason.ABORT, Usage(2, 0, 0)),
+        lambda name: Finished(name, FinishReason.STOP, Usage(2, 1, 0), stop_token_id=0),
+    ]
+    recorder = EngineRecorder(resolved_config())
+    for make in terminal:
+        recorder.submitted(Submission("a", (1, 2), SamplingParams()))
+        recorder.stepped(StepFacts(0.0), [make("a")])
+    assert recorder._lives == {}

@@ -1,0 +1,122 @@
+"""Contracts of asking all replicas: one that hangs, dies or talks nonsense costs a scrape its own series and no other.
+Never starts Ray: the handle's broadcast is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
+
+from serve_app.channel.handle_client import HandleClient
+from serve_app.metrics import gather as module
+from serve_app.metrics.gather import gather
+from serve_app.metrics.values import ReplicaSamples, Sample, encode
+from serve_app.routing import engine_count
+
+pytestmark = pytest.mark.anyio
+
+Replica = Callable[[], Awaitable[bytes]]
+
+
+def answers(name: str) -> Replica:
+    async def answer() -> bytes:
+        return encode(ReplicaSamples(name, (Sample("vllm:num_preemptions", (), 1),)))
+
+    return answer
+
+
+def raises(error: Exception) -> Replica:
+    async def fail() -> bytes:
+        raise error
+
+    return fail
+
+
+async def hangs() -> bytes:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def babbles() -> bytes:
+    return b"babble"
+
+
+class Call:
+    def __init__(self, replica: Replica) -> None:
+        self.get_async = replica
+
+
+class Handle:
+    """A deployment's handle whose replicas are these; or nobody can be asked, for this reason."""
+
+    def __init__(self, *replicas: Replica, error: Exception | None = None) -> None:
+        self._replicas = replicas
+        self._error = error
+        self.asked: list[str] = []
+
+    def broadcast(self, method: str) -> Handle:
+        self.asked.append(method)
+        return self
+
+    async def _fetch_replica_results_async(self) -> list[Call]:
+        if self._error is not None:
+            raise self._error
+        return [Call(replica) for replica in self._replicas]
+
+
+async def names(handle: Any) -> tuple[list[str], int]:
+    samples, missing = await gather(handle, "metrics")
+    return [replica.replica_id for replica in samples], missing
+
+
+async def test_all_replicas_are_asked_for_what_they_have_measured() -> None:
+    handle = Handle(answers("a"), answers("b"))
+    assert await names(handle) == (["a", "b"], 0)
+    assert handle.asked == ["metrics"]
+
+
+@pytest.mark.parametrize(
+    "broken", [hangs, babbles, raises(ActorDiedError()), raises(RequestCancelledError("id"))], ids=str
+)
+async def test_a_replica_that_does_not_answer_is_counted_and_the_others_are_there(
+    broken: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.05)
+    assert await names(Handle(answers("a"), broken, answers("b"))) == (["a", "b"], 1)
+
+
+@pytest.mark.parametrize("error", [DeploymentUnavailableError(DeploymentID("Engine", "app")), ActorDiedError()])
+async def test_a_deployment_nobody_of_which_can_be_asked_is_one_missing_replica(error: Exception) -> None:
+    assert await names(Handle(error=error)) == ([], 1)
+
+
+async def test_a_bug_is_not_taken_for_a_missing_replica() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await names(Handle(raises(ZeroDivisionError())))
+
+
+def client_of(engine: Handle, ingress: Handle) -> HandleClient:
+    unused: Any = None
+    handles: Any = {"engine": engine, "ingress": ingress}
+    return HandleClient(**handles, receiver=unused, migration=unused)
+
+
+async def test_a_scrape_has_what_both_deployments_answer_and_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_count, "_known", 2)
+    scrape = await client_of(Handle(answers("e1"), babbles), Handle(answers("i1"), answers("i2"))).metrics()
+    assert [replica.replica_id for replica in scrape.engines] == ["e1"]
+    assert [replica.replica_id for replica in scrape.ingresses] == ["i1", "i2"]
+    assert scrape.missing == {"engine": 1, "ingress": 0}
+
+
+async def test_a_scrape_does_not_wake_a_deployment_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_count, "_known", 0)
+    asleep = Handle(hangs)
+    scrape = await client_of(asleep, Handle(answers("i1"))).metrics()
+    assert asleep.asked == []
+    assert (scrape.engines, scrape.missing) == ([], {"engine": 0, "ingress": 0})

@@ -1,0 +1,257 @@
+"""Contracts of /metrics on the app: what was asked of it is what a scrape counts, whatever became of each request.
+Never goes through Ray; the engine is a real one in this process, over the fake executor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import ASGIApp
+
+from engine.build import build_engine
+from engine.config import EngineConfig, FakeConfig, SchedulerConfig
+from engine.protocol import EngineError, ErrorCode
+from serve_app.admission.gate import Gate
+from serve_app.admission.limits import GatePolicy, Limits
+from serve_app.api.ingress import create_app
+from serve_app.api.tokenizer import Tokenizer
+from serve_app.auth import Keys
+from serve_app.channel.counts import ChannelCounts
+from serve_app.metrics.catalogue import INGRESS
+from serve_app.metrics.exposition import Scrape
+from serve_app.metrics.ingress_recorder import IngressRecorder
+from serve_app.metrics.values import ReplicaSamples
+from serve_app.settings import ApiKey
+from tests.serve_app.harness import (
+    CHAT,
+    MODEL,
+    PROMPT,
+    TIMEOUT_S,
+    Exchange,
+    LocalClient,
+    ScriptedClient,
+    app_for,
+    failed,
+    finished,
+    post,
+    scheduled,
+    tokens,
+)
+
+pytestmark = pytest.mark.anyio
+
+REPLY = "Bonjour."
+NUM_TOKENS = len(REPLY) + 1  # and the stop token
+PROMPT_ALONE = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0)  # so that answers have to be preempted
+COMPLETIONS = "/v1/completions"
+
+
+class Numbers(dict[str, float]):
+    """A scrape: the values by `name{labels besides the model's and the replica's}`."""
+
+    def of(self, name: str) -> dict[str, float]:
+        """By the value of its one label; those that are zero are left out."""
+        found = {key: value for key, value in self.items() if key.startswith(f"{name}{{") and value}
+        return {key.partition('="')[2].removesuffix('"}'): value for key, value in found.items()}
+
+
+async def scrape(app: ASGIApp, **headers: str) -> Numbers:
+    answer = await Exchange(app, "GET", "/metrics", headers=tuple(headers.items())).finish()
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found = Numbers()
+    for family in text_string_to_metric_families(b"".join(answer.parts).decode()):
+        for sample in family.samples:
+            labels = [f'{k}="{v}"' for k, v in sample.labels.items() if k not in ("model_name", "engine", "ingress")]
+            key = f"{sample.name}{{{','.join(labels)}}}" if labels else sample.name
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+@asynccontextmanager
+async def local_app(reply: str | None = REPLY, step_delay_ms: float = 0, **options: Any) -> AsyncIterator[ASGIApp]:
+    fake = FakeConfig(reply=reply, step_delay_ms=step_delay_ms)
+    engine = build_engine("", EngineConfig(executor="fake", fake=fake, **options))
+    client, gate = LocalClient(engine), Gate()
+    client.ingress = IngressRecorder(gate)
+    try:
+        yield create_app(client, Tokenizer.byte_level(), MODEL, gate=gate, recorder=client.ingress)
+    finally:
+        await asyncio.to_thread(engine.shutdown)
+
+
+def measured(client: ScriptedClient, policy: GatePolicy | None = None) -> tuple[ASGIApp, Gate]:
+    """An app over a scripted engine whose own replica alone is scraped."""
+    gate = Gate() if policy is None else Gate(policy)
+    recorder = IngressRecorder(gate)
+
+    async def metrics() -> Scrape:
+        return Scrape(ingresses=[ReplicaSamples("ingress-1", recorder.samples())])
+
+    client.metrics = metrics  # type: ignore[method-assign]
+    return app_for(client, gate=gate, recorder=recorder), gate
+
+
+# --- a workload over an engine ---------------------------------------------------------------------------------------
+
+
+async def test_a_scrape_equals_the_requests_that_were_made() -> None:
+    async with local_app() as app:
+        for stream in (False, True, True):
+            assert (await post(app, "/v1/chat/completions", CHAT | {"stream": stream})).status == 200
+        assert (await post(app, COMPLETIONS, PROMPT | {"max_tokens": 3})).status == 200
+        assert (await post(app, COMPLETIONS, PROMPT | {"max_tokens": 3, "stream": True})).status == 200
+        assert (await post(app, COMPLETIONS, PROMPT | {"max_tokens": 10_000})).status == 400
+        assert (await post(app, COMPLETIONS, PROMPT | {"model": "other"})).status == 404
+        found = await scrape(app)
+    assert found.of("vllm:request_success_total") == {"stop": 3, "length": 2}
+    assert found["vllm:generation_tokens_total"] == 3 * NUM_TOKENS + 2 * 3
+    assert found["vllm:request_generation_tokens_sum"] == found["vllm:generation_tokens_total"]
+    assert found["vllm:request_prompt_tokens_sum"] == found["vllm:prompt_tokens_total"]
+    assert found["vllm:time_to_first_token_seconds_count"] == 5
+    assert found["vllm:inter_token_latency_seconds_count"] == found["vllm:generation_tokens_total"] - 5
+    assert found["vllm:request_params_max_tokens_count"] == 2
+    assert found.of("chunkserve:requests_total") == {"complete": 5, "error": 2}
+    assert found["chunkserve:time_to_first_token_seconds_count"] == 5
+    assert found["chunkserve:e2e_request_latency_seconds_count"] == 5
+    assert found["vllm:num_requests_running"] == found["chunkserve:num_requests_live"] == 0
+    assert found.of("chunkserve:replicas_missing") == {}
+
+
+async def test_the_engines_part_of_a_requests_time_and_the_rest_add_up() -> None:
+    async with local_app(step_delay_ms=2) as app:
+        for stream in (False, True):
+            assert (await post(app, "/v1/chat/completions", CHAT | {"stream": stream})).status == 200
+        found = await scrape(app)
+    parts = [found[f"chunkserve:request_{part}_seconds_sum"] for part in ("gate_time", "engine_time", "overhead")]
+    assert sum(parts) == pytest.approx(found["chunkserve:e2e_request_latency_seconds_sum"])
+    assert min(parts) > 0
+    assert found["vllm:e2e_request_latency_seconds_sum"] < found["chunkserve:request_engine_time_seconds_sum"]
+    assert found["vllm:time_to_first_token_seconds_sum"] < found["chunkserve:time_to_first_token_seconds_sum"]
+
+
+async def test_a_client_that_leaves_is_counted_where_it_left_and_as_an_abort_in_the_engine() -> None:
+    async with local_app(reply=None, step_delay_ms=1) as app:
+        body = b'{"model": "org/tiny", "prompt": "hi", "max_tokens": 150, "ignore_eos": true, "stream": true}'
+        exchange = Exchange(app, "POST", COMPLETIONS, body)
+        for _ in range(3):
+            await exchange.next()
+        running = await scrape(app)
+        exchange.disconnect()
+        await exchange.task
+        async with asyncio.timeout(TIMEOUT_S):
+            while not (found := await scrape(app)).of("vllm:request_success_total"):
+                pass
+    assert (running["vllm:num_requests_running"], running["chunkserve:num_requests_live"]) == (1, 1)
+    assert found.of("vllm:request_success_total") == {"abort": 1}
+    assert found.of("chunkserve:requests_total") == {"client_gone": 1}
+    assert found["vllm:e2e_request_latency_seconds_count"] == found["chunkserve:e2e_request_latency_seconds_count"] == 0
+    assert 3 <= found["vllm:generation_tokens_total"] < 150
+
+
+async def test_preempted_requests_are_counted_once_and_their_preemptions_too() -> None:
+    async with local_app(reply=None, num_kv_blocks=16, block_size=4, scheduler=PROMPT_ALONE) as app:
+        body = PROMPT | {"prompt": "0123456789", "max_tokens": 40, "ignore_eos": True}
+        answers = await asyncio.gather(*(post(app, COMPLETIONS, body) for _ in range(4)))
+        found = await scrape(app)
+    assert [answer.status for answer in answers] == [200] * 4
+    assert found["vllm:num_preemptions_total"] == found["vllm:request_num_preemptions_sum"] > 0
+    assert found["vllm:generation_tokens_total"] == 160
+    assert found.of("vllm:request_success_total") == {"length": 4}
+
+
+# --- what becomes of requests at the ingress, over a scripted engine -------------------------------------------------
+
+
+async def test_a_stream_that_breaks_is_incomplete_and_a_refusal_before_it_an_error() -> None:
+    broken = EngineError(ErrorCode.STEP_FAILED, "broken")
+    client = ScriptedClient([scheduled()], tokens("a"), [failed(broken)])
+    app, _ = measured(client)
+    assert (await post(app, COMPLETIONS, PROMPT | {"stream": True})).status == 200
+    assert (await post(app, COMPLETIONS, PROMPT)).status == 500
+    found = await scrape(app)
+    assert found.of("chunkserve:requests_total") == {"incomplete": 1, "error": 1}
+    assert found["chunkserve:e2e_request_latency_seconds_count"] == 0
+    assert found["chunkserve:time_to_first_token_seconds_count"] == 1  # of the one that had been sent a token
+
+
+async def test_refusals_of_the_gate_and_of_the_engines_are_counted_by_their_code() -> None:
+    hold = asyncio.Event()
+    app, gate = measured(
+        ScriptedClient([scheduled()], hold, [finished()]), GatePolicy(deployment=Limits(max_concurrent_requests=1))
+    )
+    first = asyncio.ensure_future(post(app, COMPLETIONS, PROMPT))
+    async with asyncio.timeout(TIMEOUT_S):
+        while not gate.snapshot().num_live:
+            await asyncio.sleep(0)
+    assert (await post(app, COMPLETIONS, PROMPT)).status == 503
+    assert (await scrape(app))["chunkserve:num_requests_live"] == 1
+    hold.set()
+    assert (await first).status == 200
+    gate.close()
+    assert (await post(app, COMPLETIONS, PROMPT)).status == 503
+    found = await scrape(app)  # also while the deployment drains
+    assert found.of("chunkserve:admission_rejections_total") == {"queue_full": 1, "draining": 1}
+    assert found.of("chunkserve:requests_total") == {"complete": 1, "error": 2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_without_its_whole_answer_at_the_deadline_has_missed_it(stream: bool) -> None:
+    never = asyncio.Event()
+    app, _ = measured(ScriptedClient([scheduled()], tokens("a"), never))
+    body = PROMPT | {"timeout_ms": 20, "stream": stream}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("serve_app.api.live.GRACE_S", 0)
+        assert (await post(app, COMPLETIONS, body)).status == (200 if stream else 504)
+    found = await scrape(app)
+    assert found["chunkserve:deadline_misses_total"] == 1
+    assert found.of("chunkserve:requests_total") == {"incomplete" if stream else "error": 1}
+
+
+async def test_a_request_that_meets_its_deadline_or_has_none_has_not_missed_it() -> None:
+    app, _ = measured(ScriptedClient([scheduled()], tokens("a"), [finished()]))
+    for body in (PROMPT, PROMPT | {"timeout_ms": 60_000}):
+        assert (await post(app, COMPLETIONS, body)).status == 200
+    assert (await scrape(app))["chunkserve:deadline_misses_total"] == 0
+
+
+async def test_an_answer_that_a_stop_string_ends_is_complete() -> None:
+    app, _ = measured(ScriptedClient([scheduled()], tokens("one. two"), [finished()]))
+    assert (await post(app, COMPLETIONS, PROMPT | {"stop": "."})).status == 200
+    assert (await scrape(app)).of("chunkserve:requests_total") == {"complete": 1}
+
+
+async def test_a_request_for_several_answers_is_one_request_with_its_n() -> None:
+    app, _ = measured(ScriptedClient([scheduled()], tokens("a"), [finished()]))
+    for n in (1, 3):
+        assert (await post(app, COMPLETIONS, PROMPT | {"n": n})).status == 200
+    found = await scrape(app)
+    assert found.of("chunkserve:requests_total") == {"complete": 2}
+    assert (found["vllm:request_params_n_count"], found["vllm:request_params_n_sum"]) == (2, 4)
+
+
+# --- the route itself -------------------------------------------------------------------------------------------------
+
+
+async def test_a_scraper_needs_no_key_and_who_has_none_is_not_counted() -> None:
+    client = ScriptedClient()
+    keys = Keys([ApiKey(tenant="ann", sha256="0" * 64)])
+    app = app_for(client, keys=keys)
+    assert (await post(app, COMPLETIONS, PROMPT)).status == 401
+    assert [name for name in await scrape(app) if "requests" in name] == []
+
+
+async def test_what_the_channel_counts_is_in_the_scrape_under_its_name() -> None:
+    counts = ChannelCounts(frames=1, gaps=2, completions=3, migrations=4, failed_migrations=5)
+    samples = {sample.name: sample.value for sample in IngressRecorder(Gate(), counts).samples()}
+    names = ("channel_frames", "channel_gaps", "channel_completions", "migrations", "migrations_failed")
+    assert [samples[f"chunkserve:{name}"] for name in names] == [1, 2, 3, 4, 5]
+
+
+async def test_every_name_of_the_catalogue_is_there_before_the_first_request() -> None:
+    assert {sample.name for sample in IngressRecorder(Gate()).samples()} == {metric.name for metric in INGRESS}
