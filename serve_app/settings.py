@@ -184,10 +184,10 @@ class AppSettings(BaseModel):
         description="A stream that was silent this long gets a comment, so that no proxy takes it for dead. 0: none.",
         ge=0,
     )
-    tool_parser: Literal[auto, none, hermes, qwen3_coder, llama3_json, pythonic, mistral] = Field(
+    tool_parser: Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral"] = Field(
         "auto", description="How the model writes tool calls; `auto` looks at its chat template."
     )
-    reasoning_parser: Literal[none, qwen3, deepseek_r1] = Field(
+    reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] = Field(
         "none", description="How the model marks what it thinks, which answers then tell apart."
     )
     admission: AdmissionSettings = Field(
