@@ -234,6 +234,7 @@ PYTHONIC = [
         "",
         (("f", r"""{"a": "]) [g(", "b": "it's \"x\"", "c": "\\d\\n\n", "d": "\\d"}"""), ("g", '{"a": "éé"}')),
     ),
+    Case("half of a surrogate pair", r"[f(a='é\ud800')]", "", (("f", r'{"a": "\u00e9\ud800"}'),)),
     Case("a dotted name", "[files.read(path='a')]", "", (("files.read", '{"path": "a"}'),)),
     Case("text after", "[now()]\nDone.", "\nDone.", (("now", "{}"),)),
     Case("text before", "I call [now()]", "I call [now()]"),
