@@ -55,21 +55,17 @@ def new_call_id() -> str:
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:
-    """Neighbours that could be one delta are one."""
+    """Neighbours that could be one delta are one: between two calls' arguments there is a start."""
     if len(deltas) < 2:  # nearly always
         return deltas
     found: list[Delta] = []
-    for first, same in groupby(deltas, key=_kind):
+    for first, same in groupby(deltas, key=type):
         group = list(same)
         if first is CallStart:
             found += group
         else:
             found.append(_joined(group))
     return found
-
-
-def _kind(delta: Delta) -> object:
-    return (Arguments, delta.index) if isinstance(delta, Arguments) else type(delta)
 
 
 def _joined(group: list[Delta]) -> Delta:

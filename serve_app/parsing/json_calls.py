@@ -117,7 +117,7 @@ class JsonToolParser(ToolParser):
         parts: list[str] = []
         yield from self._value(parts.append)
         try:
-            value = json.loads("".join(parts), strict=False)
+            value = json.loads("".join(parts))
         except ValueError:
             return None
         assert isinstance(value, str)

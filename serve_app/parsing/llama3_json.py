@@ -18,8 +18,6 @@ class Llama3JsonToolParser(JsonToolParser):
 
     def _parse(self) -> Steps[None]:
         self._cursor.hold()
-        yield from self._cursor.run(SPACES)
-        yield from self._cursor.literal(_TAG)
         yield from self._calls()
         while (yield from self._until(_TAG)):
             yield from self._calls()

@@ -50,7 +50,6 @@ class Qwen3CoderToolParser(ToolParser):
             tag = yield from self._cursor.literal(_CALL_END, _FUNCTION)
             if tag != _FUNCTION:
                 break
-            framed = True
         if tag:
             self._cursor.drop()
         else:

@@ -79,13 +79,17 @@ class ToolParser(ABC):
     def _start_call(self, name: str) -> None:
         """Nothing that is held can become content any more."""
         self._cursor.drop()
-        self._space, self._after_call = [], True
+        self._drop_space()
         self._deltas.append(CallStart(self.calls, self._make_id(), name))
         self.calls += 1
 
     def _arguments(self, text: str) -> None:
+        self._drop_space()
         if text:
             self._deltas.append(Arguments(self.calls - 1, text))
+
+    def _drop_space(self) -> None:
+        self._space, self._after_call = [], True
 
     def _until(self, *tags: str) -> Steps[str]:
         """Read content and one of the tags, and hold the tag; all tags begin with the same letter.

@@ -19,8 +19,9 @@ def property_schema(schema: Any, name: str) -> Any:
 
 def value_json(text: str, schema: Any) -> str:
     """A string only if no other declared type fits; without declared types always."""
-    for kind in sorted(declared_types(schema) & _READERS.keys(), key=_ORDER.index):
-        if (found := _READERS[kind](text.strip())) is not None:
+    declared = declared_types(schema)
+    for kind, read in _READERS.items():
+        if kind in declared and (found := read(text.strip())) is not None:
             return found
     return dump_json(text)
 
@@ -94,4 +95,3 @@ _READERS: Mapping[str, Callable[[str], str | None]] = {
     "object": lambda text: _container(text, "{", dict),
     "array": lambda text: _container(text, "[", list),
 }
-_ORDER = list(_READERS)

@@ -28,7 +28,20 @@ FRAGMENTS = [
     *("</function>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "(", ")", "=", "'", '"', "\\"),
     *('{"name": ', '"f"', '"arguments": ', '"parameters": ', "{", "}", ",", ":", ";", "1", "null", "<", " ", "\n", "é"),
 ]
-messy_texts = st.lists(st.sampled_from(FRAGMENTS), max_size=25).map("".join)
+
+
+@st.composite
+def broken_cases(draw: st.DrawFn) -> str:
+    """Parts of answers of one family and fragments, which reach further into the grammars than fragments alone."""
+    family = draw(st.sampled_from(sorted(CASES)))
+    parts = []
+    for case in draw(st.lists(st.sampled_from(CASES[family]), min_size=1, max_size=3)):
+        start, end = sorted(draw(st.tuples(*[st.integers(0, len(case.text))] * 2)))
+        parts += [case.text[start:end] if draw(st.booleans()) else case.text[:end], draw(st.sampled_from(FRAGMENTS))]
+    return "".join(parts)
+
+
+messy_texts = st.lists(st.sampled_from(FRAGMENTS), max_size=25).map("".join) | broken_cases()
 places = st.lists(st.integers(0, 1000), max_size=12)
 names = st.from_regex(r"[a-z_]{1,10}", fullmatch=True)
 values = st.recursive(
