@@ -33,6 +33,7 @@ BLOCKS = "tests/engine/test_block_manager.py"
 CHUNK_OWNER = "tests/engine/test_chunk_owner.py"
 COALESCING = "tests/engine/test_coalescing.py"
 CONFIG = "tests/engine/test_config.py"
+CONTROLS = "tests/engine/test_logit_controls.py"
 CORE = "tests/engine/test_core.py"
 DRAFTS = "tests/engine/test_drafts.py"
 EXECUTOR = "tests/engine/test_executor.py"
@@ -597,9 +598,33 @@ MUTATIONS = (
         "S1-R10 b",
         "The random number of a sample does not depend on its position.",
         "engine/executor.py",
-        "[plan.rows[number].end for",
-        "[plan.rows[number].start for",
+        "[row.end for row in rows]",
+        "[row.start for row in rows]",
         (f"{EXECUTOR}::test_the_random_number_of_a_sample_is_that_of_the_position_it_fills",),
+    ),
+    Mutation(
+        "Penalties a",
+        "Penalties take what another engine sampled for the prompt, so that a stream that moves changes.",
+        "engine/request.py",
+        "self.token_ids[self.answer_start :]",
+        "self.token_ids[self.prompt_len :]",
+        (f"{CONTROLS}::test_an_answer_that_another_engine_began_goes_on_from_there",),
+    ),
+    Mutation(
+        "Penalties b",
+        "With overlap, penalties miss the token in flight.",
+        "engine/request.py",
+        "*(PENDING_TOKEN,) * self.num_pending)",
+        ")",
+        (f"{CONTROLS}::test_a_row_whose_penalties_look_back_carries_the_answer_so_far",),
+    ),
+    Mutation(
+        "Salt",
+        "Prompts of different cache salts share their blocks.",
+        "engine/request.py",
+        "prefix_root=root_of(submission.cache_salt),",
+        "prefix_root=ROOT,",
+        ("tests/serve_app/routing/test_prefix_index.py",),
     ),
     Mutation(
         "S1-R11",
