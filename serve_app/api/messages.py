@@ -13,7 +13,7 @@ from serve_app.api.strict_model import StrictModel, Unsupported, unsupported_val
 
 MAX_TOOLS = 128
 _NEVER: tuple[Any, ...] = ()
-_FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 
 
 def text_or_list(value: Any) -> str | None:
@@ -110,7 +110,7 @@ class Message(StrictModel):
 
 class FunctionDefinition(StrictModel):
     unsupported: ClassVar[Unsupported] = {"strict": (False,)}
-    name: str = Field(pattern=_FUNCTION_NAME)
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON schema."""
