@@ -36,6 +36,7 @@ from serve_app.api.logprobs import json_chars, score_chars
 from serve_app.api.offload import run_sized
 from serve_app.api.refusal import REQUEST_ID, refusal
 from serve_app.api.response import model_json
+from serve_app.api.responses.form import read_response
 from serve_app.api.schema import RequestT
 from serve_app.api.session import HEADER as SESSION_HEADER
 from serve_app.api.session import session_of
@@ -232,10 +233,12 @@ def create_app(
     chat = _Generate(context, read_chat, prepare_chat, "chatcmpl-")
     completions = _Generate(context, read_completion, prepare_completion, "cmpl-")
     messages = _Generate(context, read_message, prepare_chat, "msg_")
+    responses = _Generate(context, read_response, prepare_chat, "resp_")
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"], middleware=generating),
             Route("/v1/completions", completions, methods=["POST"], middleware=generating),
+            Route("/v1/responses", responses, methods=["POST"], middleware=generating),
             Route("/v1/messages", messages, methods=["POST"], middleware=generating),
             CountTokens(tokenizer, model, max_body_bytes).route(guard),
             Route("/v1/models", context.list_models, middleware=guard),

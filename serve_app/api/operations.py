@@ -15,6 +15,8 @@ from serve_app.api.anthropic import answer_schema as anthropic
 from serve_app.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from serve_app.api.deadline import HEADER as DEADLINE_HEADER
 from serve_app.api.deadline import MAX_TIMEOUT_MS
+from serve_app.api.responses import answer_schema as responses
+from serve_app.api.responses.schema import ResponsesRequest
 from serve_app.api.schema import ChatRequest, CompletionRequest
 from serve_app.api.session import HEADER as SESSION_HEADER
 from serve_app.api.session import MAX_CHARS
@@ -94,6 +96,7 @@ def _admin(name: str, summary: str, answer: type[BaseModel]) -> Operation:
 
 _CHAT = "Answer a conversation, whole or as a stream."
 _COMPLETE = "Continue a text, whole or as a stream."
+_RESPOND = "Answer items, whole or as a stream; nothing is kept."
 _MESSAGE = "Answer a conversation as Anthropic's API does, whole or as a stream."
 _COUNT = "How many tokens a conversation's prompt has."
 _NAMED_EVENTS = "`event: <type>` and `data: <JSON>` each, comments in between"
@@ -103,6 +106,10 @@ _DETOKENIZE = "The text of token ids."
 OPERATIONS: tuple[Operation, ...] = (
     _generation("/v1/chat/completions", _CHAT, ChatRequest, answers.ChatCompletion, answers.ChatCompletionChunk),
     _generation("/v1/completions", _COMPLETE, CompletionRequest, answers.Completion, answers.CompletionChunk),
+    replace(
+        _generation("/v1/responses", _RESPOND, ResponsesRequest, responses.ResponseAnswer, responses.ResponseEvent),
+        events=_NAMED_EVENTS,
+    ),
     replace(
         _generation("/v1/messages", _MESSAGE, MessagesRequest, anthropic.MessageAnswer, anthropic.Event),
         error=anthropic.ErrorAnswer,

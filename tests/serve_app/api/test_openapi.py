@@ -148,6 +148,7 @@ def test_every_status_of_the_engines_errors_is_declared_for_generation() -> None
 # --- bodies ---------------------------------------------------------------------------------------------------------
 
 MESSAGE = CHAT | {"max_tokens": 5}
+RESPOND = {"model": MODEL.id, "input": "hi"}
 GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", CHAT | {"temperature": 0, "top_p": 1, "stop": ["a", "b"], "max_tokens": 5, "seed": -1}),
@@ -156,6 +157,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}),
     ("/v1/completions", PROMPT),
     ("/v1/completions", PROMPT | {"prompt": [1, 2], "echo": True, "logprobs": 20, "max_tokens": 0}),
+    ("/v1/responses", RESPOND),
+    ("/v1/responses", RESPOND | {"input": [{"role": "user", "content": "a"}], "text": {}, "store": True}),
     ("/v1/messages", MESSAGE),
     ("/v1/messages", MESSAGE | {"temperature": 1, "stop_sequences": ["a"], "system": [{"type": "text", "text": "a"}]}),
     ("/v1/messages", MESSAGE | {"tool_choice": {"type": "none"}, "thinking": {"type": "disabled"}, "stream": True}),
@@ -191,6 +194,11 @@ BAD: list[tuple[str, Any]] = [
     ("/v1/completions", PROMPT | {"prompt": [-1]}),
     ("/v1/completions", PROMPT | {"logprobs": 21}),
     ("/v1/completions", PROMPT | {"suffix": "x"}),
+    ("/v1/responses", CHAT),
+    ("/v1/responses", RESPOND | {"input": []}),
+    ("/v1/responses", RESPOND | {"input": [{"type": "item_reference", "id": "a"}]}),
+    ("/v1/responses", RESPOND | {"tool_choice": "required"}),
+    ("/v1/responses", RESPOND | {"previous_response_id": "r"}),
     ("/v1/messages", CHAT),
     ("/v1/messages", MESSAGE | {"temperature": 1.5}),
     ("/v1/messages", MESSAGE | {"messages": [{"role": "system", "content": "a"}]}),
@@ -257,6 +265,7 @@ def holds(answer: Answer, path: str, method: str = "post") -> None:
 async def test_real_answers_are_valid_by_the_document() -> None:
     holds(await chat(hello()), "/v1/chat/completions")
     holds(await complete(hello(), logprobs=1), "/v1/completions")
+    holds(await post(app_for(hello()), "/v1/responses", RESPOND), "/v1/responses")
     holds(await post(app_for(hello()), "/v1/messages", MESSAGE), "/v1/messages")
     holds(await post(app_for(hello()), "/v1/messages/count_tokens", CHAT), "/v1/messages/count_tokens")
     for path in ("/v1/models", "/load", "/tokenizer_info", "/version"):
