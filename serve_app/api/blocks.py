@@ -3,13 +3,12 @@ Never writes JSON; whoever answers in blocks, or items, gives them a form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import dropwhile, takewhile
 from typing import Literal, TypeAlias
 
-from serve_app.api.chat_reader import ChatReader, Read
-from serve_app.parsing.deltas import Arguments, CallStart
+from serve_app.api.chat_reader import ChatReader
+from serve_app.parsing.deltas import Arguments, CallStart, Content, Delta
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -59,38 +58,31 @@ class BlockReader:
 
     def read(self, text: str, *, last: bool) -> list[Step]:
         """`last`: no text follows."""
-        steps = [*self._steps(self._reader.read(text, last=last))]
+        steps = [*self._steps(*self._reader.read_in_order(text, last=last))]
         if last and self._space and all(block.kind == "reasoning" for block in self.blocks):
             steps += self._grow("text", self._space)  # there is nothing else
         return [*steps, *(self._close() if last else ())]
 
-    def _steps(self, read: Read) -> Iterator[Step]:
-        if read.reasoning:
-            yield from self._grow("reasoning", read.reasoning)
-        calls = read.calls
-        # Those of the call that is open go first: text may follow it.
-        rest = dropwhile(lambda delta: isinstance(delta, Arguments), calls)
-        for delta in takewhile(lambda delta: isinstance(delta, Arguments), calls):
-            yield from self._call(delta)
-        yield from self._say(read.content)
-        for delta in rest:
-            yield from self._call(delta)
+    def _steps(self, reasoning: str, deltas: Sequence[Delta]) -> Iterator[Step]:
+        if reasoning:
+            yield from self._grow("reasoning", reasoning)
+        for delta in deltas:
+            match delta:
+                case Content(text):
+                    yield from self._say(text)
+                case CallStart():
+                    yield from self._open(Block(len(self.blocks), "call", "", delta.id, delta.name))
+                case Arguments(_, text):
+                    yield self._extend(text)
 
     def _say(self, content: str) -> Iterator[Step]:
         if self._is_open and self.blocks[-1].kind == "text":
-            if content:
-                yield self._extend(content)
+            yield self._extend(content)
             return
         self._space += content
         if self._space.strip():
             told, self._space = self._space, ""
             yield from self._grow("text", told)
-
-    def _call(self, delta: CallStart | Arguments) -> Iterator[Step]:
-        if isinstance(delta, Arguments):
-            yield self._extend(delta.text)
-        else:
-            yield from self._open(Block(len(self.blocks), "call", "", delta.id, delta.name))
 
     def _grow(self, kind: Kind, text: str) -> Iterator[Step]:
         if not self._is_open or self.blocks[-1].kind != kind:

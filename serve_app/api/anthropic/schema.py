@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from serve_app.api.anthropic.blocks import AnthropicMessage, CacheControl, TextOrBlocks
@@ -80,6 +80,14 @@ class CountTokensRequest(StrictModel):
     tool_choice: Annotated[ToolChoice, _supported_type("auto", "none")] | None = None
     thinking: Annotated[Thinking, _supported_type("disabled", "adaptive")] | None = None
     cache_control: CacheControl | None = None
+
+    @model_validator(mode="after")
+    def _last_calls_have_results(self) -> CountTokensRequest:
+        last = self.messages[-1]
+        if any(block.type == "tool_use" for block in last.blocks):
+            text = "the last message calls a tool, and no message follows with its result"
+            raise PydanticCustomError("messages", "{text}", {"text": text, "field": "messages"})
+        return self
 
 
 class MessagesRequest(CountTokensRequest):

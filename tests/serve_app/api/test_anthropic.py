@@ -162,6 +162,12 @@ async def test_a_call_that_was_cut_off_is_told_as_far_as_it_goes() -> None:
     assert (block["name"], block["input"]) == ("weather", {})
 
 
+async def test_text_between_and_after_calls_stays_in_its_place() -> None:
+    message = await whole_and_streamed(f"{CALL}And{CALL}Bye", tools=TOOLS)
+    kinds = [one["type"] for one in message["content"]]
+    assert kinds == ["tool_use", "text"] * 2
+
+
 async def test_without_parallel_use_only_the_first_call_is_shown() -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     message = await whole_and_streamed(f"{CALL}{CALL}", tools=TOOLS, tool_choice=choice)
@@ -282,6 +288,7 @@ async def test_counting_for_another_model_is_a_404() -> None:
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
+USE = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
 
 
@@ -293,6 +300,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/
         ({"messages": [{"role": "system", "content": "a"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "content": [USE]}]}, "messages: the last message calls a tool"),
         ({"temperature": 1.5}, "temperature"),
         ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
         ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice"),

@@ -149,6 +149,12 @@ async def test_calls_are_items_with_arguments_as_json() -> None:
     assert len({item["id"] for item in response["output"]}) == 3
 
 
+async def test_text_between_and_after_calls_stays_in_its_place() -> None:
+    response = await whole_and_streamed(f"{CALL}And{CALL}Bye", tools=TOOLS)
+    kinds = [one["type"] for one in response["output"]]
+    assert kinds == ["function_call", "message"] * 2
+
+
 async def test_without_parallel_calls_only_the_first_is_shown() -> None:
     response = await whole_and_streamed(f"{CALL}{CALL}", tools=TOOLS, parallel_tool_calls=False)
     assert len(response["output"]) == 1
