@@ -81,8 +81,7 @@ class BlockReader:
             return
         self._space += content
         if self._space.strip():
-            told, self._space = self._space, ""
-            yield from self._grow("text", told)
+            yield from self._grow("text", self._space)
 
     def _grow(self, kind: Kind, text: str) -> Iterator[Step]:
         if not self._is_open or self.blocks[-1].kind != kind:
