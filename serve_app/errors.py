@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import ValidationError
-from starlette.responses import JSONResponse
 
 from engine.protocol import EngineError, ErrorCode, RequestRejected
 
@@ -49,9 +48,6 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error | self.details}
-
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, headers=self.headers)
 
 
 @dataclass(frozen=True, slots=True)

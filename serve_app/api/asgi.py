@@ -15,13 +15,11 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.api.refusal import REQUEST_ID, refusal
 from serve_app.api.wait import Wait, WaitEnded
 from serve_app.errors import ApiError, to_api_error
 
 logger = logging.getLogger(__name__)
-
-REQUEST_ID = "chunkserve.request_id"
-"""Key of the scope: the request's X-Request-Id."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -106,7 +104,7 @@ class RequestGuard:
                 if started:  # too late for a status: the server cuts the connection, and the client sees it
                     raise
                 with suppress(ClientGone):
-                    await to_api_error(error).response()(scope, receive, guarded_send)
+                    await refusal(to_api_error(error), scope)(scope, receive, guarded_send)
 
 
 def _request_id(scope: Scope) -> str:

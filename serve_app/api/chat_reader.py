@@ -3,7 +3,6 @@ Never knows a model's grammar, nor how a response writes what was found."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve_app.api.schema import ChatRequest
@@ -46,13 +45,18 @@ class ChatReader:
 
     def read(self, text: str, *, last: bool) -> Read:
         """`last`: no text follows."""
+        reasoning, deltas = self.read_in_order(text, last=last)
+        content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
+        return Read(reasoning, content, tuple(delta for delta in deltas if not isinstance(delta, Content)))
+
+    def read_in_order(self, text: str, *, last: bool) -> tuple[str, list[Delta]]:
+        """The same: reasoning, and what follows it, with calls where they are in the text."""
         split = self._split(text, last)
         reasoning = split.reasoning if self._shows_reasoning else ""
         if self._tools is None:
-            return Read(reasoning, split.content)
+            return reasoning, [Content(split.content)] if split.content else []
         deltas = [*self._tools.push(split.content), *(self._tools.flush() if last else ())]
-        content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
-        return Read(reasoning, content, self._calls(deltas))
+        return reasoning, [delta for delta in deltas if self._is_shown(delta)]
 
     def _split(self, text: str, last: bool) -> Split:
         if self._reasoning is None:
@@ -63,9 +67,8 @@ class ChatReader:
         rest = self._reasoning.flush()
         return Split(split.reasoning + rest.reasoning, split.content + rest.content)
 
-    def _calls(self, deltas: Sequence[Delta]) -> tuple[CallStart | Arguments, ...]:
-        found = (delta for delta in deltas if not isinstance(delta, Content))
-        return tuple(delta for delta in found if self._parallel or delta.index == 0)
+    def _is_shown(self, delta: Delta) -> bool:
+        return self._parallel or isinstance(delta, Content) or delta.index == 0
 
 
 def needs_reader(request: ChatRequest, model: ServedModel) -> bool:

@@ -137,4 +137,5 @@ class Choices:
 
 def _joined(pieces: Sequence[Piece]) -> Piece:
     tokens = None if pieces[-1].tokens is None else tuple(token for piece in pieces for token in piece.tokens or ())
-    return Piece("".join(piece.text for piece in pieces), pieces[-1].finish_reason, tokens)
+    last = pieces[-1]
+    return Piece("".join(piece.text for piece in pieces), last.finish_reason, tokens, last.stop_string)

@@ -43,6 +43,8 @@ class Piece:
     text: str
     finish_reason: Literal["stop", "length"] | None = None
     tokens: tuple[ScoredToken, ...] | None = None
+    stop_string: str | None = None
+    """On the last piece: the stop string that ended the answer, if one did."""
 
 
 class Completion:
@@ -148,8 +150,9 @@ class Completion:
     def _piece(self, texts: list[str], reason: Literal["stop", "length"] | None = None) -> Piece:
         text = "".join(texts)
         if self._tokens is None:
-            return Piece(text, reason)
-        return Piece(text, reason, self._tokens.take(len(text)) if reason is None else self._tokens.take_all())
+            return Piece(text, reason, stop_string=self._stops.matched)
+        tokens = self._tokens.take(len(text)) if reason is None else self._tokens.take_all()
+        return Piece(text, reason, tokens, self._stops.matched)
 
     def _show_prompt(self, event: PromptLogprobs) -> str:
         if self._echo is None:

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.api.asgi import ClientGone
 from serve_app.api.deadline import now
 from serve_app.api.keep_alive import KeepAlive
+from serve_app.api.refusal import refusal
 from serve_app.errors import to_api_error
 
 PROCESSING_MS = "openai-processing-ms"
@@ -29,7 +30,7 @@ class GenerationResponses:
             if response.begun or isinstance(error, ClientGone):
                 raise
             # Here and not further out, so that a refusal says how long it took, too.
-            await to_api_error(error).response()(scope, receive, response.send)
+            await refusal(to_api_error(error), scope)(scope, receive, response.send)
         finally:
             await response.close()
 

@@ -1,4 +1,4 @@
-"""Owns the HTTP routes: OpenAI's API as an ASGI app over an engine client.
+"""Owns the HTTP routes: OpenAI's and Anthropic's APIs as an ASGI app over an engine client.
 Never touches tokens or text itself, and knows neither Ray nor how the engine runs."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Generic
 
 from starlette.applications import Starlette
@@ -21,28 +22,25 @@ from engine.protocol import EngineError
 from serve_app.admission.gate import Gate, Visit
 from serve_app.api.about import about_routes
 from serve_app.api.admin import Admin
-from serve_app.api.asgi import REQUEST_ID, RequestGuard, read_json_body, unless_client_leaves
-from serve_app.api.chat_reader import make_reader, needs_reader
+from serve_app.api.anthropic.count import CountTokens
+from serve_app.api.anthropic.form import read_messages
+from serve_app.api.asgi import RequestGuard, read_json_body, unless_client_leaves
 from serve_app.api.choices import Choices
 from serve_app.api.completion import Completion
 from serve_app.api.deadline import HEADER as DEADLINE_HEADER
 from serve_app.api.deadline import Deadline, deadline_of, now
+from serve_app.api.forms import Answering, Asked, read_chat, read_completion
 from serve_app.api.generation_response import GenerationResponses
 from serve_app.api.live import Life, LiveRequests
 from serve_app.api.logprobs import json_chars, score_chars
 from serve_app.api.offload import run_sized
-from serve_app.api.response import ChatShape, Envelope, Prompt, Shape, Shown, TextShape, model_json
-from serve_app.api.schema import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    RequestT,
-    StreamOptions,
-    parse_request,
-)
+from serve_app.api.refusal import REQUEST_ID, refusal
+from serve_app.api.response import model_json
+from serve_app.api.responses.form import read_response
+from serve_app.api.schema import RequestT
 from serve_app.api.session import HEADER as SESSION_HEADER
 from serve_app.api.session import session_of
-from serve_app.api.sse import UsageShown, send_stream
+from serve_app.api.sse import send_stream
 from serve_app.api.submission import Prepared, prepare_chat, prepare_completion
 from serve_app.api.text_routes import TextRoutes
 from serve_app.api.tokenizer import Tokenizer
@@ -60,30 +58,25 @@ MAX_BODY_BYTES = 4 * 2**20
 CLIENT_STALL_TIMEOUT_S = 60.0
 """How long a client may take nothing of its answer."""
 
-_PROMPT_END = 16  # tokens: as many as the tag takes that a template may end with
-
 SSE_KEEP_ALIVE_S = 15.0
 """How long a stream may be silent. Proxies close what is silent for longer than a minute, some after half of one."""
 
 Prepare = Callable[[RequestT, str, Tokenizer, ServedModel], Awaitable[list[list[Prepared]]]]
-MakeShape = Callable[[RequestT, Tokenizer, ServedModel, Prompt], Shape]
 
 
 class _Generate(Generic[RequestT]):
-    """An endpoint that answers with generated text, streamed or whole. One class, so that both endpoints agree."""
+    """An endpoint that answers with generated text, streamed or whole. One class, so that all of them agree."""
 
     def __init__(
         self,
         context: _Context,
-        kind: type[RequestT],
+        read: Callable[[bytes], Asked[RequestT]],
         prepare: Prepare[RequestT],
-        shape: MakeShape[RequestT],
         id_prefix: str,
     ) -> None:
         self._context = context
-        self._kind: type[RequestT] = kind
+        self._read: Callable[[bytes], Asked[RequestT]] = read
         self._prepare: Prepare[RequestT] = prepare
-        self._make_shape: MakeShape[RequestT] = shape
         self._id_prefix = id_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,7 +84,7 @@ class _Generate(Generic[RequestT]):
         gate = self._context.gate
         body = await read_json_body(scope, receive, self._context.max_body_bytes)
         # Fresh even where the client names its request: ids of live requests are unique in the engine.
-        request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
+        request_id = f"{self._id_prefix}{uuid.uuid4().hex}"
         try:
             with (
                 gate.enter(tenant_of(scope)) as visit,
@@ -104,22 +97,20 @@ class _Generate(Generic[RequestT]):
 
     async def _answer(self, passage: _Passage, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        request = await run_sized(len(body), lambda: parse_request(self._kind, body))
+        asked = await run_sized(len(body), lambda: self._read(body))
+        request = asked.request
         passage.until(deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
         passage.times.num_choices = request.num_choices
         session = session_of(headers.get(SESSION_HEADER), request.prompt_cache_key)
         choices = await self._start(request, passage, session)
-        tokenizer, model = self._context.tokenizer, self._context.model
-        envelope = Envelope(
-            passage.request_id, model.id, self._make_shape(request, tokenizer, model, choices.prompts[0])
-        )
+        form = asked.form(Answering(passage.request_id, self._context.tokenizer, self._context.model, choices))
         if request.stream:
-            await send_stream(send, choices, envelope, _usage_shown_of(request))
+            await send_stream(send, choices, form.frames())
         else:
             pieces = await choices.whole()
             size = sum(json_chars(piece.tokens or ()) for piece in pieces)
             size += sum(score_chars(prompt.scores or ()) for prompt in choices.prompts)
-            made = await run_sized(size, lambda: JSONResponse(envelope.body(pieces, choices.prompts, choices.usage)))
+            made = await run_sized(size, lambda: JSONResponse(form.body(pieces)))
             await made(scope, receive, send)
 
     async def _start(self, request: RequestT, passage: _Passage, session: str | None) -> Choices:
@@ -141,26 +132,6 @@ class _Generate(Generic[RequestT]):
         submission = replace(ready.submission, timeout_s=left_s, tenant=passage.visit.tenant.name)
         ready = replace(ready, submission=submission)
         return Completion(self._context.client, ready, passage.life, passage.visit, passage.times, session)
-
-
-def _chat_shape(request: ChatRequest, tokenizer: Tokenizer, model: ServedModel, prompt: Prompt) -> Shape:
-    if not needs_reader(request, model):
-        return ChatShape(tokenizer, _shown_of(request))
-    prompt_end = tokenizer.decode(prompt.token_ids[-_PROMPT_END:])
-    return ChatShape(tokenizer, _shown_of(request), lambda: make_reader(request, model, prompt_end))
-
-
-def _text_shape(request: CompletionRequest, tokenizer: Tokenizer, model: ServedModel, prompt: Prompt) -> Shape:
-    return TextShape(tokenizer, _shown_of(request))
-
-
-def _shown_of(request: ChatRequest | CompletionRequest) -> Shown:
-    return Shown(request.num_logprobs is not None, bool(request.return_token_ids), request.prompt_logprobs is not None)
-
-
-def _usage_shown_of(request: GenerationRequest) -> UsageShown:
-    options = request.stream_options or StreamOptions()
-    return UsageShown(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +198,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{error.detail}: {request.method} {clip(request.url.path, 200)}"
-    return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response()
+    return refusal(ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})), request.scope)
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
-    return to_api_error(error).response()
+async def _api_error(request: Request, error: Exception) -> Response:
+    return refusal(to_api_error(error), request.scope)
 
 
 def create_app(
@@ -258,12 +229,18 @@ def create_app(
         *guard,
         Middleware(MeasuresRequests, recorder=recorder or IngressRecorder(gate)),
     ]
-    chat = _Generate(context, ChatRequest, prepare_chat, _chat_shape, "chatcmpl")
-    completions = _Generate(context, CompletionRequest, prepare_completion, _text_shape, "cmpl")
+    read_message = partial(read_messages, tokenizer=tokenizer, model=model)
+    chat = _Generate(context, read_chat, prepare_chat, "chatcmpl-")
+    completions = _Generate(context, read_completion, prepare_completion, "cmpl-")
+    messages = _Generate(context, read_message, prepare_chat, "msg_")
+    responses = _Generate(context, read_response, prepare_chat, "resp_")
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"], middleware=generating),
             Route("/v1/completions", completions, methods=["POST"], middleware=generating),
+            Route("/v1/responses", responses, methods=["POST"], middleware=generating),
+            Route("/v1/messages", messages, methods=["POST"], middleware=generating),
+            CountTokens(tokenizer, model, max_body_bytes).route(guard),
             Route("/v1/models", context.list_models, middleware=guard),
             Route("/v1/models/{model_id:path}", context.get_model, middleware=guard),
             Route("/health", context.health),

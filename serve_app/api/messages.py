@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from serve_app.api.strict_model import StrictModel, Unsupported, unsupported_value
 
 MAX_TOOLS = 128
 _NEVER: tuple[Any, ...] = ()
-_FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 
 
 def text_or_list(value: Any) -> str | None:
@@ -39,21 +39,24 @@ Content = Annotated[
 ]
 
 
+def _written_object(text: str) -> str:
+    try:
+        is_object = isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise PydanticCustomError("arguments", "{text}", {"text": "should be a JSON object, written as a string"})
+    return text
+
+
+JsonObject = Annotated[str, AfterValidator(_written_object)]
+"""As text; empty is `{}`."""
+
+
 class FunctionCall(StrictModel):
     name: str
-    arguments: str
+    arguments: JsonObject
     """A JSON object as text."""
-
-    @model_validator(mode="after")
-    def _arguments_are_an_object(self) -> FunctionCall:
-        try:
-            is_object = isinstance(json.loads(self.arguments or "{}"), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            text = "should be a JSON object, written as a string"
-            raise PydanticCustomError("arguments", "{text}", {"text": text, "field": "arguments"})
-        return self
 
 
 class MessageToolCall(StrictModel):
@@ -110,7 +113,7 @@ class Message(StrictModel):
 
 class FunctionDefinition(StrictModel):
     unsupported: ClassVar[Unsupported] = {"strict": (False,)}
-    name: str = Field(pattern=_FUNCTION_NAME)
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON schema."""

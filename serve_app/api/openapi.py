@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-from serve_app.api.answer_schema import ErrorEnvelope
 from serve_app.api.generation_response import PROCESSING_MS
 from serve_app.api.operations import OPERATIONS, Operation
 
@@ -35,7 +34,6 @@ _REQUEST_ID: Json = {
     "description": "A name for the request. A response has its own, which is this where it is well formed.",
     "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
 }
-_EVENTS = "Server-sent events: `data: <JSON>` each, comments in between, `data: [DONE]` at the end."
 _KEY_NAMES = {"api key": ("apiKey", "apiKeyHeader"), "admin key": ("adminKey", "adminKeyHeader")}
 
 
@@ -76,7 +74,7 @@ class _WithoutFieldTitles(GenerateJsonSchema):
 
 def openapi_document(version: str, access: Access) -> Json:
     """Security is declared where a key is needed, and admin routes that nobody can use as the 403 that they are."""
-    schemas = _Schemas([ErrorEnvelope, *(model for one in OPERATIONS for model in _models(one))])
+    schemas = _Schemas([model for one in OPERATIONS for model in _models(one)])
     paths: dict[str, Json] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schemas, access)
@@ -88,7 +86,9 @@ def openapi_document(version: str, access: Access) -> Json:
 
 
 def _models(operation: Operation) -> list[type[BaseModel]]:
-    return [model for model in (operation.body, operation.answer, operation.chunk) if model is not None]
+    return [
+        model for model in (operation.body, operation.answer, operation.chunk, operation.error) if model is not None
+    ]
 
 
 def _operation(operation: Operation, schemas: _Schemas, access: Access) -> Json:
@@ -97,7 +97,7 @@ def _operation(operation: Operation, schemas: _Schemas, access: Access) -> Json:
     if operation.body is not None:
         content = {"application/json": {"schema": schemas.of(operation.body)}}
         told["requestBody"] = {"required": True, "content": content}
-    told["responses"] = {str(status): _error(status, schemas) for status in _errors(operation, access)}
+    told["responses"] = {str(status): _error(status, schemas, operation) for status in _errors(operation, access)}
     if not access.is_closed(operation):
         told["responses"] = {"200": _success(operation, schemas)} | told["responses"]
     if access.has_key(operation):
@@ -116,11 +116,11 @@ def _errors(operation: Operation, access: Access) -> list[int]:
     return sorted({*operation.errors, 500, *([401] if access.has_key(operation) else [])})
 
 
-def _error(status: int, schemas: _Schemas) -> Json:
+def _error(status: int, schemas: _Schemas, operation: Operation) -> Json:
     error: Json = {"description": _ERRORS[status]}
     if status in _TRY_AGAIN:
         error["headers"] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
-    return error | {"content": {"application/json": {"schema": schemas.of(ErrorEnvelope)}}}
+    return error | {"content": {"application/json": {"schema": schemas.of(operation.error)}}}
 
 
 def _success(operation: Operation, schemas: _Schemas) -> Json:
@@ -130,7 +130,7 @@ def _success(operation: Operation, schemas: _Schemas) -> Json:
     schema = {} if operation.answer is None else {"schema": schemas.of(operation.answer)}
     success["content"] = {operation.media_type: schema}
     if operation.chunk is not None:
-        events = {"type": "string", "description": _EVENTS}
+        events = {"type": "string", "description": f"Server-sent events: {operation.events}."}
         # OpenAPI 3.1 has no word for the events of a stream.
         success["content"]["text/event-stream"] = {"schema": events, "x-event-data": schemas.of(operation.chunk)}
         success["headers"] = {PROCESSING_MS: {"description": "Milliseconds.", "schema": {"type": "integer"}}}

@@ -4,15 +4,19 @@ Never registers a route; a test holds the list against the routes that there are
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from serve_app.api import answer_schema as answers
 from serve_app.api.admin import AbortRequest
+from serve_app.api.anthropic import answer_schema as anthropic
+from serve_app.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from serve_app.api.deadline import HEADER as DEADLINE_HEADER
 from serve_app.api.deadline import MAX_TIMEOUT_MS
+from serve_app.api.responses import answer_schema as responses
+from serve_app.api.responses.schema import ResponsesRequest
 from serve_app.api.schema import ChatRequest, CompletionRequest
 from serve_app.api.session import HEADER as SESSION_HEADER
 from serve_app.api.session import MAX_CHARS
@@ -23,8 +27,8 @@ Parameter = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """`answer`: the JSON of a 200; `chunk`: that of a stream's events, where a 200 may be one; `media_type`: of a 200,
-    "" where it is empty. `errors` are those besides a 500 and what `needs` brings."""
+    """`answer`: the JSON of a 200; `chunk`: that of a stream's events, where a 200 may be one, and `events` their
+    framing; `media_type`: of a 200, "" where it is empty. `errors` are those besides a 500 and what `needs` brings."""
 
     method: Literal["get", "post"] = "get"
     path: str
@@ -35,6 +39,8 @@ class Operation:
     chunk: type[BaseModel] | None = None
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()
+    error: type[BaseModel] = answers.ErrorEnvelope
+    events: str = "`data: <JSON>` each, comments in between, `data: [DONE]` at the end"
     parameters: tuple[Parameter, ...] = ()
 
 
@@ -90,12 +96,29 @@ def _admin(name: str, summary: str, answer: type[BaseModel]) -> Operation:
 
 _CHAT = "Answer a conversation, whole or as a stream."
 _COMPLETE = "Continue a text, whole or as a stream."
+_RESPOND = "Answer items, whole or as a stream; nothing is kept."
+_MESSAGE = "Answer a conversation as Anthropic's API does, whole or as a stream."
+_COUNT = "How many tokens a conversation's prompt has."
+_NAMED_EVENTS = "`event: <type>` and `data: <JSON>` each, comments in between"
 _TOKENIZE = "The token ids of a text or a conversation."
 _DETOKENIZE = "The text of token ids."
 
 OPERATIONS: tuple[Operation, ...] = (
     _generation("/v1/chat/completions", _CHAT, ChatRequest, answers.ChatCompletion, answers.ChatCompletionChunk),
     _generation("/v1/completions", _COMPLETE, CompletionRequest, answers.Completion, answers.CompletionChunk),
+    replace(
+        _generation("/v1/responses", _RESPOND, ResponsesRequest, responses.ResponseAnswer, responses.ResponseEvent),
+        events=_NAMED_EVENTS,
+    ),
+    replace(
+        _generation("/v1/messages", _MESSAGE, MessagesRequest, anthropic.MessageAnswer, anthropic.Event),
+        error=anthropic.ErrorAnswer,
+        events=_NAMED_EVENTS,
+    ),
+    replace(
+        _text("/v1/messages/count_tokens", _COUNT, CountTokensRequest, anthropic.TokenCount),
+        error=anthropic.ErrorAnswer,
+    ),
     Operation(path="/v1/models", summary="The served model, in a list.", answer=answers.ModelList),
     Operation(
         path="/v1/models/{model_id}",

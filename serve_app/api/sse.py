@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
+from typing import ClassVar, Protocol
 
 from starlette.types import Send
 
@@ -18,17 +19,39 @@ from serve_app.api.completion import Piece
 from serve_app.api.logprobs import json_chars
 from serve_app.api.offload import run_sized
 from serve_app.api.response import Envelope, Json, usage_json
-from serve_app.errors import to_api_error
+from serve_app.errors import ApiError, to_api_error
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect frames otherwise
 ]
-_DONE = b"data: [DONE]\n\n"
 # ASCII only: clients that split lines as Python's str.splitlines does would cut a frame at U+2028 or U+0085.
 _encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
 _MARK = f"text goes here {uuid.uuid4().hex}"
+
+
+class Frames(Protocol):
+    """The bytes of one stream. Each method gives whole frames, or none."""
+
+    end: ClassVar[bytes]
+    """What goes last, also after a failure."""
+
+    def opening(self, index: int) -> bytes:
+        """What goes before the first frame of a choice; empty for the others."""
+        ...
+
+    def of(self, index: int, piece: Piece) -> bytes:
+        """Empty where the piece says nothing that can be told yet."""
+        ...
+
+    def closing(self) -> bytes:
+        """What goes after all choices, if none has failed."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """What tells a client of an error, after the stream has begun."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +62,7 @@ class UsageShown:
     always: bool = False
 
 
-async def send_stream(send: Send, choices: Choices, envelope: Envelope, shown: UsageShown) -> None:
+async def send_stream(send: Send, choices: Choices, frames: Frames) -> None:
     """Send the whole response. Each frame waits for the server to take the one before.
 
     Raises:
@@ -50,23 +73,23 @@ async def send_stream(send: Send, choices: Choices, envelope: Envelope, shown: U
         first = await anext(pieces)
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
-            await _send_answer(send, first, pieces, _Frames(choices, envelope, shown))
+            await _send_answer(send, first, pieces, frames)
         except ClientGone:
             raise
         except Exception as error:  # noqa: BLE001 - to_api_error logs it; the client must learn that this is no end
-            await _send(send, _frame(to_api_error(error).body()))
-        await send({"type": "http.response.body", "body": _DONE})
+            await _send(send, frames.failure(to_api_error(error)))
+        await send({"type": "http.response.body", "body": frames.end})
 
 
-async def _send_answer(send: Send, first: Indexed, pieces: AsyncGenerator[Indexed, None], frames: _Frames) -> None:
+async def _send_answer(send: Send, first: Indexed, pieces: AsyncGenerator[Indexed, None], frames: Frames) -> None:
     await _send_piece(send, *first, frames)
     async for index, piece in pieces:
         await _send_piece(send, index, piece, frames)
-    if frame := frames.usage():
+    if frame := frames.closing():
         await _send(send, frame)
 
 
-async def _send_piece(send: Send, index: int, piece: Piece, frames: _Frames) -> None:
+async def _send_piece(send: Send, index: int, piece: Piece, frames: Frames) -> None:
     """Send a piece's frame, if it says anything, and what is to go before it: all at once, for one packet."""
     frame = frames.opening(index)
     if piece.tokens:
@@ -77,8 +100,11 @@ async def _send_piece(send: Send, index: int, piece: Piece, frames: _Frames) -> 
         await _send(send, frame)
 
 
-class _Frames:
-    """The frames of one stream. Most carry text and nothing else: what is around it is encoded once for each choice."""
+class ChunkFrames:
+    """Chunks, as chat and plain completions stream them. Most carry text and nothing else: what is around it is
+    encoded once for each choice."""
+
+    end: ClassVar[bytes] = b"data: [DONE]\n\n"
 
     def __init__(self, choices: Choices, envelope: Envelope, shown: UsageShown) -> None:
         self._choices = choices
@@ -89,7 +115,6 @@ class _Frames:
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def opening(self, index: int) -> bytes:
-        """What goes before the first frame of a choice; empty for the others."""
         if index in self._around:
             return b""
         plain = self._encoded(index, Piece(_MARK)) if self._envelope.shape.is_plain else b""
@@ -99,17 +124,19 @@ class _Frames:
         return b"" if chunk is None else _frame(chunk | self._usage())
 
     def of(self, index: int, piece: Piece) -> bytes:
-        """Empty where the piece says nothing that can be told yet."""
         before, after = self._around[index]
         if not before or piece.finish_reason is not None or piece.tokens is not None or self._shown.always:
             return self._encoded(index, piece)
         return before + encode_basestring_ascii(piece.text).encode() + after
 
-    def usage(self) -> bytes:
-        """What goes after all choices; empty where nobody asked."""
+    def closing(self) -> bytes:
+        """The usage; empty where nobody asked."""
         if not self._shown.at_end:
             return b""
         return _frame(self._envelope.chunk([]) | {"usage": usage_json(self._choices.usage)})
+
+    def failure(self, error: ApiError) -> bytes:
+        return _frame(error.body())
 
     def _encoded(self, index: int, piece: Piece) -> bytes:
         chunk = self._envelope.delta(index, piece)
@@ -121,6 +148,11 @@ class _Frames:
 
 def _frame(payload: Json) -> bytes:
     return f"data: {_encode(payload)}\n\n".encode()
+
+
+def event_frame(payload: Json) -> bytes:
+    """A frame that also names its kind, the payload's `type`."""
+    return f"event: {payload['type']}\n".encode() + _frame(payload)
 
 
 async def _send(send: Send, frame: bytes) -> None:

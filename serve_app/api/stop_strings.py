@@ -18,7 +18,8 @@ class StopStrings:
         self._stops = tuple(stops)
         self._shown = shown
         self._held = ""
-        self.matched = False
+        self.matched: str | None = None
+        """The stop string that was found."""
 
     def push(self, piece: str) -> str:
         """Return the text that is safe to send. After a match: the last of it, and `matched` is set."""
@@ -26,7 +27,7 @@ class StopStrings:
             return piece
         text = self._held + piece
         if (found := self._find(text)) is not None:
-            self.matched, self._held = True, ""
+            self.matched, self._held = text[slice(*found)], ""
             return text[: found[self._shown]]
         safe = len(text) - self._overlap(text)
         self._held = text[safe:]

@@ -42,15 +42,24 @@ async def prepare_chat(
     Raises:
         ApiError, RequestRejected: the request cannot be served as asked.
     """
+    prompt = await encode_conversation(request, tokenizer, model)
+    maker = _Maker(request, request_id, tokenizer, model, request.max_completion_tokens or request.max_tokens, None)
+    return [[await maker.prepared(prompt, None, "messages", index) for index in range(request.num_choices)]]
+
+
+async def encode_conversation(request: ChatRequest, tokenizer: Tokenizer, model: ServedModel) -> list[int]:
+    """The prompt that a chat's answer follows.
+
+    Raises:
+        ApiError: the model's chat template does not take it.
+    """
     messages = [message.for_template() for message in request.messages]
     options = _template_options(request, tokenizer, model)
     size = sum(len(str(value)) for message in messages for value in message.values()) + len(str(options))
     try:
-        prompt = await run_sized(size, lambda: tokenizer.encode_chat(messages, **options))
+        return await run_sized(size, lambda: tokenizer.encode_chat(messages, **options))
     except TemplateFailed as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from error
-    maker = _Maker(request, request_id, tokenizer, model, request.max_completion_tokens or request.max_tokens, None)
-    return [[await maker.prepared(prompt, None, "messages", index) for index in range(request.num_choices)]]
 
 
 def _template_options(request: ChatRequest, tokenizer: Tokenizer, model: ServedModel) -> dict[str, Any]:

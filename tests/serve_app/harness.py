@@ -228,10 +228,18 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
+        """OpenAI's."""
         body = self.json
         assert list(body) == ["error"]
         assert {"message", "type", "param", "code"} <= set(body["error"])
         assert isinstance(body["error"]["code"], str | None)
+        return dict(body["error"])
+
+    @property
+    def anthropic_error(self) -> dict[str, Any]:
+        body = self.json
+        assert (set(body), body["type"]) == ({"type", "error", "request_id"}, "error")
+        assert set(body["error"]) == {"type", "message"}
         return dict(body["error"])
 
     @property

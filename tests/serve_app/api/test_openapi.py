@@ -147,6 +147,8 @@ def test_every_status_of_the_engines_errors_is_declared_for_generation() -> None
 
 # --- bodies ---------------------------------------------------------------------------------------------------------
 
+MESSAGE = CHAT | {"max_tokens": 5}
+RESPOND = {"model": MODEL.id, "input": "hi"}
 GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", CHAT | {"temperature": 0, "top_p": 1, "stop": ["a", "b"], "max_tokens": 5, "seed": -1}),
@@ -155,6 +157,12 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}),
     ("/v1/completions", PROMPT),
     ("/v1/completions", PROMPT | {"prompt": [1, 2], "echo": True, "logprobs": 20, "max_tokens": 0}),
+    ("/v1/responses", RESPOND),
+    ("/v1/responses", RESPOND | {"input": [{"role": "user", "content": "a"}], "text": {}, "store": True}),
+    ("/v1/messages", MESSAGE),
+    ("/v1/messages", MESSAGE | {"temperature": 1, "stop_sequences": ["a"], "system": [{"type": "text", "text": "a"}]}),
+    ("/v1/messages", MESSAGE | {"tool_choice": {"type": "none"}, "thinking": {"type": "disabled"}, "stream": True}),
+    ("/v1/messages/count_tokens", CHAT),
     ("/tokenize", {"prompt": "a", "add_special_tokens": False}),
     ("/tokenize", CHAT | {"add_generation_prompt": False}),
     ("/detokenize", {"tokens": [1, 2]}),
@@ -186,6 +194,18 @@ BAD: list[tuple[str, Any]] = [
     ("/v1/completions", PROMPT | {"prompt": [-1]}),
     ("/v1/completions", PROMPT | {"logprobs": 21}),
     ("/v1/completions", PROMPT | {"suffix": "x"}),
+    ("/v1/responses", CHAT),
+    ("/v1/responses", RESPOND | {"input": []}),
+    ("/v1/responses", RESPOND | {"input": [{"type": "item_reference", "id": "a"}]}),
+    ("/v1/responses", RESPOND | {"tool_choice": "required"}),
+    ("/v1/responses", RESPOND | {"previous_response_id": "r"}),
+    ("/v1/messages", CHAT),
+    ("/v1/messages", MESSAGE | {"temperature": 1.5}),
+    ("/v1/messages", MESSAGE | {"messages": [{"role": "system", "content": "a"}]}),
+    ("/v1/messages", MESSAGE | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    ("/v1/messages", MESSAGE | {"tool_choice": {"type": "any"}}),
+    ("/v1/messages", MESSAGE | {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    ("/v1/messages/count_tokens", MESSAGE),
     ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}),
     ("/tokenize", {"prompt": "a", "add_generation_prompt": True}),
     ("/tokenize", {"prompt": "a", "add_special_tokens": 1}),
@@ -245,6 +265,9 @@ def holds(answer: Answer, path: str, method: str = "post") -> None:
 async def test_real_answers_are_valid_by_the_document() -> None:
     holds(await chat(hello()), "/v1/chat/completions")
     holds(await complete(hello(), logprobs=1), "/v1/completions")
+    holds(await post(app_for(hello()), "/v1/responses", RESPOND), "/v1/responses")
+    holds(await post(app_for(hello()), "/v1/messages", MESSAGE), "/v1/messages")
+    holds(await post(app_for(hello()), "/v1/messages/count_tokens", CHAT), "/v1/messages/count_tokens")
     for path in ("/v1/models", "/load", "/tokenizer_info", "/version"):
         holds(await get(hello(), path), path, "get")
     holds(await get(hello(), f"/v1/models/{MODEL.id}"), "/v1/models/{model_id}", "get")
@@ -271,9 +294,10 @@ async def test_real_frames_are_valid_by_the_document(path: str) -> None:
         ("/v1/chat/completions", {}, 400),
         ("/v1/completions", PROMPT | {"model": "other"}, 404),
         ("/v1/completions", PROMPT | {"prompt": "x" * 500}, 400),
+        ("/v1/messages", MESSAGE | {"model": "other"}, 404),
         ("/tokenize", b"{" * 9_000_000, 413),
     ],
-    ids=["missing", "model", "length", "size"],
+    ids=["missing", "model", "length", "messages", "size"],
 )
 async def test_real_refusals_are_valid_by_the_document(path: str, body: Any, status: int) -> None:
     answer = await post(app_for(hello()), path, body)

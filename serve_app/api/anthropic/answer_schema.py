@@ -1,0 +1,138 @@
+"""Owns what Anthropic's answers look like, for the OpenAPI document; tests hold real answers against it.
+Never makes an answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, RootModel
+
+from serve_app.api.answer_schema import Shape
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class Text(Shape):
+    type: Literal["text"]
+    text: str
+
+
+class Thoughts(Shape):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+    """Empty."""
+
+
+class ToolUse(Shape):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnswerBlock = Annotated[Text | Thoughts | ToolUse, Field(discriminator="type")]
+
+
+class MessageUsage(Shape):
+    input_tokens: int
+    """Without those that were cached."""
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(Shape):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: StopReason | None
+    """Null where a stream begins."""
+    stop_sequence: str | None
+    """The one of `stop_sequences` that ended the answer."""
+    usage: MessageUsage
+
+
+class MessageStart(Shape):
+    type: Literal["message_start"]
+    message: MessageAnswer
+
+
+class Ping(Shape):
+    type: Literal["ping"]
+
+
+class BlockStart(Shape):
+    type: Literal["content_block_start"]
+    index: int
+    content_block: AnswerBlock
+
+
+class TextDelta(Shape):
+    type: Literal["text_delta"]
+    text: str
+
+
+class ThinkingDelta(Shape):
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
+class InputDelta(Shape):
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
+class BlockDelta(Shape):
+    type: Literal["content_block_delta"]
+    index: int
+    delta: Annotated[TextDelta | ThinkingDelta | InputDelta, Field(discriminator="type")]
+
+
+class BlockStop(Shape):
+    type: Literal["content_block_stop"]
+    index: int
+
+
+class Stopped(Shape):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(Shape):
+    type: Literal["message_delta"]
+    delta: Stopped
+    usage: MessageUsage
+
+
+class MessageStop(Shape):
+    type: Literal["message_stop"]
+
+
+class Told(Shape):
+    type: str
+    message: str
+    """Names the field that is wrong."""
+
+
+class ErrorAnswer(Shape):
+    type: Literal["error"]
+    error: Told
+    request_id: str | None
+
+
+class Event(
+    RootModel[
+        Annotated[
+            MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | ErrorAnswer,
+            Field(discriminator="type"),
+        ]
+    ]
+):
+    """One of a stream; an error is the last."""
+
+
+class TokenCount(Shape):
+    input_tokens: int

@@ -1,0 +1,45 @@
+"""Owns how a message is answered in Anthropic's form, whole or streamed.
+Never reads the model's text; a reader of blocks does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from serve_app.api.anthropic.conversation import as_chat
+from serve_app.api.anthropic.frames import MessageFrames
+from serve_app.api.anthropic.message import Json, block_json, message_json, stop_json, usage_json
+from serve_app.api.anthropic.schema import MessagesRequest
+from serve_app.api.blocks import BlockReader
+from serve_app.api.completion import Piece
+from serve_app.api.forms import Answering, Asked
+from serve_app.api.schema import ChatRequest, parse_request
+from serve_app.api.sse import Frames
+from serve_app.api.tokenizer import Tokenizer
+from serve_app.engine_client import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    answering: Answering
+    request: ChatRequest
+
+    def body(self, pieces: Sequence[Piece]) -> Json:
+        reader, (piece,) = self._reader(), pieces
+        reader.read(piece.text, last=True)
+        answering = self.answering
+        message = message_json(answering.request_id, answering.model.id, usage_json(answering.choices.usage))
+        content = {"content": [block_json(block) for block in reader.blocks]}
+        return message | content | stop_json(piece, has_called=reader.has_called)
+
+    def frames(self) -> Frames:
+        answering = self.answering
+        return MessageFrames(answering.request_id, answering.model.id, answering.choices, self._reader())
+
+    def _reader(self) -> BlockReader:
+        return BlockReader(self.answering.reader(self.request))
+
+
+def read_messages(body: bytes, *, tokenizer: Tokenizer, model: ServedModel) -> Asked[ChatRequest]:
+    request = as_chat(parse_request(MessagesRequest, body), tokenizer, model)
+    return Asked(request, lambda answering: MessageForm(answering, request))

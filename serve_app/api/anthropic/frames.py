@@ -1,0 +1,68 @@
+"""Owns the events of a streamed message: their order, and their names.
+Never sends one; `sse` does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from serve_app.api.anthropic.message import Json, block_json, message_json, stop_json, usage_json
+from serve_app.api.blocks import BlockReader, Closed, Grown, Step
+from serve_app.api.choices import Choices
+from serve_app.api.completion import Piece
+from serve_app.api.refusal import anthropic_error
+from serve_app.api.sse import event_frame
+from serve_app.errors import ApiError
+
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+class MessageFrames:
+    end: ClassVar[bytes] = b""
+
+    def __init__(self, message_id: str, model: str, choices: Choices, blocks: BlockReader) -> None:
+        self._message_id = message_id
+        self._model = model
+        self._choices = choices
+        self._blocks = blocks
+        self._has_begun = False
+        self._last = Piece("")
+
+    def opening(self, index: int) -> bytes:
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        message = message_json(self._message_id, self._model, usage_json(self._choices.usage))
+        return _frame("message_start", message=message) + _frame("ping")
+
+    def of(self, index: int, piece: Piece) -> bytes:
+        self._last = piece
+        steps = self._blocks.read(piece.text, last=piece.finish_reason is not None)
+        return b"".join(map(_step, steps))
+
+    def closing(self) -> bytes:
+        delta = stop_json(self._last, has_called=self._blocks.has_called)
+        return _frame("message_delta", delta=delta, usage=usage_json(self._choices.usage)) + _frame("message_stop")
+
+    def failure(self, error: ApiError) -> bytes:
+        return event_frame(anthropic_error(error, None))
+
+
+def _step(step: Step) -> bytes:
+    index = step.block.index
+    match step:
+        case Grown(block, text):
+            kind, key = _DELTAS[block.kind]
+            return _frame("content_block_delta", index=index, delta={"type": kind, key: text})
+        case Closed():
+            return _frame("content_block_stop", index=index)
+        case _:
+            return _frame("content_block_start", index=index, content_block=block_json(replace(step.block, text="")))
+
+
+def _frame(kind: str, **fields: Json | int) -> bytes:
+    return event_frame({"type": kind, **fields})

@@ -1,0 +1,106 @@
+"""Owns the requests of /v1/messages and /v1/messages/count_tokens: fields, types, ranges.
+Never reads text; a field is honoured, changes nothing by its nature, or is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from serve_app.api.anthropic.blocks import AnthropicMessage, CacheControl, TextOrBlocks
+from serve_app.api.messages import FUNCTION_NAME, MAX_TOOLS
+from serve_app.api.schema import MAX_STOPS, StopString
+from serve_app.api.strict_model import UNSUPPORTED, StrictModel, Unsupported
+
+_NEVER: tuple[Any, ...] = ()
+_NO = (False,)
+
+
+class Tool(StrictModel):
+    unsupported: ClassVar[Unsupported] = {
+        "strict": _NO,
+        "defer_loading": _NO,
+        "input_examples": ([],),
+        "allowed_callers": (["direct"],),
+        "eager_input_streaming": (False, True),  # arguments are streamed as they are written in any case
+    }
+    type: Literal["custom"] | None = None
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    """A JSON schema."""
+    cache_control: CacheControl | None = None
+
+
+class ToolChoice(StrictModel):
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: bool | None = None
+    """True: only the first call of an answer is shown."""
+
+
+class Thinking(StrictModel):
+    unsupported: ClassVar[Unsupported] = {"display": ("summarized",)}
+    type: Literal["disabled", "adaptive"]
+    """`adaptive` needs a model that thinks."""
+
+
+class Metadata(StrictModel):
+    """Accepted and without effect."""
+
+    user_id: str | None = None
+
+
+def _supported_type(*supported: str) -> BeforeValidator:
+    """Other types than these are refused by name."""
+
+    def check(value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in supported:
+            text = f"the type {kind[:50]} is not supported by the server; supported are: {', '.join(supported)}"
+            raise PydanticCustomError("unsupported", "{text}", {"text": text, "code": UNSUPPORTED})
+        return value
+
+    return BeforeValidator(check)
+
+
+class CountTokensRequest(StrictModel):
+    """A conversation."""
+
+    unsupported: ClassVar[Unsupported] = {
+        "output_config": ({},),
+        "mcp_servers": ([],),
+        **dict.fromkeys(("output_format", "context_management"), _NEVER),
+    }
+    model: str
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
+    """Where the last is the assistant's, the answer goes on with it."""
+    system: TextOrBlocks | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Annotated[ToolChoice, _supported_type("auto", "none")] | None = None
+    thinking: Annotated[Thinking, _supported_type("disabled", "adaptive")] | None = None
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="after")
+    def _last_calls_have_results(self) -> CountTokensRequest:
+        last = self.messages[-1]
+        if any(block.type == "tool_use" for block in last.blocks):
+            text = "the last message calls a tool, and no message follows with its result"
+            raise PydanticCustomError("messages", "{text}", {"text": text, "field": "messages"})
+        return self
+
+
+class MessagesRequest(CountTokensRequest):
+    unsupported: ClassVar[Unsupported] = {
+        **CountTokensRequest.unsupported,
+        "service_tier": ("auto", "standard_only"),
+        "speed": ("standard",),
+        **dict.fromkeys(("container", "inference_geo"), _NEVER),
+    }
+    max_tokens: int = Field(ge=1)
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stream: bool | None = None
+    metadata: Metadata | None = None

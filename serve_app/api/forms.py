@@ -1,0 +1,106 @@
+"""Owns the forms of answers: what a route makes of a request's body, and of the pieces that answer it.
+Never asks an engine; a form is made when the answer has been asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol
+
+from serve_app.api.chat_reader import ChatReader, make_reader, needs_reader
+from serve_app.api.choices import Choices
+from serve_app.api.completion import Piece
+from serve_app.api.response import ChatShape, Envelope, Json, Shape, Shown, TextShape
+from serve_app.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    RequestT,
+    StreamOptions,
+    parse_request,
+)
+from serve_app.api.sse import ChunkFrames, Frames, UsageShown
+from serve_app.api.tokenizer import Tokenizer
+from serve_app.engine_client import ServedModel
+
+_PROMPT_END = 16  # tokens: as many as the tag takes that a template may end with
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """An answer that has been asked for. `request_id`: the public id of the answer."""
+
+    request_id: str
+    tokenizer: Tokenizer
+    model: ServedModel
+    choices: Choices
+
+    def reader(self, request: ChatRequest) -> ChatReader:
+        """A reader for one answer to the first prompt."""
+        prompt = self.choices.prompts[0].token_ids
+        return make_reader(request, self.model, self.tokenizer.decode(prompt[-_PROMPT_END:]))
+
+
+class Form(Protocol):
+    def body(self, pieces: Sequence[Piece]) -> Json:
+        """The whole answer, of which each choice is one piece."""
+        ...
+
+    def frames(self) -> Frames: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(Generic[RequestT]):
+    """A body that was read: what the engine is to do, and the form of the answer."""
+
+    request: RequestT
+    form: Callable[[Answering], Form]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicesForm:
+    """OpenAI's bodies and chunks with `choices`."""
+
+    envelope: Envelope
+    choices: Choices
+    usage: UsageShown
+
+    def body(self, pieces: Sequence[Piece]) -> Json:
+        return self.envelope.body(pieces, self.choices.prompts, self.choices.usage)
+
+    def frames(self) -> Frames:
+        return ChunkFrames(self.choices, self.envelope, self.usage)
+
+
+def read_chat(body: bytes) -> Asked[ChatRequest]:
+    request = parse_request(ChatRequest, body)
+
+    def form(answering: Answering) -> Form:
+        reads = needs_reader(request, answering.model)
+        make = (lambda: answering.reader(request)) if reads else None
+        return _choices_form(request, answering, ChatShape(answering.tokenizer, _shown_of(request), make))
+
+    return Asked(request, form)
+
+
+def read_completion(body: bytes) -> Asked[CompletionRequest]:
+    request = parse_request(CompletionRequest, body)
+
+    def form(answering: Answering) -> Form:
+        return _choices_form(request, answering, TextShape(answering.tokenizer, _shown_of(request)))
+
+    return Asked(request, form)
+
+
+def _choices_form(request: GenerationRequest, answering: Answering, shape: Shape) -> Form:
+    envelope = Envelope(answering.request_id, answering.model.id, shape)
+    return ChoicesForm(envelope, answering.choices, _usage_shown_of(request))
+
+
+def _shown_of(request: ChatRequest | CompletionRequest) -> Shown:
+    return Shown(request.num_logprobs is not None, bool(request.return_token_ids), request.prompt_logprobs is not None)
+
+
+def _usage_shown_of(request: GenerationRequest) -> UsageShown:
+    options = request.stream_options or StreamOptions()
+    return UsageShown(bool(options.include_usage), bool(options.continuous_usage_stats))

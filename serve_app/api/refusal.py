@@ -1,0 +1,44 @@
+"""Owns the response that tells of a failure: OpenAI's envelope, and on Anthropic's routes theirs.
+Never decides what has failed, nor with which status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import Scope
+
+from serve_app.errors import ApiError
+
+REQUEST_ID = "chunkserve.request_id"
+"""Key of the scope: the request's X-Request-Id."""
+
+ANTHROPIC_PATH = "/v1/messages"
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def refusal(error: ApiError, scope: Scope) -> JSONResponse:
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+    body = anthropic_error(error, scope.get(REQUEST_ID)) if is_anthropic else error.body()
+    return JSONResponse(body, error.status, headers=error.headers)
+
+
+def anthropic_error(error: ApiError, request_id: str | None) -> dict[str, Any]:
+    """Anthropic's envelope has no place for a field's name but the message."""
+    message = error.message
+    if error.param is not None and error.param not in message:
+        message = f"{error.param}: {message}"
+    told = {"type": _TYPES.get(error.status, "api_error"), "message": message}
+    return {"type": "error", "error": told, "request_id": request_id}

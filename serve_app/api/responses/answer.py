@@ -1,0 +1,39 @@
+"""Owns one response through its life: begun, ended, failed.
+Never knows whether it is streamed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from serve_app.api.blocks import Block
+from serve_app.api.forms import Answering
+from serve_app.api.responses.response import Json, ending_json, response_json, usage_json
+from serve_app.api.responses.schema import ResponsesRequest
+from serve_app.errors import ApiError
+
+
+class Answer:
+    def __init__(self, request: ResponsesRequest, answering: Answering) -> None:
+        self._request = request
+        self._answering = answering
+        self._created = int(time.time())
+        self.id = answering.request_id
+
+    def begun(self) -> Json:
+        return response_json(self._request, self.id, self._created, self._answering.model.id)
+
+    def ended(self, blocks: Sequence[Block], *, cut_off: bool) -> Json:
+        usage = usage_json(self._answering.choices.usage, self._reasoning_tokens(blocks))
+        return self.begun() | ending_json(cut_off=cut_off, blocks=blocks, response_id=self.id, usage=usage)
+
+    def failed(self, error: ApiError) -> Json:
+        """OpenAI's own code of it is one of a few; ours is in the error's event."""
+        told = {"code": "server_error", "message": error.message}
+        return self.begun() | {"status": "failed", "error": told}
+
+    def _reasoning_tokens(self, blocks: Sequence[Block]) -> int:
+        """Of the thoughts' text, without the marks around it."""
+        encode = self._answering.tokenizer.encode
+        thoughts = (block.text for block in blocks if block.kind == "reasoning")
+        return sum(len(encode(text, add_special_tokens=False)) for text in thoughts)

@@ -1,0 +1,83 @@
+"""Owns what a Responses request means as a chat request.
+Never renders it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from serve_app.api.responses.items import CallItem, Item, ItemText, MessageItem, OutputItem, ReasoningItem
+from serve_app.api.responses.schema import FunctionTool, ResponsesRequest
+from serve_app.api.schema import ChatRequest
+from serve_app.errors import from_validation
+
+Json = dict[str, Any]
+_SAME = ("model", "temperature", "top_p", "stream", "tool_choice", "parallel_tool_calls", "prompt_cache_key")
+
+
+def as_chat(request: ResponsesRequest) -> ChatRequest:
+    """The chat with the same answer.
+
+    Raises:
+        ApiError: there is none.
+    """
+    system = [{"role": "system", "content": request.instructions}] if request.instructions is not None else []
+    fields = {name: getattr(request, name) for name in _SAME} | {
+        "messages": system + _messages(request.input),
+        "max_tokens": request.max_output_tokens,
+        "tools": [_tool(tool) for tool in request.tools or ()] or None,
+    }
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+def _messages(given: str | Sequence[Item]) -> list[Json]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[Json] = []
+    for item in given:
+        _add(messages, item)
+    for message in messages:
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
+    return messages
+
+
+def _add(messages: list[Json], item: Item) -> None:
+    match item:
+        case MessageItem(role="assistant"):
+            _turn(messages, after=("content", "tool_calls"))["content"] = _text(item.content)
+        case MessageItem():
+            messages.append({"role": item.role, "content": _text(item.content)})
+        case ReasoningItem():
+            thoughts = "\n".join(thought.text for thought in item.content or item.summary or ())
+            _turn(messages, after=("content", "tool_calls"))["reasoning_content"] = thoughts
+        case CallItem():
+            _turn(messages).setdefault("tool_calls", []).append(_call(item))
+        case OutputItem():
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+
+
+def _turn(messages: list[Json], after: Sequence[str] = ()) -> Json:
+    """The assistant's message that goes on: what follows one of `after` begins another."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(last.get(name) is not None for name in after):
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _text(content: str | Sequence[ItemText]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _call(item: CallItem) -> Json:
+    return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+
+
+def _tool(tool: FunctionTool) -> Json:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}

@@ -1,0 +1,38 @@
+"""Owns how a Responses request is answered, whole or streamed.
+Never reads the model's text; a reader of blocks does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from serve_app.api.blocks import BlockReader
+from serve_app.api.completion import Piece
+from serve_app.api.forms import Asked
+from serve_app.api.responses.answer import Answer
+from serve_app.api.responses.conversation import as_chat
+from serve_app.api.responses.frames import ResponseFrames
+from serve_app.api.responses.response import Json
+from serve_app.api.responses.schema import ResponsesRequest
+from serve_app.api.schema import ChatRequest, parse_request
+from serve_app.api.sse import Frames
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseForm:
+    answer: Answer
+    blocks: BlockReader
+
+    def body(self, pieces: Sequence[Piece]) -> Json:
+        (piece,) = pieces
+        self.blocks.read(piece.text, last=True)
+        return self.answer.ended(self.blocks.blocks, cut_off=piece.finish_reason == "length")
+
+    def frames(self) -> Frames:
+        return ResponseFrames(self.answer, self.blocks)
+
+
+def read_response(body: bytes) -> Asked[ChatRequest]:
+    given = parse_request(ResponsesRequest, body)
+    request = as_chat(given)
+    return Asked(request, lambda on: ResponseForm(Answer(given, on), BlockReader(on.reader(request))))

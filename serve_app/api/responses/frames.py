@@ -1,0 +1,89 @@
+"""Owns the events of a streamed response: their order, their names and their numbers.
+Never sends one; `sse` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+from serve_app.api.blocks import Block, BlockReader, Closed, Grown, Step
+from serve_app.api.completion import Piece
+from serve_app.api.responses.answer import Answer
+from serve_app.api.responses.response import Json, item_id, item_json, part_json, status_of
+from serve_app.api.sse import event_frame
+from serve_app.errors import ApiError
+
+_DELTA = {
+    "text": "response.output_text",
+    "call": "response.function_call_arguments",
+    "reasoning": "response.reasoning_text",
+}
+_PART = {"content_index": 0}
+
+
+class ResponseFrames:
+    end: ClassVar[bytes] = b""
+
+    def __init__(self, answer: Answer, blocks: BlockReader) -> None:
+        self._answer = answer
+        self._blocks = blocks
+        self._number = 0
+        self._cut_off = False
+
+    def opening(self, index: int) -> bytes:
+        if self._number:
+            return b""
+        begun = self._answer.begun()
+        created = self._frame("response.created", response=begun)
+        return created + self._frame("response.in_progress", response=begun)
+
+    def of(self, index: int, piece: Piece) -> bytes:
+        self._cut_off = piece.finish_reason == "length"
+        steps = self._blocks.read(piece.text, last=piece.finish_reason is not None)
+        return b"".join(frame for step in steps for frame in self._step(step))
+
+    def closing(self) -> bytes:
+        response = self._answer.ended(self._blocks.blocks, cut_off=self._cut_off)
+        return self._frame(f"response.{response['status']}", response=response)
+
+    def failure(self, error: ApiError) -> bytes:
+        told = self._frame("error", code=error.code, message=error.message, param=error.param)
+        return told + self._frame("response.failed", response=self._answer.failed(error))
+
+    def _step(self, step: Step) -> Iterator[bytes]:
+        match step:
+            case Grown(block, text):
+                yield self._of(block, f"{_DELTA[block.kind]}.delta", **self._text(block, "delta", text))
+            case Closed(block):
+                yield from self._closed(block)
+            case _:
+                yield from self._opened(replace(step.block, text=""))
+
+    def _opened(self, block: Block) -> Iterator[bytes]:
+        yield self._item("response.output_item.added", block, item_json(block, self._answer.id, "in_progress"))
+        if block.kind != "call":
+            yield self._of(block, "response.content_part.added", **_PART, part=part_json(block))
+
+    def _closed(self, block: Block) -> Iterator[bytes]:
+        key, named = ("arguments", {"name": block.name}) if block.kind == "call" else ("text", {})
+        yield self._of(block, f"{_DELTA[block.kind]}.done", **self._text(block, key, block.text), **named)
+        if block.kind != "call":
+            yield self._of(block, "response.content_part.done", **_PART, part=part_json(block))
+        status = status_of(cut_off=self._cut_off and block is self._blocks.blocks[-1])
+        yield self._item("response.output_item.done", block, item_json(block, self._answer.id, status))
+
+    def _text(self, block: Block, key: str, text: str) -> Json:
+        part: Json = {} if block.kind == "call" else _PART
+        return part | {key: text} | ({"logprobs": []} if block.kind == "text" else {})
+
+    def _of(self, block: Block, kind: str, **fields: object) -> bytes:
+        named = {"item_id": item_id(block, self._answer.id), "output_index": block.index}
+        return self._frame(kind, **named, **fields)
+
+    def _item(self, kind: str, block: Block, item: Json) -> bytes:
+        return self._frame(kind, output_index=block.index, item=item)
+
+    def _frame(self, kind: str, **fields: object) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return event_frame({"type": kind, "sequence_number": number, **fields})

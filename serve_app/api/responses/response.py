@@ -1,0 +1,93 @@
+"""Owns the JSON of a response: what it repeats of its request, its output items, and what it took.
+Never decides what an answer says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from engine.protocol import Usage
+from serve_app.api.blocks import Block
+from serve_app.api.responses.schema import FunctionTool, ResponsesRequest
+
+Json = dict[str, Any]
+Status = Literal["in_progress", "completed", "incomplete"]
+_ITEM_ID = {"text": "msg", "call": "fc", "reasoning": "rs"}
+
+
+def response_json(request: ResponsesRequest, response_id: str, created: int, model: str) -> Json:
+    """One that is in progress and has said nothing yet."""
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": [_tool(tool) for tool in request.tools or ()],
+        "top_logprobs": 0,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": request.user,
+        "metadata": request.metadata or {},
+    }
+
+
+def ending_json(*, cut_off: bool, blocks: Sequence[Block], response_id: str, usage: Json) -> Json:
+    """What an answered response says besides."""
+    last = len(blocks) - 1
+    items = [item_json(block, response_id, status_of(cut_off=cut_off and block.index == last)) for block in blocks]
+    details = {"reason": "max_output_tokens"} if cut_off else None
+    return {"status": status_of(cut_off=cut_off), "incomplete_details": details, "output": items, "usage": usage}
+
+
+def status_of(*, cut_off: bool) -> Status:
+    return "incomplete" if cut_off else "completed"
+
+
+def usage_json(usage: Usage, reasoning_tokens: int) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": min(reasoning_tokens, usage.completion_tokens)},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def item_id(block: Block, response_id: str) -> str:
+    return f"{_ITEM_ID[block.kind]}_{response_id.removeprefix('resp_')}_{block.index}"
+
+
+def item_json(block: Block, response_id: str, status: Status) -> Json:
+    item: Json = {"id": item_id(block, response_id), "status": status}
+    if block.kind == "call":
+        call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+        return item | {"type": "function_call"} | call
+    content = [] if status == "in_progress" else [part_json(block)]
+    if block.kind == "reasoning":
+        return item | {"type": "reasoning", "summary": [], "content": content}
+    return item | {"type": "message", "role": "assistant", "content": content}
+
+
+def part_json(block: Block) -> Json:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _tool(tool: FunctionTool) -> Json:
+    return tool.model_dump() | {"strict": False}

@@ -1,0 +1,88 @@
+"""Owns the request of /v1/responses: fields, types, ranges.
+Never reads text; a field is honoured, changes nothing by its nature, or is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, Tag
+
+from serve_app.api.messages import FUNCTION_NAME, MAX_TOOLS, ToolChoice, text_or_list_of
+from serve_app.api.responses.items import Item
+from serve_app.api.session import MAX_CHARS
+from serve_app.api.strict_model import StrictModel, Unsupported
+
+_NEVER: tuple[Any, ...] = ()
+_NO = (False,)
+
+
+class FunctionTool(StrictModel):
+    unsupported: ClassVar[Unsupported] = {
+        "strict": _NO,
+        "defer_loading": _NO,
+        "async": _NO,
+        "allowed_callers": (["direct"],),
+        "output_schema": _NEVER,
+    }
+    type: Literal["function"]
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema."""
+
+
+class TextOptions(StrictModel):
+    """Only plain text."""
+
+    unsupported: ClassVar[Unsupported] = {"format": ({"type": "text"},), "verbosity": ("medium",)}
+
+
+class ReasoningOptions(StrictModel):
+    """Nothing of it can be chosen."""
+
+    unsupported: ClassVar[Unsupported] = dict.fromkeys(("effort", "summary", "generate_summary"), _NEVER)
+
+
+_ITEMS = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+Input = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[_ITEMS, Tag("<list>")], text_or_list_of("a string or a list of items")
+]
+
+
+class ResponsesRequest(StrictModel):
+    unsupported: ClassVar[Unsupported] = {
+        "background": _NO,
+        "include": ([],),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+        "service_tier": ("auto", "default"),
+        "stream_options": ({}, {"include_obfuscation": False}),
+        "prompt_cache_options": ({},),
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt"), _NEVER),
+        **dict.fromkeys(("max_tool_calls", "context_management", "moderation"), _NEVER),
+    }
+    model: str
+    input: Input
+    instructions: str | None = None
+    """A system message before the input."""
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stream: bool | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """False: only the first call of an answer is shown."""
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    prompt_cache_key: str | None = Field(None, max_length=MAX_CHARS)
+    """Requests of one key go to the same engine while its load allows."""
+    metadata: dict[str, str] | None = None
+    """Told in the answer."""
+
+    # Accepted and without effect.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+    store: bool | None = None
+    """Nothing is kept: the answer says `false`."""

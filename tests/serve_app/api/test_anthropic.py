@@ -1,0 +1,372 @@
+"""Owns the contract of Anthropic's routes: what the model reads, what the message says, whole and streamed, and errors.
+Never tests what it shares with chats: parsers, admission, deadlines."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.protocol import EngineError, ErrorCode, FinishReason
+from serve_app.api.anthropic.answer_schema import Event, MessageAnswer
+from serve_app.api.chat_template import ChatTemplate
+from serve_app.api.ingress import create_app
+from serve_app.api.tokenizer import Tokenizer
+from serve_app.auth import Keys
+from serve_app.engine_client import ServedModel
+from serve_app.settings import ApiKey
+from tests.serve_app.api.test_tools import CALL, CALLER, TEMPLATE, THINKER, app_of, prompt_of, saying
+from tests.serve_app.harness import Answer, Exchange, ScriptedClient, failed, finished, post, scheduled, tokens
+
+pytestmark = pytest.mark.anyio
+
+ASK: dict[str, Any] = {"model": CALLER.id, "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [{"name": "weather", "description": "d", "input_schema": SCHEMA}]
+HINT = {"type": "ephemeral"}
+AS_TEMPLATE = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}}]
+
+
+async def ask(client: ScriptedClient, model: ServedModel = CALLER, **fields: Any) -> Answer:
+    return await post(app_of(client, model), "/v1/messages", ASK | fields)
+
+
+async def count(**fields: Any) -> Answer:
+    body = {key: value for key, value in ASK.items() if key != "max_tokens"} | fields
+    return await post(app_of(ScriptedClient()), "/v1/messages/count_tokens", body)
+
+
+async def read_by_the_model(**fields: Any) -> str:
+    client = saying("x")
+    answer = await ask(client, **fields)
+    assert answer.status == 200, answer.json
+    return prompt_of(client)
+
+
+def events(answer: Answer) -> list[dict[str, Any]]:
+    """The payloads; each is named as its type."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for frame in b"".join(answer.parts).decode().removesuffix("\n\n").split("\n\n"):
+        name, data = frame.split("\n")
+        payload = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {payload['type']}"
+        Event.model_validate(payload)
+        found.append(payload)
+    return found
+
+
+def together(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """A stream's events as one message, as clients put them together; an index out of turn fails."""
+    assert [one["type"] for one in found[:2]] == ["message_start", "ping"]
+    assert [one["type"] for one in found[-2:]] == ["message_delta", "message_stop"]
+    message, inputs, is_open = found[0]["message"], "", False
+    for one in found[2:-2]:
+        starts = one["type"] == "content_block_start"
+        assert starts is not is_open or one["type"] != "content_block_start"
+        assert one["index"] == len(message["content"]) - (not starts)
+        if starts:
+            message["content"].append(dict(one["content_block"]))
+            inputs, is_open = "", True
+            continue
+        assert is_open
+        block = message["content"][-1]
+        if one["type"] == "content_block_stop":
+            is_open = False
+            if block["type"] == "tool_use":
+                block["input"] = json.loads(inputs)
+        elif one["delta"]["type"] == "input_json_delta":
+            inputs += one["delta"]["partial_json"]
+        else:
+            key = one["delta"]["type"].removesuffix("_delta")
+            block[key] += one["delta"][key]
+    assert not is_open
+    return message | found[-2]["delta"] | {"usage": found[-2]["usage"]}
+
+
+async def whole_and_streamed(text: str, model: ServedModel = CALLER, **fields: Any) -> dict[str, Any]:
+    """The message, which is the same whole and streamed, however the text comes."""
+    message = (await ask(saying(text), model, **fields)).json
+    MessageAnswer.model_validate(message)
+    for pieces in (1, 3, len(text)):
+        streamed = together(events(await ask(saying(text, pieces), model, stream=True, **fields)))
+        assert _unnamed(streamed) == _unnamed(message)
+    return dict(message)
+
+
+def _unnamed(message: dict[str, Any]) -> dict[str, Any]:
+    """Ids are drawn for each answer."""
+    blocks = [{key: value for key, value in block.items() if key != "id"} for block in message["content"]]
+    return message | {"id": "", "content": blocks}
+
+
+# --- what an answer says --------------------------------------------------------------------------------------------
+
+
+async def test_a_text_is_one_block_and_ends_the_turn() -> None:
+    message = await whole_and_streamed("Hello.")
+    assert message.pop("id").startswith("msg_")
+    assert message == {
+        "type": "message",
+        "role": "assistant",
+        "model": CALLER.id,
+        "content": [{"type": "text", "text": "Hello."}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 7,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 5,
+        },
+    }
+
+
+async def test_cached_tokens_are_no_input_tokens() -> None:
+    client = ScriptedClient([scheduled(4)], tokens("a"), [finished(cached=4)])
+    usage = (await ask(client)).json["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (3, 4)
+    found = events(await ask(client, stream=True))
+    assert found[0]["message"]["usage"]["cache_read_input_tokens"] == 4
+    assert found[-2]["usage"] == usage
+
+
+async def test_max_tokens_that_are_reached_are_the_stop_reason() -> None:
+    message = (await ask(saying("a", reason=FinishReason.LENGTH))).json
+    assert message["stop_reason"] == "max_tokens"
+
+
+async def test_the_stop_sequence_that_ended_the_answer_is_named_and_not_shown() -> None:
+    message = await whole_and_streamed("one two three", stop_sequences=["zzz", " two"])
+    assert message["content"] == [{"type": "text", "text": "one"}]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", " two")
+
+
+async def test_a_call_is_a_tool_use_block_with_its_input_as_an_object() -> None:
+    message = await whole_and_streamed(f"Let me look.{CALL}\n{CALL}", tools=TOOLS)
+    text, *calls = message["content"]
+    assert text == {"type": "text", "text": "Let me look."}
+    assert [(call["type"], call["name"], call["input"]) for call in calls] == [
+        ("tool_use", "weather", {"city": "Oslo"})
+    ] * 2
+    assert message["stop_reason"] == "tool_use"
+
+
+async def test_a_call_that_was_cut_off_is_told_as_far_as_it_goes() -> None:
+    message = (await ask(saying(CALL[:57], reason=FinishReason.LENGTH), tools=TOOLS)).json
+    assert message["stop_reason"] == "max_tokens"
+    (block,) = message["content"]
+    assert (block["name"], block["input"]) == ("weather", {})
+
+
+async def test_text_between_and_after_calls_stays_in_its_place() -> None:
+    message = await whole_and_streamed(f"{CALL}And{CALL}Bye", tools=TOOLS)
+    kinds = [one["type"] for one in message["content"]]
+    assert kinds == ["tool_use", "text"] * 2
+
+
+async def test_without_parallel_use_only_the_first_call_is_shown() -> None:
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    message = await whole_and_streamed(f"{CALL}{CALL}", tools=TOOLS, tool_choice=choice)
+    assert len(message["content"]) == 1
+
+
+async def test_thoughts_are_a_block_before_the_text() -> None:
+    message = await whole_and_streamed("<think>\nHm.\n</think>\n\nYes.", THINKER, thinking={"type": "adaptive"})
+    assert message["content"] == [
+        {"type": "thinking", "thinking": "Hm.", "signature": ""},
+        {"type": "text", "text": "Yes."},
+    ]
+
+
+async def test_with_thinking_disabled_the_template_is_told_and_no_thoughts_are_shown() -> None:
+    client = saying("<think>\nHm.\n</think>\n\nYes.")
+    plain = TEMPLATE.replace("enable_thinking", "another")
+    app = app_of(client, THINKER, plain)
+    message = (await post(app, "/v1/messages", ASK | {"thinking": {"type": "disabled"}})).json
+    assert message["content"] == [{"type": "text", "text": "Yes."}]
+    told = saying("Yes.")
+    await ask(told, THINKER, thinking={"type": "disabled"})
+    assert prompt_of(told).endswith("<think>\n\n</think>\n\n")
+
+
+async def test_an_answer_of_nothing_has_no_blocks_and_one_of_space_has_its_space() -> None:
+    client = ScriptedClient([scheduled()], [finished()])
+    assert (await ask(client)).json["content"] == []
+    assert together(events(await ask(client, stream=True)))["content"] == []
+    assert (await whole_and_streamed(" \n"))["content"] == [{"type": "text", "text": " \n"}]
+
+
+# --- what the model reads -------------------------------------------------------------------------------------------
+
+
+async def test_the_model_reads_system_blocks_tools_calls_and_results() -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+                {"type": "text", "text": "Look.", "citations": None},
+                {"type": "tool_use", "id": "c", "name": "weather", "input": {"city": "Oslo"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "cold"}]},
+                {"type": "tool_result", "tool_use_id": "c", "content": "no", "is_error": True},
+                {"type": "text", "text": "And?"},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    read = await read_by_the_model(messages=messages, system=system, tools=TOOLS)
+    assert read == (
+        f"T{json.dumps(AS_TEMPLATE)}[system:a\nb][user:hi][assistant:Look.?Hm.!weatherOslo]"
+        "[tool:cold][tool:Error: no][user:And?]>"
+    )
+
+
+async def test_the_answer_goes_on_with_a_last_message_of_the_assistant() -> None:
+    messages = [*ASK["messages"], {"role": "assistant", "content": "Well,"}]
+    assert await read_by_the_model(messages=messages) == "[user:hi][assistant:Well,"
+
+
+async def test_with_tool_choice_none_the_model_is_told_of_no_tool() -> None:
+    assert await read_by_the_model(tools=TOOLS, tool_choice={"type": "none"}) == "[user:hi]>"
+
+
+async def test_how_tokens_are_chosen_reaches_the_engine() -> None:
+    client = saying("x")
+    await ask(client, temperature=0.5, top_p=0.25, top_k=3, max_tokens=9)
+    sampling = client.submissions[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.25, 3, 9)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {"user_id": "u"}},
+        {"service_tier": "auto"},
+        {"service_tier": "standard_only"},
+        {"cache_control": {"type": "ephemeral", "ttl": "1h"}},
+        {
+            "tools": [TOOLS[0] | {"type": "custom", "cache_control": HINT}],
+            "tool_choice": {"type": "none"},
+        },
+        {"thinking": {"type": "disabled"}},
+        {"container": None, "mcp_servers": [], "context_management": None},
+    ],
+    ids=str,
+)
+async def test_what_changes_no_answer_is_taken(fields: dict[str, Any]) -> None:
+    assert (await read_by_the_model(**fields)).startswith("[user:hi]>")
+
+
+# --- counting -------------------------------------------------------------------------------------------------------
+
+
+async def test_counted_is_the_prompt_that_a_message_would_have() -> None:
+    fields: dict[str, Any] = {"tools": TOOLS, "system": "s"}
+    assert (await count(**fields)).json == {"input_tokens": len(await read_by_the_model(**fields))}
+
+
+async def test_counting_takes_no_field_of_generation() -> None:
+    answer = await count(max_tokens=5)
+    assert (answer.status, answer.json["type"]) == (400, "error")
+    assert "max_tokens" in answer.json["error"]["message"]
+
+
+async def test_counting_for_another_model_is_a_404() -> None:
+    assert (await count(model="other")).json["error"]["type"] == "not_found_error"
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+USE = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "content": [USE]}]}, "messages: the last message calls a tool"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
+        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "weather"}}, "tool_choice"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "adaptive"}}, "thinking"),
+        ({"container": "c"}, "container"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"context_management": {}}, "context_management"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"n": 2}, "n"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+    client = saying("x")
+    answer = await ask(client, **fields)
+    assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+    assert named in answer.json["error"]["message"]
+    assert not client.submissions
+
+
+async def test_a_refusal_has_anthropics_envelope_and_the_requests_id() -> None:
+    headers = [("content-type", "application/json"), ("x-request-id", "mine"), ("anthropic-version", "2023-06-01")]
+    body = json.dumps(ASK | {"model": "other"}).encode()
+    answer = await Exchange(app_of(saying("x")), "POST", "/v1/messages", body, headers).finish()
+    message = answer.json["error"]["message"]
+    error = {"type": "not_found_error", "message": message}
+    assert (answer.status, answer.json) == (404, {"type": "error", "error": error, "request_id": "mine"})
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        (ErrorCode.QUEUE_FULL, 503, "overloaded_error"),
+        (ErrorCode.STEP_FAILED, 500, "api_error"),
+        (ErrorCode.DEADLINE_EXCEEDED, 504, "timeout_error"),
+    ],
+)
+async def test_each_failure_has_anthropics_type(code: ErrorCode, status: int, kind: str) -> None:
+    answer = await ask(ScriptedClient(EngineError(code, "x")))
+    assert (answer.status, answer.json["error"]["type"]) == (status, kind)
+
+
+async def test_without_a_key_it_is_an_authentication_error_and_x_api_key_is_one() -> None:
+    keys = Keys([ApiKey(tenant="ann", sha256=hashlib.sha256(b"x").hexdigest())])
+    tokenizer = Tokenizer.byte_level()
+    tokenizer._chat_template = ChatTemplate(TEMPLATE, {})
+    app, body = create_app(saying("a"), tokenizer, CALLER, keys=keys), json.dumps(ASK).encode()
+    json_type = ("content-type", "application/json")
+    refused = await Exchange(app, "POST", "/v1/messages", body, [json_type]).finish()
+    assert (refused.status, refused.json["error"]["type"]) == (401, "authentication_error")
+    assert (await Exchange(app, "POST", "/v1/messages", body, [json_type, ("x-api-key", "x")]).finish()).status == 200
+
+
+async def test_a_failure_in_a_stream_is_an_error_event_and_the_last() -> None:
+    error = EngineError(ErrorCode.STEP_FAILED, "secret")
+    found = events(await ask(ScriptedClient([scheduled()], tokens("a"), [failed(error)]), stream=True))
+    assert [one["type"] for one in found[-2:]] == ["content_block_delta", "error"]
+    assert found[-1]["error"]["type"] == "api_error"
+    assert "secret" not in json.dumps(found[-1])
+
+
+async def test_a_tool_for_a_model_that_calls_none_is_refused() -> None:
+    answer = await ask(saying("x"), replace(CALLER, tool_parser=None), tools=TOOLS)
+    assert answer.status == 400
+    assert "tools" in answer.json["error"]["message"]
