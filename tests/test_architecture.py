@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def run_python(code: str) -> str:
 def test_a_pure_module_imports_the_standard_library_only(module: str) -> None:
     code = f"""
 import sys
+import tomllib
 before = set(sys.modules)
 import engine.{module}
 tops = {{name.partition(".")[0] for name in set(sys.modules) - before}}
@@ -57,6 +59,7 @@ print(sorted(tops - set(sys.stdlib_module_names) - {{"engine"}}))
 def test_the_serving_path_and_the_build_seam_load_no_torch() -> None:
     code = f"""
 import sys
+import tomllib
 import serve_app.app, serve_app.api.ingress, engine.build
 print(sorted(set({HEAVY}) & set(sys.modules) & {{"torch", "transformers", "kernels"}}))
 """
@@ -111,3 +114,14 @@ def test_every_module_says_what_it_owns_and_what_it_never_does() -> None:
     for path in sorted(p for package in ("engine", "kernels", "serve_app") for p in (ROOT / package).rglob("*.py")):
         doc = ast.get_docstring(ast.parse(path.read_text())) or ""
         assert len(doc.splitlines()) >= (1 if path.name == "__init__.py" else 2), path.relative_to(ROOT)
+
+
+def test_every_package_of_ours_is_installed() -> None:
+    """An editable install finds them all; one from a wheel has those that are listed."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = [
+        str(path.parent.relative_to(ROOT)).replace("/", ".")
+        for top in ("engine", "kernels", "serve_app")
+        for path in (ROOT / top).rglob("__init__.py")
+    ]
+    assert sorted(listed) == sorted(found)
