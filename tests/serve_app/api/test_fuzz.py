@@ -43,7 +43,7 @@ MAX_MESSAGE_BYTES = 2000
 ADMIN_KEY = "x"
 HEADERS = (("content-type", "application/json"), ("x-api-key", ADMIN_KEY))
 DOCUMENT = openapi_document("1", Access(keys=False, admin=True))
-INSIDE = re.compile(r"/\w+/\w+|\.py\b|Traceback|serve_app|pydantic|\b(?!NaN)[A-Z][a-z]+[A-Z]\w*")
+INSIDE = re.compile(r"/\w+/\w+|\.py\b|Traceback|Value error|serve_app|pydantic|\b(?!NaN)[A-Z][a-z]+[A-Z]\w*")
 """Paths of files, and names of classes."""
 
 WEATHER = {
