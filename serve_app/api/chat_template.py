@@ -112,7 +112,8 @@ class ChatTemplate:
             return self._template.render({**names, **others})
         except _RaisedByTemplate as error:
             raise TemplateFailed(f"The model's chat template refuses these messages: {error.message}") from error
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        # RecursionError: a macro that walks a schema walks a deep one.
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise TemplateFailed("The model's chat template cannot render these messages.") from error
 
 

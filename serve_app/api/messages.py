@@ -3,9 +3,9 @@ Never renders: a template decides what a role or a call looks like."""
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal
 
+import pydantic_core
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -39,10 +39,15 @@ Content = Annotated[
 ]
 
 
+def _read_arguments(text: str) -> Any:
+    """As the body itself is read: lone surrogates, endless numbers and deep nesting are a ValueError."""
+    return pydantic_core.from_json(text.encode() or b"{}")
+
+
 def _written_object(text: str) -> str:
     try:
-        is_object = isinstance(json.loads(text or "{}"), dict)
-    except (ValueError, RecursionError):
+        is_object = isinstance(_read_arguments(text), dict)
+    except ValueError:
         is_object = False
     if not is_object:
         raise PydanticCustomError("arguments", "{text}", {"text": "should be a JSON object, written as a string"})
@@ -70,7 +75,7 @@ class MessageToolCall(StrictModel):
 
     def for_template(self) -> dict[str, Any]:
         """Arguments as an object: templates write it as JSON in their own way."""
-        arguments = json.loads(self.function.arguments or "{}")
+        arguments = _read_arguments(self.function.arguments)
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 

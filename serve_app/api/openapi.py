@@ -31,8 +31,9 @@ _TRY_AGAIN = (429, 503)
 _REQUEST_ID: Json = {
     "name": "X-Request-Id",
     "in": "header",
-    "description": "A name for the request. A response has its own, which is this where it is well formed.",
-    "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
+    "description": "A name for the request, of 1 to 128 letters, digits or ._:-; another is not refused, but replaced. "
+    "The response's is the name that counts.",
+    "schema": {"type": "string"},
 }
 _KEY_NAMES = {"api key": ("apiKey", "apiKeyHeader"), "admin key": ("adminKey", "adminKeyHeader")}
 

@@ -19,7 +19,7 @@ from serve_app.api.responses import answer_schema as responses
 from serve_app.api.responses.schema import ResponsesRequest
 from serve_app.api.schema import ChatRequest, CompletionRequest
 from serve_app.api.session import HEADER as SESSION_HEADER
-from serve_app.api.session import MAX_CHARS
+from serve_app.api.session import PATTERN
 from serve_app.api.text_schema import DetokenizeRequest, TokenizeRequest
 
 Parameter = Mapping[str, Any]
@@ -56,7 +56,7 @@ _HEADERS: tuple[Parameter, ...] = (
         "name": SESSION_HEADER,
         "in": "header",
         "description": "Requests of one session go to the same engine while its load allows.",
-        "schema": {"type": "string", "minLength": 1, "maxLength": MAX_CHARS},
+        "schema": {"type": "string", "pattern": f"^{PATTERN}$"},
     },
 )
 _MODEL_ID: Parameter = {

@@ -84,8 +84,9 @@ def _token_keys(value: Any) -> Any:
     """JSON's keys are strings."""
     if not isinstance(value, dict):
         return value
-    if bad := next((key for key in value if not (isinstance(key, str) and _TOKEN_KEY.fullmatch(key))), None):
-        text = f"should have token ids as its keys, but one is {clip(str(bad), 50)!r}"
+    bad = [key for key in value if not (isinstance(key, str) and _TOKEN_KEY.fullmatch(key))]
+    if bad:
+        text = f"should have token ids as its keys, but one is {clip(str(bad[0]), 50)!r}"
         raise PydanticCustomError("keys", "{text}", {"text": text})
     return {int(key): amount for key, amount in value.items()}
 
@@ -93,7 +94,7 @@ def _token_keys(value: Any) -> Any:
 _TOKEN_KEY = re.compile("[0-9]{1,9}")
 LogitBias = Annotated[
     dict[int, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
-    Field(max_length=MAX_BIASED_TOKENS),
+    Field(max_length=MAX_BIASED_TOKENS, json_schema_extra={"propertyNames": {"pattern": f"^{_TOKEN_KEY.pattern}$"}}),
     BeforeValidator(_token_keys),
 ]
 

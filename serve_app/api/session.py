@@ -9,7 +9,7 @@ from serve_app.errors import ApiError, clip
 
 HEADER = "X-Session-ID"
 MAX_CHARS = 128
-_SESSION = re.compile(rf"[A-Za-z0-9._~:/+=@-]{{1,{MAX_CHARS}}}")
+PATTERN = rf"[A-Za-z0-9._~:/+=@-]{{1,{MAX_CHARS}}}"
 
 
 def session_of(header: str | None, prompt_cache_key: str | None) -> str | None:
@@ -20,7 +20,7 @@ def session_of(header: str | None, prompt_cache_key: str | None) -> str | None:
     """
     if header is None:
         return prompt_cache_key or None
-    if _SESSION.fullmatch(header):
+    if re.fullmatch(PATTERN, header):
         return header
     text = f"{HEADER} should be 1 to {MAX_CHARS} letters, digits or ._~:/+=@-, but it is {clip(header, 50)!r}."
     raise ApiError(400, text, param=HEADER, code="invalid_value")

@@ -183,6 +183,12 @@ async def test_unknown_fields_are_refused_by_name_at_every_level() -> None:
     assert error["param"] == "messages.0.content.0.colour"
 
 
+async def test_an_empty_key_of_logit_bias_is_refused_as_any_other_that_is_no_token_id() -> None:
+    """It was not looked at, being false, and Python's own words about int('') went to the client."""
+    error = await refused(ScriptedClient(), "/v1/chat/completions", CHAT | {"logit_bias": {"": 1}})
+    assert error["message"] == "logit_bias: should have token ids as its keys, but one is ''"
+
+
 async def test_a_stream_flag_that_is_no_bool_is_refused() -> None:
     answer = await chat(ScriptedClient(), stream="yes")
     assert (answer.status, answer.error["param"]) == (400, "stream")

@@ -202,6 +202,35 @@ async def test_the_template_sees_tools_calls_and_their_results() -> None:
     assert prompt_of(client) == f"T{json.dumps(TOOLS)}[user:hi][assistant:?Hm.!weatherOslo][tool:cold]>"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [r'{"city": "\ud800"}', '{"city": ' + "9" * 5000 + "}", '{"city": ' + "[" * 300 + "]" * 300 + "}", "\ufeff{}"],
+    ids=["surrogate", "digits", "depth", "mark"],
+)
+async def test_arguments_that_no_body_could_hold_are_refused_by_name_and_not_a_500(arguments: str) -> None:
+    """Python's json reads a lone surrogate, and no tokenizer takes one; and as deep as its own stack, where writing
+    it again for the template then fails."""
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    client = saying("x")
+    answer = await ask(client, messages=[*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}])
+    assert answer.status == 400
+    assert answer.error["param"] == "messages.1.tool_calls.0.function.arguments"
+    assert not client.submissions
+
+
+async def test_a_schema_too_deep_for_the_templates_own_macro_is_a_400_and_not_a_500() -> None:
+    template = (
+        "{% macro walk(v) %}{% for k in v %}{% call inner() %}{{ walk(v[k]) }}{% endcall %}{% endfor %}{% endmacro %}"
+        "{% macro inner() %}{{ caller() }}{% endmacro %}{{ walk(tools[0].function.parameters) }}"
+    )
+    parameters: dict[str, Any] = {}
+    for _ in range(190):
+        parameters = {"a": parameters}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    answer = await post(app_of(saying("x"), template=template), "/v1/chat/completions", CHAT | {"tools": tools})
+    assert (answer.status, answer.error["param"]) == (400, "messages")
+
+
 async def test_the_answer_can_go_on_with_the_last_message() -> None:
     client = saying("x")
     messages = [*CHAT["messages"], {"role": "assistant", "content": "Well,"}]

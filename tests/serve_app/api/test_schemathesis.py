@@ -1,0 +1,108 @@
+"""Owns the contract that the OpenAPI document is true, as a stranger reads it: schemathesis makes bodies from it alone.
+Never helps with hand-made bodies; what a schema cannot say is named here, with the reason."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi import checks
+
+from engine.build import build_engine
+from engine.config import EngineConfig, FakeConfig
+from serve_app.api.ingress import create_app
+from serve_app.api.operations import OPERATIONS, Operation
+from serve_app.api.tokenizer import Tokenizer
+from serve_app.auth import Keys
+from tests.serve_app.harness import MODEL, LocalClient
+
+EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "40"))
+"""Of each operation and kind; with another HYPOTHESIS_SEED, others than the usual ones."""
+SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
+KEY = "x"
+ALWAYS = [
+    schemathesis.checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+]
+SCHEMA = checks.response_schema_conformance
+# positive_data_acceptance is written out below: it knows statuses, and not the reasons that no schema can say.
+
+each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: f"{one.method} {one.path}")
+
+
+@pytest.fixture(scope="module")
+def schema() -> Iterator[Any]:
+    engine = build_engine("", EngineConfig(executor="fake", fake=FakeConfig(reply="It rains."), max_model_len=256))
+    keys = Keys(admin_sha256=hashlib.sha256(KEY.encode()).hexdigest())
+    app = create_app(LocalClient(engine), Tokenizer.byte_level(), MODEL, keys=keys)
+    yield schemathesis.openapi.from_asgi("/openapi.json", app)
+    engine.shutdown()
+
+
+def sensible(body: Any) -> Any:
+    """A generated body, with what it cannot know (the model), and as rules between fields want it: else all would be
+    refused for the same few reasons, and no answer be seen."""
+    if isinstance(body, list):
+        return [sensible(entry) for entry in body]
+    if not isinstance(body, dict):
+        # JSON Schema's integers are 5.0 too; a client that sends them has mistaken the field.
+        return int(body) if isinstance(body, float) and body.is_integer() else body
+    fixed = {key: sensible(value) for key, value in body.items()}
+    if "model" in fixed:
+        fixed["model"] = MODEL.id
+    if isinstance(fixed.get("messages"), list):
+        fixed["messages"] = [{"role": "user", "content": one.get("content") or "x"} for one in fixed["messages"]]
+    if "stream_options" in fixed:
+        fixed["stream"] = True
+    return fixed
+
+
+BEYOND_A_SCHEMA = re.compile(
+    r"maximum context length|out of vocabulary|The prompt is empty|min_tokens"  # the model's numbers
+    r"|only allowed when|not allowed together|not allowed when stream|should be equal to|at most 128 choices"
+    r"|at least 1 unless echo|chat template|does not call tools"
+)
+"""Why a body that is valid by the document may be refused."""
+
+
+def run_cases(schema: Any, operation: Operation, mode: GenerationMode, check: Callable[[Any], None]) -> None:
+    strategy = schema[operation.path][operation.method].as_strategy(mode)
+    bounded = settings(
+        max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=True
+    )
+    hypothesis.seed(SEED)(bounded(given(case=strategy)(check)))()
+
+
+@each_operation
+def test_what_the_document_allows_is_answered_as_the_document_says(schema: Any, operation: Operation) -> None:
+    def check(case: Any) -> None:
+        if operation.body is not None:
+            case.body = sensible(case.body)
+        response = case.call(headers={"x-api-key": KEY})
+        # It reads a stream's schema as that of each event, which OpenAPI 3.1 does not say; test_openapi checks frames.
+        is_stream = response.headers["content-type"][0].startswith("text/event-stream") if response.content else False
+        case.validate_response(response, checks=ALWAYS if is_stream else [*ALWAYS, SCHEMA])
+        if response.status_code == 400:
+            for mistake in re.split(r"; (?=[\w.]+: )", response.json()["error"]["message"]):
+                assert BEYOND_A_SCHEMA.search(mistake), (mistake, case.body)
+
+    run_cases(schema, operation, GenerationMode.POSITIVE, check)
+
+
+@pytest.mark.parametrize("operation", [one for one in OPERATIONS if one.body is not None], ids=lambda one: one.path)
+def test_what_the_document_forbids_is_refused_as_the_document_says(schema: Any, operation: Operation) -> None:
+    def check(case: Any) -> None:
+        response = case.call(headers={"x-api-key": KEY})
+        case.validate_response(response, checks=[*ALWAYS, SCHEMA, checks.negative_data_rejection])
+
+    run_cases(schema, operation, GenerationMode.NEGATIVE, check)
