@@ -84,11 +84,17 @@ def test_an_answer_that_has_arrived_was_observed_to_its_end() -> None:
 
 
 def test_an_aborted_request_is_observed_to_its_end_like_any_other() -> None:
+    steps = threading.Semaphore(1)  # else the answer might be complete before its reader has left
+
+    def wait_for_turn(plan: StepPlan) -> None:
+        assert steps.acquire(timeout=30)
+
     async def main() -> None:
-        async with observed() as (engine, notes):
+        async with observed(wait_for_turn) as (engine, notes):
             stream = engine.stream(Submission("r", PROMPT, LONG))
             async with aclosing(stream):
                 await anext(stream)
+            steps.release(1000)
             async with asyncio.timeout(10):
                 while not notes.ends:
                     await asyncio.sleep(0.001)
