@@ -13,6 +13,7 @@ import yaml
 
 from engine import bench_memory
 from engine.bench_mixed import table
+from loadtest import transport
 from loadtest.server import Server
 from serve_app.api.schema import ChatRequest, CompletionRequest, StreamOptions
 from serve_app.reference import BEGIN, END, METRICS_BEGIN, METRICS_END, render, render_metrics
@@ -91,6 +92,13 @@ def test_the_kv_tight_table_is_what_its_file_says() -> None:
     written = README.partition("<!-- kv tight -->")[2].partition("<!-- end of kv tight -->")[0].strip()
     assert written == bench_memory.table(document)
     assert all(cell["valid"] for cell in document["cells"])
+
+
+def test_the_transport_table_is_what_its_file_says() -> None:
+    document = json.loads((ROOT / "loadtest" / "results" / "transport.json").read_text())
+    written = README.partition("<!-- transport -->")[2].partition("<!-- end of transport -->")[0].strip()
+    assert written == transport.table(document)
+    assert all(cell["num_errors"] == 0 for cell in document["cells"] if cell["path"].startswith("ours"))
 
 
 def test_the_mixed_load_table_is_what_its_file_says() -> None:
