@@ -91,6 +91,6 @@ def make_reader(request: ChatRequest, model: ServedModel, prompt_end: str) -> Ch
 
 def markers(request: ChatRequest, model: ServedModel) -> tuple[str, ...]:
     """Texts of special tokens that a reader must see."""
-    reasoning = () if model.reasoning_parser is None else REASONING_PARSERS[model.reasoning_parser].markers
-    may_call = request.may_call and model.tool_parser is not None
-    return (*reasoning, *(TOOL_PARSERS[model.tool_parser].markers if may_call and model.tool_parser else ()))
+    reasoning = REASONING_PARSERS[model.reasoning_parser].markers if model.reasoning_parser else ()
+    calls = TOOL_PARSERS[model.tool_parser].markers if request.may_call and model.tool_parser else ()
+    return (*reasoning, *calls)

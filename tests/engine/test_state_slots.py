@@ -1,4 +1,4 @@
-"""Contracts of recurrent state: dense slots, snapshots that prefix hits start from, and what faults leave of both.
+"""Contracts of recurrent state: dense slots, snapshots for prefix hits, what faults leave. Long: a fault of each kind.
 The specification's I-9, and the hand-over of S1-B3. The fake executor fails a row whose state is not its prefix's."""
 
 from __future__ import annotations

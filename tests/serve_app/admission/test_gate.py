@@ -1,4 +1,4 @@
-"""Owns the contract of the gate: who is refused with which estimate, who waits, who is next, and that nothing is lost.
+"""Owns the contract of the gate: who is refused, who waits, who is next. Long: each limit, each way to leave.
 Never sleeps: clocks are turned by hand, and loops run until they are quiet."""
 
 from __future__ import annotations

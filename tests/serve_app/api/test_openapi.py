@@ -1,4 +1,4 @@
-"""Owns the contract of /openapi.json, /docs and /version: the document says what the app does, and the page is alone.
+"""Owns the contract of /openapi.json, /docs and /version. Long: tables of good and bad bodies for every route.
 Never compares with a stored copy: the document is held against routes, models, refusals and real answers."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owns the contract of what is accepted: every field honoured, neutral or refused by name, before anything is sent.
+"""Owns the contract of what is accepted. Long: every field, honoured, neutral or refused by name before the first byte.
 Never lets a bad request reach the engine."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Contracts of the way from the ingress to the engine replicas: what Ray's failures become, its end, and who is told.
+"""Contracts of the way from the ingress to the engine replicas. Long: each failure of Ray's, each way to leave.
 Never starts Ray: the handle is scripted, or runs an engine of this process over a real channel."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Contracts of streams that move to another engine replica: the client cannot tell, wherever the first one failed.
+"""Contracts of streams that move to another engine replica unseen by the client. Long: each place of a failure.
 Never uses Ray or sockets: attempts are scripted, and answers are an engine's own."""
 
 from __future__ import annotations

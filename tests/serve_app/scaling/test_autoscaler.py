@@ -1,4 +1,4 @@
-"""How many replicas a load needs: properties of single decisions, then a fleet on a virtual clock."""
+"""How many replicas a load needs. Long: properties of single decisions, then a fleet on a virtual clock."""
 
 from __future__ import annotations
 
