@@ -1,0 +1,54 @@
+"""Owns the question whether llguidance takes a grammar, asked before an engine is: a small memory of answers.
+Never keeps a grammar, only its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import OrderedDict
+from threading import Lock
+
+from llguidance import LLMatcher
+
+MAX_KEPT = 512
+MAX_CHARS = 300
+
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
+_kept: OrderedDict[bytes, str] = OrderedDict()
+_lock = Lock()
+
+
+def find_fault(grammar: str) -> str:
+    """Why it is none, in words for whoever wrote it; empty if it is one. Takes milliseconds, and at most some seconds
+    for the worst: llguidance bounds its own work. Thread-safe."""
+    key = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
+    with _lock:
+        if key in _kept:
+            _kept.move_to_end(key)
+            return _kept[key]
+    fault = _ask(grammar)
+    with _lock:
+        _kept[key] = fault
+        while len(_kept) > MAX_KEPT:
+            _kept.popitem(last=False)
+    return fault
+
+
+def is_known(grammar: str) -> bool:
+    """Whether the answer is remembered: then it needs no thread."""
+    with _lock:
+        return hashlib.sha256(grammar.encode(errors="surrogatepass")).digest() in _kept
+
+
+def _ask(grammar: str) -> str:
+    is_fault, told = LLMatcher.validate_grammar_with_warnings(grammar)
+    return readable(told[0]) if is_fault else ""
+
+
+def readable(told: str) -> str:
+    """llguidance's text in one line: without the lines of the grammar that it repeats."""
+    if match := _UNIMPLEMENTED.search(told):
+        return f"the schema's keywords are not all supported: {match[1]}"[:MAX_CHARS]
+    lines = [line.strip() for line in told.splitlines()]
+    shown = [line for line in lines if line and not re.match(r"\d+ \||\^+$", line)]
+    return " ".join(shown)[:MAX_CHARS]

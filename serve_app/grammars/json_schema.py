@@ -1,0 +1,111 @@
+"""Owns what is asked of a JSON schema before it becomes a grammar, and how JSON is written: on one line.
+Never reads what a schema means; llguidance does, and names the keywords that it does not know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from serve_app.grammars.notation import Grammar, GrammarRefused, Json
+
+MAX_SCHEMA_BYTES = 64 * 2**10
+MAX_NESTING = 32
+"""Of a schema's objects and lists, one in the other: the readers on the way recurse."""
+
+WRITTEN = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": True}
+"""As `json.dumps` writes it, and as chat templates show it. Free white space is where small models do not find out."""
+
+_ONE = ("additionalProperties", "items", "additionalItems", "unevaluatedItems", "contains", "not", "if", "then", "else")
+_MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_IGNORED = ("nullable", "x-guidance")
+"""By llguidance in silence, or its own, which a client shall not set."""
+
+
+def json_schema(schema: Json) -> Grammar:
+    """The JSON of values that a schema allows.
+
+    Raises:
+        GrammarRefused: it is too large, or has a keyword that would be ignored.
+    """
+    return Grammar(({"name": "json", "json_schema": _written(checked(schema))},))
+
+
+def any_object() -> Grammar:
+    return json_schema({"type": "object"})
+
+
+def json_rule(schema: Json) -> str:
+    """The same as a part of a Lark rule. `schema` was checked."""
+    return f"%json {json.dumps(_written(schema), ensure_ascii=False)}"
+
+
+def read_schema(text: str) -> Json:
+    """A schema that came as text.
+
+    Raises:
+        GrammarRefused: it is none.
+    """
+    _check_size(text)
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarRefused("should be a JSON schema, but it is not JSON") from error
+    if not isinstance(schema, dict):
+        raise GrammarRefused("should be a JSON schema, which is an object")
+    return schema
+
+
+def checked(schema: Json) -> Json:
+    """The schema itself.
+
+    Raises:
+        GrammarRefused: it is too large, or has a keyword that would be ignored.
+    """
+    _check_nesting(schema)
+    _check_size(json.dumps(schema, ensure_ascii=False))
+    for part in subschemas(schema):
+        for name in _IGNORED:
+            if part.get(name) not in (None, False):
+                raise GrammarRefused(f"the schema's keyword {name!r} is not supported")
+    return schema
+
+
+def _written(schema: Json) -> Json:
+    return schema | {"x-guidance": WRITTEN}
+
+
+def _check_size(text: str) -> None:
+    if (size := len(text.encode(errors="surrogatepass"))) > MAX_SCHEMA_BYTES:
+        raise GrammarRefused(f"should have at most {MAX_SCHEMA_BYTES} bytes, but it has {size}")
+
+
+def _check_nesting(schema: Json) -> None:
+    level: list[Any] = [schema]
+    for _ in range(MAX_NESTING):
+        level = [inner for value in level for inner in _inside(value) if isinstance(inner, dict | list)]
+        if not level:
+            return
+    raise GrammarRefused(f"should be nested at most {MAX_NESTING} deep, but it is deeper")
+
+
+def _inside(value: Any) -> list[Any]:
+    return list(value.values() if isinstance(value, dict) else value)
+
+
+def subschemas(schema: Any) -> Iterator[Json]:
+    """A schema and all inside it, wherever keywords stand; names of properties are none."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for name in _ONE:
+        yield from subschemas(schema.get(name))
+    for name in _MANY:
+        options = schema.get(name)
+        for option in options if isinstance(options, list) else ():
+            yield from subschemas(option)
+    for name in _NAMED:
+        entries = schema.get(name)
+        for entry in entries.values() if isinstance(entries, dict) else ():
+            yield from subschemas(entry)

@@ -1,0 +1,96 @@
+"""Owns llguidance's notation: quoting, references to special tokens, and grammars that are made of others.
+Never decides what an answer may be."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+Specials = Mapping[str, int]
+"""The texts of special tokens, and their ids. No text matches such a token: a grammar names it by its id."""
+
+MAX_GRAMMAR_BYTES = 2**20
+"""Of what a request's constraint becomes, all tools' schemas together."""
+
+
+class GrammarRefused(ValueError):
+    """What was asked for cannot be honoured. `place`: where inside the field, as a dotted name; may be empty."""
+
+    def __init__(self, text: str, place: str = "") -> None:
+        super().__init__(text)
+        self.text = text
+        self.place = place
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """`entries`: the first is where the text begins; the others it refers to as `@name`."""
+
+    entries: tuple[Json, ...]
+
+    def text(self) -> str:
+        """For the engine.
+
+        Raises:
+            GrammarRefused: it is too long.
+        """
+        text = json.dumps({"grammars": list(self.entries)}, ensure_ascii=False)
+        if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+            raise GrammarRefused(f"should give a grammar of at most {MAX_GRAMMAR_BYTES} bytes, but it gives {size}")
+        return text
+
+    def within(self, rules: str) -> Grammar:
+        """`rules` with this one as their `@answer`."""
+        return Grammar((lark(rules).entries[0], named("answer", self), *self.entries[1:]))
+
+    def or_else(self, other: Grammar) -> Grammar:
+        """This one, or the other; only one of them may refer to further entries."""
+        first, second = named("one", self), named("two", other)
+        start = {"name": "start", "lark_grammar": "start: @one | @two"}
+        return Grammar((start, first, second, *self.entries[1:], *other.entries[1:]))
+
+
+def lark(rules: str) -> Grammar:
+    return Grammar(({"name": "start", "lark_grammar": rules},))
+
+
+def named(name: str, grammar: Grammar) -> Json:
+    return grammar.entries[0] | {"name": name}
+
+
+def quoted(text: str) -> str:
+    """A text, letter for letter."""
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(text, ensure_ascii=False))
+
+
+_CONTROL = re.compile("[\x7f-\x9f]")  # which JSON leaves as they are, and Lark does not read
+
+
+def literal(text: str, specials: Specials) -> str:
+    """A text in which special tokens are written as such, as they are in a prompt."""
+    found = [one for one in specials if one and one in text]
+    if not found:
+        return quoted(text)
+    longest_first = "|".join(re.escape(one) for one in sorted(found, key=len, reverse=True))
+    parts = [part for part in re.split(f"({longest_first})", text) if part]
+    return " ".join(f"<[{specials[part]}]>" if part in specials else quoted(part) for part in parts)
+
+
+_META = frozenset(r"\.+*?()|[]{}^$#&-~/")
+_WHITE = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\f": r"\f", "\v": r"\v"}
+
+
+def escaped(text: str) -> str:
+    """The same inside a regex."""
+    return "".join(f"\\{letter}" if letter in _META else _WHITE.get(letter, letter) for letter in text)
+
+
+def until(tag: str, specials: Specials, name: str, text: str = "(?s:.*)") -> str:
+    """Rules by which `name` is a text, of those that the regex `text` takes, up to the tag's end where it first is."""
+    if tag in specials:
+        return f"{name}: {name.upper()}_TEXT <[{specials[tag]}]>\n{name.upper()}_TEXT: /{text}/\n"
+    return f"{name}[lazy]: /{text}{escaped(tag)}/\n"

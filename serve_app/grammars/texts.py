@@ -1,0 +1,100 @@
+"""Owns the grammars that a client writes: a regex, a list of texts, Lark, or GBNF.
+Never changes what they mean; what llguidance's notation lacks is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+
+from serve_app.grammars.notation import Grammar, GrammarRefused, lark, quoted
+
+MAX_BYTES = 64 * 2**10
+MAX_CHOICES = 1024
+MAX_CHOICE_CHARS = 1000
+MAX_GBNF_RULES = 256
+"""The converter looks at every rule again for each that turns out to be a terminal."""
+_MAX_DEPTH = 32
+
+_GBNF_RULE = re.compile(r"^[ \t]*([\w-]+)[ \t]*::=", re.MULTILINE)
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[\s\S])")
+_TEMPERATURE = re.compile(r"^[ \t]*[\w?!.]+\[[^\]\n]*\btemperature\b", re.MULTILINE)
+
+
+def regex(pattern: str) -> Grammar:
+    """All of the answer matches the pattern.
+
+    Raises:
+        GrammarRefused: it is too long.
+    """
+    _check_size(pattern)
+    (entry,) = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]
+    return lark(entry["lark_grammar"])
+
+
+def choice(texts: Sequence[str]) -> Grammar:
+    """One of these texts.
+
+    Raises:
+        GrammarRefused: they are too long.
+    """
+    _check_size("".join(texts))
+    return lark("start: " + " | ".join(quoted(text) for text in dict.fromkeys(texts)))
+
+
+def grammar(text: str) -> Grammar:
+    """Lark as llguidance knows it, or GBNF.
+
+    Raises:
+        GrammarRefused: it is too long, or neither.
+    """
+    _check_size(text)
+    if not is_lark_syntax(text):
+        return lark(_lark_of(text))
+    if _TEMPERATURE.search(text):
+        raise GrammarRefused("a rule's temperature is not supported")
+    return lark(text)
+
+
+def _lark_of(gbnf: str) -> str:
+    names = _GBNF_RULE.findall(gbnf)
+    if not names:
+        raise GrammarRefused("should be a grammar in Lark with a rule `start: ...`, or in GBNF with `root ::= ...`")
+    if len(names) > MAX_GBNF_RULES:
+        raise GrammarRefused(f"should have at most {MAX_GBNF_RULES} rules in GBNF, but it has {len(names)}")
+    if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
+        raise GrammarRefused(f"has the rule {twice[:50]!r} twice")
+    if _depth(gbnf) > _MAX_DEPTH:
+        raise GrammarRefused(f"should be nested at most {_MAX_DEPTH} deep, but it is deeper")
+    try:
+        return any_to_lark(_GBNF_ESCAPE.sub(_plain_escape, gbnf))
+    except Exception as error:
+        raise GrammarRefused(f"is no GBNF that can be read: {error}") from error
+
+
+def _plain_escape(match: re.Match[str]) -> str:
+    r"""The converter takes the zeros from `\u0041`, and `\u41` is none in Lark; `\x41` it leaves."""
+    digits = match[1] or match[2]
+    if digits is None:
+        return match[0]
+    code = int(digits, 16)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise GrammarRefused(f"the escape {match[0]} is no character")
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)
+
+
+def _depth(text: str) -> int:
+    """Of brackets, strings and classes of letters included: more than there are is on the safe side."""
+    depth = deepest = 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _check_size(text: str) -> None:
+    if (size := len(text.encode())) > MAX_BYTES:
+        raise GrammarRefused(f"should have at most {MAX_BYTES} bytes, but it has {size}")

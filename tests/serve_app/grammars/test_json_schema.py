@@ -1,0 +1,130 @@
+"""Owns the contract of answers in JSON: what a schema's grammar admits is JSON on one line that the schema allows.
+Never tests llguidance's reading of a keyword alone: random schemas, and a validator of their own, do."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from serve_app.grammars.check import find_fault
+from serve_app.grammars.json_schema import (
+    MAX_NESTING,
+    MAX_SCHEMA_BYTES,
+    any_object,
+    json_schema,
+    read_schema,
+)
+from serve_app.grammars.notation import GrammarRefused
+from tests.support.grammar_walks import Walker
+from tests.support.json_schemas import random_schema
+
+WALKER = Walker()
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "minLength": 1}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("start", range(0, 200, 20))
+def test_every_text_that_a_random_schema_admits_parses_and_is_valid(start: int) -> None:
+    for seed in range(start, start + 20):
+        schema = random_schema(seed)
+        grammar = json_schema(schema).text()
+        assert not find_fault(grammar), schema
+        for number in range(2):
+            text = WALKER.walk(grammar, (seed, number))
+            value = json.loads(text)
+            Draft202012Validator(schema).validate(value)
+            assert "\n" not in text, text
+
+
+@pytest.mark.parametrize(
+    ("text", "is_admitted"),
+    [
+        ('{"name": "Ann", "age": 3}', True),
+        ('{"name": "Ann \\"B\\" 🦜", "age": 0}', True),
+        ('{"name":"Ann","age":3}', False),
+        ('{ "name": "Ann", "age": 3}', False),
+        ('{"name": "Ann", "age": 3}\n', False),
+        ('{"age": 3, "name": "Ann"}', False),
+        ('{"name": "Ann"}', False),
+        ('{"name": "", "age": 3}', False),
+        ('{"name": "Ann", "age": -1}', False),
+        ('{"name": "Ann", "age": 3, "x": 1}', False),
+        ('Sure: {"name": "Ann", "age": 3}', False),
+    ],
+)
+def test_json_is_as_the_schema_says_in_the_schemas_order_and_without_free_white_space(
+    text: str, is_admitted: bool
+) -> None:
+    assert WALKER.admits(json_schema(PERSON).text(), text) is is_admitted
+
+
+@pytest.mark.parametrize(
+    ("text", "is_admitted"),
+    [("{}", True), ('{"a": [1, {"b": null}]}', True), ("[]", False), ('"a"', False), ("{} ", False)],
+)
+def test_any_object_is_any_object(text: str, is_admitted: bool) -> None:
+    assert WALKER.admits(any_object().text(), text) is is_admitted
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"not": {"type": "string"}}, '"not"'),
+        ({"type": "array", "uniqueItems": True, "contains": {}}, '"contains", "uniqueItems"'),
+        ({"type": "object", "properties": {"a": {"if": {}, "then": {}}}}, '"if", "then"'),
+        ({"type": "str"}, "Invalid type: str"),
+        ({"type": "string", "format": "colour"}, "Unknown format: colour"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"$ref": "#/$defs/a"}, "does not exist"),
+        ({"$ref": "https://example.org/a.json"}, "not present"),
+        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "Unsatisfiable"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_kept_is_told_by_its_name(schema: dict[str, Any], told: str) -> None:
+    fault = find_fault(json_schema(schema).text())
+    assert all(part in fault for part in told.split(", "))
+    assert "\n" not in fault
+
+
+@pytest.mark.parametrize("place", ["properties", "$defs", "patternProperties"])
+def test_a_keyword_that_would_be_ignored_is_refused_wherever_it_is_and_a_property_of_that_name_is_not(
+    place: str,
+) -> None:
+    assert json_schema({"type": "object", place: {"nullable": {"type": "string"}}})
+    with pytest.raises(GrammarRefused, match="'nullable' is not supported"):
+        json_schema({"type": "object", place: {"a": {"anyOf": [{"type": "string", "nullable": True}]}}})
+
+
+def test_a_client_cannot_set_llguidances_own_options() -> None:
+    with pytest.raises(GrammarRefused, match="'x-guidance' is not supported"):
+        json_schema({"type": "object", "x-guidance": {"lenient": True}})
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range((depth - 1) // 2):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
+def test_the_limits_are_told_with_the_value() -> None:
+    assert json_schema(nested(MAX_NESTING - 1))
+    with pytest.raises(GrammarRefused, match=f"at most {MAX_NESTING} deep"):
+        json_schema(nested(MAX_NESTING + 1))
+    assert json_schema({"description": "x" * (MAX_SCHEMA_BYTES - 20)})
+    with pytest.raises(GrammarRefused, match=f"at most {MAX_SCHEMA_BYTES} bytes, but it has {MAX_SCHEMA_BYTES + 1}"):
+        json_schema({"description": "x" * (MAX_SCHEMA_BYTES - 18)})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "1", "", '"a"', "[" * 100_000])
+def test_a_schema_as_text_must_be_an_object(text: str) -> None:
+    with pytest.raises(GrammarRefused, match="should"):
+        read_schema(text)

@@ -1,0 +1,91 @@
+"""Owns texts that a grammar admits: seeded random walks through llguidance's matcher, over one token a byte.
+Never knows what a grammar is for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+EOS = 256
+MAX_BYTES = 600
+"""After which a walk goes the shortest way that it finds to an end."""
+_CLOSERS = [text.encode() for text in ("\n</parameter>", "</think>", '"', "}", "]", ")", ", ", "\n")]
+
+
+class _Bytes:
+    """Token id = byte; 256 is the end; then the special tokens."""
+
+    eos_token_id = EOS
+    bos_token_id = None
+
+    def __init__(self, specials: Sequence[str]) -> None:
+        self.special_token_ids = [EOS + place for place in range(len(specials) + 1)]
+        self.tokens = [bytes([byte]) for byte in range(256)]
+        self.tokens += [b"\xff" + text.encode() for text in ("<eos>", *specials)]
+
+    def __call__(self, text: Any) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+class Walker:
+    """`specials`: texts of special tokens."""
+
+    def __init__(self, specials: Sequence[str] = ()) -> None:
+        self.specials: Mapping[str, int] = {text: EOS + 1 + place for place, text in enumerate(specials)}
+        self._texts = {token: text.encode() for text, token in self.specials.items()}
+        self._tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(specials)))
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def tokens(self, text: str) -> list[int]:
+        """With special tokens where the text has theirs."""
+        for special in self.specials:
+            if special in text:
+                before, _, after = text.partition(special)
+                return [*self.tokens(before), self.specials[special], *self.tokens(after)]
+        return list(text.encode())
+
+    def admits(self, grammar: str, text: str) -> bool:
+        """The whole text, and no more is needed."""
+        matcher, tokens = self.matcher(grammar), self.tokens(text)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    def begins(self, grammar: str, text: str) -> bool:
+        tokens = self.tokens(text)
+        return self.matcher(grammar).try_consume_tokens(tokens) == len(tokens)
+
+    def walk(self, grammar: str, seed: object) -> str:
+        """A text that the grammar admits, or the beginning of one, if an assertion fails: no walk is endless."""
+        rng, matcher, tokens = random.Random(str(seed)), self.matcher(grammar), list[int]()
+        while not matcher.is_stopped() and len(tokens) < 10 * MAX_BYTES:
+            chosen = _pick(rng, matcher, len(tokens))
+            if chosen == [EOS]:
+                break
+            assert matcher.consume_tokens(chosen), matcher.get_error()
+            tokens += chosen
+        assert matcher.is_accepting(), self._text(tokens)[-200:]
+        return self._text(tokens)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return b"".join(self._texts.get(token) or bytes([token]) for token in tokens).decode()
+
+
+def _pick(rng: random.Random, matcher: LLMatcher, length: int) -> list[int]:
+    """Any token, but rather what closes something; ASCII rather than others, so that most texts can be read."""
+    is_late = length > MAX_BYTES
+    allowed = [token for token, is_allowed in enumerate(matcher.compute_logit_bias()) if is_allowed]
+    assert allowed, matcher.get_error()
+    if EOS in allowed and (is_late or rng.random() < 0.2):
+        return [EOS]
+    if rng.random() < (0.8 if is_late else 0.2):
+        closers = [list(text) for text in _CLOSERS if matcher.validate_tokens(list(text)) == len(text)]
+        if closers:
+            return rng.choice(closers)
+    readable = [token for token in allowed if 32 <= token < 127]
+    return [rng.choice(readable if readable and rng.random() < 0.97 else allowed)]
