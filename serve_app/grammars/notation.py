@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +89,31 @@ def escaped(text: str) -> str:
     return "".join(f"\\{letter}" if letter in _META else _WHITE.get(letter, letter) for letter in text)
 
 
-def until(tag: str, specials: Specials, name: str, text: str = "(?s:.*)") -> str:
-    """Rules by which `name` is a text, of those that the regex `text` takes, up to the tag's end where it first is."""
+ANY = "(?s:.*)"
+
+
+def until(tag: str, specials: Specials, name: str, text: str = ANY, besides: str = "") -> str:
+    """Rules by which `name` is a text, of those that the regex `text` takes, up to the tag's end where it first is.
+
+    `besides`: what else a rule's regex is followed by, from `without`.
+    """
+    rule = name.upper()
     if tag in specials:
-        return f"{name}: {name.upper()}_TEXT <[{specials[tag]}]>\n{name.upper()}_TEXT: /{text}/\n"
-    return f"{name}[lazy]: /{text}{escaped(tag)}/\n"
+        return f"{name}: {rule} <[{specials[tag]}]>\n{rule}: /{text}/{without(escaped(tag))}{besides}\n"
+    return f"{name}[lazy]: {rule}\n{rule}: /{text}{escaped(tag)}/{besides}\n"
+
+
+def without(*patterns: str) -> str:
+    """What a rule's regex is followed by, if none of these regexes may match anywhere in the text."""
+    return "".join(f" & ~/{ANY}{pattern}{ANY}/" for pattern in patterns)
+
+
+def heads(tags: Sequence[str], specials: Specials) -> str:
+    """Rules of free text (`TEXT`), and of free text up to one of the tags (`head_0` and so on).
+
+    A tag that is a special token cannot be written with letters: who reads the text could not tell them apart. Of any
+    other, the letters are the tag.
+    """
+    besides = without(*(escaped(tag) for tag in tags if tag in specials))
+    rules = [until(tag, specials, f"head_{number}", besides=besides) for number, tag in enumerate(tags)]
+    return f"TEXT: /{ANY}/{besides}\n{''.join(rules)}"

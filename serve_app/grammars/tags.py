@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve_app.grammars.json_schema import checked, json_rule
-from serve_app.grammars.notation import Grammar, GrammarRefused, Json, Specials, lark, literal, until
+from serve_app.grammars.notation import Grammar, GrammarRefused, Json, Specials, heads, lark, literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ def structural_tags(structures: Sequence[Structure], triggers: Sequence[str], sp
         if sum(structure.begin.startswith(trigger) for trigger in triggers) != 1:
             text = f"should begin with exactly one of the triggers, but it is {structure.begin[:50]!r}"
             raise GrammarRefused(text, f"structures.{number}.begin")
-    rules = "start: (" + " | ".join(f"head_{i} rest_{i}" for i in range(len(triggers))) + ")* TEXT\nTEXT: /(?s:.*)/\n"
+    rules = "start: (" + " | ".join(f"head_{i} rest_{i}" for i in range(len(triggers))) + ")* TEXT\n"
+    rules += heads(triggers, specials)
     for number, trigger in enumerate(triggers):
         options = [
             _rest(one, trigger, specials, f"structures.{place}.schema")
@@ -36,7 +37,7 @@ def structural_tags(structures: Sequence[Structure], triggers: Sequence[str], sp
         ]
         if not options:
             raise GrammarRefused(f"no structure begins with {trigger[:50]!r}", f"triggers.{number}")
-        rules += until(trigger, specials, f"head_{number}") + f"rest_{number}: {' | '.join(options)}\n"
+        rules += f"rest_{number}: {' | '.join(options)}\n"
     return lark(rules)
 
 

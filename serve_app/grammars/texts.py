@@ -15,6 +15,7 @@ from serve_app.grammars.notation import Grammar, GrammarRefused, lark, quoted
 MAX_BYTES = 64 * 2**10
 MAX_CHOICES = 1024
 MAX_CHOICE_CHARS = 1000
+MAX_GBNF_BYTES = 32 * 2**10
 MAX_GBNF_RULES = 256
 """The converter looks at every rule again for each that turns out to be a terminal."""
 _MAX_DEPTH = 32
@@ -60,6 +61,7 @@ def grammar(text: str) -> Grammar:
 
 
 def _lark_of(gbnf: str) -> str:
+    _check_size(gbnf, MAX_GBNF_BYTES)
     names = _GBNF_RULE.findall(gbnf)
     if not names:
         raise GrammarRefused("should be a grammar in Lark with a rule `start: ...`, or in GBNF with `root ::= ...`")
@@ -95,6 +97,6 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _check_size(text: str) -> None:
-    if (size := len(text.encode())) > MAX_BYTES:
-        raise GrammarRefused(f"should have at most {MAX_BYTES} bytes, but it has {size}")
+def _check_size(text: str, limit: int = MAX_BYTES) -> None:
+    if (size := len(text.encode())) > limit:
+        raise GrammarRefused(f"should have at most {limit} bytes, but it has {size}")

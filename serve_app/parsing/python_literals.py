@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
+import sys
 from typing import Any
 
 MAX_CHARS = 2**18
@@ -73,12 +75,14 @@ def arguments_json(call: ast.Call) -> str:
 
 def _value(node: ast.expr) -> Any:
     match node:
+        case ast.Constant(float() as value) if math.isinf(value):
+            return sys.float_info.max  # of the digits; a call is not lost for a number that nobody can hold
         case ast.Constant(None | bool() | int() | float() | str() as value):
             return value
         case ast.Name(name) if name in _CONSTANTS:
             return _CONSTANTS[name]
-        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as value)):
-            return -value
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float()) as number):
+            return -_value(number)
         case ast.List(items) | ast.Tuple(items):
             return [_value(item) for item in items]
         case ast.Dict(keys, values):

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from serve_app.parsing.cursor import ANYTHING, LETTER, SPACES, Cursor, Steps
 
-_BEGIN, _END = "<think>", "</think>"
-_CALL, _FUNCTION = "<tool_call>", "<function="
+BEGIN, END = "<think>", "</think>"
+CALL, FUNCTION = "<tool_call>", "<function="
 _NO_TAG = re.compile(r"[^<]*")
 _NEWLINES = re.compile(r"\n*")
 
@@ -34,10 +34,10 @@ class ReasoningParser:
     write their own. Other text is passed on letter for letter, and all of it if there is no block.
     """
 
-    markers: ClassVar[tuple[str, ...]] = (_BEGIN, _END)
+    markers: ClassVar[tuple[str, ...]] = (BEGIN, END)
     """As in ToolParser: tags that must be in the text even where they are special tokens."""
 
-    _ends: ClassVar[tuple[str, ...]] = (_END, _CALL)
+    ends: ClassVar[tuple[str, ...]] = (END, CALL)
     # Qwen3.5 may call a function and leave the block open. As in vLLM, the two tags that Qwen3-Coder's calls begin with
     # end it then, and are content; reasoning about the first one alone goes on.
 
@@ -49,6 +49,7 @@ class ReasoningParser:
         self._content: list[str] = []
         self._newlines: list[str] = []
         self._begun = False
+        self.enabled = enabled
         self.inside = opened and enabled
         """Whether the text that comes next is reasoning."""
         self._steps = self._parse() if enabled else self._rest()
@@ -70,7 +71,7 @@ class ReasoningParser:
     def _parse(self) -> Steps[None]:
         self._cursor.hold()
         yield from self._cursor.run(SPACES)
-        if (yield from self._cursor.literal(_BEGIN)):
+        if (yield from self._cursor.literal(BEGIN)):
             self._cursor.drop()
             self.inside = True
         elif self.inside:
@@ -86,13 +87,13 @@ class ReasoningParser:
         while (yield from self._cursor.peek()):
             self._think(self._cursor.take(_NO_TAG))
             self._cursor.hold()
-            tag = yield from self._cursor.literal(*self._ends)
-            if tag == _END:
+            tag = yield from self._cursor.literal(*self.ends)
+            if tag == END:
                 self._cursor.drop()
                 self.inside = False
                 yield from self._cursor.run(_NEWLINES)
                 return
-            if tag == _CALL:
+            if tag == CALL:
                 yield from self._call()
                 if not self.inside:
                     return
@@ -104,7 +105,7 @@ class ReasoningParser:
     def _call(self) -> Steps[None]:
         """The first tag of a call is held. With the second one it is content, without it reasoning."""
         yield from self._cursor.run(SPACES)
-        if (yield from self._cursor.literal(_FUNCTION)):
+        if (yield from self._cursor.literal(FUNCTION)):
             self._content.append(self._cursor.release())
             self.inside = False
         else:
@@ -127,7 +128,7 @@ class ReasoningParser:
 class DeepSeekR1ReasoningParser(ReasoningParser):
     """These models' templates open the block: the answer is reasoning from its first letter."""
 
-    _ends = (_END,)
+    ends: ClassVar[tuple[str, ...]] = (END,)
 
     def __init__(self, *, opened: bool = True, enabled: bool = True) -> None:
         super().__init__(opened=True, enabled=enabled)
@@ -141,4 +142,4 @@ REASONING_PARSERS: Mapping[str, type[ReasoningParser]] = MappingProxyType(
 def reasoning_parser(name: str, prompt_end: str) -> ReasoningParser:
     """A parser for the answer to a prompt, whose last tag says whether the template opened the block, or closed it."""
     end = prompt_end.rstrip()
-    return REASONING_PARSERS[name](opened=end.endswith(_BEGIN), enabled=not end.endswith(_END))
+    return REASONING_PARSERS[name](opened=end.endswith(BEGIN), enabled=not end.endswith(END))

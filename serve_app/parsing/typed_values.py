@@ -10,11 +10,40 @@ from typing import Any, NoReturn
 
 from serve_app.parsing.python_literals import dump_json, parse_expression, to_json
 
+MAX_REFERENCES = 8
+"""In a row, one to the next; they may go round in a circle."""
+
 
 def property_schema(schema: Any, name: str) -> Any:
-    """The schema of one parameter; None if there is none."""
+    """The schema of one parameter, as far as its types go without a reference; None if there is none."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return properties.get(name) if isinstance(properties, Mapping) else None
+    return resolved(properties.get(name), schema) if isinstance(properties, Mapping) else None
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """The schema with the definitions of `root` that it, and its alternatives, refer to. What it cannot find stays."""
+    schema = _followed(schema, root)
+    for word in ("anyOf", "oneOf"):
+        options = schema.get(word) if isinstance(schema, Mapping) else None
+        if isinstance(options, list):
+            schema = {**schema, word: [_followed(option, root) for option in options]}
+    return schema
+
+
+def _followed(schema: Any, root: Any) -> Any:
+    for _ in range(MAX_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        target = _find(root, reference) if isinstance(reference, str) else None
+        if not isinstance(target, Mapping):
+            break
+        schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
+    return schema
+
+
+def _find(root: Any, reference: str) -> Any:
+    for name in reference.removeprefix("#/").split("/"):
+        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+    return root
 
 
 def value_json(text: str, schema: Any) -> str:

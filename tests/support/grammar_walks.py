@@ -13,6 +13,7 @@ EOS = 256
 MAX_BYTES = 600
 """After which a walk goes the shortest way that it finds to an end."""
 _CLOSERS = [text.encode() for text in ("\n</parameter>", "</think>", '"', "}", "]", ")", ", ", "\n")]
+_TAGS = [text.encode() for text in ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "</think>", "<think>", "{", "[")]
 
 
 class _Bytes:
@@ -87,5 +88,12 @@ def _pick(rng: random.Random, matcher: LLMatcher, length: int) -> list[int]:
         closers = [list(text) for text in _CLOSERS if matcher.validate_tokens(list(text)) == len(text)]
         if closers:
             return rng.choice(closers)
+    if rng.random() < 0.1 and not is_late:
+        tags = [list(text) for text in _TAGS if matcher.validate_tokens(list(text)) == len(text)]
+        if tags:
+            return rng.choice(tags)
+    specials = [token for token in allowed if token > EOS]
+    if specials and rng.random() < 0.2:
+        return [rng.choice(specials)]
     readable = [token for token in allowed if 32 <= token < 127]
     return [rng.choice(readable if readable and rng.random() < 0.97 else allowed)]

@@ -60,7 +60,13 @@ def _array(rng: random.Random, depth: int) -> Schema:
 
 def _alternatives(rng: random.Random, depth: int) -> Schema:
     """Each of another type."""
-    options = [_string(rng), _integer(rng), {"type": "boolean"}, {"type": "null"}, _array(rng, depth)]
+    options = [
+        {"type": "string", "maxLength": rng.randint(0, 9)},
+        _integer(rng),
+        {"type": "boolean"},
+        {"type": "null"},
+        _array(rng, depth),
+    ]
     return {rng.choice(["anyOf", "oneOf"]): rng.sample(options, rng.randint(1, 3))}
 
 

@@ -1,0 +1,59 @@
+"""Owns the grammars of calls that are JSON objects: hermes, llama3_json and mistral.
+Never admits free white space: between tags, it is what the models' templates write."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from serve_app.grammars.json_schema import json_rule
+from serve_app.grammars.notation import Grammar, escaped, lark, quoted, until, without
+from serve_app.parsing.call_grammar import CallGrammar, TaggedCallGrammar, arguments_schema, json_calls
+
+_PYTHON_TAG = "<|python_tag|>"
+_NO_OBJECT = r"(\s*[^\s{](?s:.*))?"
+
+
+class HermesCallGrammar(TaggedCallGrammar):
+    _tags: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+
+    def _all(self) -> str:
+        return self._repeated(f"{self._literal('<tool_call>')} rest_0", "\n")
+
+    def _rules(self) -> str:
+        return f'rest_0: "\\n" object "\\n" {self._literal("</tool_call>")}\n' + json_calls(self._tools, "arguments")
+
+
+class Llama3JsonCallGrammar(CallGrammar):
+    """Without a tag, an answer that begins with an object is calls: where it is lazy, no other JSON object can be."""
+
+    def calls(self) -> Grammar:
+        return lark(f"start: calls\n{self._rules()}")
+
+    def lazy(self) -> Grammar:
+        head = until(_PYTHON_TAG, self._specials, "head", _NO_OBJECT)
+        plain = f"PLAIN: /{_NO_OBJECT}/" + without(escaped(_PYTHON_TAG))
+        return lark(f"start: calls | head calls | PLAIN\n{plain}\n{head}{self._rules()}")
+
+    def _rules(self) -> str:
+        return f"calls: {self._repeated('object', '; ')}\n{json_calls(self._tools, 'parameters')}"
+
+
+class MistralCallGrammar(TaggedCallGrammar):
+    """Models that have a token for `[ARGS]` write `[TOOL_CALLS]name[ARGS]{...}` for each call, others a list.
+
+    After the calls, the answer ends.
+    """
+
+    _tags: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
+    _goes_on: ClassVar[bool] = False
+
+    def _all(self) -> str:
+        return f"{self._literal(self._tags[0])} rest_0"
+
+    def _rules(self) -> str:
+        if "[ARGS]" not in self._specials:
+            return f'rest_0: "[" {self._repeated("object", ", ")} "]"\n' + json_calls(self._tools, "arguments")
+        more = f" ({self._literal(self._tags[0])} call)*" if self._parallel else ""
+        args = self._literal("[ARGS]")
+        calls = [f"{quoted(tool.name)} {args} {json_rule(arguments_schema(tool))}" for tool in self._tools]
+        return f"rest_0: call{more}\ncall: {' | '.join(calls)}\n"

@@ -1,0 +1,69 @@
+"""Owns a tool's parameters one by one, for families that do not write them as one JSON object.
+Never lets a rule between them pass: what cannot be kept for each alone is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.grammars.json_schema import subschemas
+from serve_app.grammars.notation import GrammarRefused, Json
+from serve_app.parsing.call_grammar import CallableTool, arguments_schema
+
+ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id"}
+)
+_KEPT = ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+_SHARED = ("$defs", "definitions")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """`schema` stands alone: it has the definitions that it refers to."""
+
+    name: str
+    schema: Json
+    is_required: bool
+    place: str
+
+
+def parameters_of(tool: CallableTool) -> list[Parameter]:
+    """In the schema's order. Additional ones are never written.
+
+    Raises:
+        GrammarRefused: the schema says more than what each parameter is, or refers to what is no definition.
+    """
+    root = arguments_schema(tool)
+    if other := next((name for name in root if name not in _KEPT), None):
+        raise GrammarRefused(f"the keyword {other[:50]!r} cannot be kept in this model's format of calls", tool.place)
+    properties, required = root.get("properties", {}), root.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise GrammarRefused("should have an object of properties, and a list of required ones", tool.place)
+    if unknown := next((name for name in required if name not in properties), None):
+        raise GrammarRefused(f"should describe the required property {str(unknown)[:50]!r}", tool.place)
+    return [
+        _parameter(name, schema, root, name in required, f"{tool.place}.properties.{name}")
+        for name, schema in properties.items()
+        if schema is not False or name in required
+    ]
+
+
+def _parameter(name: str, schema: Any, root: Json, is_required: bool, place: str) -> Parameter:
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise GrammarRefused("should be a JSON schema", place)
+    references = [part["$ref"] for part in subschemas(schema) if "$ref" in part]
+    shared = {word: root[word] for word in _SHARED if word in root} if references else {}
+    references += [part["$ref"] for part in subschemas(shared) if "$ref" in part]
+    for reference in references:
+        if not str(reference).startswith(tuple(f"#/{word}/" for word in _SHARED)):
+            text = f"the reference {str(reference)[:50]!r} cannot be kept in this model's format of calls"
+            raise GrammarRefused(text, place)
+    return Parameter(name, shared | schema, is_required, place)
+
+
+def only_annotated(schema: Json, *kept: str) -> bool:
+    """Whether these are all the keywords that mean anything."""
+    return all(name in ANNOTATIONS or name in _SHARED or name in kept for name in schema)

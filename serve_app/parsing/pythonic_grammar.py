@@ -1,0 +1,67 @@
+"""Owns the grammar of pythonic calls: keyword arguments, each of which is JSON, which is also a Python literal.
+Never writes `True` or `None`: the parser takes JSON's words, and one notation is enough."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Sequence
+
+from serve_app.grammars.json_schema import json_rule
+from serve_app.grammars.notation import Grammar, GrammarRefused, lark, quoted
+from serve_app.parsing.call_grammar import CallableTool, CallGrammar
+from serve_app.parsing.parameters import Parameter, only_annotated, parameters_of
+
+_NO_LIST = r"(\s*[^\s\[](?s:.*))?"
+_NUMBER = r"/-?(0|[1-9][0-9]{0,199})(\.[0-9]{1,99})?([eE][+-]?[0-9]{1,2})?/"
+"""What a double can hold: 1e999 is JSON, and in Python no number that JSON can say."""
+
+
+class PythonicCallGrammar(CallGrammar):
+    """Without a tag, an answer that begins with a list is calls: where it is lazy, no other list can begin it."""
+
+    def calls(self) -> Grammar:
+        return lark(f"start: calls\n{self._rules()}")
+
+    def lazy(self) -> Grammar:
+        return lark(f"start: calls | PLAIN\nPLAIN: /{_NO_LIST}/\n{self._rules()}")
+
+    def _rules(self) -> str:
+        names = " | ".join(f"call_{number}" for number in range(len(self._tools)))
+        calls = "".join(_call(number, tool) for number, tool in enumerate(self._tools))
+        return f'calls: "[" {self._repeated("call", ", ")} "]"\ncall: {names}\n{calls}'
+
+
+def _call(number: int, tool: CallableTool) -> str:
+    if not all(_is_identifier(part) for part in tool.name.split(".")):
+        raise GrammarRefused(f"{tool.name[:64]!r} cannot be a function's name in Python", tool.place)
+    head = quoted(f"{tool.name}(")
+    if tool.is_free:
+        return f'call_{number}: {head} (free_{number} (", " free_{number})*)? ")"\n' + (
+            f'free_{number}: /[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/ "=" {json_rule({})}\n'
+        )
+    return f'call_{number}: {head} first_{number}_0 ")"\n' + _arguments(number, parameters_of(tool))
+
+
+def _arguments(call: int, parameters: Sequence[Parameter]) -> str:
+    """Rules by which the arguments from the i-th on follow others (`more`), or are the first."""
+    rules = ""
+    for place, parameter in enumerate(parameters):
+        if not _is_identifier(parameter.name):
+            text = f"{parameter.name[:64]!r} cannot be an argument's name in Python"
+            raise GrammarRefused(text, parameter.place)
+        item, later = f"item_{call}_{place} more_{call}_{place + 1}", "" if parameter.is_required else "| {}"
+        rules += f"item_{call}_{place}: {quoted(parameter.name + '=')} {value_rule(parameter)}\n"
+        rules += f"first_{call}_{place}: {item} {later.format(f'first_{call}_{place + 1}')}\n"
+        rules += f'more_{call}_{place}: ", " {item} {later.format(f"more_{call}_{place + 1}")}\n'
+    return rules + f'first_{call}_{len(parameters)}: ""\nmore_{call}_{len(parameters)}: ""\n'
+
+
+def value_rule(parameter: Parameter) -> str:
+    """JSON that is a Python literal, too."""
+    if parameter.schema.get("type") == "number" and only_annotated(parameter.schema, "type"):
+        return _NUMBER
+    return json_rule(parameter.schema)
+
+
+def _is_identifier(name: str) -> bool:
+    return name.isascii() and name.isidentifier() and not keyword.iskeyword(name)

@@ -1,0 +1,283 @@
+"""Owns the contract between grammars and parsers: what a grammar of calls admits, its parser reads back as those calls.
+Never trusts a grammar's author: random walks are read by the parser, and validated by the tools' schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from serve_app.grammars.check import find_fault
+from serve_app.grammars.notation import GrammarRefused
+from serve_app.parsing.call_grammar import CallableTool, CallGrammar
+from serve_app.parsing.call_grammars import CALL_GRAMMARS
+from serve_app.parsing.deltas import Parsed, collect
+from serve_app.parsing.tools import TOOL_PARSERS
+from tests.support.grammar_walks import Walker
+from tests.support.json_schemas import random_schema
+
+FAMILIES = sorted(CALL_GRAMMARS)
+MARKERS = sorted({marker for parser in TOOL_PARSERS.values() for marker in parser.markers})
+WALKERS = {"text": Walker(), "special": Walker(MARKERS)}
+"""The tags of a family are letters to some tokenizers, and tokens of their own to others."""
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"type": "string", "enum": ["c", "f", 'a "b"\n']},
+        "note": {"anyOf": [{"type": "string", "minLength": 2, "maxLength": 9}, {"type": "null"}]},
+        "exact": {"type": "boolean"},
+        "height": {"type": "number"},
+        "where": {"$ref": "#/$defs/place"},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]+$"}, "maxItems": 3},
+    },
+    "required": ["city", "unit", "where"],
+    "additionalProperties": False,
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"lat": {"type": "integer"}, "next": {"$ref": "#/$defs/place"}},
+            "required": ["lat"],
+            "additionalProperties": False,
+        }
+    },
+}
+MOVE = {"type": "object", "properties": {"by": {"type": "integer"}}, "required": ["by"], "additionalProperties": False}
+TOOLS = [("weather", WEATHER), ("now", None), ("move.to", MOVE)]
+VALIDATORS = {name: Draft202012Validator(schema or {"maxProperties": 0}) for name, schema in TOOLS}
+
+
+def grammar_of(
+    family: str,
+    walker: Walker,
+    tools: Sequence[tuple[str, Any]] = TOOLS,
+    *,
+    parallel: bool = True,
+    free: Sequence[str] = (),
+) -> CallGrammar:
+    callable_tools = [CallableTool(name, schema, f"tools.{name}", name in free) for name, schema in tools]
+    return CALL_GRAMMARS[family](callable_tools, walker.specials, parallel=parallel)
+
+
+def read(family: str, text: str, tools: Sequence[tuple[str, Any]] = TOOLS) -> Parsed:
+    told = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in tools]
+    parser = TOOL_PARSERS[family](told)
+    return collect([*parser.push(text), *parser.flush()])
+
+
+def check_calls(family: str, text: str) -> int:
+    """How many calls a text is, and nothing else."""
+    found = read(family, text)
+    assert found.content == ""
+    for call in found.calls:
+        VALIDATORS[call.name].validate(json.loads(call.arguments))
+    return len(found.calls)
+
+
+def test_every_parser_has_a_grammar() -> None:
+    assert set(CALL_GRAMMARS) == set(TOOL_PARSERS)
+
+
+@pytest.mark.parametrize("kind", WALKERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_that_must_be_made_are_read_back_as_calls_by_the_schemas(family: str, kind: str) -> None:
+    walker = WALKERS[kind]
+    text = grammar_of(family, walker).calls().text()
+    assert not find_fault(text)
+    counts = [check_calls(family, walker.walk(text, (family, kind, seed))) for seed in range(40)]
+    assert min(counts) == 1
+    assert max(counts) > 1
+
+
+@pytest.mark.parametrize("kind", WALKERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_parallel_calls_there_is_exactly_one(family: str, kind: str) -> None:
+    walker = WALKERS[kind]
+    text = grammar_of(family, walker, parallel=False).calls().text()
+    assert {check_calls(family, walker.walk(text, (family, kind, seed))) for seed in range(20)} == {1}
+
+
+def grammar_or_refusal(family: str, tools: Sequence[tuple[str, Any]]) -> str | GrammarRefused:
+    try:
+        return grammar_of(family, WALKERS["text"], tools).calls().text()
+    except GrammarRefused as refused:
+        return refused
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_random_schema_is_kept_by_a_family_or_refused_by_the_tools_name(family: str) -> None:
+    kept = 0
+    for seed in range(80):
+        tools = [("act", random_schema(seed, depth=2))]
+        text = grammar_or_refusal(family, tools)
+        if isinstance(text, GrammarRefused):
+            assert family in ("pythonic", "qwen3_coder"), text.text
+            assert text.place.startswith("tools.act")
+            continue
+        kept += 1
+        assert not find_fault(text), text
+        found = read(family, answer := WALKERS["text"].walk(text, seed), tools)
+        assert found.content == "", answer
+        assert found.calls
+        for call in found.calls:
+            Draft202012Validator(tools[0][1]).validate(json.loads(call.arguments))
+    assert kept == 80 if family not in ("pythonic", "qwen3_coder") else kept > 10
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ONE: list[tuple[str, Any]] = [("weather", CITY | {"additionalProperties": False})]
+OSLO = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Oslo"}}',
+    "pythonic": '[weather(city="Oslo")]',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]',
+}
+TWICE = {
+    "hermes": f"{OSLO['hermes']}\n{OSLO['hermes']}",
+    "qwen3_coder": f"{OSLO['qwen3_coder']}\n{OSLO['qwen3_coder']}",
+    "llama3_json": f"{OSLO['llama3_json']}; {OSLO['llama3_json']}",
+    "pythonic": '[weather(city="Oslo"), weather(city="Oslo")]',
+    "mistral": f"{OSLO['mistral'][:-1]}, {OSLO['mistral'][13:]}",
+}
+WRONG = {
+    family: [
+        f"Sure. {text}",
+        text.replace("weather", "wether"),
+        text.replace("city", "town"),
+        text.replace('{"city": "Oslo"}', "{}").replace('city="Oslo"', "").replace("<parameter=city>", ""),
+        text[:-1],
+        f"{text}!",
+    ]
+    for family, text in OSLO.items()
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_is_admitted_as_the_models_template_writes_it_and_nothing_else_is(family: str) -> None:
+    walker = WALKERS["text"]
+    many, single = (grammar_of(family, walker, ONE, parallel=parallel).calls().text() for parallel in (True, False))
+    assert walker.admits(many, OSLO[family])
+    assert walker.admits(single, OSLO[family])
+    assert walker.admits(many, TWICE[family])
+    assert not walker.admits(single, TWICE[family])
+    for text in WRONG[family]:
+        assert not walker.admits(many, text), text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lazily_an_answer_is_any_text_until_it_calls(family: str) -> None:
+    walker = WALKERS["text"]
+    grammar = grammar_of(family, walker, ONE).lazy().text()
+    for text in ("", "It rains.", "\n\nWell: <tool> (weather) \u00e9\n", OSLO[family], TWICE[family]):
+        assert walker.admits(grammar, text), text
+    for text in WRONG[family][1:5]:
+        assert not walker.admits(grammar, text), text
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "mistral"])
+def test_lazily_a_call_may_follow_text(family: str) -> None:
+    for walker in WALKERS.values():
+        grammar = grammar_of(family, walker, ONE).lazy().text()
+        text = (
+            OSLO[family]
+            if walker is WALKERS["text"] or family != "mistral"
+            else '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}'
+        )
+        assert walker.admits(grammar, f"Let me look.\n{text}")
+        assert not walker.admits(grammar, f"Let me look.\n{text.replace('city', 'town')}")
+
+
+def test_lazily_a_call_of_qwen3_coder_that_forgets_its_first_tag_is_constrained_too() -> None:
+    walker = WALKERS["text"]
+    grammar = grammar_of("qwen3_coder", walker, ONE).lazy().text()
+    text = OSLO["qwen3_coder"].removeprefix("<tool_call>\n")
+    assert walker.admits(grammar, text)
+    assert not walker.admits(grammar, text.replace("city", "town"))
+
+
+@pytest.mark.parametrize("kind", WALKERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_is_read_as_a_call_in_a_lazy_answer_is_by_the_schemas(family: str, kind: str) -> None:
+    walker = WALKERS[kind]
+    for parallel in (True, False):
+        text = grammar_of(family, walker, parallel=parallel).lazy().text()
+        for seed in range(20):
+            calls = read(family, walker.walk(text, (family, kind, seed))).calls
+            assert parallel or len(calls) <= 1
+            for call in calls:
+                VALIDATORS[call.name].validate(json.loads(call.arguments))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tool_that_is_not_strict_takes_any_arguments_and_its_neighbour_does_not(family: str) -> None:
+    walker = WALKERS["text"]
+    grammar = grammar_of(family, walker, [*ONE, ("now", MOVE)], free=["now"]).lazy().text()
+    free = OSLO[family].replace("weather", "now").replace("city", "zone")
+    assert walker.admits(grammar, free)
+    assert not walker.admits(grammar, free.replace("now", "weather"))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "schema", "place"),
+    [
+        ("qwen3_coder", "f", {"properties": {"a": {"type": ["string", "integer"]}}}, "properties.a"),
+        ("qwen3_coder", "f", {"properties": {"a": {"type": "string", "pattern": "^a"}}}, "properties.a"),
+        ("qwen3_coder", "f", {"properties": {"a": {"enum": [1, "a"]}}}, "properties.a"),
+        ("qwen3_coder", "f", {"properties": {"a": {"enum": ["</parameter>"]}}}, "properties.a"),
+        ("qwen3_coder", "f", {"properties": {"a": {"$ref": "#/properties/b"}, "b": {}}}, "properties.a"),
+        ("qwen3_coder", "f", {"properties": {"a<": {}}}, "properties.a<"),
+        ("qwen3_coder", "f", {"properties": {"a": {}}, "minProperties": 1}, ""),
+        ("qwen3_coder", "f", {"anyOf": [{"required": ["a"]}]}, ""),
+        ("pythonic", "get-it", {}, ""),
+        ("pythonic", "class", {}, ""),
+        ("pythonic", "f", {"properties": {"a b": {}}}, "properties.a b"),
+        ("pythonic", "f", {"properties": {"from": {}}}, "properties.from"),
+        ("pythonic", "f", {"properties": {"a": {}}, "required": ["b"]}, ""),
+        ("hermes", "f", {"type": "array"}, "type"),
+        ("mistral", "f", {"description": "x" * 2**16}, ""),
+        ("llama3_json", "f", {"properties": {"a": {"nullable": True}}}, ""),
+    ],
+)
+def test_a_schema_that_a_family_cannot_keep_is_refused_at_its_place(
+    family: str, name: str, schema: dict[str, Any], place: str
+) -> None:
+    with pytest.raises(GrammarRefused) as refused:
+        grammar_of(family, WALKERS["text"], [(name, schema)]).calls()
+    assert refused.value.place == f"tools.{name}.{place}".rstrip(".")
+
+
+@pytest.mark.parametrize(
+    ("value", "admitted", "refused"),
+    [
+        ({"type": "string"}, ["Oslo", "", "two\nlines", "</parameter", '"', "null", "5"], ["a</parameter>b"]),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "\u00e9\U0001f99cb"], ["a", "abcd"]),
+        ({"type": ["string", "null"], "enum": ["a", None]}, ["a", "null"], ["b", "None"]),
+        ({"type": "integer"}, ["5", "-12"], ['"5"', "5.5", "", "5 "]),
+        ({"type": "number"}, ["5", "-1.5e-3"], ["1e999", "NaN"]),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, ["5", "null"], ["None"]),
+        ({"type": "object"}, ['{"a": 1}', "{}"], ["a"]),
+        ({}, ["Oslo", "5"], []),
+        ({"anyOf": [{"$ref": "#/$defs/d"}, {"type": "null"}]}, ['{"e": 1}', "null"], ["a", "{}"]),
+    ],
+    ids=str,
+)
+def test_a_parameter_of_qwen3_coder_is_read_back_with_its_type(
+    value: dict[str, Any], admitted: list[str], refused: list[str]
+) -> None:
+    definition = {"type": "object", "properties": {"e": {"type": "integer"}}, "required": ["e"]}
+    schema = {"type": "object", "properties": {"a": value}, "required": ["a"], "$defs": {"d": definition}}
+    walker, tools = WALKERS["text"], [("f", schema)]
+    grammar = grammar_of("qwen3_coder", walker, tools).calls().text()
+    frame = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    for text in admitted:
+        assert walker.admits(grammar, frame.format(text)), text
+        (call,) = read("qwen3_coder", frame.format(text), tools).calls
+        Draft202012Validator(schema).validate(json.loads(call.arguments))
+    for text in refused:
+        assert not walker.admits(grammar, frame.format(text)), text
