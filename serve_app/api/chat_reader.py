@@ -3,14 +3,18 @@ Never knows a model's grammar, nor how a response writes what was found."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve_app.api.schema import ChatRequest
+from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
 from serve_app.parsing.deltas import Arguments, CallStart, Content, Delta
 from serve_app.parsing.reasoning import REASONING_PARSERS, ReasoningParser, Split, reasoning_parser
 from serve_app.parsing.tool_parser import ToolParser
 from serve_app.parsing.tools import TOOL_PARSERS
+
+_PROMPT_END = 16  # tokens: as many as the tag takes that a template may end with
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,11 @@ def make_reader(request: ChatRequest, model: ServedModel, prompt_end: str) -> Ch
         shows_reasoning=request.include_reasoning is not False,
         parallel=request.parallel_tool_calls is not False,
     )
+
+
+def prompt_end(token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text that says whether an answer begins inside a block of thoughts."""
+    return tokenizer.decode(token_ids[-_PROMPT_END:])
 
 
 def markers(request: ChatRequest, model: ServedModel) -> tuple[str, ...]:

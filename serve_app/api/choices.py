@@ -49,6 +49,11 @@ class Choices:
             sum(usage.cached_tokens for usage in leaders),
         )
 
+    @property
+    def constrained_by(self) -> str:
+        """The field that the grammar of the answers is from."""
+        return self._all[0].constrained_by or "body"
+
     def pieces(self) -> AsyncGenerator[Indexed, None]:
         """Yield the pieces of all choices as they come. Closing this generator aborts what has not ended.
 

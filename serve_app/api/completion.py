@@ -62,6 +62,7 @@ class Completion:
         """`life`: its deadline is that of the submission, for an engine that does not keep it.
         `visit`: one that was dispatched; it is told how far the engine has come, as are the `times`."""
         self.submission = prepared.submission
+        self.constrained_by = prepared.constrained_by
         self._client = client
         self._detokenizer = prepared.detokenizer
         self._stops = StopStrings(prepared.stops, shown=prepared.shows_stop)

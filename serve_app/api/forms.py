@@ -3,11 +3,11 @@ Never asks an engine; a form is made when the answer has been asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, Protocol
 
-from serve_app.api.chat_reader import ChatReader, make_reader, needs_reader
+from serve_app.api.chat_reader import ChatReader, make_reader, needs_reader, prompt_end
 from serve_app.api.choices import Choices
 from serve_app.api.completion import Piece
 from serve_app.api.response import ChatShape, Envelope, Json, Shape, Shown, TextShape
@@ -22,8 +22,7 @@ from serve_app.api.schema import (
 from serve_app.api.sse import ChunkFrames, Frames, UsageShown
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
-
-_PROMPT_END = 16  # tokens: as many as the tag takes that a template may end with
+from serve_app.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Answering:
     def reader(self, request: ChatRequest) -> ChatReader:
         """A reader for one answer to the first prompt."""
         prompt = self.choices.prompts[0].token_ids
-        return make_reader(request, self.model, self.tokenizer.decode(prompt[-_PROMPT_END:]))
+        return make_reader(request, self.model, prompt_end(prompt, self.tokenizer))
 
 
 class Form(Protocol):
@@ -55,6 +54,19 @@ class Asked(Generic[RequestT]):
 
     request: RequestT
     form: Callable[[Answering], Form]
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the body calls fields that a chat request has under other names."""
+
+    def renamed(self, error: ApiError) -> ApiError:
+        """The error in the body's words."""
+        param, message = error.param, error.message
+        for ours, theirs in self.names.items():
+            if param is not None and ours in param:
+                param, message = param.replace(ours, theirs, 1), message.replace(ours, theirs, 1)
+        headers, details = error.headers, error.details
+        return ApiError(
+            error.status, message, type=error.type, param=param, code=error.code, headers=headers, details=details
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +90,8 @@ def read_chat(body: bytes) -> Asked[ChatRequest]:
     def form(answering: Answering) -> Form:
         reads = needs_reader(request, answering.model)
         make = (lambda: answering.reader(request)) if reads else None
-        return _choices_form(request, answering, ChatShape(answering.tokenizer, _shown_of(request), make))
+        shape = ChatShape(answering.tokenizer, _shown_of(request), make, names_function=request.names_function)
+        return _choices_form(request, answering, shape)
 
     return Asked(request, form)
 

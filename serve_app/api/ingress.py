@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from engine.protocol import EngineError
+from engine.protocol import EngineError, RequestRejected
 from serve_app.admission.gate import Gate, Visit
 from serve_app.api.about import about_routes
 from serve_app.api.admin import Admin
@@ -29,6 +29,7 @@ from serve_app.api.choices import Choices
 from serve_app.api.completion import Completion
 from serve_app.api.deadline import HEADER as DEADLINE_HEADER
 from serve_app.api.deadline import Deadline, deadline_of, now
+from serve_app.api.field_grammars import refused
 from serve_app.api.forms import Answering, Asked, read_chat, read_completion
 from serve_app.api.generation_response import GenerationResponses
 from serve_app.api.live import Life, LiveRequests
@@ -102,9 +103,22 @@ class _Generate(Generic[RequestT]):
         passage.until(deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
         passage.times.num_choices = request.num_choices
         session = session_of(headers.get(SESSION_HEADER), request.prompt_cache_key)
-        choices = await self._start(request, passage, session)
+        try:
+            choices = await self._start(request, passage, session)
+        except ApiError as error:
+            raise asked.renamed(error) from error
+        try:
+            await self._send(asked, choices, passage, scope, receive, send)
+        except RequestRejected as error:
+            if error.param != "grammar":
+                raise
+            raise asked.renamed(refused(choices.constrained_by, error.message)) from error
+
+    async def _send(
+        self, asked: Asked[RequestT], choices: Choices, passage: _Passage, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         form = asked.form(Answering(passage.request_id, self._context.tokenizer, self._context.model, choices))
-        if request.stream:
+        if asked.request.stream:
             await send_stream(send, choices, form.frames())
         else:
             pieces = await choices.whole()
@@ -233,7 +247,7 @@ def create_app(
     chat = _Generate(context, read_chat, prepare_chat, "chatcmpl-")
     completions = _Generate(context, read_completion, prepare_completion, "cmpl-")
     messages = _Generate(context, read_message, prepare_chat, "msg_")
-    responses = _Generate(context, read_response, prepare_chat, "resp_")
+    responses = _Generate(context, partial(read_response, model=model), prepare_chat, "resp_")
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"], middleware=generating),

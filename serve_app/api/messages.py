@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.api.strict_model import StrictModel, Unsupported, unsupported_value
+from serve_app.api.strict_model import StrictModel, Unsupported
 
 MAX_TOOLS = 128
 _NEVER: tuple[Any, ...] = ()
@@ -117,11 +117,12 @@ class Message(StrictModel):
 
 
 class FunctionDefinition(StrictModel):
-    unsupported: ClassVar[Unsupported] = {"strict": (False,)}
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON schema."""
+    strict: bool | None = None
+    """Arguments are what the schema allows, wherever the model calls this function."""
 
 
 class ToolDefinition(StrictModel):
@@ -129,17 +130,8 @@ class ToolDefinition(StrictModel):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True)
+        """`strict` is not for the model."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
 Tools = Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)]
-
-
-def _only_free_choice(value: Any) -> Any:
-    """A call that must be made needs a grammar."""
-    if value == "required" or isinstance(value, dict):
-        raise unsupported_value(("none", "auto"))
-    return value
-
-
-ToolChoice = Annotated[Literal["none", "auto"], BeforeValidator(_only_free_choice)]

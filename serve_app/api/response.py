@@ -66,11 +66,20 @@ class ChatShape:
     object: ClassVar[str] = "chat.completion"
     chunk_object: ClassVar[str] = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, shown: Shown, make_reader: Callable[[], ChatReader] | None = None) -> None:
-        """`make_reader`: of an answer that may think or call tools."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        shown: Shown,
+        make_reader: Callable[[], ChatReader] | None = None,
+        *,
+        names_function: bool = False,
+    ) -> None:
+        """`make_reader`: of an answer that may think or call tools. `names_function`: the client chose the call, so it
+        is no reason to stop, as at OpenAI."""
         self._tokenizer = tokenizer
         self._shown = shown
         self._make_reader = make_reader
+        self._names_function = names_function
         self._readers: dict[int, ChatReader] = {}
 
     @property
@@ -102,7 +111,7 @@ class ChatShape:
         wanted = self._shown.logprobs and piece.tokens is not None
         logprobs = chat_logprobs_json(piece.tokens or (), self._tokenizer) if wanted else None
         choice = _choice(index, key, value, piece, logprobs, self._shown)
-        if has_called and piece.finish_reason == "stop":
+        if has_called and piece.finish_reason == "stop" and not self._names_function:
             choice["finish_reason"] = "tool_calls"
         return choice
 

@@ -12,9 +12,11 @@ from pydantic_core import PydanticCustomError
 
 from engine.protocol import MAX_BIAS, MAX_LOGPROBS
 from serve_app.api.deadline import MAX_TIMEOUT_MS
-from serve_app.api.messages import Message, ToolChoice, Tools, text_or_list, text_or_list_of
+from serve_app.api.messages import Message, Tools, text_or_list, text_or_list_of
 from serve_app.api.session import MAX_CHARS
-from serve_app.api.strict_model import StrictModel, Unsupported
+from serve_app.api.strict_model import UNSUPPORTED, StrictModel, Unsupported
+from serve_app.api.structured import KINDS, ResponseFormat, StructuredOutputs, TextFormat, Written
+from serve_app.api.tool_choice import NamedFunction, ToolChoice, must_call, names_of
 from serve_app.errors import ApiError, clip, from_validation
 
 MAX_STOPS = 4
@@ -31,16 +33,20 @@ DEFAULT_COMPLETION_TOKENS = 16
 _ZERO, _OFF, _NO = (0,), (1,), (False,)
 _NEVER: tuple[Any, ...] = ()
 
+_GUIDED = {
+    **{f"guided_{kind}": f"structured_outputs.{kind}" for kind in KINDS if kind != "structural_tag"},
+    "guided_decoding_backend": "structured_outputs, which has one backend",
+    "guided_whitespace_pattern": "structured_outputs, which writes JSON on one line",
+}
+"""vLLM's old names, which it ignores in silence."""
+
 # Fields of OpenAI, vLLM and SGLang that would change the answer, with the values that would not.
 _UNSUPPORTED: Unsupported = {
     "length_penalty": _OFF,
     "use_beam_search": _NO,
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": _NO,
-    "response_format": ({"type": "text"},),
-    **dict.fromkeys(("structured_outputs", "json_schema", "regex", "ebnf", "grammar", "stop_regex"), _NEVER),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _NEVER),
-    **dict.fromkeys(("guided_json_object", "guided_decoding_backend", "guided_whitespace_pattern"), _NEVER),
+    **dict.fromkeys(("grammar", "stop_regex", *_GUIDED), _NEVER),
     "prompt_cache_options": ({},),
     "service_tier": ("auto", "default"),
 }
@@ -139,6 +145,15 @@ class GenerationRequest(StrictModel):
     """Only requests of the same salt share cached prefixes: nobody can time another's prompt."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     """A lower number is computed earlier, among the requests that an engine holds."""
+    response_format: ResponseFormat | None = None
+    """What the answer's text is; of this and the four fields below, at most one."""
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: Written | None = None
+    """A JSON schema as text: SGLang's name of `structured_outputs.json`."""
+    regex: Written | None = None
+    """SGLang's name of `structured_outputs.regex`."""
+    ebnf: Written | None = None
+    """SGLang's name of `structured_outputs.grammar`."""
     timeout_ms: int | None = Field(None, ge=1, le=MAX_TIMEOUT_MS)
     """The answer ends with an error after this long."""
     stream: bool | None = None
@@ -154,6 +169,22 @@ class GenerationRequest(StrictModel):
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _guided_has_other_names(cls, data: Any) -> Any:
+        for name in _GUIDED if isinstance(data, dict) else ():
+            if data.get(name) is not None:
+                text = f"this field is not supported by the server; use {_GUIDED[name]}"
+                raise PydanticCustomError("guided", "{text}", {"text": text, "field": name, "code": UNSUPPORTED})
+        return data
+
+    @model_validator(mode="after")
+    def _one_says_what_the_text_is(self) -> GenerationRequest:
+        if len(fields := self.constraints) > 1:
+            text = f"not allowed together with {fields[0]}: one of them says what the answer is"
+            raise PydanticCustomError("constraints", "{text}", {"text": text, "field": fields[1]})
+        return self
+
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
@@ -167,6 +198,20 @@ class GenerationRequest(StrictModel):
             text = "not allowed when stream is true"
             raise PydanticCustomError("scores", "{text}", {"text": text, "field": "prompt_logprobs"})
         return self
+
+    @property
+    def constraints(self) -> list[str]:
+        """The fields that say what the answer's text is."""
+        return [
+            name
+            for name in ("response_format", "structured_outputs", "json_schema", "regex", "ebnf")
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), TextFormat)
+        ]
+
+    @property
+    def constrained_by(self) -> str | None:
+        """A field that constrains the answer."""
+        return next(iter(self.constraints), None)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -185,9 +230,10 @@ class ChatRequest(GenerationRequest):
     """Wins over max_tokens, which it replaces."""
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    """`auto`, the default, lets the model call any of the tools; with `none` it is not told of them."""
+    """`auto`, the default, lets the model call any of the tools; with `none` it is not told of them. With `required`
+    the answer is one call or more, with a function's name one call of it, by the tools' schemas, strict or not."""
     parallel_tool_calls: bool | None = None
-    """False: only the first call of an answer is shown."""
+    """False: at most one call, and of an answer that is not constrained only the first is shown."""
     include_reasoning: bool | None = None
     """False: what a reasoning model thinks is not shown."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -214,6 +260,42 @@ class ChatRequest(GenerationRequest):
             text = "not allowed together with continue_final_message"
             raise PydanticCustomError("prompt_end", "{text}", {"text": text, "field": "add_generation_prompt"})
         return self
+
+    @model_validator(mode="after")
+    def _calls_are_of_tools(self) -> ChatRequest:
+        given = {tool.function.name for tool in self.tools or ()}
+        unknown = next((name for name in names_of(self.tool_choice) or () if name not in given), None)
+        if unknown is not None and self.tools:
+            text = f"names the function {unknown!r}, which is not among the tools"
+        elif self.tool_choice not in (None, "auto", "none") and not self.tools:
+            text = "only allowed when there are tools"
+        else:
+            return self
+        raise PydanticCustomError("tool_choice", "{text}", {"text": text, "field": "tool_choice"})
+
+    @model_validator(mode="after")
+    def _forced_calls_are_the_answer(self) -> ChatRequest:
+        if self.must_call and self.constraints:
+            text = f"not allowed together with {self.constraints[0]}: one of them says what the answer is"
+            raise PydanticCustomError("constraints", "{text}", {"text": text, "field": "tool_choice"})
+        return self
+
+    @property
+    def constrained_by(self) -> str | None:
+        if self.constraints or not self.may_call:
+            return super().constrained_by
+        if self.tool_choice not in (None, "auto"):
+            return "tool_choice"
+        return "tools" if any(tool.function.strict for tool in self.tools or ()) else None
+
+    @property
+    def must_call(self) -> bool:
+        return must_call(self.tool_choice)
+
+    @property
+    def names_function(self) -> bool:
+        """Whether the call was chosen by the client."""
+        return isinstance(self.tool_choice, NamedFunction)
 
     @property
     def may_call(self) -> bool:

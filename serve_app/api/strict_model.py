@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -32,17 +33,19 @@ class StrictModel(BaseModel):
         if not isinstance(data, dict):
             return data
         # Stops at the first: a body of a million unknown names must not cost a million errors.
-        for name in (name for name in data if name not in cls.model_fields):
+        known = _names(cls)
+        for name in (name for name in data if name not in known):
             if name not in cls.unsupported:
                 raise _error("unknown_parameter", name, "this field is not known to the server")
             if not _is_neutral(data[name], cls.unsupported[name]):
                 raise _error(UNSUPPORTED, name, _not_supported(cls.unsupported[name]))
-        return {name: value for name, value in data.items() if name in cls.model_fields}
+        return {name: value for name, value in data.items() if name in known}
 
 
-def unsupported_value(supported: tuple[Any, ...]) -> PydanticCustomError:
-    """For the validator of a field that is supported with these values alone."""
-    return PydanticCustomError("unsupported", "{text}", {"text": _not_supported(supported), "code": UNSUPPORTED})
+@cache
+def _names(model: type[BaseModel]) -> frozenset[str]:
+    """Of its fields, as clients write them."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:

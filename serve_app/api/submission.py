@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.protocol import SamplingParams, Submission
-from serve_app.api.chat_reader import markers
+from serve_app.api.chat_reader import markers, prompt_end
 from serve_app.api.chat_template import CALLERS_NAMES, TemplateFailed
+from serve_app.api.constraint import Constraint, constraint_of
 from serve_app.api.detokenizer import Detokenizer
 from serve_app.api.echo import Echo, read_prompt
 from serve_app.api.offload import run_sized
@@ -32,6 +33,8 @@ class Prepared:
     """Pieces say which tokens they are made of."""
     echo: Echo | None = None
     """The prompt's text goes first, with its tokens' log-probabilities if the submission asks for them."""
+    constrained_by: str | None = None
+    """The request's field that the submission's grammar is from."""
 
 
 async def prepare_chat(
@@ -43,7 +46,9 @@ async def prepare_chat(
         ApiError, RequestRejected: the request cannot be served as asked.
     """
     prompt = await encode_conversation(request, tokenizer, model)
-    maker = _Maker(request, request_id, tokenizer, model, request.max_completion_tokens or request.max_tokens, None)
+    constraint = await constraint_of(request, tokenizer, model)
+    wanted = request.max_completion_tokens or request.max_tokens
+    maker = _Maker(request, request_id, tokenizer, model, wanted, None, constraint)
     return [[await maker.prepared(prompt, None, "messages", index) for index in range(request.num_choices)]]
 
 
@@ -95,7 +100,9 @@ async def prepare_completion(
     Raises:
         ApiError, RequestRejected: the request cannot be served as asked.
     """
-    maker = _Maker(request, request_id, tokenizer, model, request.max_tokens, DEFAULT_COMPLETION_TOKENS)
+    constraint = await constraint_of(request, tokenizer, model)
+    wanted, default = request.max_tokens, DEFAULT_COMPLETION_TOKENS
+    maker = _Maker(request, request_id, tokenizer, model, wanted, default, constraint)
     groups = []
     for number, given in enumerate(request.prompts):
         param = "prompt" if len(request.prompts) == 1 else f"prompt.{number}"
@@ -126,6 +133,7 @@ class _Maker:
     wanted: int | None
     default: int | None
     """Tokens of an answer, where none were asked for; None is as many as the context holds."""
+    constraint: Constraint | None
 
     async def prepared(self, prompt: list[int], text: str | None, param: str, index: int) -> Prepared:
         """The answer that is choice `index` of the response. `text`: the prompt's, where it was given as text."""
@@ -134,6 +142,8 @@ class _Maker:
         allowed = _answer_tokens(kept, self.wanted, self.default, self.model, param)
         request_id = self.request_id if request.num_choices == 1 and index == 0 else f"{self.request_id}-{index}"
         sampling = _sampling(request, allowed, index % request.num_choices, self.tokenizer)
+        if self.constraint is not None:
+            sampling = replace(sampling, grammar=self.constraint.text(prompt_end(kept, self.tokenizer)))
         skip = request.skip_special_tokens is not False
         shown = markers(request, self.model) if isinstance(request, ChatRequest) else ()
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=skip, shown=shown)
@@ -149,6 +159,7 @@ class _Maker:
             request.stops,
             bool(request.include_stop_str_in_output),
             request.num_logprobs is not None or bool(request.return_token_ids),
+            constrained_by=None if self.constraint is None else self.constraint.field,
         )
         if not _echoes(request):
             return prepared

@@ -9,7 +9,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from serve_app.api.anthropic.blocks import AnthropicMessage, TextBlock, ThinkingBlock, ToolResultBlock, ToolUseBlock
-from serve_app.api.anthropic.schema import CountTokensRequest, MessagesRequest, Thinking, Tool
+from serve_app.api.anthropic.schema import (
+    CountTokensRequest,
+    MessagesRequest,
+    OutputFormat,
+    Thinking,
+    Tool,
+    ToolChoice,
+)
 from serve_app.api.schema import ChatRequest
 from serve_app.api.strict_model import UNSUPPORTED
 from serve_app.api.tokenizer import Tokenizer
@@ -43,7 +50,8 @@ def _conversation(request: CountTokensRequest) -> Json:
         "model": request.model,
         "messages": system + [told for message in request.messages for told in _told(message)],
         "tools": [_tool(tool) for tool in request.tools or ()] or None,
-        "tool_choice": None if choice is None else choice.type,
+        "tool_choice": None if choice is None else _choice(choice),
+        "response_format": None if request.format is None else _format(request.format),
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
         "continue_final_message": request.messages[-1].role == "assistant" or None,
     }
@@ -110,7 +118,28 @@ def _call(block: ToolUseBlock) -> Json:
 
 def _tool(tool: Tool) -> Json:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": function | {"strict": tool.strict}}
+
+
+def _choice(choice: ToolChoice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _format(given: OutputFormat) -> Json:
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given.schema_}}
+
+
+def names_of(request: CountTokensRequest) -> dict[str, str]:
+    """What a chat request calls otherwise."""
+    output = "output_config.format" if request.output_format is None else "output_format"
+    return {
+        "response_format.json_schema.schema": f"{output}.schema",
+        "response_format": output,
+        ".function.parameters": ".input_schema",
+        ".function.name": ".name",
+    }
 
 
 def _joined(content: str | list[TextBlock]) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from serve_app.api.anthropic.conversation import as_chat
+from serve_app.api.anthropic.conversation import as_chat, names_of
 from serve_app.api.anthropic.frames import MessageFrames
 from serve_app.api.anthropic.message import Json, block_json, message_json, stop_json, usage_json
 from serve_app.api.anthropic.schema import MessagesRequest
@@ -41,5 +41,6 @@ class MessageForm:
 
 
 def read_messages(body: bytes, *, tokenizer: Tokenizer, model: ServedModel) -> Asked[ChatRequest]:
-    request = as_chat(parse_request(MessagesRequest, body), tokenizer, model)
-    return Asked(request, lambda answering: MessageForm(answering, request))
+    given = parse_request(MessagesRequest, body)
+    request = as_chat(given, tokenizer, model)
+    return Asked(request, lambda answering: MessageForm(answering, request), names_of(given))

@@ -19,7 +19,6 @@ _NO = (False,)
 
 class Tool(StrictModel):
     unsupported: ClassVar[Unsupported] = {
-        "strict": _NO,
         "defer_loading": _NO,
         "input_examples": ([],),
         "allowed_callers": (["direct"],),
@@ -30,13 +29,38 @@ class Tool(StrictModel):
     description: str | None = None
     input_schema: dict[str, Any]
     """A JSON schema."""
+    strict: bool | None = None
+    """Inputs are what the schema allows, wherever the model uses this tool."""
     cache_control: CacheControl | None = None
 
 
 class ToolChoice(StrictModel):
-    type: Literal["auto", "none"]
+    """With `any` the answer uses a tool, with `tool` the one that is named, once."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(None, pattern=FUNCTION_NAME)
     disable_parallel_tool_use: bool | None = None
-    """True: only the first call of an answer is shown."""
+    """True: at most one tool is used, once."""
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> ToolChoice:
+        if (self.type == "tool") is (self.name is None):
+            text = "only allowed, and needed, where the type is tool"
+            raise PydanticCustomError("name", "{text}", {"text": text, "field": "name"})
+        return self
+
+
+class OutputFormat(StrictModel):
+    """JSON that the schema allows, on one line. The model is not told of it; the prompt should say what is wanted."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+    """A JSON schema."""
+
+
+class OutputConfig(StrictModel):
+    unsupported: ClassVar[Unsupported] = {"effort": (), "task_budget": ()}
+    format: OutputFormat | None = None
 
 
 class Thinking(StrictModel):
@@ -68,18 +92,31 @@ class CountTokensRequest(StrictModel):
     """A conversation."""
 
     unsupported: ClassVar[Unsupported] = {
-        "output_config": ({},),
         "mcp_servers": ([],),
-        **dict.fromkeys(("output_format", "context_management"), _NEVER),
+        "context_management": _NEVER,
     }
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
     """Where the last is the assistant's, the answer goes on with it."""
     system: TextOrBlocks | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Annotated[ToolChoice, _supported_type("auto", "none")] | None = None
+    tool_choice: ToolChoice | None = None
     thinking: Annotated[Thinking, _supported_type("disabled", "adaptive")] | None = None
     cache_control: CacheControl | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The older name of `output_config.format`."""
+
+    @model_validator(mode="after")
+    def _one_format(self) -> CountTokensRequest:
+        if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
+            text = "not allowed together with output_config.format"
+            raise PydanticCustomError("format", "{text}", {"text": text, "field": "output_format"})
+        return self
+
+    @property
+    def format(self) -> OutputFormat | None:
+        return self.output_format or (None if self.output_config is None else self.output_config.format)
 
     @model_validator(mode="after")
     def _last_calls_have_results(self) -> CountTokensRequest:

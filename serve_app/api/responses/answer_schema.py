@@ -101,7 +101,7 @@ class ResponseAnswer(Shape):
     """Nothing is kept."""
     temperature: float
     text: dict[str, Any]
-    tool_choice: Literal["none", "auto"]
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any]
     tools: list[dict[str, Any]]
     top_logprobs: Literal[0]
     top_p: float

@@ -9,12 +9,29 @@ from typing import Any
 from pydantic import ValidationError
 
 from serve_app.api.responses.items import CallItem, Item, ItemText, MessageItem, OutputItem, ReasoningItem
-from serve_app.api.responses.schema import FunctionTool, ResponsesRequest
+from serve_app.api.responses.schema import (
+    ChosenFunction,
+    ChosenTools,
+    FunctionTool,
+    ResponsesRequest,
+    SchemaFormat,
+    TextOptions,
+    ToolChoice,
+)
 from serve_app.api.schema import ChatRequest
+from serve_app.api.tool_grammars import can_be_kept
+from serve_app.engine_client import ServedModel
 from serve_app.errors import from_validation
 
 Json = dict[str, Any]
-_SAME = ("model", "temperature", "top_p", "stream", "tool_choice", "parallel_tool_calls", "prompt_cache_key")
+_SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "prompt_cache_key")
+NAMES = {
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    ".function.parameters": ".parameters",
+    ".function.name": ".name",
+}
+"""What a chat request calls otherwise."""
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
@@ -28,6 +45,8 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         "messages": system + _messages(request.input),
         "max_tokens": request.max_output_tokens,
         "tools": [_tool(tool) for tool in request.tools or ()] or None,
+        "tool_choice": _choice(request.tool_choice),
+        "response_format": _format(request.text),
     }
     try:
         return ChatRequest.model_validate(fields)
@@ -78,6 +97,41 @@ def _call(item: CallItem) -> Json:
     return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
 
 
+def _choice(choice: ToolChoice | None) -> Any:
+    match choice:
+        case ChosenFunction():
+            return _named(choice)
+        case ChosenTools():
+            tools = [_named(one) for one in choice.tools]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return choice
+
+
+def _named(function: ChosenFunction) -> Json:
+    return {"type": "function", "function": {"name": function.name}}
+
+
+def _format(text: TextOptions | None) -> Any:
+    if text is None or not isinstance(text.format, SchemaFormat):
+        return None if text is None or text.format is None else {"type": text.format.type}
+    return {"type": "json_schema", "json_schema": {"name": text.format.name, "schema": text.format.schema_}}
+
+
+def with_strictness(request: ResponsesRequest, model: ServedModel) -> ResponsesRequest:
+    """The request with each function strict or not: where it does not say so, it is if its schema can be kept."""
+    if not request.tools:
+        return request
+    tools = [
+        tool.model_copy(update={"strict": _can_be_strict(tool, model) if tool.strict is None else tool.strict})
+        for tool in request.tools
+    ]
+    return request.model_copy(update={"tools": tools})
+
+
+def _can_be_strict(tool: FunctionTool, model: ServedModel) -> bool:
+    return model.tool_parser is not None and can_be_kept(tool.name, tool.parameters, model.tool_parser)
+
+
 def _tool(tool: FunctionTool) -> Json:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": function | {"strict": tool.strict}}

@@ -10,12 +10,13 @@ from serve_app.api.blocks import BlockReader
 from serve_app.api.completion import Piece
 from serve_app.api.forms import Asked
 from serve_app.api.responses.answer import Answer
-from serve_app.api.responses.conversation import as_chat
+from serve_app.api.responses.conversation import NAMES, as_chat, with_strictness
 from serve_app.api.responses.frames import ResponseFrames
 from serve_app.api.responses.response import Json
 from serve_app.api.responses.schema import ResponsesRequest
 from serve_app.api.schema import ChatRequest, parse_request
 from serve_app.api.sse import Frames
+from serve_app.engine_client import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class ResponseForm:
         return ResponseFrames(self.answer, self.blocks)
 
 
-def read_response(body: bytes) -> Asked[ChatRequest]:
-    given = parse_request(ResponsesRequest, body)
+def read_response(body: bytes, *, model: ServedModel) -> Asked[ChatRequest]:
+    given = with_strictness(parse_request(ResponsesRequest, body), model)
     request = as_chat(given)
-    return Asked(request, lambda on: ResponseForm(Answer(given, on), BlockReader(on.reader(request))))
+    return Asked(request, lambda on: ResponseForm(Answer(given, on), BlockReader(on.reader(request))), NAMES)

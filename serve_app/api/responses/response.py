@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from engine.protocol import Usage
 from serve_app.api.blocks import Block
-from serve_app.api.responses.schema import FunctionTool, ResponsesRequest
+from serve_app.api.responses.schema import ChosenFunction, ChosenTools, ResponsesRequest
 
 Json = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -34,9 +34,9 @@ def response_json(request: ResponsesRequest, response_id: str, created: int, mod
         "reasoning": {"effort": None, "summary": None},
         "store": False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": request.tool_choice or "auto",
-        "tools": [_tool(tool) for tool in request.tools or ()],
+        "text": {"format": _format(request)},
+        "tool_choice": _choice(request),
+        "tools": [tool.model_dump() for tool in request.tools or ()],
         "top_logprobs": 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",
@@ -89,5 +89,11 @@ def part_json(block: Block) -> Json:
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
-def _tool(tool: FunctionTool) -> Json:
-    return tool.model_dump() | {"strict": False}
+def _format(request: ResponsesRequest) -> Json:
+    given = None if request.text is None else request.text.format
+    return {"type": "text"} if given is None else given.model_dump(by_alias=True)
+
+
+def _choice(request: ResponsesRequest) -> Any:
+    choice = request.tool_choice
+    return choice.model_dump() if isinstance(choice, ChosenFunction | ChosenTools) else choice or "auto"

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag
+from pydantic import Discriminator, Field, Tag
 
-from serve_app.api.messages import FUNCTION_NAME, MAX_TOOLS, ToolChoice, text_or_list_of
+from serve_app.api.messages import FUNCTION_NAME, MAX_TOOLS, text_or_list_of
 from serve_app.api.responses.items import Item
 from serve_app.api.session import MAX_CHARS
 from serve_app.api.strict_model import StrictModel, Unsupported
+from serve_app.api.structured import JsonObjectFormat, TextFormat
+from serve_app.api.tool_choice import choice_kinds
 
 _NEVER: tuple[Any, ...] = ()
 _NO = (False,)
@@ -18,7 +20,6 @@ _NO = (False,)
 
 class FunctionTool(StrictModel):
     unsupported: ClassVar[Unsupported] = {
-        "strict": _NO,
         "defer_loading": _NO,
         "async": _NO,
         "allowed_callers": (["direct"],),
@@ -29,12 +30,65 @@ class FunctionTool(StrictModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON schema."""
+    strict: bool | None = None
+    """Arguments are what the schema allows. The default is true where the schema can be kept; the answer says which."""
+
+
+class SchemaFormat(StrictModel):
+    """JSON that the schema allows, on one line. The model is not told of it; the input should say what is wanted."""
+
+    type: Literal["json_schema"]
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    """A JSON schema."""
+    strict: bool | None = None
+    """The schema is kept in any case."""
+
+
+def _kind_of_format(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>" if kind in ("text", "json_object", "json_schema") else None
+
+
+TextFormats = Annotated[
+    Annotated[TextFormat, Tag("<text>")]
+    | Annotated[JsonObjectFormat, Tag("<json_object>")]
+    | Annotated[SchemaFormat, Tag("<json_schema>")],
+    Discriminator(
+        _kind_of_format,
+        custom_error_type="type",
+        custom_error_message="should be an object of type text, json_object or json_schema",
+    ),
+]
 
 
 class TextOptions(StrictModel):
-    """Only plain text."""
+    unsupported: ClassVar[Unsupported] = {"verbosity": ("medium",)}
+    format: TextFormats | None = None
 
-    unsupported: ClassVar[Unsupported] = {"format": ({"type": "text"},), "verbosity": ("medium",)}
+
+class ChosenFunction(StrictModel):
+    """The answer is one call of this function."""
+
+    type: Literal["function"]
+    name: str = Field(pattern=FUNCTION_NAME)
+
+
+class ChosenTools(StrictModel):
+    """The model is told of all tools, and can call these."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenFunction], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[ChosenFunction, Tag("<function>")]
+    | Annotated[ChosenTools, Tag("<allowed_tools>")],
+    choice_kinds(),
+]
 
 
 class ReasoningOptions(StrictModel):
@@ -72,7 +126,7 @@ class ResponsesRequest(StrictModel):
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """False: only the first call of an answer is shown."""
+    """False: at most one call."""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     prompt_cache_key: str | None = Field(None, max_length=MAX_CHARS)

@@ -147,6 +147,9 @@ def test_every_status_of_the_engines_errors_is_declared_for_generation() -> None
 
 # --- bodies ---------------------------------------------------------------------------------------------------------
 
+NAMED = {"name": "a", "schema": {"type": "object"}, "strict": True}
+TAGS = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}
+TOOLS = [{"type": "function", "function": {"name": "f", "strict": True}}]
 MESSAGE = CHAT | {"max_tokens": 5}
 RESPOND = {"model": MODEL.id, "input": "hi"}
 GOOD: list[tuple[str, dict[str, Any]]] = [
@@ -155,7 +158,14 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT | {"temperature": None, "stop": None, "stream_options": None}),
     ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"include_usage": True}}),
     ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "text"}}),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema", "json_schema": NAMED}}),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "structural_tag", **TAGS}}),
+    ("/v1/chat/completions", CHAT | {"structured_outputs": {"choice": ["a", "b"]}}),
+    ("/v1/chat/completions", CHAT | {"structured_outputs": {"json": "{}"}}),
+    ("/v1/chat/completions", CHAT | {"tools": TOOLS, "tool_choice": TOOLS[0] | {"function": {"name": "f"}}}),
     ("/v1/completions", PROMPT),
+    ("/v1/completions", PROMPT | {"regex": "a+"}),
     ("/v1/completions", PROMPT | {"prompt": [1, 2], "echo": True, "logprobs": 20, "max_tokens": 0}),
     ("/v1/responses", RESPOND),
     ("/v1/responses", RESPOND | {"input": [{"role": "user", "content": "a"}], "text": {}, "store": True}),
@@ -189,6 +199,13 @@ BAD: list[tuple[str, Any]] = [
     ("/v1/chat/completions", CHAT | {"stop": ""}),
     ("/v1/chat/completions", CHAT | {"seed": 2**63}),
     ("/v1/chat/completions", CHAT | {"guided_json": {}}),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "xml"}}),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema"}}),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}),
+    ("/v1/chat/completions", CHAT | {"structured_outputs": {"choice": []}}),
+    ("/v1/chat/completions", CHAT | {"structured_outputs": {"colour": 1}}),
+    ("/v1/chat/completions", CHAT | {"regex": ""}),
+    ("/v1/chat/completions", CHAT | {"tool_choice": {"type": "function"}}),
     ("/v1/chat/completions", CHAT | {"stream": "yes"}),
     ("/v1/completions", PROMPT | {"prompt": None}),
     ("/v1/completions", PROMPT | {"prompt": [-1]}),
@@ -197,13 +214,15 @@ BAD: list[tuple[str, Any]] = [
     ("/v1/responses", CHAT),
     ("/v1/responses", RESPOND | {"input": []}),
     ("/v1/responses", RESPOND | {"input": [{"type": "item_reference", "id": "a"}]}),
-    ("/v1/responses", RESPOND | {"tool_choice": "required"}),
+    ("/v1/responses", RESPOND | {"tool_choice": "any"}),
+    ("/v1/responses", RESPOND | {"text": {"format": {"type": "json_schema", "name": "a"}}}),
     ("/v1/responses", RESPOND | {"previous_response_id": "r"}),
     ("/v1/messages", CHAT),
     ("/v1/messages", MESSAGE | {"temperature": 1.5}),
     ("/v1/messages", MESSAGE | {"messages": [{"role": "system", "content": "a"}]}),
     ("/v1/messages", MESSAGE | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
-    ("/v1/messages", MESSAGE | {"tool_choice": {"type": "any"}}),
+    ("/v1/messages", MESSAGE | {"tool_choice": {"type": "one"}}),
+    ("/v1/messages", MESSAGE | {"output_format": {"type": "json_schema"}}),
     ("/v1/messages", MESSAGE | {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
     ("/v1/messages/count_tokens", MESSAGE),
     ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}),

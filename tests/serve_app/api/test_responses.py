@@ -134,7 +134,7 @@ async def test_the_response_repeats_what_was_asked_and_keeps_nothing() -> None:
     client = saying("x")
     response = valid((await ask(client, **asked, tools=TOOLS, user="u", store=True)).json)
     assert {name: response[name] for name in asked} == asked
-    assert (response["store"], response["user"], response["tools"]) == (False, "u", [TOOLS[0] | {"strict": False}])
+    assert (response["store"], response["user"], response["tools"]) == (False, "u", [TOOLS[0] | {"strict": True}])
     sampling = client.submissions[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.25, 9)
 
@@ -273,11 +273,13 @@ async def test_requests_of_one_cache_key_go_to_one_engine() -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["reasoning.encrypted_content"]}, "include"),
         ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format.schema"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"tools": [TOOLS[0] | {"strict": True}]}, "tools.0.strict"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOLS[0] | {"strict": True, "parameters": {"not": {}}}]}, "tools.0.parameters"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "now"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"n": 2}, "n"),
     ],

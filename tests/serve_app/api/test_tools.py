@@ -264,9 +264,3 @@ async def test_what_the_template_would_ignore_is_refused_by_name(fields: dict[st
 async def test_tools_for_a_model_that_calls_none_are_refused() -> None:
     answer = await ask(saying("x"), replace(CALLER, tool_parser=None))
     assert (answer.status, answer.error["param"]) == (400, "tools")
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-async def test_a_call_that_must_be_made_is_refused(choice: Any) -> None:
-    answer = await ask(saying("x"), tool_choice=choice)
-    assert (answer.status, answer.error["param"], answer.error["code"]) == (400, "tool_choice", "unsupported_parameter")

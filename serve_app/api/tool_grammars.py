@@ -1,0 +1,72 @@
+"""Owns the grammar of a chat's calls: which tools, by which schemas, from the first letter or where a call begins.
+Never knows how a model writes a call."""
+
+from __future__ import annotations
+
+from serve_app.api.field_grammars import refused
+from serve_app.api.schema import ChatRequest
+from serve_app.api.tool_choice import NamedFunction, must_call, names_of
+from serve_app.grammars.check import find_fault
+from serve_app.grammars.json_schema import json_schema
+from serve_app.grammars.notation import Grammar, GrammarRefused, Json, Specials
+from serve_app.parsing.call_grammar import CallableTool, arguments_schema
+from serve_app.parsing.call_grammars import CALL_GRAMMARS
+
+
+def call_grammar(request: ChatRequest, parser: str, specials: Specials, *, or_else: bool) -> tuple[str, Grammar]:
+    """The field that asked for it, and its grammar. `or_else`: the answer may also be something else that is
+    constrained, so that text around the calls is not free.
+
+    Raises:
+        ApiError: a tool's schema cannot be kept.
+    """
+    must = must_call(request.tool_choice)
+    field = "tool_choice" if must else "tools"
+    try:
+        tools = callable_tools(request, all_strict=must)
+        parallel = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedFunction)
+        grammar = CALL_GRAMMARS[parser](tools, specials, parallel=parallel)
+        return field, grammar.calls() if must or or_else else grammar.lazy()
+    except GrammarRefused as error:
+        raise refused(error.place or field, error.text) from error
+
+
+def callable_tools(request: ChatRequest, *, all_strict: bool) -> list[CallableTool]:
+    """`all_strict`: a call that must be made is constrained whatever the tool says of itself.
+
+    Raises:
+        GrammarRefused: a schema is none, or two tools have one name.
+    """
+    allowed = names_of(request.tool_choice)
+    found: dict[str, CallableTool] = {}
+    for number, tool in enumerate(request.tools or ()):
+        function, place = tool.function, f"tools.{number}.function"
+        if function.name in found:
+            raise GrammarRefused(f"is the name of two tools, {function.name!r}", f"{place}.name")
+        is_free = not (all_strict or function.strict)
+        one = CallableTool(function.name, function.parameters, f"{place}.parameters", is_free)
+        found[function.name] = one
+        if not is_free and (allowed is None or function.name in allowed):
+            check(one)
+    return [tool for name, tool in found.items() if allowed is None or name in allowed]
+
+
+def check(tool: CallableTool) -> None:
+    """Each alone, so that a refusal can say which.
+
+    Raises:
+        GrammarRefused: its schema is none, or cannot be kept.
+    """
+    if fault := find_fault(json_schema(arguments_schema(tool)).text()):
+        raise GrammarRefused(fault, tool.place)
+
+
+def can_be_kept(name: str, parameters: Json | None, parser: str) -> bool:
+    """Whether calls of such a function can be constrained by its schema."""
+    tool = CallableTool(name, parameters, "")
+    try:
+        check(tool)
+        CALL_GRAMMARS[parser]([tool], {}, parallel=False).calls()
+    except GrammarRefused:
+        return False
+    return True
