@@ -48,8 +48,8 @@ class Applier:
             events.append(self.finish(request, FinishReason.STOP, stop))
         elif (tokens or row.kind is RowKind.LAST) and is_complete(request):
             events.append(self.finish(request, FinishReason.LENGTH))
-        elif self._takes_drafts:
-            self._scheduler.draft(request, output.drafts.get(number, ()))
+        elif self._takes_drafts and ((drafts := output.drafts.get(number, ())) or request.drafts):
+            self._scheduler.draft(request, drafts)
         return events
 
     def _score(self, request: Request, row: PlannedRow, scores: tuple[TokenLogprobs, ...]) -> list[Event]:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from engine.compilation import Compilation
 from engine.config import ResolvedConfig
 from engine.core import EngineCore
 from engine.observer import EngineObserver, StepFacts
@@ -83,6 +84,7 @@ class AsyncEngine:
         self._busy_since: float | None = None  # when the step thread last came round; None while it waits for work
         self._draining = False
         self._stopping = False
+        self._compilation = Compilation(core.compile_grammar, core.config)
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
 
@@ -133,6 +135,7 @@ class AsyncEngine:
         Raises:
             RequestRejected: before the first item; nothing was enqueued.
         """
+        await self.compile_grammar(submission)
         preparation = None if prepared is None else asyncio.ensure_future(prepared)
         stream = _Stream(asyncio.get_running_loop())
         try:
@@ -168,8 +171,27 @@ class AsyncEngine:
         else:
             self._commands.put(lambda: self._core.prepared(request_id))
 
+    async def compile_grammar(self, submission: Submission) -> None:
+        """Have the grammar of a request ready, if it has one: to be awaited before `submit`, lest a step wait for it.
+
+        Raises:
+            RequestRejected: it cannot be used, or not within `grammar_timeout_s`.
+        """
+        if (grammar := submission.sampling.grammar) is None:
+            return
+        try:
+            await self._compilation.of(grammar)
+        except RequestRejected as error:
+            self._tell_rejected(error)
+            raise
+
+    def _tell_rejected(self, error: RequestRejected) -> None:
+        if self._observer is not None:
+            self._observer.rejected(error.code)
+
     def submit(self, submission: Submission, sink: EventSink) -> None:
-        """Have a request's events sent to `sink`, up to its terminal one; `abort` ends it before.
+        """Have a request's events sent to `sink`, up to its terminal one; `abort` ends it before. A grammar is compiled
+        first, by `compile_grammar`.
 
         Raises:
             RequestRejected: nothing was enqueued.
@@ -181,8 +203,7 @@ class AsyncEngine:
             self._check_open(submission)
             request = create_request(submission, self.config, next(self._tickets))
         except RequestRejected as error:
-            if self._observer is not None:
-                self._observer.rejected(error.code)
+            self._tell_rejected(error)
             raise
         if self._observer is not None:
             self._observer.submitted(submission)
@@ -279,6 +300,7 @@ class AsyncEngine:
         """Fail what is live, stop the thread after the current step, and free the executor. Idempotent."""
         self._stopping = True
         self._commands.put(list)
+        self._compilation.shutdown()
         self._thread.join()
 
     # --- the step thread --------------------------------------------------------------------------------------------

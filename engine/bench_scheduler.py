@@ -12,7 +12,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import product
 from typing import Any
 
@@ -124,17 +123,23 @@ def _config(traffic: str, running: int) -> ResolvedConfig:
     seats = running + (64 if crowded else 0)
     whole_life = SchedulerConfig(reserve_mode="full", preempt_policy="none", admission_order="bypass")
     asked = EngineConfig(
-        max_model_len=LIFE,
         block_size=BLOCK_SIZE,
-        num_kv_blocks=running * LIFE // BLOCK_SIZE,
         max_num_seqs=seats,
         max_num_batched_tokens=seats + 2048,
         max_prefill_tokens=2048,
-        num_threads=1,
+        num_speculative_tokens=0,
         scheduler=whole_life if crowded else SchedulerConfig(),
     )
-    settings = {f.name: getattr(asked, f.name) for f in fields(ResolvedConfig) if hasattr(asked, f.name)}
-    return ResolvedConfig(**settings, vocab_size=VOCAB, eos_token_ids=(0,), attention_backend="canned")
+    return ResolvedConfig.of(
+        asked,
+        max_model_len=LIFE,
+        num_kv_blocks=running * LIFE // BLOCK_SIZE,
+        vocab_size=VOCAB,
+        eos_token_ids=(0,),
+        dtype="none",
+        attention_backend="canned",
+        num_threads=1,
+    )
 
 
 def settle(traffic: str, running: int, waiting: int, draw: random.Random) -> TimedCore:

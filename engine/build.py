@@ -9,6 +9,7 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, ResolvedConfig
 from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
+from engine.grammar import Grammars
 from engine.prepare import prepare_model
 from engine.step import Executor
 
@@ -45,6 +46,7 @@ def _build_torch(model: str, config: EngineConfig) -> tuple[Executor, ResolvedCo
 def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
     resolved = ResolvedConfig.of(
         config,
+        drafts=True,
         max_model_len=config.max_model_len or FAKE_MAX_MODEL_LEN,
         num_kv_blocks=config.num_kv_blocks or FAKE_NUM_KV_BLOCKS,
         vocab_size=FAKE_VOCAB_SIZE,
@@ -63,6 +65,7 @@ def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
         reply=None if reply is None else reply.encode(),
         eos_token_id=FAKE_EOS_TOKEN_ID,
         config=config.fake,
-        num_drafts=config.num_speculative_tokens,
+        num_drafts=config.num_speculative_tokens or 0,
+        grammars=Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID),
     )
     return executor, resolved

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+MOST_DRAFTS = 4
+"""Of a decode row, unless the config says otherwise: JSON's fixed parts are rarely longer, and a row of five tokens
+takes little longer than one of one."""
 
 
 class ConfigError(ValueError):
@@ -213,8 +216,16 @@ class EngineConfig:
         False,
         "Plan and launch a step before the one before it is read back, so that the device never waits for Python.",
     )
-    num_speculative_tokens: int = setting(
-        0, "Tokens that the executor drafts for each decode row, for the next step to verify together.", ge=0
+    num_speculative_tokens: int | None = setting(
+        None,
+        "Most tokens that a decode row carries besides its newest, drafted to follow it and verified together: what a "
+        "grammar forces. Unset: 4, or as many as leave half of a full step to prefill; 0 with overlap or recurrent "
+        "state.",
+        ge=0,
+    )
+    max_grammar_bytes: int = setting(2**18, "Longest grammar of an answer.", ge=1)
+    grammar_timeout_s: float = setting(
+        2.0, "How long a request waits for its grammar to be compiled before it is refused.", gt=0
     )
     stall_timeout_s: float = setting(
         60.0, "An engine that has not finished a step for this long is unhealthy; Serve then restarts it.", gt=0
@@ -230,7 +241,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        least = self.max_num_seqs * (1 + self.num_speculative_tokens) + 1
+        least = self.max_num_seqs * (1 + (self.num_speculative_tokens or 0)) + 1
         if self.max_num_batched_tokens < least:
             a_row = f" * (1 + num_speculative_tokens {self.num_speculative_tokens})" * bool(self.num_speculative_tokens)
             raise ConfigError(
@@ -271,6 +282,8 @@ class ResolvedConfig:
     step_trace: bool
     overlap: bool
     num_speculative_tokens: int
+    max_grammar_bytes: int
+    grammar_timeout_s: float
     dtype: str
     attention_backend: str
     num_threads: int
@@ -281,8 +294,8 @@ class ResolvedConfig:
     """Setting -> why it has its value, one sentence each; logged at start."""
 
     @classmethod
-    def of(cls, asked: EngineConfig, **found: Any) -> ResolvedConfig:
-        """What was asked and needs no resolving, with what was found."""
+    def of(cls, asked: EngineConfig, *, drafts: bool = False, **found: Any) -> ResolvedConfig:
+        """What was asked and needs no resolving, with what was found. `drafts`: the executor makes some unasked."""
         return cls(
             block_size=asked.block_size,
             max_num_seqs=asked.max_num_seqs,
@@ -293,7 +306,9 @@ class ResolvedConfig:
             scheduler=asked.scheduler,
             step_trace=asked.step_trace,
             overlap=asked.overlap,
-            num_speculative_tokens=asked.num_speculative_tokens,
+            num_speculative_tokens=_num_speculative_tokens(asked, drafts and not found.get("recurrent_state")),
+            max_grammar_bytes=asked.max_grammar_bytes,
+            grammar_timeout_s=asked.grammar_timeout_s,
             stall_timeout_s=asked.stall_timeout_s,
             **found,
         )
@@ -316,3 +331,11 @@ class ResolvedConfig:
         """Longest prompt + answer that this engine can hold: the context, or the whole KV cache if that is smaller.
         The last token's KV is never written, so a cache of n slots holds n + 1 tokens."""
         return min(self.max_model_len, self.num_kv_blocks * self.block_size + 1)
+
+
+def _num_speculative_tokens(asked: EngineConfig, can_draft: bool) -> int:
+    if asked.num_speculative_tokens is not None:
+        return asked.num_speculative_tokens
+    if asked.overlap or not can_draft:
+        return 0
+    return max(0, min(MOST_DRAFTS, asked.max_num_batched_tokens // (2 * asked.max_num_seqs) - 1))

@@ -105,6 +105,11 @@ class EngineCore:
             graph_misses={name: count for (hit, name), count in self._graph_uses.items() if not hit},
         )
 
+    @property
+    def compile_grammar(self) -> Callable[[str], None] | None:
+        """See Capabilities.compile_grammar: what it returns may be called on any thread."""
+        return self._executor.capabilities.compile_grammar
+
     def cached_digests(self, limit: int) -> list[bytes]:
         """Up to `limit` digests of the blocks in the prefix cache; see BlockManager.cached_digests."""
         return self._blocks.cached_digests(limit)

@@ -8,27 +8,43 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.config import EngineConfig, ResolvedConfig
-from engine.inputs import StepInputs, answer_tokens, build_inputs, is_lost
+from engine.grammar import Grammars
+from engine.inputs import StepInputs, build_inputs, is_lost
 from engine.kv_cache import KVCache
+from engine.logit_controls import Within
 from engine.logprobs import prompt_logprobs, sampled_logprobs
 from engine.models.config import read_model_config
 from engine.models.decoder import Decoder
 from engine.protocol import TokenLogprobs
 from engine.resolve import resolve, torch_dtype
 from engine.sampler import sample
-from engine.step import Capabilities, ExecutorOutOfMemoryError, StepOutput, StepPlan
+from engine.step import (
+    Capabilities,
+    ExecutorOutOfMemoryError,
+    GrammarRow,
+    RowKind,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+    answer_tokens,
+    grammar_rows,
+)
+from engine.verification import Place, in_kernel_order, in_plan_order, num_accepted, sampled_places
 from engine.weights import dummy_weights, load_weights
 from kernels.ops import select_ops
 
 NO_LOGIT = "The model gave no finite logit."
+_Masks = tuple[Within | None, dict[int, str]]
+"""What grammars allow, and why rows have no mask, by row."""
 LOST_TOKEN = "The token to go on from was not sampled: its row failed in the step before."
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
@@ -37,9 +53,20 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 class TorchExecutor:
     """An engine.step.Executor for the CPU, where a step is done when `launch` returns."""
 
-    def __init__(self, model: Decoder, cache: KVCache, *, block_size: int, num_threads: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        *,
+        block_size: int,
+        num_threads: int,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`grammars`: None where the model's directory has no tokenizer, or no token that ends an answer."""
         self._model = model
         self._cache = cache
+        self._grammars = grammars
+        self._masker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-masks")
         self._block_size = block_size
         self._num_threads = num_threads
         self._thread: int | None = None
@@ -48,7 +75,8 @@ class TorchExecutor:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(mixed_rows=True, overlap=True)
+        compile_grammar = None if self._grammars is None else self._grammars.compile
+        return Capabilities(mixed_rows=True, overlap=True, drafts=True, compile_grammar=compile_grammar)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
@@ -61,27 +89,83 @@ class TorchExecutor:
         with _out_of_memory():
             self._outputs.append(self._run(plan))
 
-    def _run(self, plan: StepPlan) -> StepOutput:
-        inputs, hidden = self._forward(plan)
+    def _run(self, planned: StepPlan) -> StepOutput:
+        plan, order = in_kernel_order(planned)
+        places = sampled_places(plan.rows)
+        with self._masks(plan, places) as masks:
+            inputs, hidden = self._forward(plan)
+        within, failed = masks.result()
         scores = prompt_logprobs(plan.rows, hidden, self._model.logits)
-        tokens, logprobs = self._sample(plan, hidden[inputs.sampled_tokens])
-        lost = [number for number, row in enumerate(plan.rows) if is_lost(row, self._newest)]
-        output = _output(plan, tokens, logprobs, scores, lost)
+        tokens, logprobs = self._sample(plan, places, hidden[inputs.sampled_tokens], within)
+        failed |= {number: LOST_TOKEN for number, row in enumerate(plan.rows) if is_lost(row, self._newest)}
+        output = self._with_drafts(plan, _output(plan, tokens, logprobs, scores, failed))
         self._keep_newest(plan, output)
-        return output
+        return output if order is None else in_plan_order(output, order)
 
-    def _sample(self, plan: StepPlan, hidden: Tensor) -> tuple[dict[int, int | None], dict[int, TokenLogprobs | None]]:
-        """Tokens, and log-probabilities of those that were asked for, by row. hidden: [sampling rows, hidden]"""
-        numbers = [number for number, row in enumerate(plan.rows) if row.sampling is not None]
-        if not numbers:
+    @contextmanager
+    def _masks(self, plan: StepPlan, places: Sequence[Place]) -> Iterator[Future[_Masks]]:
+        """What grammars allow at `places`, and rows that have no mask: found while the body runs, there at its end."""
+        rows = grammar_rows(plan, self._newest)
+        if not rows:
+            done: Future[_Masks] = Future()
+            done.set_result((None, {}))
+            yield done
+            return
+        assert self._grammars is not None
+        numbers = [number for number, _ in rows]
+        found = self._masker.submit(self._fill_masks, [row for _, row in rows], numbers, places)
+        try:
+            yield found
+        finally:
+            wait([found])  # the matchers are nobody else's until then
+
+    def _fill_masks(self, rows: Sequence[GrammarRow], numbers: Sequence[int], places: Sequence[Place]) -> _Masks:
+        assert self._grammars is not None
+        words, failed = self._grammars.masks(rows)
+        limited = torch.tensor([i for i, place in enumerate(places) if place.number in set(numbers)])
+        return Within(limited, torch.from_numpy(words)), {numbers[i]: why for i, why in failed.items()}
+
+    def _sample(
+        self, plan: StepPlan, places: Sequence[Place], hidden: Tensor, within: Within | None
+    ) -> tuple[dict[int, list[int | None]], dict[int, list[TokenLogprobs | None]]]:
+        """Tokens, and log-probabilities of those that were asked for, by row. hidden: [places, hidden]"""
+        if not places:
             return {}, {}
-        wanted = [row.sampling for row in plan.rows if row.sampling is not None]
-        logits = self._model.logits(hidden)  # [sampling rows, vocab]
-        rows = [plan.rows[number] for number in numbers]
-        answers = [answer_tokens(row, self._newest) for row in rows]
-        tokens = sample(logits, wanted, [row.end for row in rows], answers)
-        logprobs = sampled_logprobs(logits, wanted, tokens)
-        return dict(zip(numbers, tokens, strict=True)), {numbers[i]: found for i, found in logprobs.items()}
+        rows = [plan.rows[place.number] for place in places]
+        wanted = [row.sampling for row in rows if row.sampling is not None]
+        logits = self._model.logits(hidden)  # [places, vocab]
+        positions = [row.start + place.offset + 1 for row, place in zip(rows, places, strict=True)]
+        answers = [self._answer(row, place.offset) for row, place in zip(rows, places, strict=True)]
+        sampled = sample(logits, wanted, positions, answers, within)
+        scored = sampled_logprobs(logits, wanted, sampled)
+        tokens: dict[int, list[int | None]] = {}
+        logprobs: dict[int, list[TokenLogprobs | None]] = {}
+        for i, place in enumerate(places):
+            tokens.setdefault(place.number, []).append(sampled[i])
+            if i in scored:
+                logprobs.setdefault(place.number, []).append(scored[i])
+        return tokens, logprobs
+
+    def _answer(self, row: ScheduledRequest, offset: int) -> tuple[int, ...]:
+        """What the answer holds once token `offset` of the row is part of it; () where no control looks back."""
+        answer = answer_tokens(row, self._newest)
+        return (*answer, *row.token_ids[1 : offset + 1]) if answer and row.kind is RowKind.DECODE else answer
+
+    def _with_drafts(self, plan: StepPlan, output: StepOutput) -> StepOutput:
+        """Draft what a grammar forces to follow."""
+        grammars = self._grammars
+        if grammars is None:
+            return output
+        drafts = {
+            number: forced
+            for number, row in enumerate(plan.rows)
+            if output.sampled[number]
+            and row.sampling is not None
+            and row.sampling.controls is not None
+            and row.sampling.controls.grammar is not None
+            and (forced := grammars.forced(row.request_id, output.sampled[number]))
+        }
+        return replace(output, drafts=drafts) if drafts else output
 
     def _keep_newest(self, plan: StepPlan, output: StepOutput) -> None:
         """What PENDING_TOKEN stands for in the next step: nothing where this one failed, lest it be an older token."""
@@ -97,11 +181,14 @@ class TorchExecutor:
     def forget(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._newest.pop(request_id, None)
+            if self._grammars is not None:
+                self._grammars.forget(request_id)
 
     def shutdown(self) -> None:
         """Drop weights and cache. No step can run afterwards; a second call finds nothing to drop."""
         self._outputs.clear()
         self._newest.clear()
+        self._masker.shutdown()
         with suppress(AttributeError):
             del self._model, self._cache
 
@@ -135,20 +222,28 @@ def _out_of_memory() -> Iterator[None]:
 
 def _output(
     plan: StepPlan,
-    tokens: Mapping[int, int | None],
-    logprobs: Mapping[int, TokenLogprobs | None],
+    tokens: Mapping[int, Sequence[int | None]],
+    logprobs: Mapping[int, Sequence[TokenLogprobs | None]],
     scores: Mapping[int, tuple[TokenLogprobs, ...] | None],
-    lost: Sequence[int],
+    failed: dict[int, str],
 ) -> StepOutput:
-    """What each row asked for, by row; a row that lacks any of it has failed, and returns nothing else."""
-    found = chain(tokens.items(), logprobs.items(), scores.items())
-    failed = {number: NO_LOGIT for number, value in found if value is None} | dict.fromkeys(lost, LOST_TOKEN)
-    good = {number: token for number, token in tokens.items() if token is not None and number not in failed}
+    """What each row asked for, by row, as far as its drafts were right; a row that lacks any of it, or is in `failed`,
+    returns nothing else."""
+    sampled: dict[int, tuple[int, ...]] = {}
+    scored: dict[int, tuple[TokenLogprobs, ...]] = {}
+    failed = {number: NO_LOGIT for number, found in scores.items() if found is None} | failed
+    for number, found in tokens.items():
+        row = plan.rows[number]
+        count = num_accepted(row.token_ids[1:], found) if row.kind is RowKind.DECODE else 1
+        sampled[number] = tuple(token for token in found[:count] if token is not None)
+        scored[number] = tuple(of for of in logprobs.get(number, ())[:count] if of is not None)
+        if len(sampled[number]) < count or (number in logprobs and len(scored[number]) < count):
+            failed.setdefault(number, NO_LOGIT)
     return StepOutput(
         plan.step_id,
-        sampled=tuple((good[number],) if number in good else () for number in range(len(plan.rows))),
+        sampled=tuple(sampled.get(number, ()) if number not in failed else () for number in range(len(plan.rows))),
         failed=tuple(sorted(failed.items())),
-        logprobs={number: (of,) for number, of in logprobs.items() if of is not None and number not in failed},
+        logprobs={number: of for number, of in scored.items() if of and number not in failed},
         prompt_logprobs={number: of for number, of in scores.items() if of is not None and number not in failed},
     )
 
@@ -181,5 +276,18 @@ def create_executor(model_dir: Path, config: EngineConfig) -> tuple[TorchExecuto
     weights = dummy_weights(model_config, dtype) if dummy else load_weights(model_dir, model_config, dtype)
     model = Decoder(model_config, weights, ops, resolved.max_model_len)
     cache = KVCache.allocate(model_config, resolved.num_kv_blocks, resolved.block_size, dtype)
-    executor = TorchExecutor(model, cache, block_size=resolved.block_size, num_threads=resolved.num_threads)
+    executor = TorchExecutor(
+        model,
+        cache,
+        block_size=resolved.block_size,
+        num_threads=resolved.num_threads,
+        grammars=_grammars(model_dir, resolved),
+    )
     return executor, resolved
+
+
+def _grammars(model_dir: Path, resolved: ResolvedConfig) -> Grammars | None:
+    tokenizer = model_dir / "tokenizer.json"
+    if not tokenizer.is_file() or not resolved.eos_token_ids:
+        return None
+    return Grammars.of_model(tokenizer, resolved.vocab_size, resolved.eos_token_ids, resolved.num_threads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.config import FakeConfig
@@ -19,6 +19,8 @@ from engine.step import (
     ScheduledRequest,
     StepOutput,
     StepPlan,
+    TokenMasks,
+    grammar_rows,
 )
 
 _MASK = (1 << 64) - 1
@@ -30,6 +32,13 @@ def mix64(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+_CLOSING = tuple(b'",]}')
+"""What ends strings, numbers, lists and objects: a grammar's texts would else go on for long."""
+
+_Masks = Mapping[str, Sequence[Sequence[int]]]
+"""By request: the words of one mask for each position that is sampled; see TokenMasks."""
 
 
 class KvMismatchError(Exception):
@@ -84,14 +93,16 @@ class FakeExecutor:
         eos_token_id: int = 0,
         config: FakeConfig | None = None,
         num_drafts: int = 0,
+        grammars: TokenMasks | None = None,
         graph_sizes: Sequence[int] = (),
         before_step: Callable[[StepPlan], None] | None = None,
         failing: Callable[[ScheduledRequest], str | None] | None = None,
         verify_prefix: bool = False,
     ) -> None:
         """`alphabet`: the tokens that hashes choose from. `num_drafts`: tokens proposed after each sampled one, a
-        quarter of them wrong. `graph_sizes`: rows of decode steps that are counted as captured. `before_step` may raise
-        or block, to script a step's failure; `failing` says why a row fails alone.
+        quarter of them wrong. `grammars`: of byte tokens; a row within one is drafted what that forces.
+        `graph_sizes`: rows of decode steps that are counted as captured. `before_step` may raise or block, to script a
+        step's failure; `failing` says why a row fails alone.
         `verify_prefix` checks every slot that a row builds on (O(context) a row) and not the newest one alone."""
         self._slots: list[_Slot | None] = [None] * (num_blocks * block_size)
         self._block_size = block_size
@@ -100,6 +111,7 @@ class FakeExecutor:
         self._eos_token_id = eos_token_id
         self._config = config or FakeConfig()
         self._num_drafts = num_drafts
+        self._grammars = grammars
         self._graph_sizes = sorted(graph_sizes)
         self._before_step = before_step
         self._failing = failing or (lambda row: None)
@@ -113,7 +125,12 @@ class FakeExecutor:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(overlap=True, drafts=self._num_drafts > 0, recurrent_state=self._config.recurrent_state)
+        return Capabilities(
+            overlap=True,
+            drafts=self._num_drafts > 0 or self._grammars is not None,
+            recurrent_state=self._config.recurrent_state,
+            compile_grammar=None if self._grammars is None else self._grammars.compile,
+        )
 
     def launch(self, plan: StepPlan) -> None:
         delay_ms = self._config.step_delay_ms + self._config.token_delay_ms * plan.num_tokens
@@ -122,7 +139,11 @@ class FakeExecutor:
         self._place_states(plan)
         if self._before_step:
             self._before_step(plan)
-        results = [self._fails(row) or self._compute(row) for row in plan.rows]
+        masks, unmatched = self._read_grammars(plan)
+        results = [
+            self._fails(row) or unmatched.get(row.request_id) or self._compute(row, masks.get(row.request_id, ()))
+            for row in plan.rows
+        ]
         self._save_states(plan)
         self._outputs.append(self._output(plan, results))
 
@@ -134,6 +155,8 @@ class FakeExecutor:
             self._prompt_ends.pop(request_id, None)
             self._newest.pop(request_id, None)
             self._broken.discard(request_id)
+            if self._grammars is not None:
+                self._grammars.forget(request_id)
 
     def shutdown(self) -> None:
         self._slots.clear()
@@ -171,7 +194,7 @@ class FakeExecutor:
 
     # --- KV ---------------------------------------------------------------------------------------------------------
 
-    def _compute(self, row: ScheduledRequest) -> _Computed:
+    def _compute(self, row: ScheduledRequest, masks: Sequence[Sequence[int]]) -> _Computed:
         digest = self._read_prefix(row)
         token_ids = row.token_ids if row.token_ids != (PENDING_TOKEN,) else (self._newest[row.request_id],)
         digests = []
@@ -180,7 +203,7 @@ class FakeExecutor:
             digests.append(digest)
             self._slots[self._slot_index(row, position)] = _Slot(position, token_id, digest)
         self._consume(row, token_ids)
-        return self._answer(row, token_ids, digests)
+        return self._answer(row, token_ids, digests, masks)
 
     def _slot_index(self, row: ScheduledRequest, position: int) -> int:
         return row.block_ids[position // self._block_size] * self._block_size + position % self._block_size
@@ -234,7 +257,13 @@ class FakeExecutor:
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    def _answer(self, row: ScheduledRequest, token_ids: Sequence[int], digests: Sequence[int]) -> _Computed:
+    def _answer(
+        self,
+        row: ScheduledRequest,
+        token_ids: Sequence[int],
+        digests: Sequence[int],
+        masks: Sequence[Sequence[int]],
+    ) -> _Computed:
         scores = []
         if row.scoring is not None:
             first = row.scoring.first - row.start
@@ -245,7 +274,8 @@ class FakeExecutor:
         first = len(token_ids) - 1 if row.kind is RowKind.LAST else 0
         sampled: list[int] = []
         for i in range(first, len(token_ids)):
-            sampled.append(self._sample(row, digests[i], row.start + i + 1))
+            mask = masks[i - first] if masks else None
+            sampled.append(self._sample(row, digests[i], row.start + i + 1, mask))
             if i + 1 < len(token_ids) and sampled[-1] != token_ids[i + 1]:
                 break  # a wrong draft: what follows it was computed for nothing
         self._newest[row.request_id] = sampled[-1]
@@ -253,16 +283,23 @@ class FakeExecutor:
         chosen = [] if count is None else zip(digests[first:], sampled, strict=False)
         logprobs = tuple(self._logprobs(digest, token, count or 0) for digest, token in chosen)
         last = first + len(sampled) - 1
-        return _Computed(tuple(sampled), logprobs, tuple(scores), self._draft(row, digests[last], row.start + last + 1))
+        if masks:
+            drafts = self._forced(row.request_id, sampled)
+        else:
+            drafts = self._draft(row, digests[last], row.start + last + 1)
+        return _Computed(tuple(sampled), logprobs, tuple(scores), drafts)
 
-    def _sample(self, row: ScheduledRequest, digest: int, position: int) -> int:
+    def _sample(self, row: ScheduledRequest, digest: int, position: int, mask: Sequence[int] | None = None) -> int:
         assert row.sampling is not None
         if self._reply is not None:
             index = position - self._prompt_ends.setdefault(row.request_id, position)
-            return self._reply[index] if index < len(self._reply) else self._eos_token_id
+            token = self._reply[index] if index < len(self._reply) else self._eos_token_id
+            if mask is None or _allows(mask, token):
+                return token
         seed = row.sampling.seed if row.sampling.temperature else 0
-        choices = self._choices(row.sampling)
-        return choices[mix64(digest ^ mix64(seed ^ mix64(position))) % len(choices)]
+        number = mix64(digest ^ mix64(seed ^ mix64(position)))
+        choices = self._choices(row.sampling) if mask is None else self._choices_within(mask, row.sampling, number)
+        return choices[number % len(choices)]
 
     def _choices(self, sampling: RowSampling) -> Sequence[int]:
         """What may be sampled. There are no logits to be biased or penalised."""
@@ -272,6 +309,35 @@ class FakeExecutor:
             allowed = controls.allowed_token_ids or allowed
         left = [token for token in allowed if token not in banned] if banned else allowed
         return left or (self._eos_token_id,)
+
+    def _choices_within(self, mask: Sequence[int], sampling: RowSampling, number: int) -> Sequence[int]:
+        """What a grammar allows: a quarter of the time what closes something, mostly letters else."""
+        banned = sampling.banned_token_ids
+        closing = [t for t in (*_CLOSING, self._eos_token_id) if _allows(mask, t) and t not in banned]
+        if closing and mix64(number) % 4 == 0:
+            return closing
+        letters = [token for token in self._choices(sampling) if _allows(mask, token)]
+        return letters or [token for token in range(32 * len(mask)) if _allows(mask, token)]
+
+    # --- grammars ---------------------------------------------------------------------------------------------------
+
+    def _read_grammars(self, plan: StepPlan) -> tuple[_Masks, Mapping[str, str]]:
+        """The masks of rows that sample within a grammar, and why others cannot."""
+        rows = [row for _, row in grammar_rows(plan, self._newest)]
+        if not rows:
+            return {}, {}
+        assert self._grammars is not None
+        words, failed = self._grammars.masks(rows)
+        masks: dict[str, Sequence[Sequence[int]]] = {}
+        first = 0
+        for row in rows:
+            masks[row.request_id] = words[first : first + 1 + len(row.drafts)].tolist()
+            first += 1 + len(row.drafts)
+        return masks, {rows[number].request_id: why for number, why in failed.items()}
+
+    def _forced(self, request_id: str, sampled: Sequence[int]) -> tuple[int, ...]:
+        assert self._grammars is not None
+        return self._grammars.forced(request_id, sampled)
 
     def _draft(self, row: ScheduledRequest, digest: int, position: int) -> tuple[int, ...]:
         """Tokens after the newest sampled one, which stands at `position`; every fourth guess is wrong."""
@@ -291,3 +357,7 @@ class FakeExecutor:
 
     def _surprise(self, digest: int, token_id: int) -> float:
         return 1.0 + mix64(digest ^ mix64(token_id)) % 1000 / 100
+
+
+def _allows(mask: Sequence[int], token_id: int) -> bool:
+    return bool(mask[token_id // 32] >> (token_id % 32) & 1)

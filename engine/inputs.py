@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.step import PENDING_TOKEN, RowKind, ScheduledRequest, StepPlan
+from engine.verification import sampled_places
 from kernels.reference import PagedRows
 
 NONE_PENDING: Mapping[str, int] = MappingProxyType({})
@@ -25,12 +26,12 @@ class StepInputs:
     token_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     slots: Tensor  # [num_tokens] int64: where each token's K and V go
-    sampled_tokens: Tensor  # [sampling rows] int64: the last token of each row that samples
+    sampled_tokens: Tensor  # [sampled places] int64: tokens after which one is sampled; see sampled_places
     rows: PagedRows
 
 
 def build_inputs(plan: StepPlan, block_size: int, newest: Mapping[str, int] = NONE_PENDING) -> StepInputs:
-    """Tensors of a plan whose decode rows come first. `newest`: the token that a request's PENDING_TOKEN stands for.
+    """Tensors of a plan in kernel order (see engine.verification). `newest`: what a request's PENDING_TOKEN stands for.
 
     Raises:
         ValueError: a row breaks the seam's contract, or asks for what this executor's capabilities do not offer.
@@ -48,10 +49,11 @@ def build_inputs(plan: StepPlan, block_size: int, newest: Mapping[str, int] = NO
         positions=positions,
         slots=block_tables[row_of_token, positions // block_size] * block_size + positions % block_size,
         sampled_tokens=torch.tensor(
-            [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.sampling is not None], dtype=torch.int64
+            [ends[place.number] - counts[place.number] + place.offset for place in sampled_places(plan.rows)],
+            dtype=torch.int64,
         ),
         rows=PagedRows(
-            num_decode=sum(row.kind is RowKind.DECODE for row in plan.rows),
+            num_decode=sum(row.kind is RowKind.DECODE and len(row.token_ids) == 1 for row in plan.rows),
             contexts=tuple(starts),
             counts=tuple(counts),
             block_tables=block_tables,
@@ -71,27 +73,24 @@ def _token_ids(row: ScheduledRequest, newest: Mapping[str, int]) -> tuple[int, .
     return (newest.get(row.request_id, 0),)  # a lost row fails alone, so any token of the vocabulary will do
 
 
-def answer_tokens(row: ScheduledRequest, newest: Mapping[str, int]) -> tuple[int, ...]:
-    """The answer so far, as `row.answer` has it, with the token that was in flight."""
-    if row.answer[-1:] != (PENDING_TOKEN,):
-        return row.answer
-    return (*row.answer[:-1], newest.get(row.request_id, 0))  # a lost row fails alone
-
-
 def _check(plan: StepPlan, block_size: int) -> None:
     if not plan.rows or plan.state_moves:
         raise ValueError(f"Step {plan.step_id} has {'state moves' if plan.rows else 'no rows'}.")
-    seen_chunk = False
+    seen_chunk = seen_drafts = False
     for row in plan.rows:
         if not row.token_ids or len(row.block_ids) * block_size < row.end:
             raise ValueError(f"Row {row.request_id}: {len(row.block_ids)} blocks for {row.start}..{row.end}.")
         if row.kind is not RowKind.LAST and (row.sampling is None) is not (row.kind is RowKind.MIDDLE):
             raise ValueError(f"Row {row.request_id}: kind {row.kind.value} with sampling {row.sampling}.")
-        if row.kind is RowKind.DECODE and (seen_chunk or len(row.token_ids) != 1):
-            raise ValueError(f"Row {row.request_id}: a decode row comes before all chunks and holds one token.")
+        has_drafts = row.kind is RowKind.DECODE and len(row.token_ids) > 1
+        if row.kind is RowKind.DECODE and (seen_chunk or (seen_drafts and not has_drafts)):
+            raise ValueError(f"Row {row.request_id}: decode rows come before chunks, those without drafts first.")
+        if has_drafts and row.token_ids[0] == PENDING_TOKEN:
+            raise ValueError(f"Row {row.request_id}: drafts follow a token that is known.")
         if row.kind is not RowKind.DECODE and row.token_ids[0] == PENDING_TOKEN:
             raise ValueError(f"Row {row.request_id}: a chunk's tokens are known.")
         _check_options(row)
+        seen_drafts = seen_drafts or has_drafts
         seen_chunk = seen_chunk or row.kind is not RowKind.DECODE
 
 

@@ -1,10 +1,11 @@
-"""Owns what changes logits before a token is chosen: allowed tokens, bias, penalties, bad words, banned stop tokens.
+"""Owns what changes logits before a token is chosen: allowed tokens, bias, penalties, bad words, bans, grammars.
 Never keeps a state: what the answer holds comes with each step, so that preemption and migration change nothing."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,21 +14,47 @@ from engine.inputs import int_tensor
 from engine.step import LogitControls, RowSampling
 
 
-def control_logits(logits: Tensor, rows: Sequence[RowSampling], answers: Sequence[Sequence[int]]) -> Tensor:
-    """All rows at once; a copy where anything changes. `kernels.reference.control_logits` defines the result.
+@dataclass(frozen=True, slots=True)
+class Within:
+    """What grammars allow."""
+
+    rows: Tensor
+    """[limited rows] int64"""
+    words: Tensor
+    """[limited rows, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is token t's."""
+
+
+def control_logits(
+    logits: Tensor, rows: Sequence[RowSampling], answers: Sequence[Sequence[int]], within: Within | None = None
+) -> Tensor:
+    """All rows at once; a copy where anything changes. `kernels.reference.control_logits` and `keep_within` define it.
 
     logits: [rows, vocab] float32; answers: of each row, the answer's tokens so far.
     """
     controlled = [(number, row.controls) for number, row in enumerate(rows) if row.controls is not None]
     if not controlled and not any(row.banned_token_ids for row in rows):
         return logits
+    own = logits
     logits = logits.clone()
     _keep_allowed(logits, controlled)
     _add_bias(logits, controlled)
     _penalize_repetition(logits, controlled, answers)
     _penalize_frequency(logits, controlled, answers)
     _ban(logits, rows, answers)
+    if within is not None:
+        _keep_within(logits, own, within)
     return logits
+
+
+def _keep_within(logits: Tensor, own: Tensor, within: Within) -> None:
+    """A grammar has the last word: where nothing that it allows is left, its tokens have the model's own logits."""
+    bits = (within.words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32)) & 1  # [limited rows, words, 32]
+    refused = bits.flatten(1)[:, : logits.shape[1]] == 0
+    kept = logits[within.rows].masked_fill(refused, -torch.inf)
+    empty = kept.amax(dim=-1) == -torch.inf
+    if empty.any():
+        kept[empty] = own[within.rows[empty]].masked_fill(refused[empty], -torch.inf)
+    logits[within.rows] = kept
 
 
 _Controlled = Sequence[tuple[int, LogitControls]]

@@ -121,8 +121,8 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the answer will not contain."""
     grammar: str | None = None
-    """What the answer's text may be, in llguidance's notation (Lark, or its JSON); None: any text. It has the last word:
-    where what it allows is banned otherwise, it is sampled all the same."""
+    """What the answer's text may be, in llguidance's notation (Lark, or its JSON); None: any text. It has the last
+    word: where all that it allows is banned otherwise, that is sampled all the same."""
 
     def __post_init__(self) -> None:
         _require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", ">= 0", self.temperature)

@@ -188,7 +188,13 @@ def _check_prompt(prompt: Sequence[int], params: SamplingParams, config: Resolve
 
 
 def _check_controls(params: SamplingParams, stops: frozenset[int], vocab_size: int) -> None:
-    """Every id is one of the vocabulary, and something is left to sample."""
+    """Every id is one of the vocabulary, something is left to sample, and what a grammar ends can end."""
+    if params.grammar is not None and params.ignore_eos:
+        raise RequestRejected(
+            ErrorCode.INVALID_PARAMETER,
+            "ignore_eos cannot be combined with a grammar: where the grammar's text ends, the answer does.",
+            "ignore_eos",
+        )
     _check_ids("logit_bias", [token for token, _ in params.logit_bias], vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     for word in params.bad_words:
@@ -218,6 +224,7 @@ def _controls(submission: Submission) -> LogitControls | None:
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
         bad_words=params.bad_words,
+        grammar=params.grammar,
     )
     return None if controls == LogitControls() else controls
 

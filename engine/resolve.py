@@ -29,6 +29,7 @@ def resolve(model_dir: Path, model: ModelConfig, config: EngineConfig, ops: Ops)
     num_threads, threads_reason = _num_threads(config)
     return ResolvedConfig.of(
         config,
+        drafts=True,
         max_model_len=max_model_len,
         num_kv_blocks=num_blocks,
         vocab_size=model.vocab_size,

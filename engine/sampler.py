@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.logit_controls import control_logits
+from engine.logit_controls import Within, control_logits
 from engine.step import RowSampling
 
 # Below this, logits / temperature would overflow float32; the result is greedy long before.
@@ -44,10 +44,14 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(
-    logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int], answers: Sequence[Sequence[int]]
+    logits: Tensor,
+    rows: Sequence[RowSampling],
+    positions: Sequence[int],
+    answers: Sequence[Sequence[int]],
+    within: Within | None = None,
 ) -> list[int | None]:
     """One token per row, the one at positions[row] of its request. logits: [rows, vocab], which are not changed;
-    answers: of each row, the answer's tokens so far, read where its controls look back.
+    answers: of each row, the answer's tokens so far, read where its controls look back; within: what grammars allow.
 
     None for a row without a finite largest logit (NaN, or every token banned): it has no answer, and its neighbours
     are not to blame.
@@ -55,7 +59,7 @@ def sample(
     The order of filters is temperature, top-k, top-p, min-p, each on what the one before left; ties go to the lower
     token id. `kernels.reference.sample` defines the result.
     """
-    logits = control_logits(logits.float(), rows, answers)
+    logits = control_logits(logits.float(), rows, answers, within)
     best, tokens = logits.max(dim=-1)  # [rows]
     sound = best.isfinite().tolist()
     drawn = [number for number, row in enumerate(rows) if row.temperature > 0 and sound[number]]

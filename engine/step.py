@@ -3,10 +3,10 @@ Never holds a tensor or a reference to a live request: a plan is a frozen pictur
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.protocol import TokenLogprobs
 
@@ -43,6 +43,8 @@ class LogitControls:
     """Subtracted once where the answer holds the token."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the answer may not contain."""
+    grammar: str | None = None
+    """What the answer's text may be, in llguidance's notation. It has the last word over all of the above."""
 
     @property
     def penalizes(self) -> bool:
@@ -51,7 +53,7 @@ class LogitControls:
     @property
     def looks_back(self) -> bool:
         """Whether the answer so far matters."""
-        return self.penalizes or any(len(word) > 1 for word in self.bad_words)
+        return self.penalizes or self.grammar is not None or any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,55 @@ class StepOutput:
     """None: the executor has no graphs."""
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarRow:
+    """A row whose tokens a grammar limits."""
+
+    request_id: str
+    grammar: str
+    answer: tuple[int, ...]
+    """All of the answer before the row's drafts."""
+    drafts: tuple[int, ...] = ()
+
+
+class GrammarError(Exception):
+    """A text is no grammar, or more complex than the limits allow. The message is for whoever wrote it."""
+
+
+def grammar_rows(plan: StepPlan, newest: Mapping[str, int]) -> list[tuple[int, GrammarRow]]:
+    """(row, what its grammar needs to know). `newest`: the token that a request's PENDING_TOKEN stands for; a row that
+    goes on from a token which was never sampled has failed, and is left out."""
+    found = []
+    for number, row in enumerate(plan.rows):
+        controls = row.sampling.controls if row.sampling is not None else None
+        if controls is None or controls.grammar is None:
+            continue
+        if PENDING_TOKEN in row.answer[-1:] and row.request_id not in newest:
+            continue
+        drafts = row.token_ids[1:] if row.kind is RowKind.DECODE else ()
+        found.append((number, GrammarRow(row.request_id, controls.grammar, answer_tokens(row, newest), drafts)))
+    return found
+
+
+def answer_tokens(row: ScheduledRequest, newest: Mapping[str, int]) -> tuple[int, ...]:
+    """The answer so far, as `row.answer` has it, with the token that was in flight."""
+    if row.answer[-1:] != (PENDING_TOKEN,):
+        return row.answer
+    return (*row.answer[:-1], newest.get(row.request_id, 0))  # a lost row fails alone
+
+
+class TokenMasks(Protocol):
+    """What an executor asks of grammars; `engine.grammar.Grammars` is the one there is."""
+
+    def compile(self, grammar: str) -> None: ...
+
+    def masks(self, rows: Sequence[GrammarRow]) -> tuple[Any, dict[int, str]]: ...
+
+    def forced(self, request_id: str, tokens: Sequence[int]) -> tuple[int, ...]: ...
+
+    def forget(self, request_id: str) -> None: ...
+
+
 class ExecutorFatalError(Exception):
     """Raised by an executor that can run no further step; the engine fails what is live and turns unhealthy."""
 
@@ -189,6 +240,8 @@ class Capabilities:
     """Proposes tokens, and verifies several in one row."""
     recurrent_state: bool = False
     """The model has state besides KV, which follows `StateUse`."""
+    compile_grammar: Callable[[str], None] | None = None
+    """Has a grammar ready before a step needs it, on any thread, or raises GrammarError. None: it keeps to none."""
 
 
 class Executor(Protocol):

@@ -8,7 +8,9 @@ from engine.request import Request
 
 def is_stop_token(request: Request, token_id: int) -> bool:
     """Whether this token, sampled next, ends the answer. It is then counted in usage but is not part of the answer."""
-    return token_id in request.stop_token_ids and request.num_output >= request.sampling.min_tokens
+    # Before min_tokens none is sampled, unless a grammar, which has the last word, leaves nothing else.
+    early = request.num_output < request.sampling.min_tokens and request.sampling.grammar is None
+    return token_id in request.stop_token_ids and not early
 
 
 def is_complete(request: Request) -> bool:

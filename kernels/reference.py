@@ -141,6 +141,18 @@ def control_logits(
     return logits
 
 
+def keep_within(logits: Tensor, own: Tensor, allowed: Sequence[int]) -> Tensor:
+    """One row of logits [vocab_size], controlled and with banned tokens at -inf, as limited to what a grammar allows.
+
+    The grammar has the last word: where nothing allowed is left, the allowed tokens have the model's `own` logits.
+    """
+    kept = torch.full_like(logits, -torch.inf)
+    source = own if all(logits[token] == -torch.inf for token in allowed) else logits
+    for token in allowed:
+        kept[token] = source[token]
+    return kept
+
+
 def sample(
     logits: Tensor,
     uniform: float,

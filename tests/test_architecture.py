@@ -27,6 +27,7 @@ PURE = [
     "planner",
     "scheduler",
     "split",
+    "compilation",
     "applier",
     "observer",
     "core",

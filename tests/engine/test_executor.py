@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from engine.sampler import uniform
 from engine.step import (
     PENDING_TOKEN,
     Capabilities,
+    LogitControls,
     PromptScoring,
     RowKind,
     RowSampling,
@@ -170,7 +172,7 @@ def test_the_random_number_of_a_sample_is_that_of_the_position_it_fills(executor
 
 
 def test_steps_that_go_on_from_pending_tokens_give_the_text_of_known_ones(executor: TorchExecutor) -> None:
-    assert executor.capabilities == Capabilities(mixed_rows=True, overlap=True)
+    assert executor.capabilities == Capabilities(mixed_rows=True, overlap=True, drafts=True)
     texts = [greedy_text(executor, TOKENS[:20], BLOCKS, 4), greedy_text(executor, TOKENS[5:40], OTHER_BLOCKS, 4)]
     prompts = [chunk("a", TOKENS[:20], 0, 20, BLOCKS), chunk("b", TOKENS[5:40], 0, 35, OTHER_BLOCKS)]
     plans = [StepPlan(0, tuple(prompts))]
@@ -220,7 +222,7 @@ def test_what_is_kept_of_a_request_goes_when_it_is_forgotten(executor: TorchExec
     [
         (ScheduledRequest("r", RowKind.MIDDLE, 0, (), (1,), None), "1 blocks for 0..0"),
         (ScheduledRequest("r", RowKind.MIDDLE, 10, (5,) * 7, (1,), None), "1 blocks for 10..17"),
-        (ScheduledRequest("r", RowKind.DECODE, 3, (5, 6), (1,), greedy()), "holds one token"),
+        (ScheduledRequest("r", RowKind.DECODE, 3, (PENDING_TOKEN, 6), (1,), greedy()), "drafts follow a token"),
         (ScheduledRequest("r", RowKind.DECODE, 3, (5,), (1,), None), "kind decode with sampling None"),
         (ScheduledRequest("r", RowKind.MIDDLE, 0, (5,), (1,), greedy()), "kind middle with sampling"),
         (ScheduledRequest("r", RowKind.LAST, 0, (PENDING_TOKEN,), (1,), greedy()), "a chunk's tokens are known"),
@@ -237,9 +239,48 @@ def test_a_plan_that_breaks_the_contract_fails_alone(
     assert len(run(executor, chunk("a", TOKENS, 0, 70, BLOCKS))[0]) == 1
 
 
-def test_a_decode_row_after_a_chunk_is_refused(executor: TorchExecutor) -> None:
-    with pytest.raises(ValueError, match="comes before all chunks"):
-        run(executor, chunk("a", TOKENS, 0, 3, BLOCKS), decode("b", 1, 0, OTHER_BLOCKS))
+def test_rows_may_come_in_any_order_and_each_gets_its_own_answer(executor: TorchExecutor) -> None:
+    """Attention takes decode rows of one token first; a plan has those with drafts among them."""
+    first, second = (greedy_text(executor, TOKENS[:n], at, 4) for n, at in ((20, BLOCKS), (30, OTHER_BLOCKS)))
+    third = run(executor, chunk("c", TOKENS[:9], 0, 9, (8, 10)))[0]
+    rows = (
+        replace(decode("a", first[0], 20, BLOCKS), token_ids=(first[0], first[1], 0)),
+        decode("b", second[0], 30, OTHER_BLOCKS),
+        chunk("c", TOKENS[:9], 0, 9, (8, 10)),
+    )
+    want = [tuple(first[1:3]), (second[1],), third]
+    for order in permutations(range(3)):
+        assert run(executor, *(rows[i] for i in order)) == tuple(want[i] for i in order)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("wrong_at", [0, 1, 2, 3])
+def test_drafts_are_accepted_up_to_the_first_that_would_not_have_been_sampled(
+    executor: TorchExecutor, wrong_at: int, temperature: float
+) -> None:
+    """And their log-probabilities, penalties included, are those of one token after another."""
+    controls = LogitControls(presence_penalty=1.0, frequency_penalty=0.5)
+    sampling = replace(greedy(num_logprobs=2), temperature=temperature, seed=3, controls=controls)
+    prompt, text, scores = TOKENS[:20], [], []
+    row = replace(chunk("a", prompt, 0, 20, BLOCKS), sampling=sampling)
+    for position in range(20, 25):
+        executor.launch(StepPlan(position, (row,)))
+        output = executor.collect()
+        text += output.sampled[0]
+        scores += output.logprobs[0]
+        row = replace(decode("a", text[-1], position, BLOCKS), sampling=sampling, answer=tuple(text))
+    drafts = [token if i != wrong_at else (token + 1) % VOCAB for i, token in enumerate(text[1:4])]
+    row = replace(decode("a", text[0], 20, BLOCKS), token_ids=(text[0], *drafts), sampling=sampling, answer=(text[0],))
+    executor.launch(StepPlan(30, (row,)))
+    output = executor.collect()
+    assert output.sampled == (tuple(text[1 : wrong_at + 2]),)
+    for got, want in zip(output.logprobs[0], scores[1:], strict=False):
+        assert [token for token, _ in got.top] == [token for token, _ in want.top]
+        assert got.logprob == pytest.approx(want.logprob, abs=1e-4)
+    assert len(output.logprobs[0]) == wrong_at + 1
+
+
+def test_a_plan_without_rows_or_with_moves_of_a_state_that_the_model_lacks_is_refused(executor: TorchExecutor) -> None:
     with pytest.raises(ValueError, match="no rows"):
         run(executor)
     with pytest.raises(ValueError, match="state moves"):

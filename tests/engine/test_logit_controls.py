@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.config import SchedulerConfig
-from engine.logit_controls import control_logits
+from engine.logit_controls import Within, control_logits
 from engine.protocol import RequestRejected, SamplingParams, Submission
 from engine.request import create_request
 from engine.step import PENDING_TOKEN, LogitControls, RowKind, RowSampling
@@ -69,6 +69,40 @@ def test_a_batch_of_mixed_rows_equals_the_definition() -> None:
         want = torch.stack([by_definition(*each) for each in zip(logits, rows, answers, strict=True)])
         torch.testing.assert_close(control_logits(logits, rows, answers), want, atol=1e-5, rtol=1e-5)
         assert torch.equal(logits, kept), "log-probabilities are read from them"
+
+
+def words_of(allowed: list[set[int]], vocab: int) -> torch.Tensor:
+    """As llguidance packs them."""
+    words = [[0] * -(-vocab // 32) for _ in allowed]
+    for row_words, tokens in zip(words, allowed, strict=True):
+        for token in tokens:
+            row_words[token // 32] |= 1 << token % 32
+    return torch.tensor([[w - 2**32 if w >= 2**31 else w for w in each] for each in words], dtype=torch.int32)
+
+
+def test_a_batch_with_grammars_equals_the_definition() -> None:
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    for vocab in (5, 31, 32, 33, 64, 70):
+        logits = torch.randn(6, vocab, generator=generator) * 5
+        rows = [row(random_controls(draw, vocab), draw.choice([(), (0, 4)])) for _ in range(6)]
+        limited = draw.sample(range(6), 4)
+        allowed = [set(draw.sample(range(vocab), draw.choice([1, 2, vocab]))) for _ in limited]
+        allowed[0] = {0, 4}  # in some rows all of it is banned
+        want = torch.stack([by_definition(*each) for each in zip(logits, rows, [()] * 6, strict=True)])
+        for number, tokens in zip(limited, allowed, strict=True):
+            want[number] = reference.keep_within(want[number], logits[number], sorted(tokens))
+        within = Within(torch.tensor(limited), words_of(allowed, vocab))
+        torch.testing.assert_close(control_logits(logits, rows, [()] * 6, within), want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_grammar_overrules_what_bans_all_that_it_allows_and_nothing_else() -> None:
+    rows = [row(LogitControls(grammar="g"), banned=(1, 2)), row(LogitControls(grammar="g"), banned=(1,))]
+    within = Within(torch.tensor([0, 1]), words_of([{1, 2}, {1, 2}], 4))
+    changed = control_logits(torch.tensor([[0.0, 1.0, 2.0, 9.0]] * 2), rows, [(), ()], within)
+    inf = float("inf")
+    assert changed.tolist() == [[-inf, 1.0, 2.0, -inf], [-inf, -inf, 2.0, -inf]]
 
 
 def test_logits_that_nothing_changes_are_not_copied() -> None:

@@ -4,12 +4,14 @@ Never uses bfloat16, where two orders of addition may flip a near tie."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from engine.config import DEFAULT_MODEL, ResolvedConfig, SchedulerConfig
@@ -34,6 +36,24 @@ CONTROLLED = dataclasses.replace(
 )
 
 
+# Most of it is forced: runs of several tokens, some of which have another spelling that the model likes better.
+RECORD = dataclasses.replace(
+    GREEDY,
+    ignore_eos=False,
+    max_tokens=60,
+    grammar="""start: %json {
+        "type": "object",
+        "properties": {
+            "the capital city": {"enum": ["Paris", "London", "Rome"]},
+            "number of inhabitants": {"type": "integer", "minimum": 0, "maximum": 9999}
+        },
+        "required": ["the capital city", "number of inhabitants"],
+        "additionalProperties": false,
+        "x-guidance": {"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "}
+    }""",
+)
+
+
 class Bench:
     """One set of weights under many engine cores, each with an empty block manager."""
 
@@ -41,7 +61,7 @@ class Bench:
         self.executor, self.resolved = executor, resolved
         self.prompts = tokenized_prompts()[:6]
         self.cached: dict[str, int] = {}
-        self.preemptions = 0
+        self.preemptions = self.steps = 0
 
     def serve(
         self,
@@ -66,7 +86,7 @@ class Bench:
                         texts[event.request_id].append(event.token_id)
                     elif isinstance(event, Finished):
                         self.cached[event.request_id] = event.usage.cached_tokens
-        self.preemptions = core.load().num_preemptions
+        self.preemptions, self.steps = core.load().num_preemptions, core.load().num_steps
         return list(texts.values())
 
 
@@ -159,6 +179,38 @@ def test_a_stream_resumed_elsewhere_goes_on_with_the_same_tokens(bench: Bench, p
     whole = bench.serve([prompt], params)[0]
     rest = dataclasses.replace(params, max_tokens=NEW_TOKENS - 9)
     assert bench.serve([prompt + whole[:9]], rest, num_answer_tokens=9)[0] == whole[9:]
+
+
+@pytest.mark.parametrize("params", [RECORD, dataclasses.replace(RECORD, temperature=0.9, seed=5)])
+def test_an_answer_in_a_grammar_is_the_same_with_what_is_forced_drafted_or_not_in_fewer_steps(
+    bench: Bench, params: SamplingParams
+) -> None:
+    assert bench.resolved.num_speculative_tokens > 0, "by default"
+    prompts = [prompt[:20] for prompt in bench.prompts[:2]]
+    one_by_one = bench.serve(prompts, params, num_speculative_tokens=0)
+    steps = bench.steps
+    assert bench.serve(prompts, params) == one_by_one
+    assert bench.steps < 0.7 * steps
+    budget = {"max_num_batched_tokens": 20, "max_prefill_tokens": 8, "max_num_seqs": 2}
+    assert bench.serve(prompts, params, **budget) == one_by_one
+    assert bench.serve(prompts, params, overlap=True, num_speculative_tokens=0) == one_by_one
+    tokenizer = Tokenizer.from_file(str(prepare_model(DEFAULT_MODEL) / "tokenizer.json"))
+    for text in one_by_one:
+        record = json.loads(tokenizer.decode(text))
+        assert record["the capital city"] in ("Paris", "London", "Rome")
+        assert isinstance(record["number of inhabitants"], int)
+
+
+def test_an_answer_in_a_grammar_goes_on_elsewhere_and_after_a_preemption(bench: Bench) -> None:
+    prompts = [prompt[:20] for prompt in bench.prompts[:3]]
+    alone = [bench.serve([prompt], RECORD, enable_prefix_caching=False)[0] for prompt in prompts]
+    policy = SchedulerConfig(reserve_mode="prompt", preempt_policy="lifo", watermark_blocks=0)
+    settings = {"num_kv_blocks": 6, "scheduler": policy, "enable_prefix_caching": False, "max_num_seqs": 3}
+    assert bench.serve(prompts, RECORD, **settings) == alone
+    assert bench.preemptions > 0
+    for cut in (1, 9):
+        rest = dataclasses.replace(RECORD, max_tokens=60 - cut)
+        assert bench.serve([prompts[0] + alone[0][:cut]], rest, num_answer_tokens=cut)[0] == alone[0][cut:]
 
 
 def test_penalised_and_banned_text_equals_that_of_transformers(bench: Bench) -> None:

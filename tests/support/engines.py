@@ -14,7 +14,7 @@ from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
 from engine.protocol import Event, Finished, SamplingParams, Submission, Token
 from engine.request import create_request
-from engine.step import ScheduledRequest, StepPlan
+from engine.step import ScheduledRequest, StepPlan, TokenMasks
 
 EOS = 0
 VOCAB = 32
@@ -40,6 +40,8 @@ def resolved_config(**overrides: Any) -> ResolvedConfig:
         attention_backend="fake",
         num_threads=1,
         stall_timeout_s=60.0,
+        max_grammar_bytes=2**18,
+        grammar_timeout_s=60.0,
     )
     return ResolvedConfig(**{**settings, **overrides})
 
@@ -59,6 +61,7 @@ class RecordingCore(EngineCore):
         before_step: Callable[[StepPlan], None] | None = None,
         failing: Callable[[ScheduledRequest], str | None] | None = None,
         graph_sizes: Sequence[int] = (),
+        grammars: TokenMasks | None = None,
         **overrides: Any,
     ) -> None:
         config = resolved_config(**overrides)
@@ -71,9 +74,10 @@ class RecordingCore(EngineCore):
             config.block_size,
             alphabet,
             reply=reply,
-            eos_token_id=EOS,
+            eos_token_id=config.eos_token_ids[0],
             config=FakeConfig(recurrent_state=config.recurrent_state),
             num_drafts=config.num_speculative_tokens,
+            grammars=grammars,
             graph_sizes=graph_sizes,
             before_step=self._record,
             failing=failing,

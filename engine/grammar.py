@@ -1,0 +1,158 @@
+"""Owns grammars that answers follow: compiled once, one matcher a live request, the token masks of a step's rows.
+Never sees a logit, and keeps no state that it could not make anew: what an answer holds comes with each row."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance.numpy import (
+    allocate_token_bitmask,
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
+from numpy.typing import NDArray
+
+from engine.step import GrammarError, GrammarRow
+
+MAX_COMPILED = 128
+"""Grammars that are kept, the latest used. Another one that a step needs is compiled in that step."""
+# A state takes up to 2 kB; llguidance's own limit would let one grammar take 500 MB. Its others bound a compilation to
+# about 50 ms and a mask to 20 ms, whatever the grammar. Verbose errors would show the whole state to a client.
+_LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+
+
+@dataclass(slots=True)
+class _Match:
+    """A request's matcher, which has consumed the first `count` tokens of its answer."""
+
+    matcher: llguidance.LLMatcher
+    count: int = 0
+
+
+class Grammars:
+    """Of one vocabulary. `compile` may be called on any thread, all else on the one that runs the steps."""
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer, *, num_threads: int = 1) -> None:
+        self._tokenizer = tokenizer
+        self._workers = llguidance.LLExecutor(num_threads=num_threads)
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._matches: dict[str, _Match] = {}  # by request id
+
+    @classmethod
+    def of_model(
+        cls, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int], num_threads: int
+    ) -> Grammars:
+        """`vocab_size`: that of the logits, which may be larger than the tokenizer's."""
+        made = llguidance.LLTokenizer(str(tokenizer_json), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        return cls(made, num_threads=num_threads)
+
+    @classmethod
+    def of_bytes(cls, vocab_size: int, eos_token_id: int) -> Grammars:
+        """A vocabulary whose token i is the byte i; those from 256 on are special."""
+        wrapper = llguidance.TokenizerWrapper(_ByteTokens(vocab_size, eos_token_id))
+        return cls(llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos_token_id))
+
+    def compile(self, grammar: str) -> None:
+        """Have `grammar` ready before a step needs it.
+
+        Raises:
+            GrammarError: it is none, or more complex than the limits allow; the text is for whoever wrote it.
+        """
+        self._template(grammar)
+
+    def _template(self, grammar: str) -> llguidance.LLMatcher:
+        with self._lock:
+            if (known := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return known
+        made = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        if made.is_error():
+            raise GrammarError(made.get_error())
+        with self._lock:
+            self._compiled[grammar] = made
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return made
+
+    def masks(self, rows: Sequence[GrammarRow]) -> tuple[NDArray[np.int32], dict[int, str]]:
+        """Which tokens may come next, after the answer and after each of the drafts, as far as those may come.
+
+        Returns:
+            [sum of 1 + drafts, ceil(vocab / 32)], where bit t % 32 of word t // 32 is token t's; and, by row, why it
+            has none.
+        """
+        filled = allocate_token_bitmask(sum(1 + len(row.drafts) for row in rows), self._tokenizer.vocab_size)
+        plain: list[tuple[llguidance.LLMatcher, int]] = []
+        drafted: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
+        failed: dict[int, str] = {}
+        first = 0
+        for number, row in enumerate(rows):
+            try:
+                matcher = self._caught_up(row)
+                if row.drafts:
+                    drafted.append((matcher, first, list(row.drafts)))
+                else:
+                    plain.append((matcher, first))
+            except GrammarError as error:
+                failed[number] = str(error)
+            first += 1 + len(row.drafts)
+        if plain:
+            fill_next_token_bitmask_par(self._workers, plain, filled)
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self._workers, drafted, filled)
+        return filled, failed | self._exhausted(rows)
+
+    def _exhausted(self, rows: Sequence[GrammarRow]) -> dict[int, str]:
+        """Rows whose mask was more work than the limits allow, by number."""
+        matches = [self._matches.get(row.request_id) for row in rows]
+        errors = {number: match.matcher.get_error() for number, match in enumerate(matches) if match is not None}
+        return {number: error for number, error in errors.items() if error}
+
+    def _caught_up(self, row: GrammarRow) -> llguidance.LLMatcher:
+        """The request's matcher, after its whole answer: new tokens are consumed, after a preemption all of them."""
+        match = self._matches.get(row.request_id)
+        if match is None:
+            match = self._matches[row.request_id] = _Match(self._template(row.grammar).deep_copy())
+        self._consume(match, row.answer[match.count :])
+        return match.matcher
+
+    def _consume(self, match: _Match, tokens: Sequence[int]) -> None:
+        if tokens and not match.matcher.consume_tokens(list(tokens)):
+            raise GrammarError(match.matcher.get_error())
+        match.count += len(tokens)
+
+    def forced(self, request_id: str, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Tokens that spell what must follow the answer once `tokens` are its next ones; () where anything else may.
+
+        They are a guess: other tokens may spell the same text.
+        """
+        match = self._matches[request_id]
+        if any(token in self._tokenizer.eos_tokens for token in tokens):
+            return ()
+        self._consume(match, tokens)
+        return tuple(match.matcher.compute_ff_tokens())
+
+    def forget(self, request_id: str) -> None:
+        self._matches.pop(request_id, None)
+
+
+class _ByteTokens:
+    """What llguidance asks of a tokenizer that it cannot read from a file."""
+
+    bos_token_id = None
+
+    def __init__(self, vocab_size: int, eos_token_id: int) -> None:
+        self.eos_token_id = eos_token_id
+        self.special_token_ids = list(range(256, vocab_size))
+        self.tokens = [bytes([token]) if token < 256 else f"<{token}>".encode() for token in range(vocab_size)]
+
+    def __call__(self, text: Any) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
