@@ -54,7 +54,7 @@ def _constraint(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, 
     specials = {text: token for token, text in tokenizer.special_texts.items()}
     field, grammar = _grammar(request, specials, model)
     try:
-        fault = find_fault(grammar.text())
+        fault = find_fault(grammar.bounded_text())
     except GrammarRefused as error:
         raise refused(field, error.text) from error
     if fault:

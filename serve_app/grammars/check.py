@@ -41,7 +41,13 @@ def is_known(grammar: str) -> bool:
 
 
 def _ask(grammar: str) -> str:
-    is_fault, told = LLMatcher.validate_grammar_with_warnings(grammar)
+    try:
+        is_fault, told = LLMatcher.validate_grammar_with_warnings(grammar)
+    except BaseException as error:
+        # Seen with 1.9.1: a message cut inside a letter of four bytes. It is no Exception, and would end the thread.
+        if type(error).__name__ != "PanicException":
+            raise
+        return "it cannot be read"
     return readable(told[0]) if is_fault else ""
 
 

@@ -13,8 +13,9 @@ Json = dict[str, Any]
 Specials = Mapping[str, int]
 """The texts of special tokens, and their ids. No text matches such a token: a grammar names it by its id."""
 
-MAX_GRAMMAR_BYTES = 2**20
-"""Of what a request's constraint becomes, all tools' schemas together."""
+MAX_GRAMMAR_BYTES = 255 * 2**10
+"""Of what a request's constraint becomes, all tools' schemas together; thoughts before it take some more. Engines take
+256 KiB unless their `max_grammar_bytes` says otherwise."""
 
 
 class GrammarRefused(ValueError):
@@ -33,12 +34,16 @@ class Grammar:
     entries: tuple[Json, ...]
 
     def text(self) -> str:
-        """For the engine.
+        """For the engine."""
+        return json.dumps({"grammars": list(self.entries)}, ensure_ascii=False)
+
+    def bounded_text(self) -> str:
+        """The same.
 
         Raises:
             GrammarRefused: it is too long.
         """
-        text = json.dumps({"grammars": list(self.entries)}, ensure_ascii=False)
+        text = self.text()
         if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
             raise GrammarRefused(f"should give a grammar of at most {MAX_GRAMMAR_BYTES} bytes, but it gives {size}")
         return text

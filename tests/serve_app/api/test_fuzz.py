@@ -66,6 +66,18 @@ SAMPLING = {
     **{"return_token_ids": True, "skip_special_tokens": True, "truncate_prompt_tokens": 50, "cache_salt": "s"},
     **{"prompt_cache_key": "k", "user": "u", "metadata": {"a": "b"}, "timeout_ms": 60_000},
 }
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 5}, "b": {"anyOf": [{"$ref": "#/$defs/c"}, {"type": "null"}]}},
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"c": {"type": "array", "items": {"enum": ["x", 1]}, "maxItems": 2}},
+}
+STRICT = {"type": "function", "function": WEATHER | {"strict": True}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+TAGS = {"type": "structural_tag", "structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
 STREAMED = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 ANTHROPIC = CHAT | {
     "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
@@ -100,17 +112,34 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
             ]
         },
         CHAT | {"documents": [{"title": "a"}], "chat_template_kwargs": {"enable_thinking": False}},
+        CHAT | {"response_format": FORMAT, "tools": [STRICT], "max_tokens": 9},
+        CHAT | {"response_format": TAGS, "max_tokens": 9},
+        CHAT
+        | {"tools": [STRICT, {"type": "function", "function": {"name": "f"}}], "tool_choice": NAMED, "max_tokens": 9},
+        CHAT | {"tools": [STRICT], "tool_choice": ALLOWED, "max_tokens": 9},
         CHAT | {"continue_final_message": True, "prompt_logprobs": 1, "include_reasoning": False},
     ],
     "/v1/completions": [
         PROMPT,
         PROMPT | SAMPLING | {"echo": True, "logprobs": 2},
         PROMPT | STREAMED | {"prompt": ["a", "b"]},
+        PROMPT | {"structured_outputs": {"json": SCHEMA}, "max_tokens": 9},
+        PROMPT | {"structured_outputs": {"choice": ["yes", "no"]}},
+        PROMPT | {"structured_outputs": {"grammar": 'root ::= "a" ([b-d] | "e")*'}, "max_tokens": 9},
+        PROMPT | {"regex": "[a-c]{2}|(d|e)+", "max_tokens": 9},
         PROMPT | {"prompt": [[1, 2], [3]], "max_tokens": 0, "echo": True},
         PROMPT | {"prompt": [1, 2, 3], "prompt_logprobs": 0, "allowed_token_ids": [5, 6]},
     ],
     "/v1/responses": [
         {"model": MODEL.id, "input": "hi", "temperature": 0.5, "max_output_tokens": 4, "metadata": {"a": "b"}},
+        {
+            "model": MODEL.id,
+            "input": "hi",
+            "max_output_tokens": 9,
+            "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
+            "tools": [{"type": "function", **WEATHER, "strict": True}],
+            "tool_choice": "auto",
+        },
         {
             "model": MODEL.id,
             "instructions": "Be brief.",
@@ -127,6 +156,8 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
     "/v1/messages": [
         CHAT | {"max_tokens": 4, "temperature": 0.5, "top_k": 5, "stop_sequences": ["zz"], "stream": True},
         ANTHROPIC | {"max_tokens": 4, "thinking": {"type": "adaptive"}},
+        ANTHROPIC | {"max_tokens": 9, "tool_choice": {"type": "tool", "name": "weather"}},
+        CHAT | {"max_tokens": 9, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
     ],
     "/v1/messages/count_tokens": [CHAT, ANTHROPIC],
     "/tokenize": [{"prompt": "hi", "return_token_strs": True}, CHAT | {"add_generation_prompt": False}],

@@ -73,6 +73,9 @@ BEYOND_A_SCHEMA = re.compile(
     r"|at least 1 unless echo|chat template|does not call tools|does not think"
     r"|should be a JSON object, written as a string|only allowed in a message of|calls a tool, and no message follows"
     r"|but for an assistant's message|only allowed in an assistant's message"
+    r"|should have exactly one of json|should begin with exactly one of the triggers|no structure begins with"
+    r"|^(response_format|structured_outputs|json_schema|regex|ebnf|text\.format|output_\w+)\b.*: "  # for llguidance
+    r"|^tools\.\d+\.[\w.]+: |only allowed, and needed, where|which is not among the tools"
 )
 """Why a body that is valid by the document may be refused."""
 

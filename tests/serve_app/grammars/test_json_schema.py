@@ -103,6 +103,11 @@ def test_a_keyword_that_would_be_ignored_is_refused_wherever_it_is_and_a_propert
         json_schema({"type": "object", place: {"a": {"anyOf": [{"type": "string", "nullable": True}]}}})
 
 
+def test_a_schema_on_which_llguidance_panics_is_a_fault_like_any_other() -> None:
+    """1.9.1 cuts its message at a byte, which may be inside a letter: a PanicException, which is no Exception."""
+    assert find_fault(json_schema({"properties": {"a": ["🔑" * 300]}}).text())
+
+
 def test_a_client_cannot_set_llguidances_own_options() -> None:
     with pytest.raises(GrammarRefused, match="'x-guidance' is not supported"):
         json_schema({"type": "object", "x-guidance": {"lenient": True}})
