@@ -51,7 +51,7 @@ async def constraint_of(
 
 
 def _constraint(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, model: ServedModel) -> Constraint:
-    specials = {text: token for token, text in tokenizer.special_texts.items()}
+    specials = tokenizer.tag_ids
     field, grammar = _grammar(request, specials, model)
     try:
         fault = find_fault(grammar.bounded_text())

@@ -115,7 +115,7 @@ class StructuredOutputs(StrictModel):
     json_: SchemaOrText | None = Field(None, alias="json")
     """A JSON schema."""
     regex: Written | None = None
-    """Of the whole answer, as Rust's `regex` reads it."""
+    r"""Of the whole answer, in the notation of Rust's `regex`, without look-around; `\d` and `\w` are ASCII."""
     choice: Annotated[list[ChoiceText], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
     grammar: Written | None = None
     """llguidance's Lark with a rule `start`, or GBNF with a rule `root`."""

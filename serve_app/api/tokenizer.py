@@ -44,6 +44,8 @@ class Tokenizer:
         added = core.get_added_tokens_decoder()
         self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
         """The texts of the tokens that an answer does not show."""
+        self.tag_ids = {token.content: token_id for token_id, token in added.items() if _is_tag(token)}
+        """The tokens that a grammar names by their ids."""
         self._token_texts: dict[int, str] = {}  # at most the vocabulary
 
     @classmethod
@@ -137,6 +139,12 @@ class Tokenizer:
         # SentencePiece's decoders strip the space of a text's first word, but not of its second.
         twice = self._core.decode([token_id, token_id], skip_special_tokens=False)
         return twice[len(once) :] if twice.startswith(once) else once
+
+
+def _is_tag(token: tokenizers.AddedToken) -> bool:
+    """Whether no letters of a grammar match the token: llguidance takes those in angle brackets for special, too, which
+    some models (Qwen's) have and show."""
+    return bool(token.special) or (token.content.startswith("<") and token.content.endswith(">"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 Json = dict[str, Any]
 Specials = Mapping[str, int]
-"""The texts of special tokens, and their ids. No text matches such a token: a grammar names it by its id."""
+"""The texts of tokens that no text matches, special ones and others in angle brackets: a grammar names them by id."""
 
 MAX_GRAMMAR_BYTES = 255 * 2**10
 """Of what a request's constraint becomes, all tools' schemas together; thoughts before it take some more. Engines take

@@ -1,5 +1,5 @@
 """Owns the grammars that a client writes: a regex, a list of texts, Lark, or GBNF.
-Never changes what they mean; what llguidance's notation lacks is refused by name."""
+Never leaves out what they say; what llguidance's notation lacks is refused by name."""
 
 from __future__ import annotations
 
@@ -26,14 +26,35 @@ _TEMPERATURE = re.compile(r"^[ \t]*[\w?!.]+\[[^\]\n]*\btemperature\b", re.MULTIL
 
 
 def regex(pattern: str) -> Grammar:
-    """All of the answer matches the pattern.
+    r"""All of the answer matches the pattern, in which `\d` and `\w` are ASCII, as in a schema's patterns.
 
     Raises:
         GrammarRefused: it is too long.
     """
     _check_size(pattern)
-    (entry,) = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]
+    (entry,) = json.loads(LLMatcher.grammar_from_regex(_with_ascii_classes(pattern)))["grammars"]
     return lark(entry["lark_grammar"])
+
+
+_CLASS_PARTS = re.compile(r"\\[\s\S]|\[\^?\]?|\]")
+_ASCII = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
+
+
+def _with_ascii_classes(pattern: str) -> str:
+    r"""Rust's `\d` is a digit of any script, of which a small model takes the oddest."""
+    depth = 0
+
+    def written(match: re.Match[str]) -> str:
+        nonlocal depth
+        part = match[0]
+        if not part.startswith("\\"):
+            depth = max(depth + (1 if part.startswith("[") else -1), 0)
+            return part
+        if (letters := _ASCII.get(part.lower())) is None or (part[1].isupper() and depth):
+            return part
+        return letters if depth else f"[{'^' * part[1].isupper()}{letters}]"
+
+    return _CLASS_PARTS.sub(written, pattern)
 
 
 def choice(texts: Sequence[str]) -> Grammar:

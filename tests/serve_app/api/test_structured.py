@@ -174,9 +174,11 @@ async def test_an_answer_that_nothing_constrains_has_no_grammar(fields: dict[str
 # --- calls ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_required_call_is_made_and_ends_the_answer_as_calls_do(engine: AsyncEngine) -> None:
-    for seed in range(8):
-        choice = await choice_of(serving(engine), tools=TOOLS, tool_choice="required", seed=seed)
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "pythonic", "mistral"])
+async def test_a_required_call_is_made_and_ends_the_answer_as_calls_do(engine: AsyncEngine, family: str) -> None:
+    app = serving(engine, replace(CALLER, tool_parser=family))
+    for seed in range(6):
+        choice = await choice_of(app, tools=TOOLS, tool_choice="required", seed=seed)
         assert choice["finish_reason"] == "tool_calls"
         assert choice["message"]["content"] is None
         for call in choice["message"]["tool_calls"]:
