@@ -63,7 +63,7 @@ def _of_outputs(given: StructuredOutputs, specials: Specials) -> tuple[str, Gram
     if given.choice is not None:
         choices = given.choice
         return _built("structured_outputs.choice", lambda: texts.choice(choices))
-    return "structured_outputs", any_object()
+    return "structured_outputs.json_object", any_object()
 
 
 def _of_schema(field: str, given: Json | str) -> tuple[str, Grammar]:
