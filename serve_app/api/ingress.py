@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from engine.protocol import EngineError
 from serve_app.admission.gate import Gate, Visit
 from serve_app.api.about import about_routes
+from serve_app.api.activity import activity_route
 from serve_app.api.admin import Admin
 from serve_app.api.anthropic.count import CountTokens
 from serve_app.api.anthropic.form import read_messages
@@ -247,6 +248,7 @@ def create_app(
             Route("/ready", context.ready),
             Route("/metrics", context.metrics),
             Route("/load", context.load, middleware=guard),
+            activity_route(client, model.id),
             *TextRoutes(tokenizer, model, max_body_bytes).routes(guard),
             *about_routes(keys),
             *Admin(client, context.gate, context.live).routes(keys),
