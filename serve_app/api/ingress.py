@@ -52,6 +52,7 @@ from serve_app.metrics.exposition import CONTENT_TYPE, expose
 from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.middleware import TIMES, MeasuresRequests
 from serve_app.metrics.request_times import RequestTimes
+from serve_app.page.route import page_route
 
 MAX_BODY_BYTES = 4 * 2**20
 """About a million tokens of text; a body is held in memory while it is read and parsed."""
@@ -249,6 +250,7 @@ def create_app(
             Route("/metrics", context.metrics),
             Route("/load", context.load, middleware=guard),
             activity_route(client, model.id),
+            page_route(),
             *TextRoutes(tokenizer, model, max_body_bytes).routes(guard),
             *about_routes(keys),
             *Admin(client, context.gate, context.live).routes(keys),

@@ -150,6 +150,9 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(path="/load", summary="The load of the engines and of the gate.", answer=answers.Load, errors=(503,)),
     Operation(path="/version", summary="The server's version.", answer=answers.Version, needs="nothing"),
+    Operation(
+        path="/", summary="A playground, and a live view of the replicas.", needs="nothing", media_type="text/html"
+    ),
     Operation(path="/openapi.json", summary="This document.", needs="nothing"),
     Operation(path="/docs", summary="This document, as a page.", needs="nothing", media_type="text/html"),
     Operation(
