@@ -2,12 +2,13 @@
 // Never asks for data, and is not the only way to read it: each chart comes with a sentence.
 
 const COLUMN = 4, PAUSE = 9, LEFT = 46, PAUSE_MS = 1000;
-const LANES = { prefill: [14, 96], decode: [97, 143], time: [156, 192] };  // top and bottom, in CSS pixels
+const LANES = { prefill: [12, 96], decode: [97, 145], time: [164, 200] };  // top and bottom, in CSS pixels
 
-/** 1, 2, 5, 10, 20, 50, ...: the least that is not below `value`. */
+/** A round number that is not below `value`: `least`, or one of 10, 15, 20, 30, ... */
 function roundUp(value, least) {
+  if (value <= least) return least;
   for (let power = 1; ; power *= 10)
-    for (const step of [1, 2, 5]) if (step * power >= Math.max(value, least)) return step * power;
+    for (const step of [10, 15, 20, 30, 40, 50, 60, 80]) if (step * power >= value) return step * power;
 }
 
 const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
@@ -49,7 +50,7 @@ class Chart {
     const shown = this.placed.map((one) => one.step);
     this.tops = {
       prefill: most(shown.map((step) => sum(step.chunks)), 50),
-      decode: most(shown.map((step) => step.decodes), 5),
+      decode: most(shown.map((step) => step.decodes), 8),
       time: most(shown.map((step) => step.ms), 10),
     };
     this.frame(width);
@@ -67,9 +68,10 @@ class Chart {
     [LANES.prefill[0] - 1, LANES.decode[1], LANES.time[1]].forEach(rule);
     pen.fillStyle = this.colour("time");
     pen.fillRect(LEFT, baseline, width - LEFT, 1);
-    label(`${this.tops.prefill} tok`, LANES.prefill[0]);
+    const short = (number) => (number < 1000 ? number : `${number / 1000}k`);
+    label(`${short(this.tops.prefill)} tok`, LANES.prefill[0]);
     label(`${this.tops.decode} rows`, LANES.decode[1]);
-    label(`${this.tops.time} ms`, LANES.time[0]);
+    label(this.tops.time < 1000 ? `${this.tops.time} ms` : `${this.tops.time / 1000} s`, LANES.time[0]);
   }
 
   /** A bar of at least a pixel and a half: what happened is to be seen. */
@@ -81,15 +83,15 @@ class Chart {
   }
 
   column({ step, x, pause }) {
+    const [top, bottom] = LANES.prefill, scale = (bottom - top) / this.tops.prefill;
     let done = 0;
     for (const chunk of step.chunks) {
       this.bar("prefill", x, done, done + chunk, false);
-      done += chunk;
-      if (step.chunks.length > 1) {  // a seam between the chunks of two prompts
-        const [top, bottom] = LANES.prefill;
+      if (done && chunk * scale > 3) {  // a seam between the chunks of two prompts, where there is room for it
         this.pen.fillStyle = this.colour("panel");
-        this.pen.fillRect(x, bottom - done * (bottom - top) / this.tops.prefill, COLUMN - 1, 1);
+        this.pen.fillRect(x, bottom - done * scale, COLUMN - 1, 1);
       }
+      done += chunk;
     }
     if (step.decodes) this.bar("decode", x, 0, step.decodes, true);
     this.bar("time", x, 0, step.ms, false);

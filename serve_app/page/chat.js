@@ -63,7 +63,7 @@ class Pace {
     const seconds = (this.last - this.first) / 1000;
     const told = [`first token after ${Math.round(this.first - this.began)} ms`];
     if (tokens > 1 && seconds > 0) told.push(`${((tokens - 1) / seconds).toFixed(1)} tokens/s`);
-    if (tokens !== undefined) told.push(`${tokens} tokens of answer`, `${prompt} of prompt, ${details?.cached_tokens ?? 0} cached`);
+    if (tokens !== undefined) told.push(count(tokens, "token", "tokens"), `prompt of ${prompt}, ${details?.cached_tokens ?? 0} cached`);
     return told.join(" · ");
   }
 }
@@ -106,6 +106,7 @@ async function send() {
   if (running !== own) return;  // a new chat was begun meanwhile
   running = null;
   showRunning(false);
+  if (said && document.activeElement === $("key")) $("prompt").focus();  // the key was right
   if (said) {
     turns.push({ role: "assistant", content: said });
   } else {  // nothing to go on from: it can be sent again
