@@ -203,11 +203,8 @@ def test_the_chart_shows_chunks_and_rows_that_share_steps(page: Page, server: Se
     columns = {name: set(found) for name, found in page.value(PIXELS).items()}
     assert len(columns["prefill"] & columns["decode"] & columns["time"]) > 10, "both colours, one above the other"
     assert page.value("document.querySelector('canvas').getAttribute('aria-label')").startswith("Strip chart")
-    numbers = page.value(
-        "Object.fromEntries([...document.querySelectorAll('[data-is]')].map((e) => [e.dataset.is, e.textContent]))"
-    )
-    assert numbers["running"].startswith("0 of")
-    assert "–" not in numbers["gaps"]
+    page.until("document.querySelector('[data-is=running]').textContent.startsWith('0 of')")
+    assert "–" not in page.value("document.querySelector('[data-is=gaps]').textContent")
 
 
 def test_the_load_is_stopped_by_the_button_that_began_it(page: Page, server: Server) -> None:
@@ -217,6 +214,96 @@ def test_the_load_is_stopped_by_the_button_that_began_it(page: Page, server: Ser
     page.click("#load")
     page.until("document.querySelector('#load-status').textContent === 'Stopped.'")
     until_running(server, 0)
+
+
+SAYS = '{"choices": [{"index": 0, "delta": {"content": "%s"}}]}'
+ANSWERS = {  # what the network brings, piece by piece -> the text that is shown, and the complaint
+    "whole": ([f"data: {SAYS % 'on'}\n\ndata: {SAYS % 'ce'}\n\ndata: [DONE]\n\n"], "once", ""),
+    "torn": ([f"data: {SAYS % 'é'}"[:44], f"data: {SAYS % 'é'}"[44:] + "\n", "\ndata:", " [DONE]\n\n"], "é", ""),
+    "crlf": (
+        [f"data: {SAYS % 'a'}\r\n\r", f"\n: keep-alive\r\n\r\ndata: {SAYS % 'b'}\r\n\r\ndata: [DONE]\r\n\r\n"],
+        "ab",
+        "",
+    ),
+    "comments": ([": keep-alive\n\n", f"data: {SAYS % 'a'}\n\n: keep-alive\n\n", "data: [DONE]\n\n"], "a", ""),
+    "several lines": ([f"data: {SAYS % 'a'}".replace("[{", "\ndata: [{") + "\n\ndata: [DONE]\n\n"], "a", ""),
+    "an error": (
+        [f"data: {SAYS % 'a'}\n\n", 'data: {"error": {"message": "It broke."}}\n\ndata: [DONE]\n\n'],
+        "a",
+        "It broke.",
+    ),
+    "cut": ([f"data: {SAYS % 'a'}\n\n", f"data: {SAYS % 'b'}"], "a", "The connection ended before the answer did."),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_stream_is_read_as_it_is_framed_however_the_network_cuts_it(page: Page, name: str) -> None:
+    pieces, text, complaint = ANSWERS[name]
+    encoded = [list(piece.encode()) for piece in pieces]
+    if name == "torn":  # within a character
+        encoded = [[byte] for piece in encoded for byte in piece]
+    page.value(
+        f"""
+        window.taken = 0;
+        const body = () => {{
+          const pieces = {encoded};
+          return new ReadableStream({{
+            pull(to) {{ pieces.length ? to.enqueue(new Uint8Array(pieces.shift())) : to.close(); }},
+            cancel() {{ window.cancelled = true; }},
+          }}, {{highWaterMark: 0}});
+        }};
+        const real = window.fetch;
+        window.fetch = (url, options) => {{
+          if (!String(url).includes("/chat/")) return real(url, options);
+          window.taken += 1;
+          return Promise.resolve(new Response(body()));
+        }};
+        """
+    )
+    say(page, "hello")
+    page.until(f"taken && {IDLE}")
+    assert texts(page, "assistant") == [text]
+    assert page.value("document.querySelector('.message.assistant .note').textContent") == complaint
+    assert page.value("document.querySelector('#prompt').value") == ("hello" if complaint else "")
+
+
+def test_replicas_come_and_go_on_the_page_and_who_does_not_answer_is_told(page: Page) -> None:
+    page.value(
+        """
+        window.names = ["left", "right"]; window.missing = 0; window.asked = [];
+        const engine = (name) => ({
+          engine: name, num_running: 3, num_waiting: 1, num_blocks: 200, num_held_blocks: 50, max_num_seqs: 8,
+          max_num_batched_tokens: 64, window_s: 10, prompt_tokens_per_s: 1234.5, generated_tokens_per_s: 5.25,
+          gap_p50_ms: 20.25, gap_p99_ms: null,
+          steps: [{id: 7, decodes: 2, chunks: [30, 4], waiting: 1, ms: 12.5, age_ms: 0}],
+        });
+        window.fetch = (url) => {
+          asked.push(String(url));
+          const told = {model: "m", engines: names.map(engine), num_missing: missing};
+          return Promise.resolve(Response.json({...told, ingresses: [{ingress: "i", num_live: 4, num_waiting: 2}]}));
+        };
+        """
+    )
+    heads = "[...document.querySelectorAll('.engine h3')].map((e) => e.textContent).join()"
+    page.until(f"{heads} === 'engine left,engine right'")
+    told = page.value("document.querySelector('.numbers').innerText.replaceAll('\\n', ' ')")
+    for number in ("3 of 8", "25 % 50 of 200", "1,235", "5.3", "20 / – ms"):
+        assert number in told
+    assert "2 requests wait at the ingress" in page.value("document.querySelector('#fleet').textContent")
+    page.until("asked.at(-1).endsWith('after=left%3A7&after=right%3A7')")
+    assert page.value("document.querySelector('.reading').textContent").startswith("1 step: 1 with prefill"), (
+        "told again"
+    )
+    page.value("names = ['right']; missing = 1")
+    page.until(f"{heads} === 'engine right'")
+    page.until("document.querySelector('#fleet.bad')?.textContent.includes('1 replica does not answer')")
+
+
+def test_a_server_that_is_gone_is_said_to_be_and_seen_again_when_it_is_back(page: Page) -> None:
+    page.value("window.real = window.fetch; window.fetch = () => Promise.reject(new TypeError('gone'))")
+    page.until("document.querySelector('#fleet.bad')?.textContent === 'The server cannot be reached.'")
+    page.value("window.fetch = real")
+    page.until("document.querySelector('#fleet:not(.bad)')?.textContent.startsWith('1 engine')")
 
 
 def test_a_page_that_nobody_sees_asks_for_nothing(page: Page) -> None:
