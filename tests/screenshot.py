@@ -1,5 +1,5 @@
 """Makes docs/playground.png: the page while an answer is written, streams run, and a long prompt is read beside them.
-Run it as `python -m tests.screenshot`. It is no test; it needs chromium, and no weights: the engine is the scripted one."""
+Run it as `python -m tests.screenshot`. It is no test; it needs chromium, and no weights: the engine is scripted."""
 
 from __future__ import annotations
 
