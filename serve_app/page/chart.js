@@ -111,7 +111,7 @@ class Chart {
 
   /** In words: the step under the pointer, or all of them. */
   read() {
-    const under = this.pointer === null ? null : this.placed.find(({ x }) => this.pointer >= x && this.pointer < x + COLUMN);
+    const at = this.pointer ?? -1, under = this.placed.find(({ x }) => at >= x && at < x + COLUMN);
     const told = summary(this.placed.map((one) => one.step));
     this.canvas.setAttribute("aria-label", `Strip chart of the engine's steps. ${told}`);
     this.reading.textContent = under ? inWords(under.step) : told;
@@ -123,12 +123,14 @@ const count = (number, one, many) => `${number} ${number === 1 ? one : many}`;
 function inWords(step) {
   const parts = [];
   if (step.decodes) parts.push(count(step.decodes, "decode row", "decode rows"));
-  if (step.chunks.length) parts.push(`${count(step.chunks.length, "chunk", "chunks")} of ${step.chunks.join(" + ")} tokens`);
+  const chunks = count(step.chunks.length, "chunk", "chunks");
+  if (step.chunks.length) parts.push(`${chunks} of ${step.chunks.join(" + ")} tokens`);
   return `Step ${step.id}: ${parts.join(", ")}; ${step.ms.toFixed(1)} ms, ${step.waiting} waiting`;
 }
 
 function summary(steps) {
   if (!steps.length) return "No steps yet.";
   const prefill = steps.filter((step) => step.chunks.length), shared = prefill.filter((step) => step.decodes);
-  return `${count(steps.length, "step", "steps")}: ${prefill.length} with prefill, of which ${shared.length} moved streams on as well.`;
+  const told = `${count(steps.length, "step", "steps")}: ${prefill.length} with prefill`;
+  return `${told}, of which ${shared.length} moved streams on as well.`;
 }

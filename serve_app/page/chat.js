@@ -25,7 +25,12 @@ function addMessage(role, text) {
   return {
     item,
     append: (name, more) => { part(name).hidden = false; part(name).append(more); scrollLog(false); },
-    note: (told, bad) => { part("note").hidden = false; part("note").textContent = told; part("note").classList.toggle("bad", bad); scrollLog(true); },
+    note: (told, bad) => {
+      part("note").hidden = false;
+      part("note").textContent = told;
+      part("note").classList.toggle("bad", bad);
+      scrollLog(true);
+    },
     busy: (is) => item.setAttribute("aria-busy", is),  // so that an answer is read out once, when it is whole
     get text() { return part("text").textContent; },
   };
@@ -63,7 +68,8 @@ class Pace {
     const seconds = (this.last - this.first) / 1000;
     const told = [`first token after ${Math.round(this.first - this.began)} ms`];
     if (tokens > 1 && seconds > 0) told.push(`${((tokens - 1) / seconds).toFixed(1)} tokens/s`);
-    if (tokens !== undefined) told.push(count(tokens, "token", "tokens"), `prompt of ${prompt}, ${details?.cached_tokens ?? 0} cached`);
+    const cached = details?.cached_tokens ?? 0;
+    if (tokens !== undefined) told.push(count(tokens, "token", "tokens"), `prompt of ${prompt}, ${cached} cached`);
     return told.join(" · ");
   }
 }

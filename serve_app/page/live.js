@@ -18,7 +18,8 @@ class Card {
 
   show(told) {
     const arrived = performance.now();
-    for (const step of told.steps) if (!(step.id <= this.newest)) this.steps.push({ ...step, ended: arrived - step.age_ms });
+    const later = told.steps.filter((step) => !(step.id <= this.newest));
+    this.steps.push(...later.map((step) => ({ ...step, ended: arrived - step.age_ms })));
     this.steps.splice(0, this.steps.length - KEPT);
     const whole = (number) => number.toLocaleString("en", { maximumFractionDigits: number < 10 ? 1 : 0 });
     const gap = (ms) => (ms === null ? "–" : whole(ms));
@@ -54,8 +55,9 @@ function show(told) {
     cards.get(engine.engine).show(engine);
   }
   const waiting = sum(told.ingresses.map((one) => one.num_waiting));
-  const parts = [count(told.engines.length, "engine", "engines"), count(told.ingresses.length, "ingress replica", "ingress replicas")];
-  parts.push(waiting ? `${count(waiting, "request waits", "requests wait")} at the ingress` : "nothing waits at the ingress");
+  const who = waiting ? count(waiting, "request waits", "requests wait") : "nothing waits";
+  const parts = [count(told.engines.length, "engine", "engines")];
+  parts.push(count(told.ingresses.length, "ingress replica", "ingress replicas"), `${who} at the ingress`);
   if (told.num_missing) parts.push(`${count(told.num_missing, "replica does", "replicas do")} not answer`);
   if (!told.engines.length) parts.push("an engine starts with the next request");
   showFleet(parts.join(" · "), told.num_missing > 0);
@@ -65,7 +67,8 @@ async function poll({ signal }) {
   const after = new URLSearchParams([...cards].filter(([, card]) => card.newest !== undefined)
     .map(([name, card]) => ["after", `${name}:${card.newest}`]));
   try {
-    const response = await fetch(at(`activity?${after}`), { signal: AbortSignal.any([signal, AbortSignal.timeout(LONGEST_MS)]) });
+    const patience = AbortSignal.any([signal, AbortSignal.timeout(LONGEST_MS)]);
+    const response = await fetch(at(`activity?${after}`), { signal: patience });
     if (!response.ok) throw await failureOf(response);
     show(await response.json());
     wait = POLL_MS;

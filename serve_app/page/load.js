@@ -36,14 +36,19 @@ async function runLoad(signal) {
   told.textContent = `${STREAMS} streams have begun.`;
   // One request: browsers open six connections to a host, and the live view needs one of them.
   const prompts = Array.from({ length: STREAMS }, (_, i) => `${i + 1}. A story:`);
-  const streams = ask("v1/completions", { ...common, prompt: prompts, max_tokens: room }, { key, signal, take: gaps.take });
+  const four = { ...common, prompt: prompts, max_tokens: room };
+  const streams = ask("v1/completions", four, { key, signal, take: gaps.take });
   streams.catch(() => {});  // it is awaited below; until then its failure is not unheard
   await new Promise((resolve) => setTimeout(resolve, HEAD_START_MS));
   signal.throwIfAborted();
   const began = gaps.from = performance.now();
   let first = null, read = kept;
   told.textContent = "A long prompt is being read beside them.";
-  const take = (chunk) => { first ??= performance.now(); read = chunk.usage?.prompt_tokens ?? read; gaps.from = Infinity; };
+  const take = (chunk) => {
+    first ??= performance.now();
+    read = chunk.usage?.prompt_tokens ?? read;
+    gaps.from = Infinity;
+  };
   const prompt = { ...common, prompt: longText(name), truncate_prompt_tokens: kept, max_tokens: 8 };
   await Promise.all([streams, ask("v1/completions", prompt, { key, signal, take })]);
   const beside = gaps.longest ? ` The longest gap of the streams beside it: ${Math.round(gaps.longest)} ms.` : "";
@@ -57,8 +62,8 @@ async function toggleLoad() {
   try {
     await runLoad(AbortSignal.any([loading.signal, AbortSignal.timeout(LONGEST_LOAD_MS)]));
   } catch (error) {
-    const mine = loading.signal.aborted;
-    $("load-status").textContent = mine ? "Stopped." : error instanceof Failure ? error.message : "Ended after a minute.";
+    const late = error.name === "TimeoutError" ? "Ended after a minute." : error.message;
+    $("load-status").textContent = loading.signal.aborted ? "Stopped." : late;
     askForKey(error);
   } finally {
     loading.abort();  // one that failed takes the others with it
