@@ -10,6 +10,7 @@ from engine.protocol import (
     Failed,
     Finished,
     FinishReason,
+    Pooled,
     PromptLogprobs,
     Token,
     TokenLogprobs,
@@ -43,6 +44,10 @@ class Applier:
         if self._takes_drafts and row.kind is RowKind.DECODE:
             # The KV of accepted drafts is good; what was computed after them is written over.
             computed = min(row.start + len(tokens), len(request.token_ids))
+        if scheduled.pool_from is not None:
+            request.add_pooled(output.pooled[number], scheduled.end)
+        if request.pooling is not None and row.kind is RowKind.LAST:
+            events.append(self._pool(request))
         self._scheduler.advance(request, scheduled, computed)
         if stop is not None:
             events.append(self.finish(request, FinishReason.STOP, stop))
@@ -62,6 +67,10 @@ class Applier:
         event = PromptLogprobs(request.request_id, tuple(request.prompt_logprobs))
         request.prompt_logprobs = None
         return [event]
+
+    def _pool(self, request: Request) -> Event:
+        count = request.prompt_len if request.pooling == "mean" else 1
+        return Pooled(request.request_id, tuple(value / count for value in request.pooled))
 
     def _accept(
         self,

@@ -13,7 +13,7 @@ from engine.applier import Applier
 from engine.block_manager import BlockManager
 from engine.config import ConfigError, ResolvedConfig
 from engine.deadlines import Deadlines
-from engine.observer import StepFacts
+from engine.observer import ComputedStep, StepFacts
 from engine.planner import DeferReason, Plan
 from engine.protocol import ErrorCode, Event, FinishReason, LoadSnapshot, Scheduled
 from engine.request import Request
@@ -246,11 +246,13 @@ class EngineCore:
             return error
         if isinstance(output, StepOutput):
             self._num_steps += 1
-            self.last_step.num_tokens += launched.step.num_tokens
             if output.graph is not None:
                 self._graph_uses[output.graph.hit, output.graph.name] += 1
+            duration_s = time.perf_counter() - launched.started
+            computed = ComputedStep.of(launched.step, len(self._scheduler.waiting), duration_s)
+            self.last_step.computed += (computed,)
             if self.config.step_trace:
-                self._trace(launched.step, launched.started)
+                _trace(computed)
         return output
 
     def _end_late(self, now: float) -> list[Event]:
@@ -262,21 +264,21 @@ class EngineCore:
             for request, waited in self._deadlines.passed(now)
         ]
 
-    def _trace(self, step: StepPlan, started: float) -> None:
-        """One line a step: what it carried, and how long it was with the executor."""
-        prefill = [len(row.token_ids) for row in step.rows if row.kind is not RowKind.DECODE]
-        logger.info(
-            "step=%d decode=%d prefill_requests=%d prefill_tokens=%d waiting=%d us=%d",
-            step.step_id,
-            len(step.rows) - len(prefill),
-            len(prefill),
-            sum(prefill),
-            len(self._scheduler.waiting),
-            (time.perf_counter() - started) * 1e6,
-        )
-
     def shutdown(self) -> None:
         self._executor.shutdown()
+
+
+def _trace(step: ComputedStep) -> None:
+    """One line a step."""
+    logger.info(
+        "step=%d decode=%d prefill_requests=%d prefill_tokens=%d waiting=%d us=%d",
+        step.step_id,
+        step.num_decodes,
+        len(step.chunks),
+        sum(step.chunks),
+        step.num_waiting,
+        step.duration_s * 1e6,
+    )
 
 
 def check_capabilities(config: ResolvedConfig, can: Capabilities) -> None:

@@ -4,6 +4,7 @@ Never schedules, and keeps of a request between steps only its newest token, and
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import threading
 from collections import deque
@@ -42,6 +43,7 @@ from engine.verification import Place, in_kernel_order, in_plan_order, num_accep
 from engine.weights import dummy_weights, load_weights
 from kernels.ops import select_ops
 
+NO_STATE = "The model gave no finite hidden state."
 NO_LOGIT = "The model gave no finite logit."
 _Masks = tuple[Within | None, dict[int, str]]
 """What grammars allow, and why rows have no mask, by row."""
@@ -98,7 +100,11 @@ class TorchExecutor:
         scores = prompt_logprobs(plan.rows, hidden, self._model.logits)
         tokens, logprobs = self._sample(plan, places, hidden[inputs.sampled_tokens], within)
         failed |= {number: LOST_TOKEN for number, row in enumerate(plan.rows) if is_lost(row, self._newest)}
+        pooled = _pooled(plan, hidden)
+        failed |= dict.fromkeys((number for number, of in pooled.items() if not all(map(math.isfinite, of))), NO_STATE)
         output = self._with_drafts(plan, _output(plan, tokens, logprobs, scores, failed))
+        if pooled:
+            output = replace(output, pooled=pooled)
         self._keep_newest(plan, output)
         return output if order is None else in_plan_order(output, order)
 
@@ -218,6 +224,18 @@ def _out_of_memory() -> Iterator[None]:
         if isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise ExecutorOutOfMemoryError(str(error)) from error
         raise
+
+
+def _pooled(plan: StepPlan, hidden: Tensor) -> dict[int, tuple[float, ...]]:
+    """Sums of hidden states, by row. hidden: [num_tokens, hidden], of all rows"""
+    found: dict[int, tuple[float, ...]] = {}
+    begin = 0  # the row's first token among those of the step
+    for number, row in enumerate(plan.rows):
+        if row.pool_from is not None:
+            states = hidden[begin + row.pool_from - row.start : begin + len(row.token_ids)]
+            found[number] = tuple(states.float().sum(dim=0).tolist())
+        begin += len(row.token_ids)
+    return found
 
 
 def _output(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config import FakeConfig
 from engine.protocol import TokenLogprobs
@@ -36,6 +36,8 @@ def mix64(value: int) -> int:
 
 _CLOSING = tuple(b'",]}')
 """What ends strings, numbers, lists and objects: a grammar's texts would else go on for long."""
+
+HIDDEN_SIZE = 8
 
 _Masks = Mapping[str, Sequence[Sequence[int]]]
 """By request: the words of one mask for each position that is sampled; see TokenMasks."""
@@ -73,6 +75,7 @@ class _Computed:
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...]
     drafts: tuple[int, ...]
+    pooled: tuple[float, ...] = ()
 
 
 class FakeExecutor:
@@ -177,6 +180,7 @@ class FakeExecutor:
             failed=tuple((i, result) for i, result in enumerate(results) if isinstance(result, str)),
             logprobs={i: row.logprobs for i, row in done.items() if row.logprobs},
             prompt_logprobs={i: row.prompt_logprobs for i, row in done.items() if row.prompt_logprobs},
+            pooled={i: row.pooled for i, row in done.items() if row.pooled},
             drafts={i: row.drafts for i, row in done.items() if row.drafts},
             graph=self._graph(plan) if self._graph_sizes else None,
         )
@@ -203,7 +207,10 @@ class FakeExecutor:
             digests.append(digest)
             self._slots[self._slot_index(row, position)] = _Slot(position, token_id, digest)
         self._consume(row, token_ids)
-        return self._answer(row, token_ids, digests, masks)
+        computed = self._answer(row, token_ids, digests, masks)
+        return (
+            computed if row.pool_from is None else replace(computed, pooled=_pool(digests[row.pool_from - row.start :]))
+        )
 
     def _slot_index(self, row: ScheduledRequest, position: int) -> int:
         return row.block_ids[position // self._block_size] * self._block_size + position % self._block_size
@@ -357,6 +364,11 @@ class FakeExecutor:
 
     def _surprise(self, digest: int, token_id: int) -> float:
         return 1.0 + mix64(digest ^ mix64(token_id)) % 1000 / 100
+
+
+def _pool(digests: Sequence[int]) -> tuple[float, ...]:
+    """The sum of made-up hidden states, which are a hash of the prefix."""
+    return tuple(sum(mix64(digest ^ i) / 2**63 - 1 for digest in digests) for i in range(HIDDEN_SIZE))
 
 
 def _allows(mask: Sequence[int], token_id: int) -> bool:

@@ -420,6 +420,8 @@ class _Planner:
             most = (len(request.token_ids) - 1) // self._block_size
             if request.prompt_logprobs is not None:  # what predicts a token without a log-probability is computed
                 most = min(most, len(request.prompt_logprobs) // self._block_size)
+            if request.pooling == "mean":  # and so is what is not summed
+                most = min(most, request.num_pooled // self._block_size)
             matched = view.blocks.match(request.block_hashes[:most])
             matched = matched[: self._usable(request, len(matched))]
             request.prefix_match = (caches, matched)  # a memo, not a decision

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 MAX_LOGPROBS = 20
 """Most alternatives that can be asked for with a token's log-probability, as at OpenAI."""
@@ -180,9 +181,14 @@ class Submission:
     """How many tokens at the prompt's end belong to the answer: another engine sampled them, and this one goes on."""
     cache_salt: str = ""
     """Prefixes are shared among the requests of one salt only."""
+    pooling: Literal["mean", "last"] | None = None
+    """Return the final hidden states of the prompt as one vector: the mean of all positions, or that of the last."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.prompt_token_ids)
+        if self.pooling is not None:
+            most = -1 if self.sampling.max_tokens is None else self.sampling.max_tokens
+            _require(most == 0, "max_tokens", "0 where the prompt is pooled", most)
         _require(
             0 <= self.num_answer_tokens <= num_tokens,
             "num_answer_tokens",
@@ -218,8 +224,8 @@ class TokenLogprobs:
     """The most likely tokens and theirs, best first, as many as were asked for."""
 
 
-# What a request's sink receives, in this order: Scheduled, PromptLogprobs if asked for and the prompt was computed,
-# Token*, then exactly one of Finished or Failed.
+# What a request's sink receives, in this order: Scheduled, PromptLogprobs and Pooled if asked for and the prompt was
+# computed, Token*, then exactly one of Finished or Failed.
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +243,15 @@ class PromptLogprobs:
     request_id: str
     logprobs: tuple[TokenLogprobs, ...]
     """Of the prompt's second token to its last: nothing predicts the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """The prompt is computed, and this is its vector (see Submission.pooling). Sent once."""
+
+    request_id: str
+    values: tuple[float, ...]
+    """[hidden size]; not normalised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +285,7 @@ class Failed:
     message: str
 
 
-Event = Scheduled | PromptLogprobs | Token | Finished | Failed
+Event = Scheduled | PromptLogprobs | Pooled | Token | Finished | Failed
 TERMINAL = (Finished, Failed)
 
 

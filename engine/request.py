@@ -3,9 +3,11 @@ Never decides what runs next; the scheduler does."""
 
 from __future__ import annotations
 
+import operator
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from engine.config import ResolvedConfig
 from engine.prefix import ROOT, extend_chain, root_of
@@ -73,6 +75,11 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Entry i is of the prompt's token i + 1; grows chunk by chunk, and is None where nobody asked or it was sent."""
 
+    pooling: Literal["mean", "last"] | None = None
+    pooled: tuple[float, ...] = ()
+    """The sum of the final hidden states below `num_pooled`, or of the last position's alone. A preemption keeps it."""
+    num_pooled: int = 0
+
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.prompt_len
@@ -122,6 +129,19 @@ class Request:
         tokens = tuple(self.token_ids[first + 1 : min(self.scheduled + count + 1, self.prompt_len)])
         return PromptScoring(first, tokens, self.sampling.prompt_logprobs or 0) if tokens else None
 
+    def pool_from(self, count: int) -> int | None:
+        """The first of the next `count` positions whose hidden states are still to be summed."""
+        end = self.scheduled + count
+        if self.pooling == "mean":
+            first = max(self.scheduled, self.num_pooled)
+            return first if first < end else None
+        return end - 1 if self.pooling == "last" and end == self.prompt_len else None
+
+    def add_pooled(self, values: tuple[float, ...], end: int) -> None:
+        """Positions below `end` are summed."""
+        self.pooled = tuple(map(operator.add, self.pooled, values)) if self.pooled else values
+        self.num_pooled = end
+
     def extend_hashes(self, num_tokens: int, block_size: int) -> None:
         """Hash the full blocks among the first `num_tokens` tokens that are not hashed yet."""
         extend_chain(self.block_hashes, self.token_ids, num_tokens // block_size, block_size, self.prefix_root)
@@ -168,6 +188,7 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
         atomic_spans=submission.atomic_spans,
         prefix_root=root_of(submission.cache_salt),
         prompt_logprobs=None if params.prompt_logprobs is None else [],
+        pooling=submission.pooling,
     )
 
 
@@ -231,7 +252,7 @@ def _controls(submission: Submission) -> LogitControls | None:
 
 def _check_spans(spans: Sequence[tuple[int, int]], config: ResolvedConfig) -> None:
     longest = max((end - start for start, end in spans), default=0)
-    if longest > config.max_atomic_span:
+    if spans and longest > config.max_atomic_span:
         raise RequestRejected(
             ErrorCode.INVALID_PARAMETER,
             f"atomic_spans holds a span of {longest} tokens, and this engine computes at most {config.max_atomic_span} "

@@ -149,6 +149,7 @@ class Scheduler:
             sampling,
             None if row.kind is RowKind.DECODE else request.scoring(row.num_tokens),
             self._state_use(row, restore) if self._states is not None else None,
+            request.pool_from(row.num_tokens) if request.pooling is not None else None,
             request.answer() if sampling and sampling.controls and sampling.controls.looks_back else (),
         )
         request.scheduled = end

@@ -122,6 +122,8 @@ class ScheduledRequest:
     """None: nothing is sampled, as for every MIDDLE row."""
     scoring: PromptScoring | None = None
     state: StateUse | None = None
+    pool_from: int | None = None
+    """Return the sum of the final hidden states at positions [pool_from, end); None: of none."""
     answer: tuple[int, ...] = ()
     """The answer's tokens before this row's drafts, where its controls look back; the last may be PENDING_TOKEN."""
 
@@ -165,6 +167,8 @@ class StepOutput:
     """One for each sampled token."""
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """One for each token of the row's `scoring`."""
+    pooled: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    """[hidden size], for each row with `pool_from`."""
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Tokens that may follow the sampled ones, for the next step to verify."""
     graph: GraphUse | None = None

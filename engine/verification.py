@@ -61,5 +61,6 @@ def in_plan_order(output: StepOutput, order: Sequence[int]) -> StepOutput:
         failed=tuple(sorted((order[number], why) for number, why in output.failed)),
         logprobs={order[number]: found for number, found in output.logprobs.items()},
         prompt_logprobs={order[number]: found for number, found in output.prompt_logprobs.items()},
+        pooled={order[number]: found for number, found in output.pooled.items()},
         drafts={order[number]: found for number, found in output.drafts.items()},
     )

@@ -32,6 +32,7 @@ from serve_app.channel.migration import Migration
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.channel.token_sender import TokenSender
 from serve_app.engine_client import ServedModel
+from serve_app.metrics.activity import IngressActivity
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.values import ReplicaSamples, encode
@@ -143,6 +144,10 @@ class EngineReplica:
         """See EngineClient.metrics; every engine replica is asked, also one whose engine is dead."""
         return encode(ReplicaSamples(self._replica_id, self._recorder.samples(self._engine.load())))
 
+    async def activity(self, after: dict[str, int]) -> bytes:
+        """See EngineClient.activity; every engine replica is asked."""
+        return encode(self._recorder.activity(self._replica_id, self._engine.load(), after.get(self._replica_id)))
+
     async def reset_prefix_cache(self) -> int:
         return await self._engine.reset_prefix_cache()
 
@@ -219,6 +224,10 @@ class IngressReplica:
     async def metrics(self) -> bytes:
         """See EngineClient.metrics; every ingress replica is asked."""
         return encode(ReplicaSamples(self._replica_id, self._recorder.samples()))
+
+    async def activity(self) -> bytes:
+        """See EngineClient.activity; every ingress replica is asked."""
+        return encode(IngressActivity.of(self._replica_id, self._gate.snapshot()))
 
     async def abort(self, name: str) -> bool:
         """See EngineClient.abort; every ingress replica is asked."""

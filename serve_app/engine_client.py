@@ -3,11 +3,12 @@ Never says how the engine is reached: in the same process, through Ray, or scrip
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.protocol import Event, LoadSnapshot, Submission
+from serve_app.metrics.activity import FleetActivity
 from serve_app.metrics.exposition import Scrape
 
 
@@ -34,6 +35,13 @@ class EngineClient(Protocol):
 
     async def metrics(self) -> Scrape:
         """What the replicas of both deployments have measured. One that does not answer is counted, and no failure."""
+        ...
+
+    async def activity(self, after: Mapping[str, int]) -> FleetActivity:
+        """What the replicas do just now. One that does not answer is counted, and no failure.
+
+        `after`: engine -> a step's id; of that engine, only the steps that came later are told.
+        """
         ...
 
     async def abort(self, name: str) -> bool:

@@ -38,6 +38,7 @@ CORE = "tests/engine/test_core.py"
 DRAFTS = "tests/engine/test_drafts.py"
 EXECUTOR = "tests/engine/test_executor.py"
 GAPS = "tests/engine/test_mutation_gaps.py"
+GRAMMAR = "tests/engine/test_grammar.py"
 LOAD = "tests/engine/test_load_snapshot.py"
 LOGPROBS = "tests/engine/test_logprobs.py"
 OVERLAP = "tests/engine/test_overlap.py"
@@ -98,8 +99,8 @@ MUTATIONS = (
         "S2-R14",
         "A token budget that decode rows use up is accepted, and prefill starves.",
         "engine/config.py",
-        "least = self.max_num_seqs * (1 + self.num_speculative_tokens) + 1",
-        "least = self.max_num_seqs * (1 + self.num_speculative_tokens)",
+        "least = self.max_num_seqs * (1 + (self.num_speculative_tokens or 0)) + 1",
+        "least = self.max_num_seqs * (1 + (self.num_speculative_tokens or 0))",
         (CONFIG,),
     ),
     Mutation(
@@ -598,8 +599,8 @@ MUTATIONS = (
         "S1-R10 b",
         "The random number of a sample does not depend on its position.",
         "engine/executor.py",
-        "[row.end for row in rows]",
-        "[row.start for row in rows]",
+        "row.start + place.offset + 1 for row",
+        "row.start + 1 for row",
         (f"{EXECUTOR}::test_the_random_number_of_a_sample_is_that_of_the_position_it_fills",),
     ),
     Mutation(
@@ -898,8 +899,8 @@ MUTATIONS = (
         "I-33 lost token",
         "A row whose token was never sampled goes on from another one.",
         "engine/executor.py",
-        " | dict.fromkeys(lost, LOST_TOKEN)",
-        "",
+        "if is_lost(row, self._newest)}",
+        "if False}",
         (f"{EXECUTOR}::test_a_row_that_goes_on_from_a_failed_one_fails_alone",),
     ),
     # --- drafts -------------------------------------------------------------------------------------------------------
@@ -923,7 +924,7 @@ MUTATIONS = (
         "S5-R15 c",
         "The config is checked for decode rows of one token, and drafts starve prefill.",
         "engine/config.py",
-        "least = self.max_num_seqs * (1 + self.num_speculative_tokens) + 1",
+        "least = self.max_num_seqs * (1 + (self.num_speculative_tokens or 0)) + 1",
         "least = self.max_num_seqs + 1",
         (CONFIG, DRAFTS),
     ),
@@ -1320,6 +1321,56 @@ MUTATIONS = (
         "            self.waiting.remove(request)\n            self.preparing",
         "            self.preparing",
         (PREPARING,),
+    ),
+    # --- grammars -----------------------------------------------------------------------------------------------------
+    Mutation(
+        "Grammar a",
+        "A matcher that is made anew is not told what the answer holds already.",
+        "engine/grammar.py",
+        "self._consume(match, row.answer[match.count :])",
+        "self._consume(match, row.answer[-1:])",
+        (GRAMMAR,),
+    ),
+    Mutation(
+        "Grammar b",
+        "Where a ban and a grammar leave nothing, the request fails.",
+        "engine/logit_controls.py",
+        "    if empty.any():",
+        "    if False:",
+        (CONTROLS,),
+    ),
+    Mutation(
+        "Grammar c",
+        "What is drafted is appended, whatever would have been sampled.",
+        "engine/verification.py",
+        "    return count + 1\n",
+        "    return len(drafts) + 1\n",
+        (EXECUTOR,),
+    ),
+    Mutation(
+        "Grammar d",
+        "Results of rows that attention wants in another order go to the wrong requests.",
+        "engine/verification.py",
+        "        sampled[number] = tokens\n",
+        "        sampled[order.index(number)] = tokens\n",
+        (EXECUTOR,),
+    ),
+    Mutation(
+        "Grammar e",
+        "The end that a grammar forces before min_tokens does not end the answer.",
+        "engine/stopping.py",
+        " and request.sampling.grammar is None",
+        "",
+        (GRAMMAR,),
+    ),
+    Mutation(
+        "Grammar f",
+        "A request whose grammar cannot be compiled is not counted among the refused.",
+        "engine/async_engine.py",
+        "            await self._compilation.of(grammar)\n"
+        "        except RequestRejected as error:\n            self._tell_rejected(error)\n",
+        "            await self._compilation.of(grammar)\n        except RequestRejected:\n",
+        (GRAMMAR,),
     ),
 )
 

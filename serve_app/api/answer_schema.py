@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from engine.protocol import LoadSnapshot
 from serve_app.admission.gate import GateSnapshot
+from serve_app.metrics.activity import EngineActivity, IngressActivity
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -206,6 +207,14 @@ class Version(Shape):
 class Load(Shape):
     engines: list[LoadSnapshot]
     ingress: GateSnapshot
+
+
+class Activity(Shape):
+    model: str
+    engines: list[EngineActivity]
+    ingresses: list[IngressActivity]
+    num_missing: int
+    """Replicas that did not answer."""
 
 
 class Aborted(Shape):

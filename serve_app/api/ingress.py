@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from engine.protocol import EngineError, RequestRejected
 from serve_app.admission.gate import Gate, Visit
 from serve_app.api.about import about_routes
+from serve_app.api.activity import activity_route
 from serve_app.api.admin import Admin
 from serve_app.api.anthropic.count import CountTokens
 from serve_app.api.anthropic.form import read_messages
@@ -52,6 +53,7 @@ from serve_app.metrics.exposition import CONTENT_TYPE, expose
 from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.middleware import TIMES, MeasuresRequests
 from serve_app.metrics.request_times import RequestTimes
+from serve_app.page.route import page_route
 
 MAX_BODY_BYTES = 4 * 2**20
 """About a million tokens of text; a body is held in memory while it is read and parsed."""
@@ -261,6 +263,8 @@ def create_app(
             Route("/ready", context.ready),
             Route("/metrics", context.metrics),
             Route("/load", context.load, middleware=guard),
+            activity_route(client, model.id),
+            page_route(),
             *TextRoutes(tokenizer, model, max_body_bytes).routes(guard),
             *about_routes(keys),
             *Admin(client, context.gate, context.live).routes(keys),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from serve_app.api import activity
 from serve_app.api import answer_schema as answers
 from serve_app.api.admin import AbortRequest
 from serve_app.api.anthropic import answer_schema as anthropic
@@ -139,8 +140,19 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         path="/metrics", summary="All replicas' metrics, for Prometheus.", needs="nothing", media_type="text/plain"
     ),
+    Operation(
+        path=activity.PATH,
+        summary="What each replica does just now: its load, its pace, its last steps.",
+        answer=answers.Activity,
+        needs="nothing",
+        errors=(400,),
+        parameters=(activity.PARAMETER,),
+    ),
     Operation(path="/load", summary="The load of the engines and of the gate.", answer=answers.Load, errors=(503,)),
     Operation(path="/version", summary="The server's version.", answer=answers.Version, needs="nothing"),
+    Operation(
+        path="/", summary="A playground, and a live view of the replicas.", needs="nothing", media_type="text/html"
+    ),
     Operation(path="/openapi.json", summary="This document.", needs="nothing"),
     Operation(path="/docs", summary="This document, as a page.", needs="nothing", media_type="text/html"),
     Operation(

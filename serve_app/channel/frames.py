@@ -14,6 +14,7 @@ from engine.protocol import (
     Failed,
     Finished,
     FinishReason,
+    Pooled,
     PromptLogprobs,
     Scheduled,
     Token,
@@ -22,7 +23,7 @@ from engine.protocol import (
 )
 
 # A plain token is a bare integer; every other event is a list that begins with one of these.
-_SCHEDULED, _PROMPT_LOGPROBS, _SCORED_TOKEN, _FINISHED, _FAILED = range(5)
+_SCHEDULED, _PROMPT_LOGPROBS, _SCORED_TOKEN, _FINISHED, _FAILED, _POOLED = range(6)
 
 RawEvent = int | list[Any]
 
@@ -90,6 +91,8 @@ def pack(event: Event) -> RawEvent:
             return [_SCHEDULED, event.cached_tokens]
         case PromptLogprobs():
             return [_PROMPT_LOGPROBS, [_pack_score(score) for score in event.logprobs]]
+        case Pooled():
+            return [_POOLED, event.values]
         case Finished():
             usage = event.usage
             counts = [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
@@ -116,6 +119,8 @@ def _unpack(request_id: str, item: list[Any]) -> Event:
         return Scheduled(request_id, *fields)
     if tag == _PROMPT_LOGPROBS:
         return PromptLogprobs(request_id, tuple(_unpack_score(score) for score in fields[0]))
+    if tag == _POOLED:
+        return Pooled(request_id, tuple(map(float, fields[0])))
     if tag == _SCORED_TOKEN:
         return Token(request_id, fields[0], _unpack_score(fields[1]))
     if tag == _FINISHED:

@@ -4,8 +4,8 @@ Never decides what a failure means to an HTTP client; it turns Ray's failures in
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any, TypeVar
 
 from grpc.aio import AioRpcError
 from ray.exceptions import RayError
@@ -17,10 +17,13 @@ from serve_app.channel.engine_call import EngineCall
 from serve_app.channel.frames import MalformedFrame, decode_frame
 from serve_app.channel.migration import Attempt, Migration
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
+from serve_app.metrics.activity import EngineActivity, FleetActivity, IngressActivity
 from serve_app.metrics.exposition import Scrape
 from serve_app.metrics.gather import gather
 from serve_app.metrics.values import ReplicaSamples
 from serve_app.routing.engine_count import num_engines
+
+T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 5.0
 
@@ -103,9 +106,20 @@ class HandleClient:
 
     async def metrics(self) -> Scrape:
         (engines, no_engine), (ingresses, no_ingress) = await asyncio.gather(
-            _nobody() if num_engines() == 0 else gather(self._engine, "metrics"), gather(self._ingress, "metrics")
+            self._gather_engines("metrics", ReplicaSamples), gather(self._ingress, "metrics", ReplicaSamples)
         )
         return Scrape(engines, ingresses, {"engine": no_engine, "ingress": no_ingress})
+
+    async def activity(self, after: Mapping[str, int]) -> FleetActivity:
+        (engines, no_engine), (ingresses, no_ingress) = await asyncio.gather(
+            self._gather_engines("activity", EngineActivity, dict(after)),
+            gather(self._ingress, "activity", IngressActivity),
+        )
+        return FleetActivity(engines, ingresses, no_engine + no_ingress)
+
+    async def _gather_engines(self, method: str, kind: type[T], *arguments: object) -> tuple[list[T], int]:
+        # Where none is, a broadcast would wait for the first to start.
+        return ([], 0) if num_engines() == 0 else await gather(self._engine, method, kind, *arguments)
 
     async def _ask_engines(self, method: str) -> list[Any]:
         # Where none is, a broadcast would wait for the first to start.
@@ -187,11 +201,6 @@ async def _broadcast(handle: DeploymentHandle, method: str, *arguments: object) 
             return list(await handle.broadcast(method, *arguments).results_async())
     except (RayError, AioRpcError, TimeoutError) as error:
         raise EngineError(ErrorCode.ENGINE_DEAD, "A replica does not answer.") from error
-
-
-async def _nobody() -> tuple[list[ReplicaSamples], int]:
-    """What a deployment that sleeps has measured: asking would wait for an engine to start."""
-    return [], 0
 
 
 def _late() -> EngineError:

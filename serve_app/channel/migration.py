@@ -17,6 +17,7 @@ from engine.protocol import (
     Failed,
     Finished,
     FinishReason,
+    Pooled,
     PromptLogprobs,
     Scheduled,
     Submission,
@@ -63,6 +64,7 @@ class _Progress:
     token_ids: list[int] = field(default_factory=list)
     cached_tokens: int | None = None
     has_prompt_logprobs: bool = False
+    is_pooled: bool = False
     num_attempts: int = 0
 
     @property
@@ -118,6 +120,10 @@ class _Progress:
                 self.cached_tokens = event.cached_tokens
             case PromptLogprobs():
                 self.has_prompt_logprobs = True
+            case Pooled():
+                if self.is_pooled:  # computed again for the sake of its last event
+                    return None
+                self.is_pooled = True
             case Finished():
                 return replace(event, usage=self._usage(event.usage))
             case Failed(code=code) if code in _ELSEWHERE:

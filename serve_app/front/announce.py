@@ -50,7 +50,7 @@ def _is_ready(base: str) -> bool:
 def _instructions(base: str, model_id: str) -> str:
     messages = '[{"role": "user", "content": "What is the capital of France?"}]'
     return (
-        f"\nchunkserve is ready: {base}\n\n"
+        f"\nchunkserve is ready: {base}/ is a page to try it on\n\n"
         f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"""    -d '{{"model": "{model_id}", "temperature": 0, "messages": {messages}}}'\n"""
     )

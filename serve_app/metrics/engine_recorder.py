@@ -22,7 +22,9 @@ from engine.protocol import (
     Submission,
     Token,
 )
+from serve_app.metrics.activity import EngineActivity
 from serve_app.metrics.catalogue import ENGINE
+from serve_app.metrics.recent_steps import RecentSteps
 from serve_app.metrics.values import Histogram, Sample
 
 _ENDS = ("stop", "length", "abort", "error")
@@ -53,6 +55,7 @@ class EngineRecorder:
         self._clock = clock
         self._lock = threading.Lock()
         self._lives: dict[str, _Life] = {}
+        self._recent = RecentSteps(clock())
         self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for metric in ENGINE:
             if metric.kind == "counter" and not metric.labels:
@@ -70,6 +73,12 @@ class EngineRecorder:
             counters = [Sample(name, labels, count) for (name, labels), count in self._counts.items()]
             histograms = [Sample(name, (), found.snapshot()) for name, found in self._histograms.items()]
         return (*self._gauges(load), *counters, *histograms)
+
+    def activity(self, engine: str, load: LoadSnapshot, after: int | None) -> EngineActivity:
+        """What the engine of that name does just now; see StepsSnapshot.activity."""
+        with self._lock:
+            recent = self._recent.snapshot(self._clock())
+        return recent.activity(engine, self._config, load, after)
 
     def _gauges(self, load: LoadSnapshot) -> list[Sample]:
         config = self._config
@@ -102,10 +111,18 @@ class EngineRecorder:
                 self._observe("vllm:iteration_tokens_total", facts.num_tokens)
             if facts.preempted:
                 self._preempted(facts.preempted)
-            self._take(events, facts.started, now)
+            since = self._take(events, facts.started, now)
+            generated = sum(since.values())
+            since.pop(now, None)  # first tokens, and all but the first of several in one step
+            gaps = {now - before: count for before, count in since.items()}
+            self._count("vllm:generation_tokens", generated)
+            for gap_s, count in gaps.items():
+                self._observe("vllm:inter_token_latency_seconds", gap_s, count)
+            self._recent.add(now, facts.computed, generated, gaps)
 
-    def _take(self, events: Sequence[Event], started: float, now: float) -> None:
-        since: dict[float, int] = {}  # when the token before came -> how many tokens follow one of then
+    def _take(self, events: Sequence[Event], started: float, now: float) -> dict[float, int]:
+        """When the token before came -> how many tokens follow one of then; `now` for those that follow none."""
+        since: dict[float, int] = {}
         for event in events:
             life = self._lives.get(event.request_id)
             if life is None:  # it came before this observer
@@ -118,10 +135,7 @@ class EngineRecorder:
                 if isinstance(event, Finished) and event.stop_token_id is not None:
                     self._token(life, now, since)
                 self._ended(event, life, now)
-        self._count("vllm:generation_tokens", sum(since.values()))
-        since.pop(now, None)  # first tokens, and all but the first of several in one step
-        for before, count in since.items():
-            self._observe("vllm:inter_token_latency_seconds", now - before, count)
+        return since
 
     # --- one request --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Owns the question to every replica of a deployment what it has measured.
+"""Owns the question to every replica of a deployment what it has measured, or what it does.
 Never fails for a replica that does not answer: it says how many did not."""
 
 from __future__ import annotations
@@ -6,15 +6,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, TypeVar
 
 from grpc.aio import AioRpcError
 from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.metrics.values import MalformedSamples, ReplicaSamples, decode
+from serve_app.metrics.values import MalformedSamples, decode
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 3.0
@@ -30,27 +31,27 @@ _FAILURES = (
 )
 
 
-async def gather(handle: DeploymentHandle, method: str) -> tuple[list[ReplicaSamples], int]:
-    """The samples of each replica that gives them in time, and how many do not; 1 if none could be asked.
+async def gather(handle: DeploymentHandle, method: str, kind: type[T], *arguments: object) -> tuple[list[T], int]:
+    """What each replica tells in time, and how many do not; 1 if none could be asked.
 
-    `method` returns a replica's samples, encoded.
+    `method` returns a `kind`, encoded.
     """
     try:
         async with asyncio.timeout(TIMEOUT_S):
             # Private to Ray: the public method loses all answers when one does not come.
-            calls = await handle.broadcast(method)._fetch_replica_results_async()
+            calls = await handle.broadcast(method, *arguments)._fetch_replica_results_async()
     except _FAILURES as error:
-        logger.warning("metrics: no replica could be asked: %s", type(error).__name__)
+        logger.warning("%s: no replica could be asked: %s", method, type(error).__name__)
         return [], 1
-    answers = await asyncio.gather(*(_answer(call.get_async()) for call in calls))
-    samples = [answer for answer in answers if answer is not None]
-    return samples, len(answers) - len(samples)
+    answers = await asyncio.gather(*(_answer(call.get_async(), method, kind) for call in calls))
+    told = [answer for answer in answers if answer is not None]
+    return told, len(answers) - len(told)
 
 
-async def _answer(call: Awaitable[Any]) -> ReplicaSamples | None:
+async def _answer(call: Awaitable[Any], method: str, kind: type[T]) -> T | None:
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            return decode(await call)
+            return decode(await call, kind)
     except _FAILURES as error:
-        logger.warning("metrics: a replica did not answer: %s", type(error).__name__)
+        logger.warning("%s: a replica did not answer: %s", method, type(error).__name__)
         return None

@@ -4,8 +4,11 @@ Never knows what a name means; the catalogue does."""
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 
 class MalformedSamples(Exception):
@@ -36,17 +39,17 @@ class ReplicaSamples(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(ReplicaSamples)
 
 
-def encode(samples: ReplicaSamples) -> bytes:
-    return _encoder.encode(samples)
+def encode(told: object) -> bytes:
+    """What a replica tells the one that asked."""
+    return _encoder.encode(told)
 
 
-def decode(data: bytes) -> ReplicaSamples:
+def decode(data: bytes, kind: type[T]) -> T:
     """May raise MalformedSamples."""
     try:
-        return _decoder.decode(data)
+        return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedSamples(str(error)) from error
 

@@ -165,6 +165,54 @@ def test_the_step_is_told_with_the_tokens_it_computed_also_when_it_is_read_back_
         assert [count for count in told if count] == [plan.num_tokens for plan in core.plans] == [8, 1, 1, 1]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_is_told_with_its_decode_rows_and_each_of_its_chunks(overlap: bool) -> None:
+    """32 tokens a step, blocks of 4: the second prompt begins in the step that completes the first."""
+    core = RecordingCore(overlap=overlap)
+    core.send("a", range(1, 5), max_tokens=8, ignore_eos=True)
+    core.keep(core.step())
+    told = list(core.last_step.computed)
+    for name, prompt in (("b", [2] * 40), ("c", [3] * 20)):
+        core.send(name, prompt, max_tokens=1, ignore_eos=True)
+    while core.has_work:
+        core.keep(core.step())
+        told += core.last_step.computed
+    assert [(step.num_decodes, step.chunks) for step in told[:4]] == [(0, (4,)), (1, (28,)), (1, (12, 16)), (1, (4,))]
+    assert [step.step_id for step in told] == [plan.step_id for plan in core.plans]
+    assert all(step.num_tokens == step.num_decodes + sum(step.chunks) for step in told)
+    assert all(step.duration_s > 0 for step in told)
+
+
+def test_drafted_tokens_are_tokens_of_their_row_and_no_rows_of_their_own() -> None:
+    core = RecordingCore(num_speculative_tokens=3)
+    core.send("a", range(1, 9), max_tokens=9, ignore_eos=True)
+    told = []
+    while core.has_work:
+        core.keep(core.step())
+        told += core.last_step.computed
+    assert {step.num_decodes for step in told[1:]} == {1}
+    assert max(step.num_tokens for step in told[1:]) == 4
+
+
+def test_a_step_is_told_with_how_many_wait_behind_it() -> None:
+    core = RecordingCore(max_num_seqs=1)
+    for name in "abc":
+        core.send(name, range(1, 5), max_tokens=2, ignore_eos=True)
+    core.keep(core.step())
+    assert [step.num_waiting for step in core.last_step.computed] == [2]
+
+
+def test_a_step_that_failed_is_no_step_that_was_computed() -> None:
+    def fail(plan: StepPlan) -> None:
+        raise RuntimeError("kernel fault")
+
+    core = RecordingCore(before_step=fail)
+    core.send("a", range(1, 5), max_tokens=2)
+    core.keep(core.step())
+    assert core.last_step.computed == ()
+    assert core.last_step.num_tokens == 0
+
+
 def test_submissions_are_told_before_their_first_event() -> None:
     """The step thread is free to run in between."""
     ready = threading.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -26,6 +26,7 @@ from engine.protocol import (
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
+from serve_app.metrics.activity import FleetActivity, IngressActivity
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.exposition import Scrape
 from serve_app.metrics.ingress_recorder import IngressRecorder
@@ -68,6 +69,8 @@ class ScriptedClient:
         self.aborted_elsewhere: set[str] = set()
         self.drains: list[bool] = []
         self.scrape = Scrape()
+        self.fleet = FleetActivity()
+        self.asked_after: list[Mapping[str, int]] = []
         self.items_taken = 0
         self.started = asyncio.Event()
         self.closed = asyncio.Event()
@@ -115,6 +118,10 @@ class ScriptedClient:
     async def metrics(self) -> Scrape:
         return self.scrape
 
+    async def activity(self, after: Mapping[str, int]) -> FleetActivity:
+        self.asked_after.append(after)
+        return self.fleet
+
     async def abort(self, name: str) -> bool:
         return name in self.aborted_elsewhere
 
@@ -141,6 +148,10 @@ class LocalClient:
     async def metrics(self) -> Scrape:
         own = [] if self.ingress is None else [ReplicaSamples("ingress-1", self.ingress.samples())]
         return Scrape([ReplicaSamples("engine-1", self._recorder.samples(self._engine.load()))], own)
+
+    async def activity(self, after: Mapping[str, int]) -> FleetActivity:
+        engine = self._recorder.activity("engine-1", self._engine.load(), after.get("engine-1"))
+        return FleetActivity([engine], [IngressActivity("ingress-1", 0, 0)])
 
     async def abort(self, name: str) -> bool:
         return False
@@ -176,6 +187,7 @@ class Exchange:
         self.may_send = asyncio.Event()
         self.may_send.set()
         self.broken = False
+        path, _, query = path.partition("?")
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -185,7 +197,7 @@ class Exchange:
             "path": path,
             "raw_path": path.encode(),
             "root_path": "",
-            "query_string": b"",
+            "query_string": query.encode(),
             "headers": [(name.lower().encode(), value.encode()) for name, value in headers],
             "server": ("test", 80),
             "client": ("test", 1),

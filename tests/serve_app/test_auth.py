@@ -100,8 +100,8 @@ async def test_a_wrong_key_is_refused_before_the_body_is_read() -> None:
     assert (await exchange.finish()).status == 401
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/version"])
-async def test_probes_need_no_key(path: str) -> None:
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/activity", "/"])
+async def test_probes_and_those_who_look_on_need_no_key(path: str) -> None:
     assert (await ask(app_for(hello(), keys=KEYS), path, None, method="GET")).status == 200
 
 

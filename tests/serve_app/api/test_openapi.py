@@ -287,7 +287,7 @@ async def test_real_answers_are_valid_by_the_document() -> None:
     holds(await post(app_for(hello()), "/v1/responses", RESPOND), "/v1/responses")
     holds(await post(app_for(hello()), "/v1/messages", MESSAGE), "/v1/messages")
     holds(await post(app_for(hello()), "/v1/messages/count_tokens", CHAT), "/v1/messages/count_tokens")
-    for path in ("/v1/models", "/load", "/tokenizer_info", "/version"):
+    for path in ("/v1/models", "/load", "/activity", "/tokenizer_info", "/version"):
         holds(await get(hello(), path), path, "get")
     holds(await get(hello(), f"/v1/models/{MODEL.id}"), "/v1/models/{model_id}", "get")
     asked = {"prompt": "a", "return_token_strs": True}

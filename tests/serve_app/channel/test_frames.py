@@ -18,6 +18,7 @@ from engine.protocol import (
     Failed,
     Finished,
     FinishReason,
+    Pooled,
     PromptLogprobs,
     Scheduled,
     Token,
@@ -49,6 +50,7 @@ USAGES = st.builds(Usage, COUNTS, COUNTS, COUNTS)
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Scheduled, st.just("r"), COUNTS),
     st.builds(PromptLogprobs, st.just("r"), st.lists(SCORES, max_size=5).map(tuple)),
+    st.builds(Pooled, st.just("r"), st.lists(st.floats(allow_nan=False), max_size=5).map(tuple)),
     st.builds(Token, st.just("r"), TOKEN_IDS, st.none() | SCORES),
     st.builds(Finished, st.just("r"), st.sampled_from(FinishReason), USAGES, st.none() | TOKEN_IDS, st.none() | SCORES),
     st.builds(Failed, st.just("r"), st.sampled_from(ErrorCode), st.text()),

@@ -26,6 +26,7 @@ from engine.protocol import (
     Failed,
     Finished,
     FinishReason,
+    Pooled,
     PromptLogprobs,
     RequestRejected,
     SamplingParams,
@@ -59,7 +60,9 @@ def no_backoff() -> Iterator[None]:
 def undisturbed(submission: Submission) -> list[Event]:
     """What one replica answers, by an engine that has seen nothing before."""
     core = RecordingCore()
-    core.send_params(submission.request_id, submission.prompt_token_ids, submission.sampling)
+    core.send_params(
+        submission.request_id, submission.prompt_token_ids, submission.sampling, pooling=submission.pooling
+    )
     core.run()
     return core.events[submission.request_id]
 
@@ -240,6 +243,15 @@ async def test_the_prompts_log_probabilities_are_asked_for_until_they_have_come(
     events = await collect(moving().stream(asking(replace(TEN, prompt_logprobs=2)), replicas.start))
     assert [submission.sampling.prompt_logprobs for submission in replicas.submissions] == [2, 2, None]
     assert sum(isinstance(event, PromptLogprobs) for event in events) == 1
+
+
+async def test_a_vector_is_sent_once_wherever_its_replica_fails() -> None:
+    submission = replace(asking(SamplingParams(max_tokens=0)), pooling="mean")
+    whole = undisturbed(submission)
+    assert [type(event) for event in whole] == [Scheduled, Pooled, Finished]
+    for cut in range(len(whole)):
+        events = await collect(moving().stream(submission, Replicas(failing(cut)).start))
+        assert anonymous(events) == anonymous(whole), f"cut after {cut} events"
 
 
 async def test_tokens_are_counted_once_and_cached_ones_are_those_of_the_first_replica() -> None:

@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from engine.async_engine import AsyncEngine
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
@@ -213,7 +215,7 @@ def test_the_parts_of_a_requests_time_are_where_its_events_say() -> None:
 
 
 def test_gaps_of_streams_that_stood_still_differently_long_are_told_apart() -> None:
-    times = iter([0.0, 0.0, 1.0, 1.25, 1.5, 3.5])
+    times = iter([0.0, 0.0, 0.0, 1.0, 1.25, 1.5, 3.5])
     recorder = EngineRecorder(resolved_config(), clock=lambda: next(times))
     for name in "ab":
         recorder.submitted(Submission(name, (1, 2), SamplingParams()))
@@ -234,6 +236,41 @@ def test_several_tokens_of_one_step_are_one_gap_and_all_are_counted() -> None:
     assert num_steps < 9, "the drafts were accepted"
     assert bench["vllm:generation_tokens"] == 9
     assert bench.histogram("vllm:inter_token_latency_seconds")[0] == num_steps - 1
+
+
+# --- what is done just now -------------------------------------------------------------------------------------------
+
+
+def test_the_last_steps_show_chunks_that_share_steps_with_decode_rows() -> None:
+    bench = Bench()
+    bench.send("a", range(1, 5), max_tokens=30)
+    bench.step()
+    bench.send("b", [2] * 60, max_tokens=1)
+    for _ in range(3):
+        bench.step()
+    told = bench.recorder.activity("e", bench.core.load(), None)
+    assert [(step.id, step.decodes, step.chunks) for step in told.steps] == [
+        (0, 0, (4,)),
+        (1, 1, (28,)),
+        (2, 1, (28,)),
+        (3, 1, (4,)),
+    ]
+    assert [step.age_ms for step in told.steps] == [30, 20, 10, 0]
+    assert (told.engine, told.num_running, told.num_waiting) == ("e", 1, 0)
+    assert (told.num_blocks, told.max_num_seqs, told.max_num_batched_tokens) == (64, 8, 32)
+    assert told.num_held_blocks == bench.core.load().num_held_blocks > 0
+
+
+def test_the_pace_is_of_computed_prompt_tokens_and_of_sampled_ones() -> None:
+    bench = Bench()
+    for name in "ab":  # the second finds 12 of its 13 tokens in the prefix cache
+        bench.send(name, range(1, 14), max_tokens=5)
+        bench.run()
+    bench.core.now = 2.0
+    told = bench.recorder.activity("e", bench.core.load(), None)
+    assert told.window_s == 2.0
+    assert (told.prompt_tokens_per_s, told.generated_tokens_per_s) == ((13 + 1) / 2, 10 / 2)
+    assert told.gap_p50_ms == told.gap_p99_ms == pytest.approx(TICK_S * 1000)
 
 
 # --- gauges, and an engine with its threads ---------------------------------------------------------------------------

@@ -157,13 +157,13 @@ def test_what_a_replica_of_another_version_says_otherwise_is_left_out(strange: S
 
 def test_samples_are_the_same_after_their_way_between_replicas() -> None:
     sent = full("e1", (*ENGINE, *INGRESS))
-    assert decode(encode(sent)) == sent
+    assert decode(encode(sent), ReplicaSamples) == sent
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x93\x01", encode(full("e1", ENGINE))[:-1]])
 def test_bytes_of_somebody_else_are_refused(data: bytes) -> None:
     with pytest.raises(MalformedSamples):
-        decode(data)
+        decode(data, ReplicaSamples)
 
 
 @pytest.mark.parametrize("metric", [metric for metric in BY_NAME.values() if metric.kind == "histogram"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledErr
 
 from serve_app.channel.handle_client import HandleClient
 from serve_app.metrics import gather as module
+from serve_app.metrics.activity import EngineActivity, IngressActivity, StepActivity
 from serve_app.metrics.gather import gather
 from serve_app.metrics.values import ReplicaSamples, Sample, encode
 from serve_app.routing import engine_count
 
 pytestmark = pytest.mark.anyio
 
+NUMBERS = [field.name for field in fields(EngineActivity) if field.name not in ("engine", "steps")]
 Replica = Callable[[], Awaitable[bytes]]
 
 
@@ -57,10 +60,10 @@ class Handle:
     def __init__(self, *replicas: Replica, error: Exception | None = None) -> None:
         self._replicas = replicas
         self._error = error
-        self.asked: list[str] = []
+        self.asked: list[tuple[object, ...]] = []
 
-    def broadcast(self, method: str) -> Handle:
-        self.asked.append(method)
+    def broadcast(self, method: str, *arguments: object) -> Handle:
+        self.asked.append((method, *arguments))
         return self
 
     async def _fetch_replica_results_async(self) -> list[Call]:
@@ -70,14 +73,14 @@ class Handle:
 
 
 async def names(handle: Any) -> tuple[list[str], int]:
-    samples, missing = await gather(handle, "metrics")
+    samples, missing = await gather(handle, "metrics", ReplicaSamples)
     return [replica.replica_id for replica in samples], missing
 
 
 async def test_all_replicas_are_asked_for_what_they_have_measured() -> None:
     handle = Handle(answers("a"), answers("b"))
     assert await names(handle) == (["a", "b"], 0)
-    assert handle.asked == ["metrics"]
+    assert handle.asked == [("metrics",)]
 
 
 @pytest.mark.parametrize(
@@ -112,6 +115,43 @@ async def test_a_scrape_has_what_both_deployments_answer_and_who_is_missing(monk
     assert [replica.replica_id for replica in scrape.engines] == ["e1"]
     assert [replica.replica_id for replica in scrape.ingresses] == ["i1", "i2"]
     assert scrape.missing == {"engine": 1, "ingress": 0}
+
+
+def activity(name: str) -> Replica:
+    async def answer() -> bytes:
+        steps = (StepActivity(5, 1, (30, 2), 0, 1.5, 20),)
+        return encode(EngineActivity(engine=name, **dict.fromkeys(NUMBERS, 1), steps=steps))
+
+    return answer
+
+
+def waiting(name: str) -> Replica:
+    async def answer() -> bytes:
+        return encode(IngressActivity(name, 3, 2))
+
+    return answer
+
+
+async def test_what_replicas_do_is_asked_of_both_deployments_with_what_is_known_of_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_count, "_known", 2)
+    engine, ingress = Handle(activity("e1"), babbles, activity("e2")), Handle(waiting("i1"), answers("i2"))
+    told = await client_of(engine, ingress).activity({"e1": 4})
+    assert engine.asked == [("activity", {"e1": 4})]
+    assert ingress.asked == [("activity",)]
+    assert [one.engine for one in told.engines] == ["e1", "e2"]
+    assert told.engines[0].steps == (StepActivity(5, 1, (30, 2), 0, 1.5, 20),)
+    assert told.ingresses == [IngressActivity("i1", 3, 2)]
+    assert told.num_missing == 2, "one that babbles, and one that answers something else"
+
+
+async def test_looking_on_does_not_wake_a_deployment_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_count, "_known", 0)
+    asleep = Handle(hangs)
+    told = await client_of(asleep, Handle(waiting("i1"))).activity({})
+    assert asleep.asked == []
+    assert (told.engines, told.num_missing) == ([], 0)
 
 
 async def test_a_scrape_does_not_wake_a_deployment_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,12 @@ def scrape(server: Server) -> Series:
     return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
 
 
+def activity(server: Server, query: str = "") -> dict[str, Any]:
+    answer = httpx.get(f"{server.url}/activity{query}", timeout=30)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
 def total(series: Series, name: str, **labels: str) -> float:
     """Over all replicas."""
     return sum(value for (found, have), value in series.items() if found == name and labels.items() <= have)
@@ -94,19 +100,28 @@ def test_a_scrape_of_two_ingresses_and_two_engines_equals_the_requests_made_and_
         assert total(after, "chunkserve:replicas_missing") == 0
         assert all(value > 0 for key, value in after.items() if key[0] == "vllm:generation_tokens_total"), "both work"
 
+        told = activity(server)
+        assert {engine["engine"] for engine in told["engines"]} == replicas(after, "engine")
+        assert {ingress["ingress"] for ingress in told["ingresses"]} == replicas(after, "ingress")
+        assert all(engine["steps"] for engine in told["engines"])
+        known = "&".join(f"after={engine['engine']}:{engine['steps'][-1]['id']}" for engine in told["engines"])
+        assert [engine["steps"] for engine in activity(server, f"?{known}")["engines"]] == [[], []]
+
         stopped, _ = processes_of(server, "Engine")
         os.kill(stopped, signal.SIGSTOP)
         try:
             during = scrape(server)
+            seen = activity(server)
         finally:
             os.kill(stopped, signal.SIGKILL)
         assert total(during, "chunkserve:replicas_missing", deployment="engine") == 1
         assert len(replicas(during, "engine")) == 1
         assert len(replicas(during, "ingress")) == 2
+        assert (len(seen["engines"]), len(seen["ingresses"]), seen["num_missing"]) == (1, 2, 1)
 
 
 @pytest.mark.slow
-def test_scrapes_neither_keep_an_idle_engine_nor_wake_one() -> None:
+def test_scrapes_and_lookers_on_neither_keep_an_idle_engine_nor_wake_one() -> None:
     scaling = {"min_replicas": 0, "max_replicas": 1, "downscale_to_zero_delay_s": 2}
     with serve_run({"engine": {"executor": "fake"}, "autoscaling": scaling}) as server:
         assert ask(server, stream=False) == 200
@@ -114,6 +129,7 @@ def test_scrapes_neither_keep_an_idle_engine_nor_wake_one() -> None:
         for _ in range(20):
             series = scrape(server)
             assert replicas(series, "engine") == set()
+            assert activity(server)["engines"] == []
             time.sleep(0.2)
         assert total(series, "chunkserve:replicas_missing") == 0
         assert total(series, "chunkserve:requests_total", outcome="complete") == 1
