@@ -7,8 +7,10 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+import openai
+import pydantic
 import pytest
 from jsonschema import Draft202012Validator
 from starlette.types import ASGIApp
@@ -21,6 +23,7 @@ from serve_app.api.chat_template import ChatTemplate
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
+from tests.serve_app.api.test_end_to_end import openai_client
 from tests.serve_app.api.test_tools import TEMPLATE, app_of, saying, together
 from tests.serve_app.harness import CHAT, MODEL, PROMPT, Answer, LocalClient, ScriptedClient, post
 from tests.support.json_schemas import random_schema
@@ -236,6 +239,29 @@ async def test_thoughts_are_before_the_constrained_answer_and_not_in_a_plain_com
     assert "@answer" not in (client.submissions[0].sampling.grammar or "")
 
 
+class Forecast(pydantic.BaseModel):
+    """What OpenAI's client makes a strict schema of, with references and annotations."""
+
+    class Day(pydantic.BaseModel):
+        degrees: int = pydantic.Field(ge=-50, le=50)
+        sky: Literal["clear", "cloudy"]
+        note: str | None
+
+    days: list[Day] = pydantic.Field(max_length=2)
+
+
+async def test_openais_client_parses_answers_and_calls_into_its_users_models(engine: AsyncEngine) -> None:
+    limits: Any = {"model": MODEL.id, "messages": CHAT["messages"], "max_tokens": 3000, "seed": 3}
+    async with openai_client(serving(engine)) as client:
+        answer = await client.chat.completions.parse(**limits, response_format=Forecast)
+        assert isinstance(answer.choices[0].message.parsed, Forecast)
+        function = openai.pydantic_function_tool(Forecast, name="show")
+        called = await client.chat.completions.parse(**limits, tools=[function], tool_choice="required")
+        calls = called.choices[0].message.tool_calls or []
+        assert calls
+        assert all(isinstance(call.function.parsed_arguments, Forecast) for call in calls)
+
+
 # --- the other APIs -------------------------------------------------------------------------------------------------
 
 
@@ -391,6 +417,13 @@ async def test_a_grammar_that_only_the_engine_refuses_is_a_400_that_names_the_fi
         answer = await post(app_of(ScriptedClient(refusal), CALLER), path, asked)
         assert (answer.status, answer.error["param"]) == (400, param)
         assert "The grammar is too complex." in answer.error["message"]
+
+
+async def test_a_token_that_only_the_engines_tokenizer_can_miss_is_refused_by_it(engine: AsyncEngine) -> None:
+    given = {"structured_outputs": {"grammar": "start: <[99999]>"}}
+    answer = await post(serving(engine), "/v1/chat/completions", CHAT | given)
+    assert (answer.status, answer.error["param"]) == (400, "structured_outputs.grammar")
+    assert "99999" in answer.error["message"]
 
 
 async def test_another_refusal_of_the_engines_stays_as_it_is() -> None:
