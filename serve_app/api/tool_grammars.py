@@ -26,7 +26,12 @@ def call_grammar(request: ChatRequest, parser: str, specials: Specials, *, or_el
         tools = callable_tools(request, all_strict=must)
         parallel = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedFunction)
         grammar = CALL_GRAMMARS[parser](tools, specials, parallel=parallel)
-        return field, grammar.calls() if must or or_else else grammar.lazy()
+        calls = grammar.calls() if must or or_else else grammar.lazy()
+        calls.bounded_text()  # before each schema is compiled: many large ones take long
+        for tool in tools:
+            if not tool.is_free:
+                check(tool)
+        return field, calls
     except GrammarRefused as error:
         raise refused(error.place or field, error.text) from error
 
@@ -35,7 +40,7 @@ def callable_tools(request: ChatRequest, *, all_strict: bool) -> list[CallableTo
     """`all_strict`: a call that must be made is constrained whatever the tool says of itself.
 
     Raises:
-        GrammarRefused: a schema is none, or two tools have one name.
+        GrammarRefused: two tools have one name.
     """
     allowed = names_of(request.tool_choice)
     found: dict[str, CallableTool] = {}
@@ -44,10 +49,7 @@ def callable_tools(request: ChatRequest, *, all_strict: bool) -> list[CallableTo
         if function.name in found:
             raise GrammarRefused(f"is the name of two tools, {function.name!r}", f"{place}.name")
         is_free = not (all_strict or function.strict)
-        one = CallableTool(function.name, function.parameters, f"{place}.parameters", is_free)
-        found[function.name] = one
-        if not is_free and (allowed is None or function.name in allowed):
-            check(one)
+        found[function.name] = CallableTool(function.name, function.parameters, f"{place}.parameters", is_free)
     return [tool for name, tool in found.items() if allowed is None or name in allowed]
 
 

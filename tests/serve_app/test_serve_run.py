@@ -71,6 +71,25 @@ def test_a_chat_streams_the_text_that_it_answers_whole_and_counts_the_same(clien
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
 
 
+def test_an_answer_is_json_by_a_schema_and_what_only_the_engine_refuses_is_a_400_that_names_the_field(
+    client: openai.OpenAI,
+) -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"capital": {"type": "string", "maxLength": 20}, "people": {"type": "integer", "minimum": 1}},
+        "required": ["capital", "people"],
+        "additionalProperties": False,
+    }
+    request: dict[str, Any] = dict(model=MODEL, messages=FRANCE, temperature=0, max_tokens=80)
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "country", "schema": schema, "strict": True}}
+    answer = client.chat.completions.create(**request, response_format=wanted)
+    found = json.loads(answer.choices[0].message.content or "")
+    assert (list(found), type(found["capital"]), type(found["people"])) == (["capital", "people"], str, int)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**request, extra_body={"structured_outputs": {"grammar": "start: <[999999]>"}})
+    assert refused.value.param == "structured_outputs.grammar"
+
+
 def test_a_completion_streams_the_text_that_it_answers_whole(client: openai.OpenAI) -> None:
     request: dict[str, Any] = dict(model=MODEL, prompt="Once upon a time", temperature=0, max_tokens=24)
     whole = client.completions.create(**request)

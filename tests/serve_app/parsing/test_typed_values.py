@@ -74,6 +74,25 @@ def test_a_parameter_that_the_schema_does_not_have_has_no_schema(schema: Any) ->
     assert property_schema(schema, "a") is None
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        ({"$ref": "#/$defs/number"}, "5", "5"),
+        ({"$ref": "#/$defs/alias"}, "5", "5"),
+        ({"anyOf": [{"$ref": "#/definitions/a~1b"}, {"type": "null"}]}, '{"k": 1}', '{"k": 1}'),
+        ({"$ref": "#/$defs/circle"}, "5", '"5"'),
+        ({"$ref": "#/$defs/nowhere"}, "5", '"5"'),
+        ({"$ref": 5}, "5", '"5"'),
+        ({"$ref": "https://example.org/number"}, "5", '"5"'),
+    ],
+)
+def test_a_type_is_found_through_references_that_end_inside_the_schema(schema: Any, text: str, expected: str) -> None:
+    definitions = {"number": {"type": "integer"}, "alias": {"$ref": "#/$defs/number"}}
+    definitions["circle"] = {"$ref": "#/$defs/circle"}
+    root = {"properties": {"a": schema}, "$defs": definitions, "definitions": {"a/b": {"type": "object"}}}
+    assert value_json(text, property_schema(root, "a")) == expected
+
+
 @given(st.text() | st.text("0123456789.eE+-[]{}'\":,truefalsN() "), st.lists(st.sampled_from(KINDS)))
 def test_any_text_becomes_json_that_every_client_can_read(text: str, kinds: list[str]) -> None:
     def refuse(name: str) -> None:
