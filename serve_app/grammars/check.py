@@ -21,7 +21,7 @@ _lock = Lock()
 def find_fault(grammar: str) -> str:
     """Why it is none, in words for whoever wrote it; empty if it is one. Takes milliseconds, and at most some seconds
     for the worst: llguidance bounds its own work. Thread-safe."""
-    key = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
+    key = hashlib.sha256(grammar.encode()).digest()
     with _lock:
         if key in _kept:
             _kept.move_to_end(key)
@@ -32,12 +32,6 @@ def find_fault(grammar: str) -> str:
         while len(_kept) > MAX_KEPT:
             _kept.popitem(last=False)
     return fault
-
-
-def is_known(grammar: str) -> bool:
-    """Whether the answer is remembered: then it needs no thread."""
-    with _lock:
-        return hashlib.sha256(grammar.encode(errors="surrogatepass")).digest() in _kept
 
 
 def _ask(grammar: str) -> str:

@@ -77,7 +77,11 @@ def _written(schema: Json) -> Json:
 
 
 def _check_size(text: str) -> None:
-    if (size := len(text.encode(errors="surrogatepass"))) > MAX_SCHEMA_BYTES:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:  # from an escape, in a schema that came as text
+        raise GrammarRefused("should be text, but it has half of a surrogate pair") from error
+    if size > MAX_SCHEMA_BYTES:
         raise GrammarRefused(f"should have at most {MAX_SCHEMA_BYTES} bytes, but it has {size}")
 
 

@@ -40,8 +40,9 @@ def parameters_of(tool: CallableTool) -> list[Parameter]:
     properties, required = root.get("properties", {}), root.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise GrammarRefused("should have an object of properties, and a list of required ones", tool.place)
-    if unknown := next((name for name in required if name not in properties), None):
-        raise GrammarRefused(f"should describe the required property {str(unknown)[:50]!r}", tool.place)
+    for name in required:
+        if not isinstance(name, str) or name not in properties:
+            raise GrammarRefused(f"should describe the required property {str(name)[:50]!r}", tool.place)
     return [
         _parameter(name, schema, root, name in required, f"{tool.place}.properties.{name}")
         for name, schema in properties.items()

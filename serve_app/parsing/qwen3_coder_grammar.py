@@ -88,7 +88,8 @@ def _is_typed(schema: Any) -> bool:
     """Whether the parser knows all types that a value may have."""
     if not isinstance(schema, dict):
         return False
-    options = [option for word in ("anyOf", "oneOf") for option in schema.get(word, ())]
+    listed = [schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list)]
+    options = [option for options in listed for option in options]
     return "type" in schema or (bool(options) and all(_is_typed(option) for option in options))
 
 

@@ -1,4 +1,4 @@
-"""Owns the contract of structured output over HTTP, with an engine that keeps to grammars: answers fit, or are a 400.
+"""Owns the contract of structured output over HTTP: answers fit, or are a 400. Long: each field, API and refusal.
 Never tests a grammar's letters: tests/serve_app/grammars and parsing do."""
 
 from __future__ import annotations
@@ -344,6 +344,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": "root: a"}}, "structured_outputs.grammar", "should be a grammar"),
     ({"structured_outputs": {"grammar": "start: a"}}, "structured_outputs.grammar", "unknown name"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
+    ({"structured_outputs": {"json": r'{"title": "\ud800"}'}}, "structured_outputs.json", "surrogate"),
+    ({"json_schema": '{"minimum": NaN}'}, "json_schema", ""),
+    ({"json_schema": '{"maximum": ' + "9" * 5000 + "}"}, "json_schema", "not JSON"),
     ({"structured_outputs": {"json": [1]}}, "structured_outputs.json", "JSON schema"),
     ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not"),
     ({"regex": "(a"}, "regex", "unclosed"),

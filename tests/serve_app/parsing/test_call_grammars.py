@@ -4,6 +4,7 @@ Never trusts a grammar's author: random walks are read by the parser, and valida
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from serve_app.parsing.call_grammars import CALL_GRAMMARS
 from serve_app.parsing.deltas import Parsed, collect
 from serve_app.parsing.tools import TOOL_PARSERS
 from tests.support.grammar_walks import Walker
+from tests.support.json_mutants import mutant
 from tests.support.json_schemas import random_schema
 
 FAMILIES = sorted(CALL_GRAMMARS)
@@ -250,6 +252,24 @@ def test_a_schema_that_a_family_cannot_keep_is_refused_at_its_place(
     with pytest.raises(GrammarRefused) as refused:
         grammar_of(family, WALKERS["text"], [(name, schema)]).calls()
     assert refused.value.place == f"tools.{name}.{place}".rstrip(".")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_schema_that_is_none_is_refused_and_breaks_nothing(family: str) -> None:
+    rng = random.Random(20261121)
+    outcomes = {"kept": 0, "refused": 0}
+    for _ in range(400):
+        body = mutant(rng, [{"parameters": WEATHER}])
+        try:
+            schema = json.loads(body)["parameters"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+        if not isinstance(schema, dict):
+            continue
+        text = grammar_or_refusal(family, [("act", schema)])
+        is_kept = isinstance(text, str) and not find_fault(text)
+        outcomes["kept" if is_kept else "refused"] += 1
+    assert min(outcomes.values()) > 20, outcomes
 
 
 @pytest.mark.parametrize(
