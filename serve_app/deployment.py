@@ -40,6 +40,7 @@ from serve_app.routing.engine_count import num_engines, on_change
 from serve_app.routing.stats import RoutingReporter
 from serve_app.scaling.signals import EngineSignals
 from serve_app.settings import AppSettings
+from serve_app.tracing.export import make_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -187,6 +188,7 @@ class IngressReplica:
         self._loop = asyncio.get_running_loop()
         on_change(self._use_new_engines)
         self._live = LiveRequests()
+        self._tracer = make_tracer(settings.tracing, settings.model_id, self._replica_id)
         self._keys = Keys.load(settings.auth)
         self._model = ServedModel(
             id=settings.model_id,
@@ -210,6 +212,7 @@ class IngressReplica:
             keys=self._keys,
             live=self._live,
             recorder=self._recorder,
+            trace=self._tracer,
         )
 
     def _use_new_engines(self) -> None:
@@ -235,7 +238,14 @@ class IngressReplica:
         """Called before a shutdown: let what is inside finish, end the rest with an error each, and say how many."""
         num_late = await self._gate.drain(self._settings.drain_timeout_s)
         self._client.end()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.flush)
         return num_late
+
+    def __del__(self) -> None:
+        """Serve calls this when the replica stops. The constructor may have failed before there was a tracer."""
+        if tracer := getattr(self, "_tracer", None):
+            tracer.shutdown()
 
 
 def _tool_parser(settings: AppSettings, tokenizer: Tokenizer) -> str | None:

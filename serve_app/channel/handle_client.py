@@ -17,6 +17,7 @@ from serve_app.channel.engine_call import EngineCall
 from serve_app.channel.frames import MalformedFrame, decode_frame
 from serve_app.channel.migration import Attempt, Migration
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
+from serve_app.engine_client import Course
 from serve_app.metrics.exposition import Scrape
 from serve_app.metrics.gather import gather
 from serve_app.metrics.values import ReplicaSamples
@@ -53,14 +54,16 @@ class HandleClient:
         self._ended = False
         self._attempts: set[_HandleAttempt] = set()
 
-    def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
+    def stream(
+        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+    ) -> AsyncGenerator[list[Event], None]:
         """Yield event batches until the terminal one. Closing or cancelling it aborts the request in the engine.
 
         Raises:
             RequestRejected: by the engine.
             EngineError: no engine replica can go on, or `end` was called.
         """
-        return self._migration.stream(submission, lambda rest, avoid: self._start(rest, session, avoid))
+        return self._migration.stream(submission, lambda rest, avoid: self._start(rest, session, avoid), course)
 
     def _start(self, submission: Submission, session: str | None, avoid: tuple[str, ...]) -> Attempt:
         if self._ended:

@@ -24,6 +24,7 @@ from engine.protocol import (
     Usage,
 )
 from serve_app.channel.counts import ChannelCounts
+from serve_app.engine_client import Course, Move
 
 logger = logging.getLogger(__name__)
 
@@ -146,13 +147,16 @@ class Migration:
     """Prompt and answer of one request, in tokens."""
     counts: ChannelCounts = field(default_factory=ChannelCounts)
 
-    async def stream(self, submission: Submission, start: StartAttempt) -> AsyncGenerator[list[Event], None]:
+    async def stream(
+        self, submission: Submission, start: StartAttempt, course: Course | None = None
+    ) -> AsyncGenerator[list[Event], None]:
         """Yield the events of one answer, from as many replicas as it takes.
 
         Raises:
             RequestRejected: by the first replica that was asked.
             EngineError: a failure that another replica would repeat, or one too many.
         """
+        course = course or Course()
         clock = asyncio.get_running_loop().time
         progress = _Progress(_pinned(submission, self.max_model_len), clock())
         avoid: list[str] = []
@@ -174,6 +178,7 @@ class Migration:
                     self.counts.failed_migrations += progress.lost_engine(error)
                     raise
                 avoid += [attempt.replica_id] if attempt.replica_id else []
+                failure = error.code
                 logger.warning("%s moves to another engine replica: %s", submission.request_id, error)
             finally:
                 attempt.close()
@@ -181,6 +186,7 @@ class Migration:
                 yield [progress.length_reached()]
                 return
             self.counts.migrations += 1
+            course.moves.append(Move(clock(), failure, attempt.replica_id))
             await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (progress.num_attempts - 1))
 
     async def _first(self, attempt: Attempt, progress: _Progress) -> list[Event]:

@@ -25,7 +25,7 @@ from engine.protocol import (
 )
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import ServedModel
+from serve_app.engine_client import Course, ServedModel
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.exposition import Scrape
 from serve_app.metrics.ingress_recorder import IngressRecorder
@@ -72,7 +72,9 @@ class ScriptedClient:
         self.started = asyncio.Event()
         self.closed = asyncio.Event()
 
-    async def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
+    async def stream(
+        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+    ) -> AsyncGenerator[list[Event], None]:
         self.submissions.append(submission)
         self.sessions.append(session)
         self.started.set()
@@ -135,7 +137,9 @@ class LocalClient:
         self._recorder = EngineRecorder(engine.config)
         engine.observe(self._recorder)
 
-    def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
+    def stream(
+        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+    ) -> AsyncGenerator[list[Event], None]:
         return self._engine.stream(submission)
 
     async def metrics(self) -> Scrape:

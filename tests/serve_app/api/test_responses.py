@@ -165,7 +165,7 @@ async def test_thoughts_are_an_item_before_the_message_and_counted() -> None:
     thoughts, message = response["output"]
     assert thoughts["content"] == [{"type": "reasoning_text", "text": "Hm."}]
     assert message["content"][0]["text"] == "Yes."
-    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": len("<think>\nHm.\n</think>\n\n")}
 
 
 async def test_an_answer_that_was_cut_off_is_incomplete_and_so_is_its_last_item() -> None:
