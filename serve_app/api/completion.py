@@ -115,7 +115,7 @@ class Completion:
                 self._visit.started()
                 piece = self._apply(events)
                 if piece.finish_reason is not None:
-                    last, self.finish_reason = piece, piece.finish_reason
+                    last, self.finish_reason, self.course.is_complete = piece, piece.finish_reason, True
                     break
                 yield piece
                 if self._generated:

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from engine.protocol import EngineError, ErrorCode, Event, LoadSnapshot, RequestRejected, Submission
+from engine.protocol import EngineError, ErrorCode, Event, FinishReason, LoadSnapshot, RequestRejected, Submission
 from serve_app.channel.engine_call import EngineCall
 from serve_app.channel.frames import MalformedFrame, decode_frame
 from serve_app.channel.migration import Attempt, Migration
@@ -24,6 +24,8 @@ from serve_app.metrics.values import ReplicaSamples
 from serve_app.routing.engine_count import num_engines
 
 HEALTH_TIMEOUT_S = 5.0
+STOP_GRACE_S = 1.0
+"""How long a stopped request may take to return its answer before its call is cancelled: it needs one message."""
 
 # Answers that are on their way: an event loop alone does not keep its tasks alive.
 _answers: set[asyncio.Task[None]] = set()
@@ -152,13 +154,24 @@ class _HandleAttempt:
         """Whoever takes from this gets the error, after what is there already."""
         self._stream.fail(error)
 
-    def close(self) -> None:
-        """End the call by both ways, Serve's and the channel's. A finished one is left to return its answer."""
+    def close(self, *, complete: bool = False) -> None:
+        """End the call by both ways, Serve's and the channel's. A finished one is left to return its answer, and so is
+        one that was stopped through the channel: Serve's cancellation, which may overtake that, has no reason."""
+        if self not in self._live:
+            return
         self._live.discard(self)
-        self._receiver.close(self._stream)
-        if not self._stream.finished:
-            self._waiter.cancel()
-            self._response.cancel()
+        is_told = self._receiver.close(self._stream, FinishReason.STOP if complete else FinishReason.ABORT)
+        if self._stream.finished:
+            return
+        if complete and is_told:
+            timer = asyncio.get_running_loop().call_later(STOP_GRACE_S, self._cancel)
+            self._waiter.add_done_callback(lambda _: timer.cancel())
+        else:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        self._waiter.cancel()
+        self._response.cancel()
 
 
 async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream) -> None:

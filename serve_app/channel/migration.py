@@ -46,8 +46,8 @@ class Attempt(Protocol):
         """The next events, in order; may raise EngineError."""
         ...
 
-    def close(self) -> None:
-        """End the call if it has not ended. Idempotent."""
+    def close(self, *, complete: bool = False) -> None:
+        """End the call if it has not ended. Idempotent. `complete`: its reader has all that it wants."""
         ...
 
 
@@ -181,7 +181,7 @@ class Migration:
                 failure = error.code
                 logger.warning("%s moves to another engine replica: %s", submission.request_id, error)
             finally:
-                attempt.close()
+                attempt.close(complete=course.is_complete)
             if progress.token_ids and not progress.num_left:  # only its last event was lost
                 yield [progress.length_reached()]
                 return

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -140,7 +141,16 @@ class LocalClient:
     def stream(
         self, submission: Submission, *, session: str | None = None, course: Course | None = None
     ) -> AsyncGenerator[list[Event], None]:
-        return self._engine.stream(submission)
+        return self._stream(submission, course or Course())
+
+    async def _stream(self, submission: Submission, course: Course) -> AsyncGenerator[list[Event], None]:
+        async with aclosing(self._engine.stream(submission)) as items:
+            try:
+                async for events in items:
+                    yield events
+            finally:
+                if course.is_complete:
+                    self._engine.abort(submission.request_id, FinishReason.STOP)
 
     async def metrics(self) -> Scrape:
         own = [] if self.ingress is None else [ReplicaSamples("ingress-1", self.ingress.samples())]

@@ -94,6 +94,16 @@ def test_a_scrape_of_two_ingresses_and_two_engines_equals_the_requests_made_and_
         assert total(after, "chunkserve:replicas_missing") == 0
         assert all(value > 0 for key, value in after.items() if key[0] == "vllm:generation_tokens_total"), "both work"
 
+        body = {"model": MODEL, "prompt": "hello", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+        for stream in (False, True):
+            assert ask(server, stream=stream, stop=text[1:3], max_tokens=1000) == 200
+        ended = until(server, lambda series: total(series, "vllm:request_success_total") == 43)
+        by_reason = {
+            r: total(ended, "vllm:request_success_total", finished_reason=r) for r in ("stop", "length", "abort")
+        }
+        assert by_reason == {"stop": 2, "length": 41, "abort": 0}
+
         stopped, _ = processes_of(server, "Engine")
         os.kill(stopped, signal.SIGSTOP)
         try:
