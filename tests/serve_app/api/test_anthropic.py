@@ -125,14 +125,21 @@ async def test_a_text_is_one_block_and_ends_the_turn() -> None:
         "type": "message",
         "role": "assistant",
         "model": CALLER.id,
-        "content": [{"type": "text", "text": "Hello."}],
+        "content": [{"type": "text", "text": "Hello.", "citations": None}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
         "usage": {
             "input_tokens": 7,
             "cache_creation_input_tokens": 0,
+            "cache_creation": None,
             "cache_read_input_tokens": 0,
             "output_tokens": 5,
+            "output_tokens_details": None,
+            "server_tool_use": None,
+            "service_tier": "standard",
+            "inference_geo": None,
         },
     }
 
@@ -153,14 +160,14 @@ async def test_max_tokens_that_are_reached_are_the_stop_reason() -> None:
 
 async def test_the_stop_sequence_that_ended_the_answer_is_named_and_not_shown() -> None:
     message = await whole_and_streamed("one two three", stop_sequences=["zzz", " two"])
-    assert message["content"] == [{"type": "text", "text": "one"}]
+    assert message["content"] == [{"type": "text", "text": "one", "citations": None}]
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", " two")
 
 
 async def test_a_call_is_a_tool_use_block_with_its_input_as_an_object() -> None:
     message = await whole_and_streamed(f"Let me look.{CALL}\n{CALL}", tools=TOOLS)
     text, *calls = message["content"]
-    assert text == {"type": "text", "text": "Let me look."}
+    assert text == {"type": "text", "text": "Let me look.", "citations": None}
     assert [(call["type"], call["name"], call["input"]) for call in calls] == [
         ("tool_use", "weather", {"city": "Oslo"})
     ] * 2
@@ -190,7 +197,7 @@ async def test_thoughts_are_a_block_before_the_text() -> None:
     message = await whole_and_streamed("<think>\nHm.\n</think>\n\nYes.", THINKER, thinking={"type": "adaptive"})
     assert message["content"] == [
         {"type": "thinking", "thinking": "Hm.", "signature": ""},
-        {"type": "text", "text": "Yes."},
+        {"type": "text", "text": "Yes.", "citations": None},
     ]
 
 
@@ -199,7 +206,7 @@ async def test_with_thinking_disabled_the_template_is_told_and_no_thoughts_are_s
     plain = TEMPLATE.replace("enable_thinking", "another")
     app = app_of(client, THINKER, plain)
     message = (await post(app, "/v1/messages", ASK | {"thinking": {"type": "disabled"}})).json
-    assert message["content"] == [{"type": "text", "text": "Yes."}]
+    assert message["content"] == [{"type": "text", "text": "Yes.", "citations": None}]
     told = saying("Yes.")
     await ask(told, THINKER, thinking={"type": "disabled"})
     assert prompt_of(told).endswith("<think>\n\n</think>\n\n")
@@ -209,7 +216,7 @@ async def test_an_answer_of_nothing_has_no_blocks_and_one_of_space_has_its_space
     client = ScriptedClient([scheduled()], [finished()])
     assert (await ask(client)).json["content"] == []
     assert together(events(await ask(client, stream=True)))["content"] == []
-    assert (await whole_and_streamed(" \n"))["content"] == [{"type": "text", "text": " \n"}]
+    assert (await whole_and_streamed(" \n"))["content"] == [{"type": "text", "text": " \n", "citations": None}]
 
 
 # --- what the model reads -------------------------------------------------------------------------------------------
