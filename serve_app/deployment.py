@@ -37,6 +37,7 @@ from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.values import ReplicaSamples, encode
 from serve_app.parsing.tools import suggest_tool_parser
 from serve_app.routing.engine_count import num_engines, on_change
+from serve_app.routing.engine_load import engine_load
 from serve_app.routing.stats import RoutingReporter
 from serve_app.scaling.signals import EngineSignals
 from serve_app.settings import AppSettings
@@ -213,6 +214,7 @@ class IngressReplica:
             live=self._live,
             recorder=self._recorder,
             trace=self._tracer,
+            engine_load=engine_load,
         )
 
     def _use_new_engines(self) -> None:

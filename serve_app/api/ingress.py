@@ -4,7 +4,7 @@ Never touches tokens or text itself, and knows neither Ray nor how the engine ru
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Generic
@@ -53,6 +53,7 @@ from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.middleware import FACTS, TIMES, MeasuresRequests
 from serve_app.metrics.request_times import RequestTimes
 from serve_app.parsing.reasoning import reasoning_parser
+from serve_app.routing.engine_load import EngineLoad
 from serve_app.tracing.facts import RequestFacts, Trace
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -166,6 +167,7 @@ class _Context:
     max_body_bytes: int
     gate: Gate
     live: LiveRequests
+    engine_load: Callable[[], EngineLoad | None]
 
     def thoughts(self, ready: Prepared) -> ThoughtCounter | None:
         """Of a chat's answer; None where the model does not mark its thoughts."""
@@ -201,6 +203,13 @@ class _Context:
         engines = [asdict(snapshot) for snapshot in await self.client.load()]
         return JSONResponse({"engines": engines, "ingress": asdict(self.gate.snapshot())})
 
+    def load_report(self) -> Mapping[str, float] | None:
+        """A LoadReport. What waits at this replica's gate waits for the engines, too."""
+        if (load := self.engine_load()) is None:
+            return None
+        waiting = load.num_waiting + self.gate.num_waiting
+        return {"kv_cache_usage_perc": round(load.kv_cache_usage, 4), "num_requests_waiting": waiting}
+
     async def metrics(self, _: Request) -> Response:
         scrape = await self.client.metrics()
         text = await run_sized(scrape.num_chars, lambda: expose(scrape, self.model.id))
@@ -233,15 +242,16 @@ def create_app(
     live: LiveRequests | None = None,
     recorder: IngressRecorder | None = None,
     trace: Trace | None = None,
+    engine_load: Callable[[], EngineLoad | None] = lambda: None,
 ) -> Starlette:
     """Build the app. It has no state of its own besides its arguments, so that replicas are interchangeable. Without
     `gate` it lets everything in; without `keys` anybody may use it, and nobody may use the admin routes; without
-    `trace` no request is described."""
+    `trace` no request is described; without `engine_load` load balancers are told nothing."""
     keys, gate = keys or Keys(), gate or Gate()
-    context = _Context(client, tokenizer, model, max_body_bytes, gate, live or LiveRequests())
+    context = _Context(client, tokenizer, model, max_body_bytes, gate, live or LiveRequests(), engine_load)
     guard = [Middleware(NeedsKey, keys=keys)]
     generating = [
-        Middleware(GenerationResponses, keep_alive_s=sse_keep_alive_s),
+        Middleware(GenerationResponses, keep_alive_s=sse_keep_alive_s, report=context.load_report),
         *guard,
         Middleware(MeasuresRequests, recorder=recorder or IngressRecorder(gate), trace=trace),
     ]
