@@ -28,8 +28,8 @@ def check_exporter(settings: TracingSettings) -> None:
     """Raises MissingExporter if this machine cannot send spans as the settings want."""
     if settings.exporter == "otlp" and not _is_installed(_OTLP):
         raise MissingExporter(
-            "tracing.exporter is otlp, but the exporter is not installed: install chunkserve's extra `tracing`, "
-            "for example with `pip install 'chunkserve[tracing]'`."
+            "tracing.exporter is otlp, but the exporter is not installed: install the extra `tracing`, in the checkout "
+            "with `pip install --constraint constraints.txt '.[tracing]'`."
         )
 
 

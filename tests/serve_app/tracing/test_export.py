@@ -44,9 +44,9 @@ print(make_tracer(settings, "model", "replica"), [name for name in sys.modules i
 def test_an_exporter_that_is_not_installed_ends_the_start_and_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     without_exporter(monkeypatch)
     settings = AppSettings(tracing=TracingSettings(exporter="otlp"))
-    with pytest.raises(MissingExporter, match=r"chunkserve\[tracing\]"):
+    with pytest.raises(MissingExporter, match=r"extra `tracing`.*\.\[tracing\]"):
         build(settings)
-    with pytest.raises(MissingExporter, match=r"chunkserve\[tracing\]"):
+    with pytest.raises(MissingExporter, match=r"extra `tracing`.*\.\[tracing\]"):
         make_tracer(settings.tracing, "model", "replica")
 
 
