@@ -47,14 +47,16 @@ async def prepare_chat(
     return [[await maker.prepared(prompt, None, "messages", index) for index in range(request.num_choices)]]
 
 
-async def encode_conversation(request: ChatRequest, tokenizer: Tokenizer, model: ServedModel) -> list[int]:
-    """The prompt that a chat's answer follows.
+async def encode_conversation(
+    request: ChatRequest, tokenizer: Tokenizer, model: ServedModel, *, add_special_tokens: bool = False
+) -> list[int]:
+    """The prompt that a chat's answer follows. `add_special_tokens`: besides those that the template writes.
 
     Raises:
         ApiError: the model's chat template does not take it.
     """
     messages = [message.for_template() for message in request.messages]
-    options = _template_options(request, tokenizer, model)
+    options = _template_options(request, tokenizer, model) | {"add_special_tokens": add_special_tokens}
     size = sum(len(str(value)) for message in messages for value in message.values()) + len(str(options))
     try:
         return await run_sized(size, lambda: tokenizer.encode_chat(messages, **options))
