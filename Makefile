@@ -5,16 +5,24 @@ BIN := $(VENV)/bin
 CONFIG ?= config.yaml
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test test-slow test-chaos test-deep test-mutations check format install model docs clean
+.PHONY: serve test test-slow test-clients test-chaos test-deep test-mutations check format install model docs clean
 
 serve: install ## prepare the model of config.yaml, serve it, and say how to call it once it answers
 	@$(BIN)/python -m serve_app.front.announce $(CONFIG) & exec $(BIN)/serve run $(CONFIG)
 
 test: model ## the whole suite but for what takes minutes
-	$(BIN)/python -m pytest -m "not slow and not chaos"
+	$(BIN)/python -m pytest -m "not slow and not chaos and not clients"
 
 test-slow: model ## a fresh clone in a new virtual environment, through the README's two commands
 	$(BIN)/python -m pytest -m slow
+
+test-clients: model .venv-clients/installed ## the libraries that users bring, in an environment of their own (some minutes)
+	$(BIN)/python -m pytest tests/clients -m clients
+
+.venv-clients/installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --no-deps --requirement tests/clients/requirements.txt
+	@touch $@
 
 test-chaos: model ## every fault over a real Ray: killed, hung, drained and replaced parts, clients that storm (ten minutes)
 	$(BIN)/python -m pytest tests/chaos -rP
@@ -53,4 +61,4 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-clients

@@ -26,6 +26,7 @@ from engine.protocol import (
     ErrorCode,
     Event,
     Failed,
+    FinishReason,
     LoadSnapshot,
     RequestRejected,
     SamplingParams,
@@ -233,9 +234,12 @@ class AsyncEngine:
                 value=len(self._streams) + 1,
             )
 
-    def abort(self, request_id: str) -> None:
-        """End a request in any state by the next step; idempotent, from any thread, never blocks."""
-        self._commands.put(lambda: self._core.abort(request_id))
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request in any state by the next step; idempotent, from any thread, never blocks.
+
+        `reason`: STOP if the caller has all that it wants, and has not gone away.
+        """
+        self._commands.put(lambda: self._core.abort(request_id, reason))
 
     def load(self) -> LoadSnapshot:
         """The load after the last step."""

@@ -134,12 +134,12 @@ class EngineCore:
         self._scheduler.prepared(request_id)
         return []
 
-    def abort(self, request_id: str) -> list[Event]:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
         """End a request in any state. Unknown or finished ones are ignored: an abort may cross the last token."""
         request = self._scheduler.find(request_id)
         if request is None:
             return []
-        return [self._applier.finish(request, FinishReason.ABORT)]
+        return [self._applier.finish(request, reason)]
 
     def fail(self, request_id: str, message: str) -> list[Event]:
         """End a request whose preparation failed. Ignored for one that has ended."""

@@ -66,7 +66,7 @@ class RequestRejected(EngineError):
 
 class FinishReason(StrEnum):
     STOP = "stop"
-    """An end-of-sequence or stop token was sampled."""
+    """An end-of-sequence or stop token was sampled, or the caller has found the end in the answer's text."""
     LENGTH = "length"
     """`max_tokens` or the context limit was reached."""
     ABORT = "abort"

@@ -9,6 +9,7 @@ from serve_app.deployment import EngineReplica, IngressReplica
 from serve_app.routing.router import router_config
 from serve_app.scaling.policy import deployment_options
 from serve_app.settings import CONTROL_CALLS, AppSettings
+from serve_app.tracing.export import check_exporter
 
 # Serve kills a replica that is still draining after this; the ingress has ended its streams with an error before.
 _DRAIN_MARGIN_S = 15
@@ -16,6 +17,7 @@ _DRAIN_MARGIN_S = 15
 
 def build(args: AppSettings) -> Application:
     """The application of config.yaml's `import_path: serve_app.app:build`, with `args:` validated into AppSettings."""
+    check_exporter(args.tracing)  # here, where whoever starts the server sees it
     shutdown_s = args.drain_timeout_s + _DRAIN_MARGIN_S
     engine = serve.deployment(
         name="Engine",

@@ -38,9 +38,11 @@ from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.values import ReplicaSamples, encode
 from serve_app.parsing.tools import suggest_tool_parser
 from serve_app.routing.engine_count import num_engines, on_change
+from serve_app.routing.engine_load import engine_load
 from serve_app.routing.stats import RoutingReporter
 from serve_app.scaling.signals import EngineSignals
 from serve_app.settings import AppSettings
+from serve_app.tracing.export import make_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +194,7 @@ class IngressReplica:
         self._loop = asyncio.get_running_loop()
         on_change(self._use_new_engines)
         self._live = LiveRequests()
+        self._tracer = make_tracer(settings.tracing, settings.model_id, self._replica_id)
         self._keys = Keys.load(settings.auth)
         self._model = ServedModel(
             id=settings.model_id,
@@ -215,6 +218,8 @@ class IngressReplica:
             keys=self._keys,
             live=self._live,
             recorder=self._recorder,
+            trace=self._tracer,
+            engine_load=engine_load,
         )
 
     def _use_new_engines(self) -> None:
@@ -244,7 +249,14 @@ class IngressReplica:
         """Called before a shutdown: let what is inside finish, end the rest with an error each, and say how many."""
         num_late = await self._gate.drain(self._settings.drain_timeout_s)
         self._client.end()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.flush)
         return num_late
+
+    def __del__(self) -> None:
+        """Serve calls this when the replica stops. The constructor may have failed before there was a tracer."""
+        if tracer := getattr(self, "_tracer", None):
+            tracer.shutdown()
 
 
 def _tool_parser(settings: AppSettings, tokenizer: Tokenizer) -> str | None:

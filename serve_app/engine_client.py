@@ -4,16 +4,40 @@ Never says how the engine is reached: in the same process, through Ray, or scrip
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.protocol import Event, LoadSnapshot, Submission
+from engine.protocol import ErrorCode, Event, LoadSnapshot, Submission
 from serve_app.metrics.activity import FleetActivity
 from serve_app.metrics.exposition import Scrape
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """An answer went on at another engine replica."""
+
+    at: float
+    """By the event loop's clock."""
+    code: ErrorCode
+    """How the one before it failed."""
+    replica_id: str | None
+    """Which one that was; None if it never answered."""
+
+
+@dataclass(slots=True)
+class Course:
+    """What the reader of a stream and its client tell each other about it."""
+
+    is_complete: bool = False
+    """Set by the reader: it has all that it wants, so that closing the stream is a stop and no abort."""
+    moves: list[Move] = field(default_factory=list)
+    """Kept by the client."""
+
+
 class EngineClient(Protocol):
-    def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
+    def stream(
+        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+    ) -> AsyncGenerator[list[Event], None]:
         """Yield everything queued since the last item, the first as soon as there is one.
 
         Requests of one `session` go to the same engine while its load allows.

@@ -21,6 +21,7 @@ from serve_app.settings import (
     AuthSettings,
     AutoscalingSettings,
     RoutingSettings,
+    TracingSettings,
 )
 
 BEGIN = "<!-- configuration: written by `make docs` -->"
@@ -38,6 +39,7 @@ def render() -> str:
         ("`args.autoscaling`: how many engines", _model_rows(AutoscalingSettings)),
         ("`args.routing`: which engine takes a request", _model_rows(RoutingSettings)),
         ("`args.admission`: what is let in, and what waits", _model_rows(AdmissionSettings)),
+        ("`args.tracing`: spans of requests", _model_rows(TracingSettings)),
         ("`args.auth`: keys", _model_rows(AuthSettings)),
         ("`args.auth.keys`: an API key", _model_rows(ApiKey)),
         ("`args.engine`: each engine", _dataclass_rows(EngineConfig)),

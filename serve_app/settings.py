@@ -127,6 +127,37 @@ class AuthSettings(BaseModel):
     )
 
 
+class TracingSettings(BaseModel):
+    """OpenTelemetry spans of the requests for generated text. They show no prompt and no answer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    exporter: Literal["none", "console", "otlp"] = Field(
+        default="none",
+        description="Where spans go: nowhere; to the ingress replicas' output, a JSON line each; or to a collector, by "
+        "OTLP over HTTP, which needs the extra `tracing`.",
+    )
+    endpoint: str | None = Field(
+        default=None,
+        description="`otlp`: the collector's URL for traces, such as `http://collector:4318/v1/traces`. Unset: what "
+        "OpenTelemetry's own environment variables say, and without them this machine's port 4318.",
+        pattern="^https?://.",
+    )
+    sample_ratio: float = Field(
+        default=1,
+        description="Share of the requests that get a span, 0 to 1. One that comes with a `traceparent` has it if its "
+        "caller's was sampled, and only then.",
+        ge=0,
+        le=1,
+    )
+
+    @model_validator(mode="after")
+    def _only_otlp_has_an_endpoint(self) -> Self:
+        if self.endpoint is not None and self.exporter != "otlp":
+            raise ValueError(f"endpoint is for the exporter otlp, but exporter is {self.exporter}.")
+        return self
+
+
 class AppSettings(BaseModel):
     """What one application serves, on how many replicas, with which share of the machine."""
 
@@ -192,6 +223,9 @@ class AppSettings(BaseModel):
     )
     admission: AdmissionSettings = Field(
         default_factory=AdmissionSettings, description="What is let in, and what waits in the ingress; see below."
+    )
+    tracing: TracingSettings = Field(
+        default_factory=TracingSettings, description="OpenTelemetry spans of requests; see below."
     )
     auth: AuthSettings = Field(default_factory=AuthSettings, description="API keys and the admin key; see below.")
     max_body_bytes: int = Field(4 * 1024 * 1024, description="Largest request body; a larger one is a 413.", ge=1024)

@@ -37,7 +37,13 @@ def run(command: list[str]) -> str:
 
 
 def test_every_block_is_run_by_a_test() -> None:
-    run_here = ["curl ", "from openai import OpenAI", "engine.prepare", "from engine.build import build_engine"]
+    run_here = [
+        "curl ",
+        "from openai import OpenAI",
+        "engine.prepare",
+        "from engine.build import build_engine",
+        "tracing:",
+    ]
     run_by_the_fresh_clone = ["make serve"]
     run_by_chaos = ["autoscaling:"]  # tests/chaos/test_scaling.py
     for kind, text in BLOCKS:
@@ -70,6 +76,11 @@ def test_the_autoscaling_example_is_a_valid_part_of_a_config() -> None:
     settings = AppSettings.model_validate(yaml.safe_load(block("yaml", "autoscaling:")))
     assert settings.autoscaling is not None
     assert settings.most_engines == 3
+
+
+def test_the_tracing_example_is_a_valid_part_of_a_config() -> None:
+    settings = AppSettings.model_validate(yaml.safe_load(block("yaml", "tracing:")))
+    assert (settings.tracing.exporter, settings.tracing.sample_ratio) == ("otlp", 0.1)
 
 
 def test_the_prepare_example_prints_the_model_directory() -> None:

@@ -38,11 +38,18 @@ class PromptTokensDetails(Shape):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Shape):
+    reasoning_tokens: int
+    """Tokens before the content begins."""
+
+
 class Usage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Of chats with a model that marks what it thinks."""
 
 
 class CalledFunction(Shape):

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.api.refusal import REQUEST_ID, refusal
+from serve_app.api.refusal import REQUEST_ID, is_anthropic, refusal
 from serve_app.api.wait import Wait, WaitEnded
 from serve_app.errors import ApiError, to_api_error
 
@@ -62,7 +62,8 @@ class _StallLimit:
 
 
 class RequestGuard:
-    """Gives every response an X-Request-Id, the client's own where it is well formed, and every failure an answer.
+    """Gives every response an X-Request-Id, the client's own where it is well formed, and every failure an answer. On
+    Anthropic's routes the id is also `request-id`, which is where Anthropic's clients look.
 
     A client that takes nothing for `stall_timeout_s`, at most twice as long, is given up: what its request holds is for
     those who read.
@@ -88,6 +89,8 @@ class RequestGuard:
                 started = True
                 if self._names_responses:
                     MutableHeaders(scope=message).setdefault("X-Request-Id", request_id)
+                if is_anthropic(scope):
+                    MutableHeaders(scope=message)["request-id"] = request_id
             try:
                 with stall:
                     await send(message)

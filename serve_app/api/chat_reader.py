@@ -93,7 +93,7 @@ def make_reader(request: ChatRequest, model: ServedModel, prompt_end: str) -> Ch
     )
 
 
-def prompt_end(token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+def prompt_end(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """The text that says whether an answer begins inside a block of thoughts."""
     return tokenizer.decode(token_ids[-_PROMPT_END:])
 

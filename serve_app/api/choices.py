@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from engine.protocol import Usage
 from serve_app.api.completion import Completion, Piece
 from serve_app.api.response import Prompt
+from serve_app.engine_client import Move
+from serve_app.errors import ApiError
 
 Indexed = tuple[int, Piece]
 """A piece, and the index of its choice."""
@@ -29,6 +31,8 @@ class Choices:
     def __init__(self, groups: Sequence[Sequence[Completion]]) -> None:
         self._groups = groups
         self._all = [completion for group in groups for completion in group]
+        self.error: ApiError | None = None
+        """What ended a stream that had begun."""
         self._leaders = {self._all.index(group[0]) for group in groups}
 
     def __len__(self) -> int:
@@ -53,6 +57,23 @@ class Choices:
     def constrained_by(self) -> str:
         """The field that the grammar of the answers is from."""
         return self._all[0].constrained_by or "body"
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Of all; None where thoughts are not told apart."""
+        counts = [completion.reasoning_tokens for completion in self._all]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    @property
+    def finish_reasons(self) -> list[str | None]:
+        """Of each choice; None where it is not whole."""
+        return [completion.finish_reason for completion in self._all]
+
+    @property
+    def moves(self) -> list[Move]:
+        """Of all, in order of time."""
+        found = (move for completion in self._all for move in completion.course.moves)
+        return sorted(found, key=lambda move: move.at)
 
     def pieces(self) -> AsyncGenerator[Indexed, None]:
         """Yield the pieces of all choices as they come. Closing this generator aborts what has not ended.

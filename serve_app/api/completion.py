@@ -26,7 +26,8 @@ from serve_app.api.live import Life
 from serve_app.api.logprobs import ScoredToken, TokenQueue
 from serve_app.api.stop_strings import StopStrings
 from serve_app.api.submission import Prepared
-from serve_app.engine_client import EngineClient
+from serve_app.api.thoughts import ThoughtCounter
+from serve_app.engine_client import Course, EngineClient
 from serve_app.errors import ApiError
 from serve_app.metrics.request_times import RequestTimes
 
@@ -58,8 +59,10 @@ class Completion:
         visit: Visit,
         times: RequestTimes,
         session: str | None,
+        thoughts: ThoughtCounter | None = None,
     ) -> None:
         """`life`: its deadline is that of the submission, for an engine that does not keep it.
+        `thoughts`: of an answer whose thoughts are told apart.
         `visit`: one that was dispatched; it is told how far the engine has come, as are the `times`."""
         self.submission = prepared.submission
         self.constrained_by = prepared.constrained_by
@@ -76,9 +79,13 @@ class Completion:
         self._session = session
         self._tokens = TokenQueue() if prepared.shows_tokens else None
         self._min_tokens = prepared.submission.sampling.min_tokens
+        self._thoughts = thoughts
         self._generated = 0
         self._cached = 0
         self._final_usage: Usage | None = None
+        self.course = Course()
+        self.finish_reason: Literal["stop", "length"] | None = None
+        """Once the answer is whole."""
         self.prompt_scores: tuple[TokenLogprobs, ...] | None = None
         """Of the prompt's tokens from the second on, once they are known."""
 
@@ -86,6 +93,11 @@ class Completion:
     def usage(self) -> Usage:
         """Up to what was yielded; exact after the last piece. A token that a stop string cut off counts."""
         return self._final_usage or Usage(len(self.submission.prompt_token_ids), self._generated, self._cached)
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Of those in `usage`; None where thoughts are not told apart."""
+        return None if self._thoughts is None else self._thoughts.count
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Yield a piece for each item of the engine's stream: tokens that arrive together leave together.
@@ -99,12 +111,12 @@ class Completion:
         last: Piece | None = None
         self._life.given_to_engine()
         self._times.given_to_engine()
-        async with aclosing(self._client.stream(self.submission, session=self._session)) as items:
+        async with aclosing(self._stream()) as items:
             while (events := await self._next(items)) is not None:
                 self._visit.started()
                 piece = self._apply(events)
                 if piece.finish_reason is not None:
-                    last = piece
+                    last, self.finish_reason, self.course.is_complete = piece, piece.finish_reason, True
                     break
                 yield piece
                 if self._generated:
@@ -117,6 +129,9 @@ class Completion:
         yield last
         if self._generated:
             self._times.has_token()
+
+    def _stream(self) -> AsyncGenerator[list[Event], None]:
+        return self._client.stream(self.submission, session=self._session, course=self.course)
 
     async def _next(self, items: AsyncGenerator[list[Event], None]) -> list[Event] | None:
         """The engine's next item; None at the end. Never waits long past the deadline: a request that is queued before
@@ -134,6 +149,7 @@ class Completion:
                         return self._piece(texts, "stop")
                 case Scheduled():
                     self._cached = event.cached_tokens
+                    self._times.has_begun()
                     if self._echo is not None and self.submission.sampling.prompt_logprobs is None:
                         texts.append(self._echo.text)
                 case PromptLogprobs():
@@ -166,6 +182,8 @@ class Completion:
     def _accept(self, event: Token) -> str:
         self._generated += 1
         text = self._detokenizer.push(event.token_id)
+        if self._thoughts is not None:
+            self._thoughts.push(text)
         if self._tokens is not None:
             self._tokens.add(event.token_id, event.logprobs, len(text))
         return self._stops.push(text) if text and self._generated >= self._min_tokens else text
@@ -174,6 +192,8 @@ class Completion:
         """The text of the token that ended the answer, where it is shown; it is counted in usage in any case."""
         if event.stop_token_id is None:
             return ""
+        if self._thoughts is not None:
+            self._thoughts.push("")
         text = self._detokenizer.push(event.stop_token_id) if self._shows_stop else ""
         if self._tokens is not None:
             # Clients that asked for one token cut the last entry off, so there is one.

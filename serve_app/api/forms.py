@@ -10,7 +10,7 @@ from typing import Generic, Protocol
 from serve_app.api.chat_reader import ChatReader, make_reader, needs_reader, prompt_end
 from serve_app.api.choices import Choices
 from serve_app.api.completion import Piece
-from serve_app.api.response import ChatShape, Envelope, Json, Shape, Shown, TextShape
+from serve_app.api.response import ChatShape, Envelope, Json, Shape, Shown, TextShape, usage_json
 from serve_app.api.schema import (
     ChatRequest,
     CompletionRequest,
@@ -36,8 +36,7 @@ class Answering:
 
     def reader(self, request: ChatRequest) -> ChatReader:
         """A reader for one answer to the first prompt."""
-        prompt = self.choices.prompts[0].token_ids
-        return make_reader(request, self.model, prompt_end(prompt, self.tokenizer))
+        return make_reader(request, self.model, prompt_end(self.tokenizer, self.choices.prompts[0].token_ids))
 
 
 class Form(Protocol):
@@ -78,7 +77,9 @@ class ChoicesForm:
     usage: UsageShown
 
     def body(self, pieces: Sequence[Piece]) -> Json:
-        return self.envelope.body(pieces, self.choices.prompts, self.choices.usage)
+        return self.envelope.body(
+            pieces, self.choices.prompts, usage_json(self.choices.usage, self.choices.reasoning_tokens)
+        )
 
     def frames(self) -> Frames:
         return ChunkFrames(self.choices, self.envelope, self.usage)

@@ -1,7 +1,9 @@
-"""Owns what the responses of the generation routes have besides the answer: the time until they began, and keep-alive.
+"""Owns what responses of the generation routes have besides the answer: time until they began, load, keep-alive.
 Never holds a message back, and begins no response: a refusal keeps its status."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -9,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.api.asgi import ClientGone
 from serve_app.api.deadline import now
 from serve_app.api.keep_alive import KeepAlive
+from serve_app.api.load_report import TOLD, LoadReport, load_header
 from serve_app.api.refusal import refusal
 from serve_app.errors import to_api_error
 
@@ -16,14 +19,15 @@ PROCESSING_MS = "openai-processing-ms"
 
 
 class GenerationResponses:
-    """Middleware of a route. `keep_alive_s`: see KeepAlive; 0 turns it off."""
+    """Middleware of a route. `keep_alive_s`: see KeepAlive; 0 turns it off. `report`: what load balancers are told."""
 
-    def __init__(self, app: ASGIApp, keep_alive_s: float) -> None:
+    def __init__(self, app: ASGIApp, keep_alive_s: float, report: LoadReport = lambda: None) -> None:
         self._app = app
         self._keep_alive_s = keep_alive_s
+        self._report = report
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = _Response(send, self._keep_alive_s)
+        response = _Response(send, self._keep_alive_s, lambda: load_header(scope, self._report))
         try:
             await self._app(scope, receive, response.send)
         except Exception as error:
@@ -36,8 +40,9 @@ class GenerationResponses:
 
 
 class _Response:
-    def __init__(self, send: Send, keep_alive_s: float) -> None:
+    def __init__(self, send: Send, keep_alive_s: float, load: Callable[[], str | None]) -> None:
         self._send = send
+        self._load = load
         self._keep_alive_s = keep_alive_s
         self._keep_alive: KeepAlive | None = None
         self._arrived = now()
@@ -53,7 +58,10 @@ class _Response:
 
     async def _begin(self, message: Message) -> None:
         self.begun = True
-        MutableHeaders(scope=message)[PROCESSING_MS] = str(round((now() - self._arrived) * 1000))
+        headers = MutableHeaders(scope=message)
+        headers[PROCESSING_MS] = str(round((now() - self._arrived) * 1000))
+        if (load := self._load()) is not None:
+            headers[TOLD] = load
         await self._send(message)
         if self._keep_alive_s and _is_event_stream(message):
             self._keep_alive = KeepAlive(self._send, self._keep_alive_s)

@@ -4,7 +4,7 @@ Never touches tokens or text itself, and knows neither Ray nor how the engine ru
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Generic
@@ -26,6 +26,7 @@ from serve_app.api.admin import Admin
 from serve_app.api.anthropic.count import CountTokens
 from serve_app.api.anthropic.form import read_messages
 from serve_app.api.asgi import RequestGuard, read_json_body, unless_client_leaves
+from serve_app.api.chat_reader import prompt_end
 from serve_app.api.choices import Choices
 from serve_app.api.completion import Completion
 from serve_app.api.deadline import HEADER as DEADLINE_HEADER
@@ -39,21 +40,25 @@ from serve_app.api.offload import run_sized
 from serve_app.api.refusal import REQUEST_ID, refusal
 from serve_app.api.response import model_json
 from serve_app.api.responses.form import read_response
-from serve_app.api.schema import RequestT
+from serve_app.api.schema import ChatRequest, RequestT
 from serve_app.api.session import HEADER as SESSION_HEADER
 from serve_app.api.session import session_of
 from serve_app.api.sse import send_stream
 from serve_app.api.submission import Prepared, prepare_chat, prepare_completion
 from serve_app.api.text_routes import TextRoutes
+from serve_app.api.thoughts import ThoughtCounter
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys, NeedsKey, tenant_of
 from serve_app.engine_client import EngineClient, ServedModel
 from serve_app.errors import ApiError, clip, model_not_found, to_api_error
 from serve_app.metrics.exposition import CONTENT_TYPE, expose
 from serve_app.metrics.ingress_recorder import IngressRecorder
-from serve_app.metrics.middleware import TIMES, MeasuresRequests
+from serve_app.metrics.middleware import FACTS, TIMES, MeasuresRequests
 from serve_app.metrics.request_times import RequestTimes
 from serve_app.page.route import page_route
+from serve_app.parsing.reasoning import reasoning_parser
+from serve_app.routing.engine_load import EngineLoad
+from serve_app.tracing.facts import RequestFacts, Trace
 
 MAX_BODY_BYTES = 4 * 2**20
 """About a million tokens of text; a body is held in memory while it is read and parsed."""
@@ -93,7 +98,7 @@ class _Generate(Generic[RequestT]):
                 gate.enter(tenant_of(scope)) as visit,
                 self._context.live.track(request_id, scope[REQUEST_ID]) as life,
             ):
-                passage = _Passage(request_id, arrived, visit, life, scope[TIMES])
+                passage = _Passage(request_id, arrived, visit, life, scope[TIMES], scope[FACTS])
                 await unless_client_leaves(receive, self._answer(passage, body, scope, receive, send))
         except EngineError as error:
             raise to_api_error(error, gate.retry_after_s()) from error
@@ -105,8 +110,10 @@ class _Generate(Generic[RequestT]):
         passage.until(deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
         passage.times.num_choices = request.num_choices
         session = session_of(headers.get(SESSION_HEADER), request.prompt_cache_key)
+        facts = passage.facts
+        facts.request, facts.session, facts.answer_id = request, session, passage.request_id
         try:
-            choices = await self._start(request, passage, session)
+            choices = facts.choices = await self._start(request, passage, session)
         except ApiError as error:
             raise asked.renamed(error) from error
         try:
@@ -147,7 +154,8 @@ class _Generate(Generic[RequestT]):
         left_s = None if deadline is None else deadline.left_s()
         submission = replace(ready.submission, timeout_s=left_s, tenant=passage.visit.tenant.name)
         ready = replace(ready, submission=submission)
-        return Completion(self._context.client, ready, passage.life, passage.visit, passage.times, session)
+        thoughts = self._context.thoughts(ready) if isinstance(passage.facts.request, ChatRequest) else None
+        return Completion(self._context.client, ready, passage.life, passage.visit, passage.times, session, thoughts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +167,7 @@ class _Passage:
     visit: Visit
     life: Life
     times: RequestTimes
+    facts: RequestFacts
 
     def until(self, deadline: Deadline | None) -> None:
         self.life.until(deadline)
@@ -175,6 +184,14 @@ class _Context:
     max_body_bytes: int
     gate: Gate
     live: LiveRequests
+    engine_load: Callable[[], EngineLoad | None]
+
+    def thoughts(self, ready: Prepared) -> ThoughtCounter | None:
+        """Of a chat's answer; None where the model does not mark its thoughts."""
+        if self.model.reasoning_parser is None:
+            return None
+        end = prompt_end(self.tokenizer, ready.submission.prompt_token_ids)
+        return ThoughtCounter(reasoning_parser(self.model.reasoning_parser, end))
 
     async def list_models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model_json(self.model)]})
@@ -202,6 +219,13 @@ class _Context:
     async def load(self, _: Request) -> Response:
         engines = [asdict(snapshot) for snapshot in await self.client.load()]
         return JSONResponse({"engines": engines, "ingress": asdict(self.gate.snapshot())})
+
+    def load_report(self) -> Mapping[str, float] | None:
+        """A LoadReport. What waits at this replica's gate waits for the engines, too."""
+        if (load := self.engine_load()) is None:
+            return None
+        waiting = load.num_waiting + self.gate.num_waiting
+        return {"kv_cache_usage_perc": round(load.kv_cache_usage, 4), "num_requests_waiting": waiting}
 
     async def metrics(self, _: Request) -> Response:
         scrape = await self.client.metrics()
@@ -234,16 +258,19 @@ def create_app(
     keys: Keys | None = None,
     live: LiveRequests | None = None,
     recorder: IngressRecorder | None = None,
+    trace: Trace | None = None,
+    engine_load: Callable[[], EngineLoad | None] = lambda: None,
 ) -> Starlette:
     """Build the app. It has no state of its own besides its arguments, so that replicas are interchangeable. Without
-    `gate` it lets everything in; without `keys` anybody may use it, and nobody may use the admin routes."""
+    `gate` it lets everything in; without `keys` anybody may use it, and nobody may use the admin routes; without
+    `trace` no request is described; without `engine_load` load balancers are told nothing."""
     keys, gate = keys or Keys(), gate or Gate()
-    context = _Context(client, tokenizer, model, max_body_bytes, gate, live or LiveRequests())
+    context = _Context(client, tokenizer, model, max_body_bytes, gate, live or LiveRequests(), engine_load)
     guard = [Middleware(NeedsKey, keys=keys)]
     generating = [
-        Middleware(GenerationResponses, keep_alive_s=sse_keep_alive_s),
+        Middleware(GenerationResponses, keep_alive_s=sse_keep_alive_s, report=context.load_report),
         *guard,
-        Middleware(MeasuresRequests, recorder=recorder or IngressRecorder(gate)),
+        Middleware(MeasuresRequests, recorder=recorder or IngressRecorder(gate), trace=trace),
     ]
     read_message = partial(read_messages, tokenizer=tokenizer, model=model)
     chat = _Generate(context, read_chat, prepare_chat, "chatcmpl-")

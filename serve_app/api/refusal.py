@@ -28,10 +28,14 @@ _TYPES = {
 }
 
 
-def refusal(error: ApiError, scope: Scope) -> JSONResponse:
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a client of Anthropic's API asks, also for what is not there."""
     path = scope["path"].removeprefix(scope.get("root_path", ""))
-    is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
-    body = anthropic_error(error, scope.get(REQUEST_ID)) if is_anthropic else error.body()
+    return bool(path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/"))
+
+
+def refusal(error: ApiError, scope: Scope) -> JSONResponse:
+    body = anthropic_error(error, scope.get(REQUEST_ID)) if is_anthropic(scope) else error.body()
     return JSONResponse(body, error.status, headers=error.headers)
 
 

@@ -165,12 +165,12 @@ class Envelope:
     shape: Shape
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def body(self, pieces: Sequence[Piece], prompts: Sequence[Prompt], usage: Usage) -> Json:
+    def body(self, pieces: Sequence[Piece], prompts: Sequence[Prompt], usage: Json) -> Json:
         """`prompts`: of each choice."""
         whole = self.shape.whole
         choices = [whole(index, *each) for index, each in enumerate(zip(pieces, prompts, strict=True))]
         named = self._named(self.shape.object, choices)
-        return named | {"usage": usage_json(usage)} | self.shape.beside(prompts[0])
+        return named | {"usage": usage} | self.shape.beside(prompts[0])
 
     def opening(self, index: int, prompt: Prompt) -> Json | None:
         """The first chunk of a choice; None where there is none."""
@@ -190,13 +190,17 @@ class Envelope:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
 
 
-def usage_json(usage: Usage) -> Json:
-    return {
+def usage_json(usage: Usage, reasoning_tokens: int | None) -> Json:
+    """`reasoning_tokens`: of the answer's; None where thoughts are not told apart."""
+    told: Json = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if reasoning_tokens is not None:
+        told["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return told
 
 
 def model_json(model: ServedModel) -> Json:

@@ -77,7 +77,8 @@ async def send_stream(send: Send, choices: Choices, frames: Frames) -> None:
         except ClientGone:
             raise
         except Exception as error:  # noqa: BLE001 - to_api_error logs it; the client must learn that this is no end
-            await _send(send, frames.failure(to_api_error(error)))
+            choices.error = to_api_error(error)
+            await _send(send, frames.failure(choices.error))
         await send({"type": "http.response.body", "body": frames.end})
 
 
@@ -133,7 +134,7 @@ class ChunkFrames:
         """The usage; empty where nobody asked."""
         if not self._shown.at_end:
             return b""
-        return _frame(self._envelope.chunk([]) | {"usage": usage_json(self._choices.usage)})
+        return _frame(self._envelope.chunk([]) | {"usage": self._spent()})
 
     def failure(self, error: ApiError) -> bytes:
         return _frame(error.body())
@@ -143,7 +144,10 @@ class ChunkFrames:
         return b"" if chunk is None else _frame(chunk | self._usage())
 
     def _usage(self) -> Json:
-        return {"usage": usage_json(self._choices.usage)} if self._shown.always else self._blank
+        return {"usage": self._spent()} if self._shown.always else self._blank
+
+    def _spent(self) -> Json:
+        return usage_json(self._choices.usage, self._choices.reasoning_tokens)
 
 
 def _frame(payload: Json) -> bytes:

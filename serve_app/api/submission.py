@@ -52,14 +52,16 @@ async def prepare_chat(
     return [[await maker.prepared(prompt, None, "messages", index) for index in range(request.num_choices)]]
 
 
-async def encode_conversation(request: ChatRequest, tokenizer: Tokenizer, model: ServedModel) -> list[int]:
-    """The prompt that a chat's answer follows.
+async def encode_conversation(
+    request: ChatRequest, tokenizer: Tokenizer, model: ServedModel, *, add_special_tokens: bool = False
+) -> list[int]:
+    """The prompt that a chat's answer follows. `add_special_tokens`: besides those that the template writes.
 
     Raises:
         ApiError: the model's chat template does not take it.
     """
     messages = [message.for_template() for message in request.messages]
-    options = _template_options(request, tokenizer, model)
+    options = _template_options(request, tokenizer, model) | {"add_special_tokens": add_special_tokens}
     size = sum(len(str(value)) for message in messages for value in message.values()) + len(str(options))
     try:
         return await run_sized(size, lambda: tokenizer.encode_chat(messages, **options))
@@ -143,7 +145,7 @@ class _Maker:
         request_id = self.request_id if request.num_choices == 1 and index == 0 else f"{self.request_id}-{index}"
         sampling = _sampling(request, allowed, index % request.num_choices, self.tokenizer)
         if self.constraint is not None:
-            sampling = replace(sampling, grammar=self.constraint.text(prompt_end(kept, self.tokenizer)))
+            sampling = replace(sampling, grammar=self.constraint.text(prompt_end(self.tokenizer, kept)))
         skip = request.skip_special_tokens is not False
         shown = markers(request, self.model) if isinstance(request, ChatRequest) else ()
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=skip, shown=shown)

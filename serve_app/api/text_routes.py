@@ -3,7 +3,7 @@ Never asks an engine, and takes no place at the gate: they answer while the engi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from serve_app.api.asgi import read_json_body
-from serve_app.api.chat_template import TemplateFailed
 from serve_app.api.offload import run_sized
-from serve_app.api.schema import parse_request
+from serve_app.api.schema import ModelT, parse_request
+from serve_app.api.submission import encode_conversation
 from serve_app.api.text_schema import DetokenizeRequest, TokenizeMessages, TokenizePrompt, TokenizeRequest
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
@@ -31,10 +31,15 @@ class TextRoutes:
     max_body_bytes: int
 
     async def tokenize(self, request: Request) -> Response:
-        return await self._answer(request, self._tokenize)
+        asked = (await self._read(request, TokenizeRequest)).root
+        self._check_model(asked.model)
+        tokens = await self._encode(asked)
+        return await run_sized(len(tokens), lambda: JSONResponse(self._tokens_json(tokens, asked)))
 
     async def detokenize(self, request: Request) -> Response:
-        return await self._answer(request, self._detokenize)
+        asked = await self._read(request, DetokenizeRequest)
+        self._check_model(asked.model)
+        return await run_sized(len(asked.tokens), lambda: JSONResponse(self._detokenize(asked.tokens)))
 
     async def tokenizer_info(self, _: Request) -> Response:
         entry, special = self.tokenizer.vocabulary_entry, self.tokenizer.special_texts
@@ -44,41 +49,29 @@ class TextRoutes:
         info["special_tokens"] = [{"id": token_id, "text": special[token_id]} for token_id in sorted(special)]
         return JSONResponse(info | {"has_chat_template": self.tokenizer.has_chat_template})
 
-    async def _answer(self, request: Request, work: Callable[[bytes], Json]) -> Response:
+    async def _read(self, request: Request, kind: type[ModelT]) -> ModelT:
         body = await read_json_body(request.scope, request.receive, self.max_body_bytes)
-        # All in one hop: reading, encoding and writing take longer the larger the body is.
-        return await run_sized(len(body), lambda: JSONResponse(work(body)))
+        return await run_sized(len(body), lambda: parse_request(kind, body))
 
-    def _tokenize(self, body: bytes) -> Json:
-        request = parse_request(TokenizeRequest, body).root
-        self._check_model(request.model)
-        tokens = self._encode(request)
-        answer = {"count": len(tokens), "max_model_len": self.model.max_model_len, "tokens": tokens}
-        if request.return_token_strs:
+    async def _encode(self, asked: TokenizePrompt | TokenizeMessages) -> list[int]:
+        if isinstance(asked, TokenizeMessages):
+            chat, special = asked.as_chat(self.model.id), bool(asked.add_special_tokens)
+            return await encode_conversation(chat, self.tokenizer, self.model, add_special_tokens=special)
+        prompt, special = asked.prompt, asked.add_special_tokens is not False
+        return await run_sized(len(prompt), lambda: self.tokenizer.encode(prompt, add_special_tokens=special))
+
+    def _tokens_json(self, tokens: list[int], asked: TokenizePrompt | TokenizeMessages) -> Json:
+        answer: Json = {"count": len(tokens), "max_model_len": self.model.max_model_len, "tokens": tokens}
+        if asked.return_token_strs:
             answer["token_strs"] = [self.tokenizer.vocabulary_entry(token) for token in tokens]
         return answer
 
-    def _encode(self, request: TokenizePrompt | TokenizeMessages) -> list[int]:
-        if isinstance(request, TokenizePrompt):
-            return self.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
-        messages = [message.for_template() for message in request.messages]
-        try:
-            return self.tokenizer.encode_chat(
-                messages,
-                add_generation_prompt=request.add_generation_prompt is not False,
-                add_special_tokens=bool(request.add_special_tokens),
-            )
-        except TemplateFailed as error:
-            raise ApiError(400, str(error), param="messages", code="invalid_value") from error
-
-    def _detokenize(self, body: bytes) -> Json:
-        request = parse_request(DetokenizeRequest, body)
-        self._check_model(request.model)
-        for place, token in enumerate(request.tokens):
+    def _detokenize(self, tokens: list[int]) -> Json:
+        for place, token in enumerate(tokens):
             if self.tokenizer.vocabulary_entry(token) is None:  # decoding would leave it out in silence
                 text = f"Token id {token} is out of vocabulary: ids are below {self.tokenizer.vocab_size}."
                 raise ApiError(400, text, param=f"tokens.{place}", code="invalid_value")
-        return {"prompt": self.tokenizer.decode(request.tokens)}
+        return {"prompt": self.tokenizer.decode(tokens)}
 
     def _check_model(self, asked: str | None) -> None:
         if asked is not None and asked != self.model.id:

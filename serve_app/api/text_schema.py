@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Discriminator, Field, RootModel, Tag
+from pydantic import Discriminator, Field, RootModel, Tag, ValidationError
 
-from serve_app.api.messages import Message
-from serve_app.api.schema import TokenId
+from serve_app.api.messages import Message, Tools
+from serve_app.api.schema import ChatRequest, TokenId
 from serve_app.api.strict_model import StrictModel, Unsupported
+from serve_app.api.tool_choice import ToolChoice
+from serve_app.errors import from_validation
 
 
 class TokenizePrompt(StrictModel):
@@ -24,23 +26,34 @@ class TokenizePrompt(StrictModel):
 
 
 class TokenizeMessages(StrictModel):
-    """A conversation, encoded as /v1/chat/completions does."""
+    """A conversation, encoded as /v1/chat/completions does: its fields that a prompt depends on mean the same here."""
 
-    unsupported: ClassVar[Unsupported] = {
-        "prompt": (),
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "mm_processor_kwargs": ({},),
-        "tools": ([],),
-    }
+    unsupported: ClassVar[Unsupported] = {"prompt": (), "chat_template": (), "mm_processor_kwargs": ({},)}
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     """End where the assistant begins to speak; the default."""
+    continue_final_message: bool | None = None
+    """End in the last message."""
     add_special_tokens: bool | None = None
     """In addition to those that the template writes; not the default."""
     return_token_strs: bool | None = None
+
+    def as_chat(self, model: str) -> ChatRequest:
+        """The chat with this prompt.
+
+        Raises:
+            ApiError: there is none.
+        """
+        same = {name: getattr(self, name) for name in type(self).model_fields.keys() & ChatRequest.model_fields.keys()}
+        try:
+            return ChatRequest.model_validate(same | {"model": model})
+        except ValidationError as error:
+            raise from_validation(error) from error
 
 
 def _which(body: Any) -> str:

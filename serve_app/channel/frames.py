@@ -3,7 +3,7 @@ Never trusts what it reads: a frame that is no frame raises, and nothing in it i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -50,8 +50,16 @@ class Frame(msgspec.Struct, array_like=True, gc=False):
     entries: list[Entry]
 
 
+class Abort(msgspec.Struct, array_like=True, gc=False):
+    """What an ingress replica sends back: nobody reads these streams any more."""
+
+    stream_ids: list[int]
+    reason: FinishReason = FinishReason.ABORT
+    """STOP: their readers have all that they want."""
+
+
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
-_abort_decoder = msgspec.msgpack.Decoder(list[int])
+_abort_decoder = msgspec.msgpack.Decoder(Abort)
 # Text that is no UTF-8, and arrays nested too deeply, are not among msgspec's own errors.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -68,12 +76,11 @@ def decode_frame(data: bytes) -> Frame:
         raise MalformedFrame(str(error)) from error
 
 
-def encode_abort(stream_ids: Iterable[int]) -> bytes:
-    """What an ingress replica sends back: nobody reads these streams any more."""
-    return _encoder.encode(list(stream_ids))
+def encode_abort(abort: Abort) -> bytes:
+    return _encoder.encode(abort)
 
 
-def decode_abort(data: bytes) -> list[int]:
+def decode_abort(data: bytes) -> Abort:
     """May raise MalformedFrame."""
     try:
         return _abort_decoder.decode(data)

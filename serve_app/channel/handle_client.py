@@ -12,11 +12,12 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from engine.protocol import EngineError, ErrorCode, Event, LoadSnapshot, RequestRejected, Submission
+from engine.protocol import EngineError, ErrorCode, Event, FinishReason, LoadSnapshot, RequestRejected, Submission
 from serve_app.channel.engine_call import EngineCall
 from serve_app.channel.frames import MalformedFrame, decode_frame
 from serve_app.channel.migration import Attempt, Migration
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
+from serve_app.engine_client import Course
 from serve_app.metrics.activity import EngineActivity, FleetActivity, IngressActivity
 from serve_app.metrics.exposition import Scrape
 from serve_app.metrics.gather import gather
@@ -26,6 +27,8 @@ from serve_app.routing.engine_count import num_engines
 T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 5.0
+STOP_GRACE_S = 1.0
+"""How long a stopped request may take to return its answer before its call is cancelled: it needs one message."""
 
 # Answers that are on their way: an event loop alone does not keep its tasks alive.
 _answers: set[asyncio.Task[None]] = set()
@@ -56,14 +59,16 @@ class HandleClient:
         self._ended = False
         self._attempts: set[_HandleAttempt] = set()
 
-    def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
+    def stream(
+        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+    ) -> AsyncGenerator[list[Event], None]:
         """Yield event batches until the terminal one. Closing or cancelling it aborts the request in the engine.
 
         Raises:
             RequestRejected: by the engine.
             EngineError: no engine replica can go on, or `end` was called.
         """
-        return self._migration.stream(submission, lambda rest, avoid: self._start(rest, session, avoid))
+        return self._migration.stream(submission, lambda rest, avoid: self._start(rest, session, avoid), course)
 
     def _start(self, submission: Submission, session: str | None, avoid: tuple[str, ...]) -> Attempt:
         if self._ended:
@@ -163,13 +168,24 @@ class _HandleAttempt:
         """Whoever takes from this gets the error, after what is there already."""
         self._stream.fail(error)
 
-    def close(self) -> None:
-        """End the call by both ways, Serve's and the channel's. A finished one is left to return its answer."""
+    def close(self, *, complete: bool = False) -> None:
+        """End the call by both ways, Serve's and the channel's. A finished one is left to return its answer, and so is
+        one that was stopped through the channel: Serve's cancellation, which may overtake that, has no reason."""
+        if self not in self._live:
+            return
         self._live.discard(self)
-        self._receiver.close(self._stream)
-        if not self._stream.finished:
-            self._waiter.cancel()
-            self._response.cancel()
+        is_told = self._receiver.close(self._stream, FinishReason.STOP if complete else FinishReason.ABORT)
+        if self._stream.finished:
+            return
+        if complete and is_told:
+            timer = asyncio.get_running_loop().call_later(STOP_GRACE_S, self._cancel)
+            self._waiter.add_done_callback(lambda _: timer.cancel())
+        else:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        self._waiter.cancel()
+        self._response.cancel()
 
 
 async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream) -> None:

@@ -25,6 +25,7 @@ from engine.protocol import (
     Usage,
 )
 from serve_app.channel.counts import ChannelCounts
+from serve_app.engine_client import Course, Move
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ class Attempt(Protocol):
         """The next events, in order; may raise EngineError."""
         ...
 
-    def close(self) -> None:
-        """End the call if it has not ended. Idempotent."""
+    def close(self, *, complete: bool = False) -> None:
+        """End the call if it has not ended. Idempotent. `complete`: its reader has all that it wants."""
         ...
 
 
@@ -152,13 +153,16 @@ class Migration:
     """Prompt and answer of one request, in tokens."""
     counts: ChannelCounts = field(default_factory=ChannelCounts)
 
-    async def stream(self, submission: Submission, start: StartAttempt) -> AsyncGenerator[list[Event], None]:
+    async def stream(
+        self, submission: Submission, start: StartAttempt, course: Course | None = None
+    ) -> AsyncGenerator[list[Event], None]:
         """Yield the events of one answer, from as many replicas as it takes.
 
         Raises:
             RequestRejected: by the first replica that was asked.
             EngineError: a failure that another replica would repeat, or one too many.
         """
+        course = course or Course()
         clock = asyncio.get_running_loop().time
         progress = _Progress(_pinned(submission, self.max_model_len), clock())
         avoid: list[str] = []
@@ -180,13 +184,15 @@ class Migration:
                     self.counts.failed_migrations += progress.lost_engine(error)
                     raise
                 avoid += [attempt.replica_id] if attempt.replica_id else []
+                failure = error.code
                 logger.warning("%s moves to another engine replica: %s", submission.request_id, error)
             finally:
-                attempt.close()
+                attempt.close(complete=course.is_complete)
             if progress.token_ids and not progress.num_left:  # only its last event was lost
                 yield [progress.length_reached()]
                 return
             self.counts.migrations += 1
+            course.moves.append(Move(clock(), failure, attempt.replica_id))
             await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (progress.num_attempts - 1))
 
     async def _first(self, attempt: Attempt, progress: _Progress) -> list[Event]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import zmq.asyncio
 
-from engine.protocol import TERMINAL, Event
+from engine.protocol import TERMINAL, Event, FinishReason
 from serve_app.channel.counts import ChannelCounts
-from serve_app.channel.frames import Entry, Frame, MalformedFrame, decode_frame, encode_abort, unpack
+from serve_app.channel.frames import Abort, Entry, Frame, MalformedFrame, decode_frame, encode_abort, unpack
 from serve_app.channel.sockets import listen, send_now
 from serve_app.errors import ApiError
 
@@ -39,6 +39,8 @@ class TokenStream:
     """Where that replica is on the channel."""
     finished: bool = False
     """The terminal event is here."""
+    closed: bool = False
+    """Its reader has left."""
     _num_received: int = 0
     _has_gap: bool = False
     _pending: list[Event] = field(default_factory=list)
@@ -48,8 +50,8 @@ class TokenStream:
 
     @property
     def ended(self) -> bool:
-        """Nothing more is taken: the terminal event is here, or will never come."""
-        return self.finished or self._error is not None
+        """Nothing more is taken: the terminal event is here, or will never come, or nobody would read it."""
+        return self.finished or self.closed or self._error is not None
 
     async def take(self) -> list[Event]:
         """Everything that came since the last call; waits until there is something.
@@ -120,11 +122,17 @@ class TokenReceiver:
         self._streams[stream.stream_id] = stream
         return stream
 
-    def close(self, stream: TokenStream) -> None:
-        """Forget the stream. Unless it has finished, tell the engine that nobody reads it: Serve's own cancellation of
-        the call is not always delivered. Idempotent, never blocks."""
-        if self._streams.pop(stream.stream_id, None) and not stream.finished and stream.peer is not None:
-            self._abort(stream.peer, [stream.stream_id])
+    def close(self, stream: TokenStream, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """Forget the stream. Unless it has finished, tell the engine that nobody reads it, and why: Serve's own
+        cancellation of the call is not always delivered, and knows no reason. Idempotent, never blocks.
+
+        Returns:
+            Whether the engine is being told.
+        """
+        stream.closed = True
+        if not self._streams.pop(stream.stream_id, None) or stream.finished or stream.peer is None:
+            return False
+        return self._abort(stream.peer, Abort([stream.stream_id], reason))
 
     def shutdown(self) -> None:
         self._reader.cancel()
@@ -153,11 +161,11 @@ class TokenReceiver:
                 stream.peer, stream.replica_id = peer, frame.replica_id
                 stream.receive(entry)
         if unread:
-            self._abort(peer, unread)
+            self._abort(peer, Abort(unread))
 
-    def _abort(self, peer: bytes, stream_ids: list[int]) -> None:
+    def _abort(self, peer: bytes, abort: Abort) -> bool:
         # If the message is not taken, the streams' next frame gives another occasion.
-        send_now(self._socket, [peer, encode_abort(stream_ids)])
+        return send_now(self._socket, [peer, encode_abort(abort)])
 
 
 def _too_slow(max_unread: int) -> ApiError:

@@ -144,12 +144,12 @@ class _Peer:
     async def _read_aborts(self) -> None:
         while True:
             try:
-                stream_ids = decode_abort(await self._socket.recv())
+                abort = decode_abort(await self._socket.recv())
             except MalformedFrame as error:
                 logger.error("the token channel brought a malformed message: %s", error)
                 continue
-            for request_id in filter(None, map(self._request_ids.get, stream_ids)):
-                self._engine.abort(request_id)
+            for request_id in filter(None, map(self._request_ids.get, abort.stream_ids)):
+                self._engine.abort(request_id, abort.reason)
 
     async def _watch(self) -> None:
         """End the requests of an ingress that is gone: Ray does not cancel the calls of a process that died."""

@@ -76,7 +76,7 @@ ENGINE = (
     _engine_counter("vllm:generation_tokens", "Sampled tokens, stop tokens included."),
     _engine_counter(
         "vllm:request_success",
-        "Requests that ended, by how: `stop`, `length`, `abort` (also an answer that a stop string ended), `error`.",
+        "Requests that ended, by how: `stop` (a token or string), `length`, `abort` (also if a client left), `error`.",
         ("finished_reason",),
     ),
     _engine_counter(

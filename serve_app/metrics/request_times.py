@@ -16,16 +16,19 @@ class RequestTimes:
         self.arrived = self.now()
         self.deadline_at: float | None = None
         self.first_token: float | None = None
+        self.gate_begun: float | None = None
         self.gate_s = 0.0
+        self.given: float | None = None
+        self.scheduled: float | None = None
+        self.returned_at: float | None = None
+        """When an engine last gave the whole of an answer."""
         self.num_choices = 1
         self._num_open = 0  # answers that are not whole
-        self._given: float | None = None
-        self._returned: float | None = None
 
     @contextmanager
     def at_gate(self) -> Iterator[None]:
         """Round the wait for a place with the engines."""
-        begun = self.now()
+        begun = self.gate_begun = self.now()
         try:
             yield
         finally:
@@ -36,8 +39,13 @@ class RequestTimes:
         self._num_open += 1
 
     def given_to_engine(self) -> None:
-        if self._given is None:
-            self._given = self.now()
+        if self.given is None:
+            self.given = self.now()
+
+    def has_begun(self) -> None:
+        """An engine has told that it computes the prompt. Idempotent."""
+        if self.scheduled is None:
+            self.scheduled = self.now()
 
     def has_token(self) -> None:
         """A piece of the answer with a token was taken, which in a stream means sent. Idempotent."""
@@ -47,21 +55,21 @@ class RequestTimes:
     def returned(self) -> None:
         """An engine has given the whole of an answer."""
         self._num_open -= 1
-        self._returned = self.now()
+        self.returned_at = self.now()
 
     @property
     def is_answered(self) -> bool:
         """Every answer that was expected is whole."""
-        return self._returned is not None and not self._num_open
+        return self.returned_at is not None and not self._num_open
 
     @property
     def engine_s(self) -> float:
         """Seconds with the engines, from the first given to the last returned; only of an answered request."""
-        assert self._given is not None
-        assert self._returned is not None
-        return self._returned - self._given
+        assert self.given is not None
+        assert self.returned_at is not None
+        return self.returned_at - self.given
 
     def missed_deadline(self) -> bool:
         """Whether the answer was not whole when its deadline passed."""
-        done = self._returned if self.is_answered else None
+        done = self.returned_at if self.is_answered else None
         return self.deadline_at is not None and (self.now() if done is None else done) >= self.deadline_at

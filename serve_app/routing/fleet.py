@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from serve_app.routing.engine_load import EngineLoad
 from serve_app.routing.prefix_index import PrefixIndex
 from serve_app.routing.stats import RoutingReport, decode, taken_at_s
 
@@ -98,6 +99,15 @@ class Fleet:
             complete=report.all_prefixes,
             max_cached=report.max_cached_blocks,
         )
+
+    def engine_load(self) -> EngineLoad | None:
+        """Of all replicas that have reported, by their last reports; None if none has."""
+        reports = [replica.report for replica in self._replicas.values() if replica.report is not None]
+        num_blocks = sum(report.num_blocks for report in reports)
+        if not num_blocks:
+            return None
+        held = sum(report.num_held_blocks for report in reports)
+        return EngineLoad(held / num_blocks, sum(report.num_waiting for report in reports))
 
     def forget(self, replica_id: str) -> None:
         """The replica is gone, with its cache and with what was sent there."""

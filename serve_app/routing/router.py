@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from serve_app.channel.engine_call import EngineCall
 from serve_app.routing import overlap
 from serve_app.routing.engine_count import num_engines, set_num_engines
+from serve_app.routing.engine_load import set_engine_load
 from serve_app.routing.fleet import Fleet
 from serve_app.routing.placement import Ask, Bound, Candidate, rank, two_choices
 from serve_app.routing.prefix_index import prefix_keys
@@ -57,11 +58,13 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         super().update_replicas(replicas)
         self._fleet.update({replica.replica_id.unique_id: replica.routing_stats for replica in replicas})
         set_num_engines(len(self.curr_replicas))
+        set_engine_load(self._fleet.engine_load())
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._fleet.forget(replica_id.unique_id)
         set_num_engines(len(self.curr_replicas))
+        set_engine_load(self._fleet.engine_load())
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

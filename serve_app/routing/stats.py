@@ -31,6 +31,11 @@ class RoutingReport:
     """Prompt tokens still to compute."""
     prefill_tokens_per_s: float
     """How fast those become fewer."""
+    num_waiting: int
+    """Of those, requests that wait."""
+    num_blocks: int
+    """Of the KV cache; 0 from an engine of an earlier version, which does not say."""
+    num_held_blocks: int
     num_free_blocks: int
     """Neither held nor reserved for what running requests will need; blocks of unused prefixes count as free."""
     max_cached_blocks: int
@@ -55,6 +60,9 @@ def encode(
         "requests": load.num_running + load.num_waiting,
         "queued_tokens": load.num_queued_tokens,
         "prefill_tokens_per_s": prefill_tokens_per_s,
+        "waiting": load.num_waiting,
+        "blocks": load.num_blocks,
+        "held_blocks": load.num_held_blocks,
         "free_blocks": max(load.num_blocks - load.num_held_blocks - load.num_reserved_blocks, 0),
         "cached_blocks": load.num_held_blocks + load.num_evictable_blocks,
         "prefixes": b"".join(digest[:KEY_BYTES] for digest in digests),
@@ -101,6 +109,9 @@ def decode(stats: Mapping[str, Any]) -> RoutingReport | None:
         num_requests=stats["requests"],
         num_queued_tokens=stats["queued_tokens"],
         prefill_tokens_per_s=stats["prefill_tokens_per_s"],
+        num_waiting=stats.get("waiting", 0),
+        num_blocks=stats.get("blocks", 0),
+        num_held_blocks=stats.get("held_blocks", 0),
         num_free_blocks=stats["free_blocks"],
         max_cached_blocks=stats["cached_blocks"],
         prefix_keys=tuple(prefixes[i : i + KEY_BYTES] for i in range(0, len(prefixes), KEY_BYTES)),

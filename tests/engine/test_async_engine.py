@@ -130,6 +130,23 @@ def test_closing_a_stream_early_aborts_its_request_and_frees_its_blocks(make_eng
     asyncio.run(main())
 
 
+def test_a_request_is_ended_for_the_reason_that_its_caller_gives(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        gate = threading.Semaphore(3)  # the request cannot finish by itself
+        engine = make_engine(before_step=lambda plan: gate.acquire() and None)
+        async with aclosing(engine.stream(Submission("r", PROMPT, LONG))) as stream:
+            events = await anext(stream)
+            engine.abort("r", FinishReason.STOP)
+            engine.abort("r")  # the first reason stands
+            gate.release(3)
+            async for items in stream:
+                events += items
+        assert isinstance(last := events[-1], Finished)
+        assert last.reason is FinishReason.STOP
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_task_aborts_its_request_while_it_waits_for_the_first_token(make_engine: MakeEngine) -> None:
     async def main() -> None:
         gate = threading.Event()

@@ -46,6 +46,7 @@ class EngineMachine(RuleBasedStateMachine):
         timeout_s: float | None,
     ) -> None:
         self.num_sent += 1
+        pooled = st.sampled_from([None, "mean", "last"]) if params.max_tokens == 0 else st.none()
         with suppress(RequestRejected):  # I-27 is checked inside
             self.core.accept(
                 f"r{self.num_sent}",
@@ -56,6 +57,7 @@ class EngineMachine(RuleBasedStateMachine):
                 tenant=tenant,
                 timeout_s=timeout_s,
                 atomic_spans=data.draw(spans(len(prompt))),
+                pooling=data.draw(pooled),
             )
 
     @rule(lengths=st.lists(st.integers(1, 12), min_size=3, max_size=6), max_tokens=st.integers(15, 34))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -25,7 +26,7 @@ from engine.protocol import (
 )
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import ServedModel
+from serve_app.engine_client import Course, ServedModel
 from serve_app.metrics.activity import FleetActivity, IngressActivity
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.exposition import Scrape
@@ -75,7 +76,9 @@ class ScriptedClient:
         self.started = asyncio.Event()
         self.closed = asyncio.Event()
 
-    async def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
+    async def stream(
+        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+    ) -> AsyncGenerator[list[Event], None]:
         self.submissions.append(submission)
         self.sessions.append(session)
         self.started.set()
@@ -142,8 +145,19 @@ class LocalClient:
         self._recorder = EngineRecorder(engine.config)
         engine.observe(self._recorder)
 
-    def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
-        return self._engine.stream(submission)
+    def stream(
+        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+    ) -> AsyncGenerator[list[Event], None]:
+        return self._stream(submission, course or Course())
+
+    async def _stream(self, submission: Submission, course: Course) -> AsyncGenerator[list[Event], None]:
+        async with aclosing(self._engine.stream(submission)) as items:
+            try:
+                async for events in items:
+                    yield events
+            finally:
+                if course.is_complete:
+                    self._engine.abort(submission.request_id, FinishReason.STOP)
 
     async def metrics(self) -> Scrape:
         own = [] if self.ingress is None else [ReplicaSamples("ingress-1", self.ingress.samples())]

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from engine.planner import Plan, PlannedRow
 from engine.protocol import (
     TERMINAL,
@@ -14,6 +16,7 @@ from engine.protocol import (
     Failed,
     Finished,
     FinishReason,
+    Pooled,
     PromptLogprobs,
     RequestRejected,
     SamplingParams,
@@ -23,7 +26,7 @@ from engine.protocol import (
 from engine.request import Request
 from engine.step import ExecutorOutOfMemoryError, RowKind, ScheduledRequest, StepPlan
 from tests.support.engines import RecordingCore
-from tests.support.oracle import answer_of, logprobs_of, prompt_logprobs_of
+from tests.support.oracle import answer_of, logprobs_of, pooled_of, prompt_logprobs_of
 
 
 class CheckedCore(RecordingCore):
@@ -37,6 +40,7 @@ class CheckedCore(RecordingCore):
         self.submitted: dict[str, tuple[tuple[int, ...], SamplingParams]] = {}
         self.aborted: set[str] = set()
         self.expected_failures: set[str] = set()
+        self.pooling: dict[str, str | None] = {}
         self.live: dict[str, Request] = {}
         self._next_start: dict[str, tuple[int, int]] = {}  # request id -> (least, most) start of its next row
         self._last_ratio, self._last_preemptions = self._scheduler.reserve_ratio, 0
@@ -52,6 +56,7 @@ class CheckedCore(RecordingCore):
         "prompt in chunks",
         "span kept whole",
         "prompt scored in chunks",
+        "prompt pooled in chunks",
         "draft accepted",
         "draft rejected",
         "state restored",
@@ -82,6 +87,7 @@ class CheckedCore(RecordingCore):
         request = self._scheduler.find(request_id)
         assert request is not None
         self.submitted[request_id] = (prompt, params)
+        self.pooling[request_id] = options.get("pooling")
         self.live[request_id] = request
 
     def cancel(self, request_id: str) -> None:
@@ -222,6 +228,7 @@ class CheckedCore(RecordingCore):
             "prompt in chunks": middle,
             "span kept whole": middle and self.live[row.request_id].atomic_spans,
             "prompt scored in chunks": middle and row.scoring,
+            "prompt pooled in chunks": middle and row.pool_from is not None,
             "draft accepted": accepted,
             "draft rejected": rejected,
             "state restored": row.state is not None and row.state.restore is not None,
@@ -332,6 +339,8 @@ class CheckedCore(RecordingCore):
                 assert isinstance(self.events[event.request_id][0], Scheduled), "I-29"
             if isinstance(event, PromptLogprobs):
                 assert len(self.events[event.request_id]) == 1, "I-14"
+            if isinstance(event, Pooled):
+                assert not [kept for kept in self.events[event.request_id] if isinstance(kept, Pooled | Token)], "I-14"
             if isinstance(event, TERMINAL):
                 request = self.live.pop(event.request_id)
                 assert request.block_ids == (), "I-10"
@@ -370,6 +379,7 @@ class CheckedCore(RecordingCore):
         complete = isinstance(end, Finished) and end.reason is not FinishReason.ABORT
         assert tokens == (expected if complete else expected[: len(tokens)]), "I-1"
         self._check_logprobs(request_id, tokens, complete=complete)
+        self._check_pooled(request_id, complete=complete)
         if request_id in self.expected_failures:
             assert not complete or self.config.overlap, "I-28"
         if isinstance(end, Finished):
@@ -378,6 +388,14 @@ class CheckedCore(RecordingCore):
         if complete:
             assert isinstance(end, Finished)
             assert (end.reason is FinishReason.STOP) == stopped, "I-30"
+
+    def _check_pooled(self, request_id: str, *, complete: bool) -> None:
+        sent = [list(event.values) for event in self.events[request_id] if isinstance(event, Pooled)]
+        pooling = self.pooling[request_id]
+        assert len(sent) <= (pooling is not None), "I-14"
+        assert sent or pooling is None or not complete, "I-14"
+        for vector in sent:
+            assert vector == pytest.approx(pooled_of(self.submitted[request_id][0], str(pooling))), "I-1: pooled"
 
     def _check_logprobs(self, request_id: str, tokens: list[int], *, complete: bool) -> None:
         prompt, params = self.submitted[request_id]

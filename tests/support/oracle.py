@@ -28,6 +28,13 @@ def prompt_logprobs_of(prompt: Sequence[int], count: int) -> tuple[TokenLogprobs
     return tuple(logprobs_of(prompt[:i], prompt[i], count) for i in range(1, len(prompt)))
 
 
+def pooled_of(prompt: Sequence[int], pooling: str) -> list[float]:
+    """The vector of a prompt's hidden states, which are eight numbers a position."""
+    lengths = range(1, len(prompt) + 1) if pooling == "mean" else [len(prompt)]
+    states = [[mix64(digest_of(prompt[:n]) ^ i) / 2**63 - 1 for i in range(8)] for n in lengths]
+    return [sum(column) / len(states) for column in zip(*states, strict=True)]
+
+
 def answer_of(prompt: Sequence[int], params: SamplingParams) -> tuple[list[int], bool]:
     """(the tokens of the answer, whether a stop token ended it)."""
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}

@@ -8,11 +8,13 @@ from engine.protocol import LoadSnapshot
 from serve_app.routing.stats import encode
 
 
-def snapshot(*, requests: int = 0, queued: int = 0, free_blocks: int = 100, cached: int = 0) -> LoadSnapshot:
+def snapshot(
+    *, requests: int = 0, waiting: int = 0, queued: int = 0, free_blocks: int = 100, cached: int = 0
+) -> LoadSnapshot:
     """The load of an engine with 100 KV blocks."""
     return LoadSnapshot(
-        num_running=requests,
-        num_waiting=0,
+        num_running=requests - waiting,
+        num_waiting=waiting,
         num_preparing=0,
         num_waiting_preempted=0,
         wait_reason=None,

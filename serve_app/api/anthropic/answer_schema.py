@@ -15,6 +15,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 class Text(Shape):
     type: Literal["text"]
     text: str
+    citations: None
 
 
 class Thoughts(Shape):
@@ -24,11 +25,16 @@ class Thoughts(Shape):
     """Empty."""
 
 
+class Caller(Shape):
+    type: Literal["direct"]
+
+
 class ToolUse(Shape):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
+    caller: Caller
 
 
 AnswerBlock = Annotated[Text | Thoughts | ToolUse, Field(discriminator="type")]
@@ -38,8 +44,13 @@ class MessageUsage(Shape):
     input_tokens: int
     """Without those that were cached."""
     cache_creation_input_tokens: Literal[0]
+    cache_creation: None
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: None
+    server_tool_use: None
+    service_tier: Literal["standard"]
+    inference_geo: None
 
 
 class MessageAnswer(Shape):
@@ -48,6 +59,8 @@ class MessageAnswer(Shape):
     role: Literal["assistant"]
     model: str
     content: list[AnswerBlock]
+    container: None
+    stop_details: None
     stop_reason: StopReason | None
     """Null where a stream begins."""
     stop_sequence: str | None

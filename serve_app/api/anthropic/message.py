@@ -17,7 +17,8 @@ Json = dict[str, Any]
 def message_json(message_id: str, model: str, usage: Json) -> Json:
     """One that has said nothing yet."""
     named = {"id": message_id, "type": "message", "role": "assistant", "model": model}
-    return named | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    stop = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
+    return named | {"content": [], "container": None, "usage": usage} | stop
 
 
 def usage_json(usage: Usage) -> Json:
@@ -25,8 +26,13 @@ def usage_json(usage: Usage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
+        "cache_creation": None,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": None,
+        "server_tool_use": None,
+        "service_tier": "standard",
+        "inference_geo": None,
     }
 
 
@@ -42,8 +48,9 @@ def block_json(block: Block) -> Json:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.kind == "text":
-        return {"type": "text", "text": block.text}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
+        return {"type": "text", "text": block.text, "citations": None}
+    called = {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
+    return called | {"caller": {"type": "direct"}}
 
 
 def _input(arguments: str) -> Json:

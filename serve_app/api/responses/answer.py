@@ -24,16 +24,10 @@ class Answer:
         return response_json(self._request, self.id, self._created, self._answering.model.id)
 
     def ended(self, blocks: Sequence[Block], *, cut_off: bool) -> Json:
-        usage = usage_json(self._answering.choices.usage, self._reasoning_tokens(blocks))
+        usage = usage_json(self._answering.choices.usage, self._answering.choices.reasoning_tokens or 0)
         return self.begun() | ending_json(cut_off=cut_off, blocks=blocks, response_id=self.id, usage=usage)
 
     def failed(self, error: ApiError) -> Json:
         """OpenAI's own code of it is one of a few; ours is in the error's event."""
         told = {"code": "server_error", "message": error.message}
         return self.begun() | {"status": "failed", "error": told}
-
-    def _reasoning_tokens(self, blocks: Sequence[Block]) -> int:
-        """Of the thoughts' text, without the marks around it."""
-        encode = self._answering.tokenizer.encode
-        thoughts = (block.text for block in blocks if block.kind == "reasoning")
-        return sum(len(encode(text, add_special_tokens=False)) for text in thoughts)

@@ -62,7 +62,7 @@ class InputTokensDetails(Shape):
 
 class OutputTokensDetails(Shape):
     reasoning_tokens: int
-    """Of the thoughts' text."""
+    """Tokens before the content begins; 0 for models that do not mark what they think."""
 
 
 class ResponseUsage(Shape):
@@ -86,6 +86,8 @@ class ResponseAnswer(Shape):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None
+    """Null unless the status is `completed`."""
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     background: Literal[False]
     error: ResponseFailure | None
@@ -105,6 +107,12 @@ class ResponseAnswer(Shape):
     tools: list[dict[str, Any]]
     top_logprobs: Literal[0]
     top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    max_tool_calls: None
+    service_tier: Literal["default"]
+    safety_identifier: str | None
+    prompt_cache_key: str | None
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
     """Null until the answer has ended."""

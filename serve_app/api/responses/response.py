@@ -3,6 +3,7 @@ Never decides what an answer says."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ def response_json(request: ResponsesRequest, response_id: str, created: int, mod
         "id": response_id,
         "object": "response",
         "created_at": created,
+        "completed_at": None,
         "status": "in_progress",
         "background": False,
         "error": None,
@@ -39,6 +41,12 @@ def response_json(request: ResponsesRequest, response_id: str, created: int, mod
         "tools": [tool.model_dump() for tool in request.tools or ()],
         "top_logprobs": 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "max_tool_calls": None,
+        "service_tier": "default",
+        "safety_identifier": request.safety_identifier,
+        "prompt_cache_key": request.prompt_cache_key,
         "truncation": "disabled",
         "usage": None,
         "user": request.user,
@@ -51,7 +59,9 @@ def ending_json(*, cut_off: bool, blocks: Sequence[Block], response_id: str, usa
     last = len(blocks) - 1
     items = [item_json(block, response_id, status_of(cut_off=cut_off and block.index == last)) for block in blocks]
     details = {"reason": "max_output_tokens"} if cut_off else None
-    return {"status": status_of(cut_off=cut_off), "incomplete_details": details, "output": items, "usage": usage}
+    completed = None if cut_off else int(time.time())
+    ended = {"status": status_of(cut_off=cut_off), "completed_at": completed}
+    return ended | {"incomplete_details": details, "output": items, "usage": usage}
 
 
 def status_of(*, cut_off: bool) -> Status:
@@ -63,7 +73,7 @@ def usage_json(usage: Usage, reasoning_tokens: int) -> Json:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": min(reasoning_tokens, usage.completion_tokens)},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

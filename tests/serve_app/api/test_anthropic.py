@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.protocol import EngineError, ErrorCode, FinishReason
+from serve_app.admission.gate import Gate
 from serve_app.api.anthropic.answer_schema import Event, MessageAnswer
 from serve_app.api.chat_template import ChatTemplate
 from serve_app.api.ingress import create_app
@@ -19,7 +20,18 @@ from serve_app.auth import Keys
 from serve_app.engine_client import ServedModel
 from serve_app.settings import ApiKey
 from tests.serve_app.api.test_tools import CALL, CALLER, TEMPLATE, THINKER, app_of, prompt_of, saying
-from tests.serve_app.harness import Answer, Exchange, ScriptedClient, failed, finished, post, scheduled, tokens
+from tests.serve_app.harness import (
+    CHAT,
+    Answer,
+    Exchange,
+    ScriptedClient,
+    app_for,
+    failed,
+    finished,
+    post,
+    scheduled,
+    tokens,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -113,14 +125,21 @@ async def test_a_text_is_one_block_and_ends_the_turn() -> None:
         "type": "message",
         "role": "assistant",
         "model": CALLER.id,
-        "content": [{"type": "text", "text": "Hello."}],
+        "content": [{"type": "text", "text": "Hello.", "citations": None}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
         "usage": {
             "input_tokens": 7,
             "cache_creation_input_tokens": 0,
+            "cache_creation": None,
             "cache_read_input_tokens": 0,
             "output_tokens": 5,
+            "output_tokens_details": None,
+            "server_tool_use": None,
+            "service_tier": "standard",
+            "inference_geo": None,
         },
     }
 
@@ -141,14 +160,14 @@ async def test_max_tokens_that_are_reached_are_the_stop_reason() -> None:
 
 async def test_the_stop_sequence_that_ended_the_answer_is_named_and_not_shown() -> None:
     message = await whole_and_streamed("one two three", stop_sequences=["zzz", " two"])
-    assert message["content"] == [{"type": "text", "text": "one"}]
+    assert message["content"] == [{"type": "text", "text": "one", "citations": None}]
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", " two")
 
 
 async def test_a_call_is_a_tool_use_block_with_its_input_as_an_object() -> None:
     message = await whole_and_streamed(f"Let me look.{CALL}\n{CALL}", tools=TOOLS)
     text, *calls = message["content"]
-    assert text == {"type": "text", "text": "Let me look."}
+    assert text == {"type": "text", "text": "Let me look.", "citations": None}
     assert [(call["type"], call["name"], call["input"]) for call in calls] == [
         ("tool_use", "weather", {"city": "Oslo"})
     ] * 2
@@ -178,7 +197,7 @@ async def test_thoughts_are_a_block_before_the_text() -> None:
     message = await whole_and_streamed("<think>\nHm.\n</think>\n\nYes.", THINKER, thinking={"type": "adaptive"})
     assert message["content"] == [
         {"type": "thinking", "thinking": "Hm.", "signature": ""},
-        {"type": "text", "text": "Yes."},
+        {"type": "text", "text": "Yes.", "citations": None},
     ]
 
 
@@ -187,7 +206,7 @@ async def test_with_thinking_disabled_the_template_is_told_and_no_thoughts_are_s
     plain = TEMPLATE.replace("enable_thinking", "another")
     app = app_of(client, THINKER, plain)
     message = (await post(app, "/v1/messages", ASK | {"thinking": {"type": "disabled"}})).json
-    assert message["content"] == [{"type": "text", "text": "Yes."}]
+    assert message["content"] == [{"type": "text", "text": "Yes.", "citations": None}]
     told = saying("Yes.")
     await ask(told, THINKER, thinking={"type": "disabled"})
     assert prompt_of(told).endswith("<think>\n\n</think>\n\n")
@@ -197,7 +216,7 @@ async def test_an_answer_of_nothing_has_no_blocks_and_one_of_space_has_its_space
     client = ScriptedClient([scheduled()], [finished()])
     assert (await ask(client)).json["content"] == []
     assert together(events(await ask(client, stream=True)))["content"] == []
-    assert (await whole_and_streamed(" \n"))["content"] == [{"type": "text", "text": " \n"}]
+    assert (await whole_and_streamed(" \n"))["content"] == [{"type": "text", "text": " \n", "citations": None}]
 
 
 # --- what the model reads -------------------------------------------------------------------------------------------
@@ -364,6 +383,52 @@ async def test_without_a_key_it_is_an_authentication_error_and_x_api_key_is_one(
     refused = await Exchange(app, "POST", "/v1/messages", body, [json_type]).finish()
     assert (refused.status, refused.json["error"]["type"]) == (401, "authentication_error")
     assert (await Exchange(app, "POST", "/v1/messages", body, [json_type, ("x-api-key", "x")]).finish()).status == 200
+
+
+BEFORE_THE_ROUTE = [
+    ("GET", "/v1/messages", {}, 405, "invalid_request_error"),
+    ("DELETE", "/v1/messages/count_tokens", {}, 405, "invalid_request_error"),
+    ("POST", "/v1/messages/batches", {}, 404, "not_found_error"),
+    ("POST", "/v1/messages/", {}, 404, "not_found_error"),
+    ("POST", "/v1/messages", {"content-type": "text/plain"}, 415, "invalid_request_error"),
+    ("POST", "/v1/messages", {"content-length": "99999999"}, 413, "request_too_large"),
+    ("POST", "/v1/messages/count_tokens", {"content-length": "99999999"}, 413, "request_too_large"),
+    ("POST", "/v1/messages", {"x-api-key": "wrong"}, 401, "authentication_error"),
+    ("POST", "/v1/messages/count_tokens", {"x-api-key": "wrong"}, 401, "authentication_error"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "headers", "status", "kind"), BEFORE_THE_ROUTE, ids=str)
+async def test_what_is_refused_before_a_route_has_anthropics_shape_and_header(
+    method: str, path: str, headers: dict[str, str], status: int, kind: str
+) -> None:
+    keys = Keys([ApiKey(tenant="ann", sha256=hashlib.sha256(b"x").hexdigest())])
+    sent = {"content-type": "application/json", "x-api-key": "x", "x-request-id": "mine"} | headers
+    app = app_for(saying("a"), keys=keys)
+    answer = await Exchange(app, method, path, json.dumps(ASK).encode(), list(sent.items())).finish()
+    assert (answer.status, answer.anthropic_error["type"]) == (status, kind)
+    assert answer.headers["request-id"] == answer.json["request_id"] == "mine"
+
+
+async def test_a_full_or_draining_gate_has_anthropics_shape_and_header() -> None:
+    gate = Gate()
+    gate.close()
+    answer = await post(app_for(saying("a"), gate=gate), "/v1/messages", ASK)
+    assert (answer.status, answer.anthropic_error["type"]) == (503, "overloaded_error")
+    assert answer.headers["request-id"] == answer.json["request_id"] == answer.headers["x-request-id"]
+    assert float(answer.headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_has_the_header_too_also_where_serve_names_responses(stream: bool) -> None:
+    answer = await post(app_for(saying("a"), names_responses=False), "/v1/messages", ASK | {"stream": stream})
+    assert (answer.status, "x-request-id" in answer.headers) == (200, False)
+    assert answer.headers["request-id"]
+
+
+async def test_openais_routes_have_no_header_of_anthropics() -> None:
+    answer = await post(app_for(saying("a")), "/v1/chat/completions", CHAT)
+    assert "request-id" not in answer.headers
 
 
 async def test_a_failure_in_a_stream_is_an_error_event_and_the_last() -> None:

@@ -28,6 +28,7 @@ from serve_app.admission.gate import Gate
 from serve_app.admission.limits import GatePolicy
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
+from serve_app.engine_client import Course
 from tests.serve_app.harness import (
     CHAT,
     MODEL,
@@ -59,7 +60,9 @@ class ByChoice(ScriptedClient):
         self._scripts = scripts
         self.num_closed = 0
 
-    async def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
+    async def stream(
+        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+    ) -> AsyncGenerator[list[Event], None]:
         _, _, suffix = submission.request_id.rpartition("-")
         script = self._scripts[min(int(suffix) if len(suffix) < 4 else 0, len(self._scripts) - 1)]
         self.submissions.append(submission)
@@ -87,7 +90,9 @@ class Recorded(LocalClient):
         self.submissions: list[Submission] = []
         self.cached: list[int] = []
 
-    async def stream(self, submission: Submission, *, session: str | None = None) -> AsyncGenerator[list[Event], None]:
+    async def stream(
+        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+    ) -> AsyncGenerator[list[Event], None]:
         self.submissions.append(submission)
         async for events in super().stream(submission):
             self.cached += [event.cached_tokens for event in events if isinstance(event, Scheduled)]

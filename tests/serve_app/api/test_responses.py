@@ -107,7 +107,8 @@ async def whole_and_streamed(
 def _unnamed(response: dict[str, Any]) -> dict[str, Any]:
     """Ids are drawn for each answer."""
     items = [item | {"id": "", "call_id": ""} for item in response["output"]]
-    return response | {"id": "", "created_at": 0, "output": items}
+    times = {"created_at": 0, "completed_at": None if response["completed_at"] is None else 0}
+    return response | times | {"id": "", "output": items}
 
 
 # --- what an answer says --------------------------------------------------------------------------------------------
@@ -131,6 +132,7 @@ async def test_a_text_is_one_message_and_completes_the_response() -> None:
 
 async def test_the_response_repeats_what_was_asked_and_keeps_nothing() -> None:
     asked = {"instructions": "i", "max_output_tokens": 9, "temperature": 0.5, "top_p": 0.25, "metadata": {"a": "b"}}
+    asked |= {"safety_identifier": "s", "prompt_cache_key": "k"}
     client = saying("x")
     response = valid((await ask(client, **asked, tools=TOOLS, user="u", store=True)).json)
     assert {name: response[name] for name in asked} == asked
@@ -165,12 +167,13 @@ async def test_thoughts_are_an_item_before_the_message_and_counted() -> None:
     thoughts, message = response["output"]
     assert thoughts["content"] == [{"type": "reasoning_text", "text": "Hm."}]
     assert message["content"][0]["text"] == "Yes."
-    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": len("<think>\nHm.\n</think>\n\n")}
 
 
 async def test_an_answer_that_was_cut_off_is_incomplete_and_so_is_its_last_item() -> None:
     response = await whole_and_streamed("<think>\nHm.\n</think>\n\nYe", THINKER, FinishReason.LENGTH)
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert response["completed_at"] is None
     assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
 
 

@@ -14,6 +14,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
+from tests.serve_app.api.test_tools import TOOLS, app_of, saying
 from tests.serve_app.harness import CHAT, MODEL, Exchange, ScriptedClient, app_for, complete, finished, get, post
 
 pytestmark = pytest.mark.anyio
@@ -59,6 +60,61 @@ async def test_a_conversation_becomes_the_tokens_that_a_chat_computes(prefix: st
 async def test_without_a_generation_prompt_a_conversation_ends_with_its_last_message() -> None:
     answer = await post(app(), "/tokenize", CHAT | {"add_generation_prompt": False})
     assert answer.json["tokens"] == [259, *b"hi", 256]
+
+
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
+CALLED = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+CONVERSATIONS: list[dict[str, Any]] = [
+    {"tools": TOOLS},
+    {"tools": TOOLS, "tool_choice": "none"},
+    {"tools": TOOLS, "tool_choice": "required"},
+    {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    {"tools": []},
+    {"documents": [{"text": "a"}]},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"messages": TALK, "continue_final_message": True, "add_generation_prompt": False},
+    {"messages": TALK, "add_generation_prompt": False},
+    {"messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [CALLED]}]},
+]
+
+
+@pytest.mark.parametrize("fields", CONVERSATIONS, ids=str)
+async def test_what_a_chats_prompt_depends_on_is_counted_as_the_chat_counts_it(fields: dict[str, Any]) -> None:
+    client = saying("a")
+    routes = app_of(client)
+    assert (await post(routes, "/v1/chat/completions", CHAT | fields)).status == 200
+    answer = await post(routes, "/tokenize", CHAT | fields)
+    assert tuple(answer.json["tokens"]) == client.submissions[0].prompt_token_ids
+    assert answer.json["count"] == len(answer.json["tokens"])
+
+
+async def test_each_of_these_changes_the_prompt_or_is_known_not_to() -> None:
+    prompts = [(await post(app_of(saying("a")), "/tokenize", CHAT | fields)).json["tokens"] for fields in CONVERSATIONS]
+    plain = (await post(app_of(saying("a")), "/tokenize", CHAT)).json["tokens"]
+    assert [prompt == plain for prompt in prompts] == [False, True, False, False, True, *[False] * 5]
+    assert bytes(prompts[7]).endswith(b"Well")
+    assert not bytes(prompts[8]).endswith(b"Well")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"chat_template_kwargs": {"nonsense": 1}}, "chat_template_kwargs.nonsense"),
+        ({"documents": [{"text": "a"}]}, "documents"),
+        ({"tools": TOOLS}, "tools"),
+    ],
+)
+async def test_what_the_template_would_ignore_is_refused_as_the_chat_refuses_it(
+    fields: dict[str, Any], param: str
+) -> None:
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    told = []
+    for path in ("/tokenize", "/v1/chat/completions"):
+        answer = await post(app_of(saying("a"), MODEL, plain), path, CHAT | fields)
+        assert answer.status == 400
+        told.append(answer.error)
+    assert told[0] == told[1]
+    assert told[0]["param"] == param
 
 
 async def test_special_tokens_of_the_post_processor_are_added_to_texts_unless_they_are_not_asked_for(
@@ -123,8 +179,10 @@ async def test_a_long_text_is_read_in_a_thread_to_the_same_tokens() -> None:
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": [{"role": "alien", "content": "a"}]}, "messages.0.role"),
         ("/tokenize", CHAT | {"chat_template": "x"}, "chat_template"),
-        ("/tokenize", CHAT | {"tools": [{}]}, "tools"),
-        ("/tokenize", CHAT | {"continue_final_message": True}, "continue_final_message"),
+        ("/tokenize", CHAT | {"tools": [{}]}, "tools.0.type"),
+        ("/tokenize", CHAT | {"tool_choice": "any"}, "tool_choice"),
+        ("/tokenize", CHAT | {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "1"}, "tokens"),
         ("/detokenize", {"tokens": [1, "a"]}, "tokens.1"),

@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 from engine.async_engine import AsyncEngine
 from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
-from engine.protocol import TERMINAL, Event, SamplingParams, Submission, Token
+from engine.protocol import TERMINAL, Event, FinishReason, SamplingParams, Submission, Token
 from engine.step import StepPlan
 from serve_app.channel import token_sender
 from serve_app.channel.engine_call import ChannelAddress, EngineCall
@@ -286,9 +286,9 @@ def spied_aborts(engine: Rig) -> set[str]:
     seen: set[str] = set()
     abort = engine.engine.abort
 
-    def spy(request_id: str) -> None:
+    def spy(request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         seen.add(request_id)
-        abort(request_id)
+        abort(request_id, reason)
 
     engine.engine.abort = spy  # type: ignore[method-assign]
     return seen

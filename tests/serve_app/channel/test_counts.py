@@ -48,7 +48,7 @@ class Attempt:
         events, self._events = self._events, []
         return events
 
-    def close(self) -> None:
+    def close(self, *, complete: bool = False) -> None:
         pass
 
 

@@ -26,6 +26,7 @@ from engine.protocol import (
     Usage,
 )
 from serve_app.channel.frames import (
+    Abort,
     Entry,
     Frame,
     MalformedFrame,
@@ -115,9 +116,10 @@ def test_a_plain_token_costs_one_integer() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 2**60), max_size=20))
-def test_abort_messages_come_out_as_they_went_in(stream_ids: list[int]) -> None:
-    assert decode_abort(encode_abort(stream_ids)) == stream_ids
+@given(st.lists(st.integers(0, 2**60), max_size=20), st.sampled_from(FinishReason))
+def test_abort_messages_come_out_as_they_went_in(stream_ids: list[int], reason: FinishReason) -> None:
+    abort = Abort(stream_ids, reason)
+    assert decode_abort(encode_abort(abort)) == abort
 
 
 # --- what no sender of ours has written ------------------------------------------------------------------------------

@@ -28,11 +28,12 @@ from engine.protocol import (
 )
 from serve_app.channel import handle_client, migration
 from serve_app.channel.engine_call import EngineCall
-from serve_app.channel.frames import Entry, Frame, encode_frame, pack
+from serve_app.channel.frames import Abort, Entry, Frame, decode_frame, encode_frame, pack, unpack
 from serve_app.channel.handle_client import HandleClient
 from serve_app.channel.migration import Migration
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.channel.token_sender import TokenSender
+from serve_app.engine_client import Course
 from serve_app.routing import engine_count
 from tests.serve_app.channel.rig import LONG, Rig, rig, spied_aborts, until
 from tests.support.engines import answer_alone
@@ -317,8 +318,8 @@ async def test_cancelling_a_reader_ends_its_request_by_either_way_alone(num_step
 
 async def test_a_reader_that_leaves_is_told_to_the_engine_by_the_channel_too(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ingress(gated=True, deaf=True) as at:
-        aborted: list[list[int]] = []
-        monkeypatch.setattr(at.receiver, "_abort", lambda peer, stream_ids: aborted.append(stream_ids))
+        aborted: list[Abort] = []
+        monkeypatch.setattr(at.receiver, "_abort", lambda peer, abort: aborted.append(abort))
         stream = at.stream()
         first = asyncio.ensure_future(anext(stream))
         await at.engine.submitted(1)
@@ -326,8 +327,47 @@ async def test_a_reader_that_leaves_is_told_to_the_engine_by_the_channel_too(mon
         await first
         await stream.aclose()
         await stream.aclose()
-        assert aborted == [[at.handle.calls[0].stream_id]]
+        assert aborted == [Abort([at.handle.calls[0].stream_id])]
         assert at.handle.num_cancelled == [1]
+
+
+async def has_all_it_wants(at: Ingress) -> None:
+    """Read one item, and leave content."""
+    course = Course()
+    stream = at.client.stream(Submission("r", PROMPT, LONG), course=course)
+    first = asyncio.ensure_future(anext(stream))
+    await at.engine.submitted(1)
+    at.engine.gate.let(1)
+    await first
+    course.is_complete = True
+    await stream.aclose()
+
+
+async def test_a_reader_that_has_all_it_wants_stops_its_request_and_the_call_returns_by_itself() -> None:
+    """Serve's cancellation may come before the channel's word, and would make an abort of it."""
+    async with ingress(gated=True) as at:
+        await has_all_it_wants(at)
+        at.engine.gate.open()
+        answer = await at.handle.responses[0].task
+        assert isinstance(answer, bytes)
+        last = unpack("r", decode_frame(answer).entries[0].events)[-1]
+        assert isinstance(last, Finished)
+        assert last.reason is FinishReason.STOP
+        assert last.usage.completion_tokens < 100
+        await at.nothing_left()
+        assert at.handle.num_cancelled == [0]
+        assert at.receiver._counts.completions == 0, "nobody waited for what it returned"
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+async def test_a_stop_that_never_arrives_is_a_cancelled_call(is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handle_client, "STOP_GRACE_S", 0.01 if is_taken else 1000)
+    async with ingress(gated=True) as at:
+        monkeypatch.setattr(at.receiver, "_abort", lambda peer, abort: is_taken)
+        await has_all_it_wants(at)
+        await until(lambda: at.handle.num_cancelled == [1])
+        at.engine.gate.open()
+        await at.nothing_left()
 
 
 async def test_closing_an_attempt_again_does_nothing() -> None:

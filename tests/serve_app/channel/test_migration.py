@@ -37,6 +37,7 @@ from engine.protocol import (
 )
 from serve_app.channel import migration
 from serve_app.channel.migration import Attempt, Migration
+from serve_app.engine_client import Course
 from tests.support.engines import RecordingCore
 from tests.support.tiny_models import save_model
 from tests.support.traffic import PARAMS, PROMPTS
@@ -94,6 +95,7 @@ class ScriptedAttempt:
     submission: Submission
     num_closed: int = 0
     num_taken: int = 0
+    was_complete: bool = False
     _items: list[list[Event]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -123,7 +125,8 @@ class ScriptedAttempt:
             raise AssertionError
         raise self.script.end
 
-    def close(self) -> None:
+    def close(self, *, complete: bool = False) -> None:
+        self.was_complete = complete
         self.num_closed += 1
 
 
@@ -359,6 +362,19 @@ async def test_a_deadline_that_has_passed_is_still_a_valid_one() -> None:
     assert replicas.submissions[1].timeout_s == 0.001
 
 
+@pytest.mark.parametrize("is_complete", [True, False])
+async def test_the_last_attempt_learns_whether_its_reader_has_all_it_wants(is_complete: bool) -> None:
+    replicas = Replicas(Script(num_events=2, end=DEAD), Script())
+    course = Course()
+    async with aclosing(moving().stream(asking(), replicas.start, course)) as stream:
+        async for _ in stream:
+            if len(replicas.attempts) == 2:
+                course.is_complete = is_complete
+                break
+    assert [attempt.was_complete for attempt in replicas.attempts] == [False, is_complete]
+    assert [(move.code, move.replica_id) for move in course.moves] == [(ErrorCode.ENGINE_DEAD, "replica")]
+
+
 async def test_a_replica_that_does_not_go_on_in_time_counts_as_failed() -> None:
     """Serve holds a call while no replica is there."""
     replicas = Replicas(failing(3), Script(0), Script(0))
@@ -450,7 +466,7 @@ class EngineAttempt:
             self._left -= len(events)
         return events
 
-    def close(self) -> None:
+    def close(self, *, complete: bool = False) -> None:
         self.closed = asyncio.ensure_future(self._stream.aclose())
 
 

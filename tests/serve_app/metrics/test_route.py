@@ -154,6 +154,20 @@ async def test_a_client_that_leaves_is_counted_where_it_left_and_as_an_abort_in_
     assert 3 <= found["vllm:generation_tokens_total"] < 150
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_a_stop_string_ends_has_stopped_and_was_not_aborted(stream: bool) -> None:
+    async with local_app(reply="One. Two. Three. Four.", step_delay_ms=1) as app:
+        assert (
+            await post(app, COMPLETIONS, PROMPT | {"stop": "Two", "max_tokens": 100, "stream": stream})
+        ).status == 200
+        async with asyncio.timeout(TIMEOUT_S):
+            while not (found := await scrape(app)).of("vllm:request_success_total"):
+                pass
+    assert found.of("vllm:request_success_total") == {"stop": 1}
+    assert found["vllm:e2e_request_latency_seconds_count"] == 1
+    assert 8 <= found["vllm:request_generation_tokens_sum"] == found["vllm:generation_tokens_total"] < 22
+
+
 async def test_preempted_requests_are_counted_once_and_their_preemptions_too() -> None:
     async with local_app(reply=None, num_kv_blocks=16, block_size=4, scheduler=PROMPT_ALONE) as app:
         body = PROMPT | {"prompt": "0123456789", "max_tokens": 40, "ignore_eos": True}

@@ -3,6 +3,7 @@ Never looks inside the server, except to stop a process of it."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -64,6 +65,20 @@ def until(server: Server, condition: Callable[[Series], bool]) -> Series:
     return series
 
 
+def told_load(server: Server) -> dict[str, float]:
+    """What a load balancer is told, as soon as the ingress replica that answers has an engine's report."""
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 0, "echo": True}
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        headers = {"endpoint-load-metrics-format": "JSON"}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        if told := answer.headers.get("endpoint-load-metrics"):
+            return dict(json.loads(told.removeprefix("JSON "))["named_metrics"])
+        assert time.monotonic() < deadline, "no engine has reported"
+        time.sleep(0.2)
+
+
 def processes_of(server: Server, deployment: str) -> list[int]:
     found = []
     for pid in members_of(server.process.pid):
@@ -106,6 +121,20 @@ def test_a_scrape_of_two_ingresses_and_two_engines_equals_the_requests_made_and_
         assert all(engine["steps"] for engine in told["engines"])
         known = "&".join(f"after={engine['engine']}:{engine['steps'][-1]['id']}" for engine in told["engines"])
         assert [engine["steps"] for engine in activity(server, f"?{known}")["engines"]] == [[], []]
+
+        body = {"model": MODEL, "prompt": "hello", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+        for stream in (False, True):
+            assert ask(server, stream=stream, stop=text[1:3], max_tokens=1000) == 200
+        ended = until(server, lambda series: total(series, "vllm:request_success_total") == 43)
+        by_reason = {
+            r: total(ended, "vllm:request_success_total", finished_reason=r) for r in ("stop", "length", "abort")
+        }
+        assert by_reason == {"stop": 2, "length": 41, "abort": 0}
+
+        numbers = told_load(server)
+        assert numbers.keys() == {"kv_cache_usage_perc", "num_requests_waiting"}
+        assert 0 <= numbers["kv_cache_usage_perc"] <= 1
 
         stopped, _ = processes_of(server, "Engine")
         os.kill(stopped, signal.SIGSTOP)

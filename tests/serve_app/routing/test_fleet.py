@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.routing.engine_load import EngineLoad
 from serve_app.routing.fleet import FLIGHT_S, Fleet, ReplicaLoad
 from tests.support.reports import stats
 
@@ -162,3 +163,14 @@ def test_when_all_requests_have_ended_an_idle_fleet_has_no_load_whatever_happene
     for attempt in map(str, range(6)):
         known.close(attempt)
     assert {(known.load(one, NOW).num_requests, known.load(one, NOW).num_queued_tokens) for one in live} == {(0, 0)}
+
+
+def test_the_engines_load_is_that_of_all_that_have_reported() -> None:
+    known = fleet(a={}, b={})
+    assert known.engine_load() is None
+    known.update({"a": stats(4.0, requests=3, waiting=2, free_blocks=20), "b": {}})
+    assert known.engine_load() == EngineLoad(0.8, 2)
+    known.update({"a": stats(4.0), "b": stats(5.0, requests=5, waiting=1, free_blocks=60)})
+    assert known.engine_load() == EngineLoad(0.6, 3)
+    known.update({})
+    assert known.engine_load() is None

@@ -20,6 +20,7 @@ from engine.prefix import extend_chain
 from engine.protocol import SamplingParams, Submission
 from serve_app.channel.engine_call import ChannelAddress, EngineCall
 from serve_app.routing import engine_count, overlap
+from serve_app.routing.engine_load import EngineLoad, engine_load
 from serve_app.routing.router import EngineRouter, num_engines, router_config
 from serve_app.settings import RoutingSettings
 from tests.support.reports import stats
@@ -313,6 +314,16 @@ async def test_the_number_of_engines_is_unknown_until_serve_tells_it() -> None:
     assert num_engines() == 2
     router.update_replicas([])
     assert num_engines() == 0
+
+
+async def test_the_engines_load_is_what_they_report_and_none_without_them() -> None:
+    router = make_router()
+    router.update_replicas([FakeReplica("a"), FakeReplica("b")])
+    assert engine_load() is None
+    router.update_replicas([FakeReplica("a", stats(4.0, requests=9, waiting=8, free_blocks=75)), FakeReplica("b")])
+    assert engine_load() == EngineLoad(0.25, 8)
+    router.on_replica_actor_died(ReplicaID("a", DEPLOYMENT))
+    assert engine_load() is None
 
 
 def test_the_router_that_serve_unpickles_counts_engines_where_the_ingress_reads_them() -> None:

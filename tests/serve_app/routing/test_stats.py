@@ -43,17 +43,30 @@ def reporter(engine: Engine, published_blocks: int = 10) -> RoutingReporter:
 
 
 def test_what_was_packed_is_unpacked() -> None:
-    packed = stats(7.0, *DIGESTS, limit=2, rate=500.0, requests=3, queued=90, free_blocks=60, cached=5)
+    packed = stats(7.0, *DIGESTS, limit=2, rate=500.0, requests=3, waiting=1, queued=90, free_blocks=60, cached=5)
     assert decode(pickle.loads(pickle.dumps(packed))) == RoutingReport(
         taken_at_s=7.0,
         num_requests=3,
         num_queued_tokens=90,
         prefill_tokens_per_s=500.0,
+        num_waiting=1,
+        num_blocks=100,
+        num_held_blocks=40,
         num_free_blocks=60,
         max_cached_blocks=45,
         prefix_keys=(b"a" * KEY_BYTES, b"b" * KEY_BYTES),
         all_prefixes=False,
     )
+
+
+def test_stats_of_an_engine_that_does_not_tell_its_blocks_are_read() -> None:
+    """In a rolling update, a router meets engines of the version before."""
+    packed = stats(7.0, free_blocks=60)
+    for name in ("waiting", "blocks", "held_blocks"):
+        del packed[name]
+    report = decode(packed)
+    assert report is not None
+    assert (report.num_free_blocks, report.num_blocks, report.num_waiting) == (60, 0, 0)
 
 
 @pytest.mark.parametrize("packed", [{}, {"format": 0, "taken_at_s": 1.0}, {"queued_tokens": 5}])

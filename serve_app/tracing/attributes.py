@@ -1,0 +1,138 @@
+"""Owns the attributes of a request's span, by OpenTelemetry's conventions for generative AI, HTTP and errors.
+Never records a prompt or an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from serve_app.api.schema import ChatRequest
+from serve_app.errors import ApiError, clip
+from serve_app.tracing.facts import EndedRequest, RequestFacts
+
+if TYPE_CHECKING:
+    from serve_app.api.choices import Choices
+
+Value = str | bool | int | float | Sequence[str]
+Attributes = dict[str, Value]
+
+PROVIDER = "chunkserve"
+_MAX_CHARS = 200
+"""Of a name that a client chose."""
+
+
+def operation_of(path: str) -> str:
+    return "text_completion" if path == "/v1/completions" else "chat"
+
+
+def span_name(path: str, facts: RequestFacts) -> str:
+    model = "" if facts.request is None else f" {clip(facts.request.model, _MAX_CHARS)}"
+    return f"{operation_of(path)}{model}"
+
+
+def attributes_of(ended: EndedRequest, path: str, model: str) -> Attributes:
+    """All that is known of it. `model`: the one that is served."""
+    found: Attributes = {"gen_ai.operation.name": operation_of(path), "gen_ai.provider.name": PROVIDER}
+    return found | _of_http(ended, path) | _of_request(ended.facts) | _of_answer(ended, model) | _of_error(ended)
+
+
+def error_type(ended: EndedRequest) -> str | None:
+    """The code of the error that the client got, in place of an answer or in the middle of it."""
+    choices = ended.facts.choices
+    error = ended.error or (None if choices is None else choices.error)
+    if isinstance(error, ApiError):
+        return error.code or str(error.status)
+    if error is not None:
+        return "internal_error"
+    return None if ended.outcome == "complete" else ended.outcome
+
+
+def status_code(ended: EndedRequest) -> int | None:
+    """None: the client left, and nobody knows what it saw."""
+    if ended.outcome == "client_gone":
+        return None
+    if ended.error is None:
+        return 200
+    return ended.error.status if isinstance(ended.error, ApiError) else 500
+
+
+def _of_http(ended: EndedRequest, path: str) -> Attributes:
+    found: Attributes = {"http.request.method": ended.scope["method"], "http.route": path, "url.path": path}
+    found["url.scheme"] = ended.scope.get("scheme", "http")
+    if (status := status_code(ended)) is not None:
+        found["http.response.status_code"] = status
+    address, port = _server(ended.scope)
+    return found | _given({"server.address": address, "server.port": port})
+
+
+def _server(scope: Scope) -> tuple[str | None, int | None]:
+    """As the client named it; where it did not, as this process is bound."""
+    try:
+        named = urlsplit(f"//{Headers(scope=scope).get('host', '')}")
+        if named.hostname:
+            return named.hostname, named.port
+    except ValueError:  # a header that is no host and port
+        pass
+    address, port = scope.get("server") or (None, None)
+    return address, port
+
+
+def _of_request(facts: RequestFacts) -> Attributes:
+    request = facts.request
+    if request is None:
+        return {}
+    wanted = request.max_completion_tokens if isinstance(request, ChatRequest) else None
+    several = request.num_choices if request.num_choices > 1 else None
+    return _given(
+        {
+            "gen_ai.request.model": clip(request.model, _MAX_CHARS),
+            "gen_ai.request.stream": bool(request.stream),
+            "gen_ai.request.max_tokens": wanted or request.max_tokens,
+            "gen_ai.request.temperature": request.temperature,
+            "gen_ai.request.top_p": request.top_p,
+            "gen_ai.request.top_k": request.top_k,
+            "gen_ai.request.seed": request.seed,
+            "gen_ai.request.presence_penalty": request.presence_penalty,
+            "gen_ai.request.frequency_penalty": request.frequency_penalty,
+            "gen_ai.request.stop_sequences": request.stops or None,
+            "gen_ai.request.choice.count": several,
+            "gen_ai.conversation.id": facts.session,
+        }
+    )
+
+
+def _of_answer(ended: EndedRequest, model: str) -> Attributes:
+    facts, times = ended.facts, ended.times
+    if facts.choices is None or facts.answer_id is None:
+        return {}
+    found: Attributes = {"gen_ai.response.id": facts.answer_id, "gen_ai.response.model": model}
+    if facts.request is not None and facts.request.stream and times.first_token is not None:
+        found["gen_ai.response.time_to_first_chunk"] = times.first_token - times.arrived
+    return found | _of_usage(facts.choices)
+
+
+def _of_usage(choices: Choices) -> Attributes:
+    """Up to where it went, if it did not go to its end."""
+    usage = choices.usage
+    reasons = [reason for reason in choices.finish_reasons if reason is not None]
+    return _given(
+        {
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+            "gen_ai.response.finish_reasons": reasons or None,
+            "gen_ai.usage.reasoning.output_tokens": choices.reasoning_tokens,
+        }
+    )
+
+
+def _of_error(ended: EndedRequest) -> Attributes:
+    return _given({"error.type": error_type(ended)})
+
+
+def _given(attributes: Mapping[str, Value | None]) -> Attributes:
+    return {name: value for name, value in attributes.items() if value is not None}

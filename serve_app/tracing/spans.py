@@ -1,0 +1,99 @@
+"""Owns the span of one request and those inside it: the gate, and the engine's queue, prefill and decoding.
+Never does anything before the request is over: its times are measured already, and spans take them as they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from serve_app.metrics.request_times import RequestTimes
+from serve_app.tracing.attributes import attributes_of, error_type, span_name, status_code
+from serve_app.tracing.facts import EndedRequest
+
+_propagator = TraceContextTextMapPropagator()
+FLUSH_MS = 5000
+
+Interval = tuple[str, float, float]
+"""A name, and from when to when by the event loop's clock."""
+
+
+class RequestTracer:
+    """A Trace. `model`: the one that is served."""
+
+    def __init__(self, provider: TracerProvider, model: str) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("chunkserve")
+        self._model = model
+
+    def __call__(self, ended: EndedRequest) -> None:
+        path = ended.scope["path"].removeprefix(ended.scope.get("root_path", ""))
+        clock = _Clock(ended.times)
+        name, begun = span_name(path, ended.facts), clock.ns(ended.times.arrived)
+        span = self._tracer.start_span(name, _parent(ended.scope), SpanKind.SERVER, start_time=begun)
+        if not span.is_recording():
+            return
+        span.set_attributes(attributes_of(ended, path, self._model))
+        code = status_code(ended)
+        if ended.outcome == "incomplete" or (code is not None and code >= 500):
+            span.set_status(Status(StatusCode.ERROR, error_type(ended)))
+        for move in () if ended.facts.choices is None else ended.facts.choices.moves:
+            told = {"error.type": str(move.code), "chunkserve.engine.replica_id": move.replica_id or "unknown"}
+            span.add_event("migration", told, clock.ns(move.at))
+        within = set_span_in_context(span)
+        for part, start, end in _parts(ended.times):
+            self._tracer.start_span(part, within, start_time=clock.ns(start)).end(clock.ns(end))
+        span.end(clock.ns(clock.now))
+
+    @property
+    def resource(self) -> Resource:
+        """What every span says of where it comes from."""
+        return self._provider.resource
+
+    def flush(self) -> None:
+        """Send what waits to be sent, for some seconds at most."""
+        self._provider.force_flush(FLUSH_MS)
+
+    def shutdown(self) -> None:
+        self._provider.shutdown()
+
+
+def _parent(scope: Scope) -> Context:
+    """The caller's span, by W3C Trace Context; none if its header is not well formed."""
+    headers = Headers(scope=scope)
+    carrier = {name: ",".join(headers.getlist(name)) for name in ("traceparent", "tracestate") if name in headers}
+    return _propagator.extract(carrier, Context())
+
+
+def _parts(times: RequestTimes) -> Iterator[Interval]:
+    """Where the time went. Of several answers: to the first one's first token, and from there to the last one's end."""
+    if times.gate_begun is not None:
+        yield "gate", times.gate_begun, times.gate_begun + times.gate_s
+    marks = [("engine.queue", times.given), ("engine.prefill", times.scheduled), ("engine.decode", times.first_token)]
+    reached = [(name, at) for name, at in marks if at is not None]
+    if not reached:
+        return
+    over = times.returned_at if times.is_answered and times.returned_at is not None else times.now()
+    for (name, begun), (_, done) in pairwise([*reached, ("", over)]):
+        # An answer that comes whole in its first piece has been returned before its first token is sent.
+        if begun < over:
+            yield name, begun, min(done, over)
+
+
+class _Clock:
+    """The event loop's clock as nanoseconds since 1970."""
+
+    def __init__(self, times: RequestTimes) -> None:
+        self.now = times.now()
+        self._epoch_ns = time.time_ns() - round(self.now * 1e9)
+
+    def ns(self, at: float) -> int:
+        return self._epoch_ns + round(at * 1e9)

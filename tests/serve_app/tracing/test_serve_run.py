@@ -1,0 +1,106 @@
+"""Owns the proof that a real server's spans arrive, with their caller's trace, and that a shutdown sends what waits.
+Never looks inside the server: spans are read where they were sent."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from loadtest.server import Server
+from tests.support.serve_process import serve_run
+
+MODEL = "smollm2-135m-instruct"
+TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+WAIT_S = 60  # only ever reached by a failure
+FAKE = {"engine": {"executor": "fake", "fake": {"step_delay_ms": 5}}}
+NAMES = {f"chat {MODEL}", "gate", "engine.queue", "engine.prefill", "engine.decode"}
+
+
+def ask(server: Server, **fields: Any) -> httpx.Response:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "ignore_eos": True}
+    headers = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
+    return httpx.post(f"{server.url}/v1/chat/completions", json=body | fields, headers=headers, timeout=60)
+
+
+def has_exporter() -> bool:
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[Span]]]:
+    """A URL that takes OTLP over HTTP, and the spans that came."""
+    found: list[Span] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            data = self.rfile.read(int(self.headers["content-length"]))
+            request = ExportTraceServiceRequest.FromString(data)
+            found.extend(span for of in request.resource_spans for scope in of.scope_spans for span in scope.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1/traces", found
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def printed(server: Server) -> list[dict[str, Any]]:
+    """The spans on the server's output, before which Ray puts the name of the process."""
+    lines = (line[line.index('{"name"') :] for line in server.output.splitlines() if '{"name"' in line)
+    spans = [json.loads(line[: line.rindex("}") + 1]) for line in lines]
+    return [span for span in spans if span["context"]["trace_id"] == f"0x{TRACE_ID}"]
+
+
+def test_a_servers_output_has_the_spans_of_its_requests() -> None:
+    with serve_run(FAKE | {"tracing": {"exporter": "console"}}) as server:
+        answer = ask(server, stream=True)
+        assert answer.status_code == 200
+        deadline = time.monotonic() + WAIT_S
+        while len(spans := printed(server)) < len(NAMES):
+            assert time.monotonic() < deadline, server.output
+            time.sleep(0.2)
+    assert {span["name"] for span in spans} == NAMES
+    (asked,) = [span for span in spans if span["kind"] == "SpanKind.SERVER"]
+    assert asked["parent_id"] == f"0x{SPAN_ID}"
+    assert asked["attributes"]["gen_ai.usage.output_tokens"] == 5
+    assert {span["parent_id"] for span in spans if span is not asked} == {asked["context"]["span_id"]}
+
+
+@pytest.mark.skipif(not has_exporter(), reason="needs the extra `tracing`")
+def test_a_collector_gets_the_spans_of_each_request_and_a_shutdown_sends_what_waits() -> None:
+    with collector() as (url, spans):
+        with serve_run(FAKE | {"tracing": {"exporter": "otlp", "endpoint": url}}) as server:
+            assert ask(server, stream=True).status_code == 200
+            assert ask(server, max_tokens=10**6).status_code == 400
+            assert server.end() == 0
+        assert {span.trace_id.hex() for span in spans} == {TRACE_ID}
+    assert sorted(span.name for span in spans) == sorted([*NAMES, f"chat {MODEL}"])
+    asked = [span for span in spans if span.kind == Span.SPAN_KIND_SERVER]
+    assert {span.parent_span_id.hex() for span in asked} == {SPAN_ID}
+    told = [{one.key: one.value for one in span.attributes} for span in asked]
+    assert sorted(one["http.response.status_code"].int_value for one in told) == [200, 400]
+    (whole,) = [one for one in told if "gen_ai.response.id" in one]
+    assert whole["gen_ai.usage.output_tokens"].int_value == 5
+    assert [value.string_value for value in whole["gen_ai.response.finish_reasons"].array_value.values] == ["length"]
