@@ -317,7 +317,7 @@ class AsyncEngine:
                 events += self._core.step()
                 self._tell_observer(self._core.last_step, events)
                 self._publish(events)
-        except Exception as error:  # a bug or a fatal executor error: nobody may wait for ever on a dead thread
+        except BaseException as error:  # a bug or a fatal executor error: nobody may wait for ever on a dead thread
             logger.exception("engine thread died")
             message = f"The engine stopped working: {type(error).__name__}."
         self._end(message)

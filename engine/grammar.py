@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,21 @@ class _Match:
 
     matcher: llguidance.LLMatcher
     count: int = 0
+
+
+_Work = tuple[llguidance.LLMatcher, int, list[int]]
+"""A matcher, the place of its first mask, and drafts."""
+
+
+@contextmanager
+def _panics_told() -> Iterator[None]:
+    """A panic of the library is no Exception, and would end the thread that runs everybody's steps."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise GrammarError("the grammar cannot be worked with") from error
 
 
 class Grammars:
@@ -73,7 +89,8 @@ class Grammars:
             if (known := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return known
-        made = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        with _panics_told():
+            made = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if made.is_error():
             raise GrammarError(made.get_error())
         with self._lock:
@@ -90,25 +107,36 @@ class Grammars:
             has none.
         """
         filled = allocate_token_bitmask(sum(1 + len(row.drafts) for row in rows), self._tokenizer.vocab_size)
-        plain: list[tuple[llguidance.LLMatcher, int]] = []
-        drafted: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
+        work: dict[int, _Work] = {}
         failed: dict[int, str] = {}
         first = 0
         for number, row in enumerate(rows):
             try:
-                matcher = self._caught_up(row)
-                if row.drafts:
-                    drafted.append((matcher, first, list(row.drafts)))
-                else:
-                    plain.append((matcher, first))
+                work[number] = (self._caught_up(row), first, list(row.drafts))
             except GrammarError as error:
                 failed[number] = str(error)
             first += 1 + len(row.drafts)
-        if plain:
-            fill_next_token_bitmask_par(self._workers, plain, filled)
-        if drafted:
-            fill_next_token_bitmask_par_with_draft_tokens(self._workers, drafted, filled)
+        try:
+            self._fill(list(work.values()), filled)
+        except GrammarError:  # one of them: whose?
+            failed |= self._fill_apart(work, filled)
         return filled, failed | self._exhausted(rows)
+
+    def _fill(self, work: Sequence[_Work], filled: NDArray[np.int32]) -> None:
+        with _panics_told():
+            if plain := [(matcher, first) for matcher, first, drafts in work if not drafts]:
+                fill_next_token_bitmask_par(self._workers, plain, filled)
+            if drafted := [each for each in work if each[2]]:
+                fill_next_token_bitmask_par_with_draft_tokens(self._workers, drafted, filled)
+
+    def _fill_apart(self, work: Mapping[int, _Work], filled: NDArray[np.int32]) -> dict[int, str]:
+        failed = {}
+        for number, each in work.items():
+            try:
+                self._fill([each], filled)
+            except GrammarError as error:
+                failed[number] = str(error)
+        return failed
 
     def _exhausted(self, rows: Sequence[GrammarRow]) -> dict[int, str]:
         """Rows whose mask was more work than the limits allow, by number."""
@@ -125,8 +153,9 @@ class Grammars:
         return match.matcher
 
     def _consume(self, match: _Match, tokens: Sequence[int]) -> None:
-        if tokens and not match.matcher.consume_tokens(list(tokens)):
-            raise GrammarError(match.matcher.get_error())
+        with _panics_told():
+            if tokens and not match.matcher.consume_tokens(list(tokens)):
+                raise GrammarError(match.matcher.get_error())
         match.count += len(tokens)
 
     def forced(self, request_id: str, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -137,8 +166,12 @@ class Grammars:
         match = self._matches[request_id]
         if any(token in self._tokenizer.eos_tokens for token in tokens):
             return ()
-        self._consume(match, tokens)
-        return tuple(match.matcher.compute_ff_tokens())
+        try:
+            self._consume(match, tokens)
+            with _panics_told():
+                return tuple(match.matcher.compute_ff_tokens())
+        except GrammarError:  # the next step's mask says so
+            return ()
 
     def forget(self, request_id: str) -> None:
         self._matches.pop(request_id, None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from engine import grammar
 from engine.async_engine import AsyncEngine
 from engine.build import FAKE_EOS_TOKEN_ID, FAKE_VOCAB_SIZE, build_engine
 from engine.compilation import Compilation
@@ -57,6 +58,13 @@ def grammar_core(**options: Any) -> RecordingCore:
     grammars = Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID)
     alphabet = tuple(b"abcdefghijklmnopqrstuvwxyz ")
     return RecordingCore(**{**settings, **options}, alphabet=alphabet, grammars=grammars)
+
+
+@pytest.fixture
+def engine() -> Any:
+    engine = build_engine("none", EngineConfig(executor="fake", max_grammar_bytes=5000))
+    yield engine
+    engine.shutdown()
 
 
 def text_of(core: RecordingCore, request_id: str) -> str:
@@ -241,14 +249,54 @@ def test_a_grammar_that_becomes_too_much_work_fails_its_own_request_alone() -> N
     assert text_of(core, "a") == text_of(core, "c")
 
 
+class PanicException(BaseException):
+    """As the library raises it."""
+
+
+def test_a_panic_of_the_library_fails_the_request_that_caused_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen with llguidance 1.9.1. It is no Exception: it would end the thread of the steps, and every stream hang."""
+    fill = grammar.fill_next_token_bitmask_par
+
+    def panicking(workers: Any, work: Any, filled: Any) -> None:
+        match = core._executor._grammars._matches.get("b")  # type: ignore[attr-defined]
+        if match is not None and any(matcher is match.matcher for matcher, _ in work):
+            raise PanicException("byte index 12 is not a char boundary")
+        fill(workers, work, filled)
+
+    monkeypatch.setattr(grammar, "fill_next_token_bitmask_par", panicking)
+    core = grammar_core()
+    for name in "abc":
+        core.send(name, PROMPT, max_tokens=60, grammar=WORDS)
+    core.run()
+    assert isinstance(core.events["b"][-1], Failed)
+    assert text_of(core, "a") == text_of(core, "c") != ""
+
+
+def test_a_panic_while_a_grammar_is_compiled_is_a_refusal(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panicking(*args: Any, **options: Any) -> None:
+        raise PanicException
+
+    monkeypatch.setattr("llguidance.LLMatcher", panicking)
+    with pytest.raises(RequestRejected, match="cannot be worked with"):
+        asyncio.run(ask(engine, WORDS))
+    monkeypatch.undo()
+    asyncio.run(ask(engine, WORDS))
+
+
+def test_what_ends_the_step_thread_ends_every_stream(engine: AsyncEngine) -> None:
+    async def ended() -> Any:
+        def panicking(plan: Any) -> None:
+            raise PanicException
+
+        engine._core._executor.launch = panicking  # type: ignore[method-assign]
+        async with asyncio.timeout(10):
+            return [event async for event in engine.generate(PROMPT, SamplingParams(max_tokens=2))][-1]
+
+    failure = asyncio.run(ended())
+    assert (type(failure), failure.code) == (Failed, ErrorCode.ENGINE_DEAD)
+
+
 # --- before a request is queued --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def engine() -> Any:
-    engine = build_engine("none", EngineConfig(executor="fake", max_grammar_bytes=5000))
-    yield engine
-    engine.shutdown()
 
 
 async def ask(engine: AsyncEngine, grammar: str, **options: Any) -> tuple[str, Finished]:
