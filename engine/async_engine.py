@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from engine.compilation import Compilation
 from engine.config import ResolvedConfig
@@ -101,6 +101,7 @@ class AsyncEngine:
         queue_timeout_s: float | None = None,
         priority: int = 0,
         tenant: str = "",
+        pooling: Literal["mean", "last"] | None = None,
         prepared: Awaitable[None] | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Yield a request's events one by one: Scheduled, Token*, then exactly one of Finished or Failed.
@@ -113,7 +114,14 @@ class AsyncEngine:
         """
         request_id = request_id or uuid.uuid4().hex
         submission = Submission(
-            request_id, tuple(prompt_token_ids), sampling, timeout_s, queue_timeout_s, priority, tenant
+            request_id,
+            tuple(prompt_token_ids),
+            sampling,
+            timeout_s,
+            queue_timeout_s,
+            priority,
+            tenant,
+            pooling=pooling,
         )
         stream = self.stream(submission, prepared)
         try:

@@ -201,6 +201,7 @@ class IngressReplica:
             max_model_len=longest,
             created=created,
             tool_parser=_tool_parser(settings, self._tokenizer),
+            pooling=None if settings.pooling == "none" else settings.pooling,
             reasoning_parser=None if settings.reasoning_parser == "none" else settings.reasoning_parser,
         )
         spare_garbage_collections()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from engine.protocol import ErrorCode, Event, LoadSnapshot, Submission
 from serve_app.metrics.activity import FleetActivity
@@ -105,3 +105,5 @@ class ServedModel:
     """How the model writes its calls: a name of serve_app.parsing.tools; None: it has not learnt to."""
     reasoning_parser: str | None = None
     """How it marks what it thinks: a name of serve_app.parsing.reasoning; None: it does not."""
+    pooling: Literal["mean", "last"] | None = None
+    """How a text's hidden states become its embedding; None: it makes none."""

@@ -221,6 +221,11 @@ class AppSettings(BaseModel):
     reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] = Field(
         "none", description="How the model marks what it thinks, which answers then tell apart."
     )
+    pooling: Literal["none", "mean", "last"] = Field(
+        "none",
+        description="What /v1/embeddings answers with: the mean of a text's final hidden states, or the last one, as "
+        "the model was trained for. `none`: it is refused.",
+    )
     admission: AdmissionSettings = Field(
         default_factory=AdmissionSettings, description="What is let in, and what waits in the ingress; see below."
     )

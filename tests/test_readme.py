@@ -15,6 +15,7 @@ from engine import bench_memory
 from engine.bench_mixed import table
 from loadtest import transport
 from loadtest.server import Server
+from serve_app.api.embedding_schema import EmbeddingRequest
 from serve_app.api.schema import ChatRequest, CompletionRequest, StreamOptions
 from serve_app.reference import BEGIN, END, METRICS_BEGIN, METRICS_END, render, render_metrics
 from serve_app.settings import AppSettings
@@ -52,7 +53,8 @@ def test_every_block_is_run_by_a_test() -> None:
 
 def test_every_field_that_is_honoured_is_named() -> None:
     section = README.partition("## What it serves")[2].partition("\n## ")[0]
-    fields = {**ChatRequest.model_fields, **CompletionRequest.model_fields, **StreamOptions.model_fields}
+    models = (ChatRequest, CompletionRequest, StreamOptions, EmbeddingRequest)
+    fields = {name for model in models for name in model.model_fields}
     assert not [name for name in fields if f"`{name}`" not in section]
 
 

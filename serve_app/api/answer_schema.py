@@ -52,6 +52,25 @@ class Usage(Shape):
     """Of chats with a model that marks what it thinks."""
 
 
+class Embedding(Shape):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+    """Of length 1; as base64 where that was asked for."""
+
+
+class EmbeddingUsage(Shape):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Shape):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class CalledFunction(Shape):
     name: str
     arguments: str

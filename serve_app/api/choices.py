@@ -44,6 +44,11 @@ class Choices:
         return [Prompt(completion.submission.prompt_token_ids, completion.prompt_scores) for completion in self._all]
 
     @property
+    def vectors(self) -> list[tuple[float, ...]]:
+        """That of each choice, where prompts are pooled."""
+        return [completion.vector for completion in self._all]
+
+    @property
     def usage(self) -> Usage:
         """Of all: a prompt counts once, whatever the number of its answers."""
         leaders = [group[0].usage for group in self._groups]

@@ -15,6 +15,7 @@ from engine.protocol import (
     Failed,
     Finished,
     FinishReason,
+    Pooled,
     PromptLogprobs,
     Scheduled,
     Token,
@@ -88,6 +89,8 @@ class Completion:
         """Once the answer is whole."""
         self.prompt_scores: tuple[TokenLogprobs, ...] | None = None
         """Of the prompt's tokens from the second on, once they are known."""
+        self.vector: tuple[float, ...] = ()
+        """Of a prompt that is pooled, once it is known."""
 
     @property
     def usage(self) -> Usage:
@@ -155,6 +158,8 @@ class Completion:
                 case PromptLogprobs():
                     self.prompt_scores = event.logprobs
                     texts.append(self._show_prompt(event))
+                case Pooled():
+                    self.vector = event.values
                 case Finished():
                     texts.append(self._stops.flush())
                     return self._piece([*texts, self._stop_token(event)], self._finish(event))

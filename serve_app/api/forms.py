@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol
+from typing import Generic, Protocol, TypeVar
 
 from serve_app.api.chat_reader import ChatReader, make_reader, needs_reader, prompt_end
 from serve_app.api.choices import Choices
 from serve_app.api.completion import Piece
+from serve_app.api.embedding_schema import EmbeddingRequest
 from serve_app.api.response import ChatShape, Envelope, Json, Shape, Shown, TextShape, usage_json
 from serve_app.api.schema import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    RequestT,
     StreamOptions,
     parse_request,
 )
@@ -23,6 +23,8 @@ from serve_app.api.sse import ChunkFrames, Frames, UsageShown
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
 from serve_app.errors import ApiError
+
+RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest, EmbeddingRequest)
 
 
 @dataclass(frozen=True, slots=True)

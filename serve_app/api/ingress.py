@@ -31,8 +31,9 @@ from serve_app.api.choices import Choices
 from serve_app.api.completion import Completion
 from serve_app.api.deadline import HEADER as DEADLINE_HEADER
 from serve_app.api.deadline import Deadline, deadline_of, now
+from serve_app.api.embeddings import prepare_embeddings, read_embeddings
 from serve_app.api.field_grammars import refused
-from serve_app.api.forms import Answering, Asked, read_chat, read_completion
+from serve_app.api.forms import Answering, Asked, RequestT, read_chat, read_completion
 from serve_app.api.generation_response import GenerationResponses
 from serve_app.api.live import Life, LiveRequests
 from serve_app.api.logprobs import json_chars, score_chars
@@ -40,7 +41,7 @@ from serve_app.api.offload import run_sized
 from serve_app.api.refusal import REQUEST_ID, refusal
 from serve_app.api.response import model_json
 from serve_app.api.responses.form import read_response
-from serve_app.api.schema import ChatRequest, RequestT
+from serve_app.api.schema import ChatRequest
 from serve_app.api.session import HEADER as SESSION_HEADER
 from serve_app.api.session import session_of
 from serve_app.api.sse import send_stream
@@ -68,6 +69,9 @@ CLIENT_STALL_TIMEOUT_S = 60.0
 
 SSE_KEEP_ALIVE_S = 15.0
 """How long a stream may be silent. Proxies close what is silent for longer than a minute, some after half of one."""
+
+FLOAT_CHARS = 20
+"""A number of a vector as JSON."""
 
 Prepare = Callable[[RequestT, str, Tokenizer, ServedModel], Awaitable[list[list[Prepared]]]]
 
@@ -133,6 +137,7 @@ class _Generate(Generic[RequestT]):
             pieces = await choices.whole()
             size = sum(json_chars(piece.tokens or ()) for piece in pieces)
             size += sum(score_chars(prompt.scores or ()) for prompt in choices.prompts)
+            size += FLOAT_CHARS * sum(map(len, choices.vectors))
             made = await run_sized(size, lambda: JSONResponse(form.body(pieces)))
             await made(scope, receive, send)
 
@@ -277,12 +282,14 @@ def create_app(
     completions = _Generate(context, read_completion, prepare_completion, "cmpl-")
     messages = _Generate(context, read_message, prepare_chat, "msg_")
     responses = _Generate(context, partial(read_response, model=model), prepare_chat, "resp_")
+    embeddings = _Generate(context, read_embeddings, prepare_embeddings, "embd-")
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"], middleware=generating),
             Route("/v1/completions", completions, methods=["POST"], middleware=generating),
             Route("/v1/responses", responses, methods=["POST"], middleware=generating),
             Route("/v1/messages", messages, methods=["POST"], middleware=generating),
+            Route("/v1/embeddings", embeddings, methods=["POST"], middleware=generating),
             CountTokens(tokenizer, model, max_body_bytes).route(guard),
             Route("/v1/models", context.list_models, middleware=guard),
             Route("/v1/models/{model_id:path}", context.get_model, middleware=guard),

@@ -16,6 +16,7 @@ from serve_app.api.anthropic import answer_schema as anthropic
 from serve_app.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from serve_app.api.deadline import HEADER as DEADLINE_HEADER
 from serve_app.api.deadline import MAX_TIMEOUT_MS
+from serve_app.api.embedding_schema import EmbeddingRequest
 from serve_app.api.responses import answer_schema as responses
 from serve_app.api.responses.schema import ResponsesRequest
 from serve_app.api.schema import ChatRequest, CompletionRequest
@@ -119,6 +120,15 @@ OPERATIONS: tuple[Operation, ...] = (
     replace(
         _text("/v1/messages/count_tokens", _COUNT, CountTokensRequest, anthropic.TokenCount),
         error=anthropic.ErrorAnswer,
+    ),
+    Operation(
+        method="post",
+        path="/v1/embeddings",
+        summary="The vectors of texts, where the server pools.",
+        body=EmbeddingRequest,
+        answer=answers.Embeddings,
+        errors=(*_BODY, 404, 429, 503, 504),
+        parameters=_HEADERS,
     ),
     Operation(path="/v1/models", summary="The served model, in a list.", answer=answers.ModelList),
     Operation(

@@ -372,12 +372,16 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int):
-            return list(self.prompt)
-        return [cast(str | list[int], self.prompt)]
+        return as_prompts(self.prompt)
 
 
-RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
+def as_prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    """What was given alone, or as a list."""
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        return cast(list[str | list[int]], list(given))
+    return [cast(str | list[int], given)]
+
+
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 

@@ -108,13 +108,13 @@ async def prepare_completion(
     groups = []
     for number, given in enumerate(request.prompts):
         param = "prompt" if len(request.prompts) == 1 else f"prompt.{number}"
-        prompt, text = await _encoded(given, tokenizer, param)
+        prompt, text = await encode_prompt(given, tokenizer, param)
         indices = range(number * request.num_choices, (number + 1) * request.num_choices)
         groups.append([await maker.prepared(prompt, text, param, index) for index in indices])
     return groups
 
 
-async def _encoded(given: str | list[int], tokenizer: Tokenizer, param: str) -> tuple[list[int], str | None]:
+async def encode_prompt(given: str | list[int], tokenizer: Tokenizer, param: str) -> tuple[list[int], str | None]:
     """A prompt's tokens, and its text where that was given."""
     if isinstance(given, str):
         return await run_sized(len(given), lambda: tokenizer.encode(given)), given
@@ -140,8 +140,8 @@ class _Maker:
     async def prepared(self, prompt: list[int], text: str | None, param: str, index: int) -> Prepared:
         """The answer that is choice `index` of the response. `text`: the prompt's, where it was given as text."""
         request = self.request
-        kept = _truncated(prompt, request.truncate_prompt_tokens, self.model.max_model_len, self.wanted)
-        allowed = _answer_tokens(kept, self.wanted, self.default, self.model, param)
+        kept = truncated(prompt, request.truncate_prompt_tokens, self.model.max_model_len, self.wanted)
+        allowed = answer_tokens(kept, self.wanted, self.default, self.model, param)
         request_id = self.request_id if request.num_choices == 1 and index == 0 else f"{self.request_id}-{index}"
         sampling = _sampling(request, allowed, index % request.num_choices, self.tokenizer)
         if self.constraint is not None:
@@ -176,7 +176,7 @@ def _echoes(request: ChatRequest | CompletionRequest) -> bool:
     return isinstance(request, CompletionRequest) and bool(request.echo)
 
 
-def _truncated(prompt: list[int], most: int | None, limit: int, wanted: int | None) -> list[int]:
+def truncated(prompt: list[int], most: int | None, limit: int, wanted: int | None) -> list[int]:
     """The prompt's last tokens: `most`, and for -1 as many as leave room for the answer."""
     if most is None:
         return prompt
@@ -185,7 +185,7 @@ def _truncated(prompt: list[int], most: int | None, limit: int, wanted: int | No
     return prompt if len(prompt) <= most else prompt[len(prompt) - most :]
 
 
-def _answer_tokens(
+def answer_tokens(
     prompt: list[int], wanted: int | None, default: int | None, model: ServedModel, param: str
 ) -> int | None:
     """How many tokens the answer may have; None is as many as the context holds.

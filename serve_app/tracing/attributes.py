@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from serve_app.api.embedding_schema import EmbeddingRequest
 from serve_app.api.schema import ChatRequest
 from serve_app.errors import ApiError, clip
 from serve_app.tracing.facts import EndedRequest, RequestFacts
@@ -25,8 +26,11 @@ _MAX_CHARS = 200
 """Of a name that a client chose."""
 
 
+_OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
+
+
 def operation_of(path: str) -> str:
-    return "text_completion" if path == "/v1/completions" else "chat"
+    return _OPERATIONS.get(path, "chat")
 
 
 def span_name(path: str, facts: RequestFacts) -> str:
@@ -85,6 +89,10 @@ def _of_request(facts: RequestFacts) -> Attributes:
     request = facts.request
     if request is None:
         return {}
+    if isinstance(request, EmbeddingRequest):
+        encodings = None if request.encoding_format is None else [request.encoding_format]
+        named = {"gen_ai.request.model": clip(request.model, _MAX_CHARS), "gen_ai.request.encoding_formats": encodings}
+        return _given(named)
     wanted = request.max_completion_tokens if isinstance(request, ChatRequest) else None
     several = request.num_choices if request.num_choices > 1 else None
     return _given(

@@ -14,6 +14,7 @@ from serve_app.metrics.request_times import RequestTimes
 
 if TYPE_CHECKING:
     from serve_app.api.choices import Choices
+    from serve_app.api.embedding_schema import EmbeddingRequest
     from serve_app.api.schema import ChatRequest, CompletionRequest
 
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 class RequestFacts:
     """Filled as far as the request comes."""
 
-    request: ChatRequest | CompletionRequest | None = None
+    request: ChatRequest | CompletionRequest | EmbeddingRequest | None = None
     session: str | None = None
     answer_id: str | None = None
     choices: Choices | None = None

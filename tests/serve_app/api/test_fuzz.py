@@ -119,6 +119,11 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
         CHAT | {"tools": [STRICT], "tool_choice": ALLOWED, "max_tokens": 9},
         CHAT | {"continue_final_message": True, "prompt_logprobs": 1, "include_reasoning": False},
     ],
+    "/v1/embeddings": [
+        {"model": MODEL.id, "input": "a"},
+        {"model": MODEL.id, "input": ["a", "b"], "encoding_format": "base64", "priority": 1, "user": "ann"},
+        {"model": MODEL.id, "input": [[1, 2], [3]], "truncate_prompt_tokens": 1, "timeout_ms": 5000},
+    ],
     "/v1/completions": [
         PROMPT,
         PROMPT | SAMPLING | {"echo": True, "logprobs": 2},
@@ -177,7 +182,7 @@ def app() -> Iterator[ASGIApp]:
     engine = build_engine("", EngineConfig(executor="fake", fake=FakeConfig(reply="It rains."), max_model_len=256))
     tokenizer = Tokenizer.byte_level()
     tokenizer._chat_template = ChatTemplate(TEMPLATE, {})
-    model = replace(MODEL, max_model_len=256, tool_parser="hermes", reasoning_parser="qwen3")
+    model = replace(MODEL, max_model_len=256, tool_parser="hermes", reasoning_parser="qwen3", pooling="mean")
     keys = Keys(admin_sha256=hashlib.sha256(ADMIN_KEY.encode()).hexdigest())
     yield create_app(LocalClient(engine), tokenizer, model, keys=keys)
     engine.shutdown()
