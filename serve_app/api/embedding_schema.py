@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from serve_app.api.deadline import MAX_TIMEOUT_MS
-from serve_app.api.schema import Prompt, as_prompts
+from serve_app.api.prompt_schema import Prompt, as_prompts
 from serve_app.api.strict_model import StrictModel, Unsupported
 
 

@@ -4,15 +4,16 @@ Never reads text or tokens; what depends on the model (context length, vocabular
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.protocol import MAX_BIAS, MAX_LOGPROBS
 from serve_app.api.deadline import MAX_TIMEOUT_MS
-from serve_app.api.messages import Message, Tools, text_or_list, text_or_list_of
+from serve_app.api.messages import Message, Tools, text_or_list_of
+from serve_app.api.prompt_schema import MAX_CHOICES, Prompt, TokenId, as_prompts
 from serve_app.api.session import MAX_CHARS
 from serve_app.api.strict_model import UNSUPPORTED, StrictModel, Unsupported
 from serve_app.api.structured import KINDS, ResponseFormat, StructuredOutputs, TextFormat, Written
@@ -22,8 +23,6 @@ from serve_app.errors import ApiError, clip, from_validation
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 1024
-MAX_CHOICES = 128
-"""Of one response: prompts times `n`."""
 MAX_BAD_WORDS = 256
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 2**18
@@ -82,7 +81,6 @@ Stop = Annotated[
     | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), Tag("<list>")],
     text_or_list_of("a string or a list of strings"),
 ]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -313,23 +311,6 @@ class ChatRequest(GenerationRequest):
         return self.prompt_logprobs
 
 
-def _kind_of_prompt(value: Any) -> str | None:
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        return "<texts>" if isinstance(value[0], str) else "<lists>"
-    return text_or_list(value)
-
-
-_PROMPT_KINDS = "a string, a list of token ids, or a list of strings or of lists of token ids"
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-Prompt = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[TokenIds, Tag("<list>")]
-    | Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True), Tag("<texts>")]
-    | Annotated[list[TokenIds], Field(max_length=MAX_CHOICES, fail_fast=True), Tag("<lists>")],
-    Discriminator(_kind_of_prompt, custom_error_type="type", custom_error_message=f"should be {_PROMPT_KINDS}"),
-]
-
-
 class CompletionRequest(GenerationRequest):
     unsupported: ClassVar[Unsupported] = _UNSUPPORTED_IN_COMPLETIONS
     prompt: Prompt
@@ -373,13 +354,6 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[str | list[int]]:
         return as_prompts(self.prompt)
-
-
-def as_prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
-    """What was given alone, or as a list."""
-    if isinstance(given, list) and given and not isinstance(given[0], int):
-        return cast(list[str | list[int]], list(given))
-    return [cast(str | list[int], given)]
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

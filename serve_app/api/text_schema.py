@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Discriminator, Field, RootModel, Tag, ValidationError
 
 from serve_app.api.messages import Message, Tools
-from serve_app.api.schema import ChatRequest, TokenId
+from serve_app.api.prompt_schema import TokenId
+from serve_app.api.schema import ChatRequest
 from serve_app.api.strict_model import StrictModel, Unsupported
 from serve_app.api.tool_choice import ToolChoice
 from serve_app.errors import from_validation
