@@ -3,6 +3,7 @@ Never tests a grammar's letters: tests/serve_app/grammars and parsing do."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncEngine
 from engine.build import build_engine
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SchedulerConfig
 from engine.protocol import ErrorCode, RequestRejected
 from serve_app.api.chat_template import ChatTemplate
 from serve_app.api.ingress import create_app
@@ -25,7 +26,7 @@ from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
 from tests.serve_app.api.test_end_to_end import openai_client
 from tests.serve_app.api.test_tools import TEMPLATE, app_of, saying, together
-from tests.serve_app.harness import CHAT, MODEL, PROMPT, Answer, LocalClient, ScriptedClient, post
+from tests.serve_app.harness import CHAT, MODEL, PROMPT, Answer, LocalClient, ScriptedClient, joined_choice, post
 from tests.support.json_schemas import random_schema
 
 pytestmark = pytest.mark.anyio
@@ -106,15 +107,42 @@ async def test_a_schema_by_any_name_gives_json_that_it_allows(engine: AsyncEngin
     Draft202012Validator(SCHEMA).validate(json.loads(await text_of(serving(engine), **fields)))
 
 
-async def test_a_random_schema_is_kept_over_http(engine: AsyncEngine) -> None:
-    app = serving(engine)
-    for seed in range(25):
+async def test_two_hundred_random_schemas_are_kept_whole_and_streamed_in_chunks_and_after_preemptions() -> None:
+    """Sixteen at a time, with memory for a third of what they come to hold: every second answer is a stream."""
+    scheduler = SchedulerConfig(reserve_mode="prompt")
+    tight = EngineConfig(
+        executor="fake",
+        max_model_len=1000,
+        num_kv_blocks=64,
+        max_num_seqs=16,
+        max_num_batched_tokens=100,
+        max_prefill_tokens=20,
+        scheduler=scheduler,
+    )
+    engine = build_engine("", tight)
+    app, turn = serving(engine), asyncio.Semaphore(16)
+
+    async def reply(seed: int) -> bool:
         schema = random_schema(seed, depth=2)
-        answer = await post(app, "/v1/completions", PROMPT | LIMITS | {"structured_outputs": {"json": schema}})
+        body = (
+            PROMPT
+            | LIMITS
+            | {"prompt": "x" * 50, "seed": seed, "max_tokens": 900, "structured_outputs": {"json": schema}}
+        )
+        async with turn:
+            answer = await post(app, "/v1/completions", body | {"stream": seed % 2 == 1})
         assert answer.status == 200, answer.json
-        (choice,) = answer.json["choices"]
+        choice = joined_choice(answer) if seed % 2 else answer.json["choices"][0]
         if choice["finish_reason"] == "stop":
             Draft202012Validator(schema).validate(json.loads(choice["text"]))
+        return bool(choice["finish_reason"] == "stop")
+
+    try:
+        ended = await asyncio.gather(*map(reply, range(200)))
+        assert engine.load().num_preemptions > 0
+        assert sum(ended) >= 190, "the others were cut off at max_tokens"
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.parametrize(
