@@ -16,8 +16,14 @@ from serve_app.api.chat_template import ChatTemplate, TemplateFailed
 from serve_app.api.detokenizer import Detokenizer
 
 _BYTE_LEVEL_SPECIALS = ("<eos>", "<|system|>", "<|developer|>", "<|user|>", "<|assistant|>", "<|tool|>")
+# Calls as Hermes models write them.
 _BYTE_LEVEL_TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<eos>{% endfor %}"
+    "{% if tools %}<|system|>Tools: {{ tools | tojson }}. Call one as "
+    '<tool_call>{"name": ..., "arguments": {...}}</tool_call>.<eos>{% endif %}'
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>"
+    "{% endfor %}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte

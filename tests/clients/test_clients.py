@@ -8,7 +8,6 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,23 +37,18 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def needs_structured_output(name: str) -> Any:
-    """The server refuses `response_format` so far; as soon as it does not, this mark has to go."""
-    return pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="needs structured output"))
-
-
 SMOKES = [
     "openai_chat",
     "openai_responses",
     "openai_tools_that_the_model_does_not_call",
-    needs_structured_output("openai_response_format"),
+    "openai_response_format",
     "litellm_chat",
     "litellm_context_window",
     "langchain_chat",
-    needs_structured_output("langchain_structured_output"),
+    "langchain_structured_output",
     "pydantic_ai_text",
-    needs_structured_output("pydantic_ai_native_output"),
-    needs_structured_output("instructor_extracts"),
+    "pydantic_ai_native_output",
+    "instructor_extracts",
     "anthropic_messages",
     "anthropic_errors",
 ]
@@ -73,16 +67,11 @@ def scripted_server() -> Iterator[Server]:
         yield server
 
 
-NO_TOOLS = "this model's chat template shows no tools, as the default model's, and a request with tools is refused"
 NO_IMAGES = "models here read text"
 SUITES = {
-    "openai-chat": {"chat-tool-calling": NO_TOOLS, "chat-image-input": NO_IMAGES},
-    "open-responses": {
-        "tool-calling": NO_TOOLS,
-        "image-input": NO_IMAGES,
-        "assistant-phase": "the phase of a message, other than `final_answer`, is refused: no model here reads it",
-    },
-    "anthropic": {"anth-tool-calling": NO_TOOLS, "anth-image-input": NO_IMAGES},
+    "openai-chat": {"chat-image-input": NO_IMAGES},
+    "open-responses": {"image-input": NO_IMAGES},
+    "anthropic": {"anth-image-input": NO_IMAGES},
 }
 """By suite, what fails and why; all else has to pass, or is skipped by the suite itself."""
 

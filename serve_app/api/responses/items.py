@@ -30,7 +30,7 @@ Content = Annotated[
 
 
 class MessageItem(_Item):
-    unsupported: ClassVar[Unsupported] = {"phase": ("final_answer",)}
+    unsupported: ClassVar[Unsupported] = {"phase": ("final_answer", "commentary")}
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
