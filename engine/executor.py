@@ -43,11 +43,12 @@ from engine.verification import Place, in_kernel_order, in_plan_order, num_accep
 from engine.weights import dummy_weights, load_weights
 from kernels.ops import select_ops
 
-NO_STATE = "The model gave no finite hidden state."
 NO_LOGIT = "The model gave no finite logit."
+NO_STATE = "The model gave no finite hidden state."
+LOST_TOKEN = "The token to go on from was not sampled: its row failed in the step before."
+
 _Masks = tuple[Within | None, dict[int, str]]
 """What grammars allow, and why rows have no mask, by row."""
-LOST_TOKEN = "The token to go on from was not sampled: its row failed in the step before."
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
@@ -102,7 +103,9 @@ class TorchExecutor:
         failed |= {number: LOST_TOKEN for number, row in enumerate(plan.rows) if is_lost(row, self._newest)}
         pooled = _pooled(plan, hidden)
         failed |= dict.fromkeys((number for number, of in pooled.items() if not all(map(math.isfinite, of))), NO_STATE)
-        output = self._with_drafts(plan, _output(plan, tokens, logprobs, scores, failed))
+        output = _output(plan, tokens, logprobs, scores, failed)
+        if within is not None:
+            output = replace(output, drafts=self._forced(plan, output))
         if pooled:
             output = replace(output, pooled=pooled)
         self._keep_newest(plan, output)
@@ -118,18 +121,18 @@ class TorchExecutor:
             yield done
             return
         assert self._grammars is not None
-        numbers = [number for number, _ in rows]
-        found = self._masker.submit(self._fill_masks, [row for _, row in rows], numbers, places)
+        found = self._masker.submit(self._fill_masks, rows, places)
         try:
             yield found
         finally:
             wait([found])  # the matchers are nobody else's until then
 
-    def _fill_masks(self, rows: Sequence[GrammarRow], numbers: Sequence[int], places: Sequence[Place]) -> _Masks:
+    def _fill_masks(self, rows: Sequence[tuple[int, GrammarRow]], places: Sequence[Place]) -> _Masks:
         assert self._grammars is not None
-        words, failed = self._grammars.masks(rows)
-        limited = torch.tensor([i for i, place in enumerate(places) if place.number in set(numbers)])
-        return Within(limited, torch.from_numpy(words)), {numbers[i]: why for i, why in failed.items()}
+        words, failed = self._grammars.masks([row for _, row in rows])
+        numbers = {number for number, _ in rows}
+        limited = torch.tensor([i for i, place in enumerate(places) if place.number in numbers])
+        return Within(limited, torch.from_numpy(words)), {rows[i][0]: why for i, why in failed.items()}
 
     def _sample(
         self, plan: StepPlan, places: Sequence[Place], hidden: Tensor, within: Within | None
@@ -157,21 +160,14 @@ class TorchExecutor:
         answer = answer_tokens(row, self._newest)
         return (*answer, *row.token_ids[1 : offset + 1]) if answer and row.kind is RowKind.DECODE else answer
 
-    def _with_drafts(self, plan: StepPlan, output: StepOutput) -> StepOutput:
-        """Draft what a grammar forces to follow."""
-        grammars = self._grammars
-        if grammars is None:
-            return output
-        drafts = {
+    def _forced(self, plan: StepPlan, output: StepOutput) -> dict[int, tuple[int, ...]]:
+        """What grammars force to follow, by row."""
+        assert self._grammars is not None
+        return {
             number: forced
-            for number, row in enumerate(plan.rows)
-            if output.sampled[number]
-            and row.sampling is not None
-            and row.sampling.controls is not None
-            and row.sampling.controls.grammar is not None
-            and (forced := grammars.forced(row.request_id, output.sampled[number]))
+            for number, row in grammar_rows(plan, self._newest)
+            if output.sampled[number] and (forced := self._grammars.forced(row.request_id, output.sampled[number]))
         }
-        return replace(output, drafts=drafts) if drafts else output
 
     def _keep_newest(self, plan: StepPlan, output: StepOutput) -> None:
         """What PENDING_TOKEN stands for in the next step: nothing where this one failed, lest it be an older token."""

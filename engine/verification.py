@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from engine.step import RowKind, ScheduledRequest, StepOutput, StepPlan
@@ -40,9 +41,10 @@ def in_kernel_order(plan: StepPlan) -> tuple[StepPlan, list[int] | None]:
 
     Also which row of `plan` each row is; None if they are in that order already.
     """
-    order = sorted(range(len(plan.rows)), key=lambda number: _rank(plan.rows[number]))
-    if order == list(range(len(order))):
+    ranks = [_rank(row) for row in plan.rows]
+    if all(before <= after for before, after in pairwise(ranks)):
         return plan, None
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
     return replace(plan, rows=tuple(plan.rows[number] for number in order)), order
 
 
