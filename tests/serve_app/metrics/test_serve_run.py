@@ -122,10 +122,11 @@ def test_a_scrape_of_two_ingresses_and_two_engines_equals_the_requests_made_and_
         known = "&".join(f"after={engine['engine']}:{engine['steps'][-1]['id']}" for engine in told["engines"])
         assert [engine["steps"] for engine in activity(server, f"?{known}")["engines"]] == [[], []]
 
-        body = {"model": MODEL, "prompt": "hello", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        greedy = {"prompt": "hello", "temperature": 0}
+        body = {"model": MODEL, "max_tokens": NUM_TOKENS, "ignore_eos": True, **greedy}
         text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
         for stream in (False, True):
-            assert ask(server, stream=stream, stop=text[1:3], max_tokens=1000) == 200
+            assert ask(server, stream=stream, stop=text[1:3], **greedy | {"max_tokens": 1000}) == 200
         ended = until(server, lambda series: total(series, "vllm:request_success_total") == 43)
         by_reason = {
             r: total(ended, "vllm:request_success_total", finished_reason=r) for r in ("stop", "length", "abort")
