@@ -326,6 +326,7 @@ def test_two_engine_replicas_answer_at_once_and_sigterm_lets_streams_finish() ->
         assert not own_directory.exists(), "and no file"
 
 
+@pytest.mark.slow
 def test_sigterm_lets_streams_finish_while_replicas_are_still_starting() -> None:
     one_too_many = {"ingress_num_cpus": 1, "ingress_replicas": 1 + (os.cpu_count() or 1), "engine_num_cpus": 0}
     with serve_run(fake(**one_too_many)) as server, ThreadPoolExecutor(4) as pool:
@@ -341,7 +342,7 @@ def test_sigterm_lets_streams_finish_while_replicas_are_still_starting() -> None
             assert json.loads(payloads[-2])["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("Ctrl-C", marks=pytest.mark.slow)])
 def test_what_cannot_finish_in_time_ends_with_an_error_frame(how: str) -> None:
     with serve_run(fake(drain_timeout_s=1)) as server, ThreadPoolExecutor(3) as pool:
         streams = [pool.submit(read_stream, server, 3000) for _ in range(3)]
@@ -361,6 +362,7 @@ def test_what_cannot_finish_in_time_ends_with_an_error_frame(how: str) -> None:
 # --- Ray Serve's Python proxy in front, and no ingress at all --------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_with_the_python_proxy_clients_may_leave_and_sigterm_ends_streams_as_it_does_behind_haproxy() -> None:
     with serve_run(fake(drain_timeout_s=3), env=PYTHON_PROXY) as server, ThreadPoolExecutor(4) as pool:
         assert pids_of(server, "haproxy") == []
@@ -377,6 +379,7 @@ def test_with_the_python_proxy_clients_may_leave_and_sigterm_ends_streams_as_it_
         assert not left_of(server)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_server_whose_engine_refuses_to_start_and_whose_ingress_therefore_never_runs() -> None:
     """`serve run` waited for an answer of the first ingress replica, for ever."""
     refused = {"executor": "fake", "fake": {"recurrent_state": True}, "num_speculative_tokens": 2}

@@ -343,10 +343,15 @@ async def has_all_it_wants(at: Ingress) -> None:
     await stream.aclose()
 
 
-async def test_a_reader_that_has_all_it_wants_stops_its_request_and_the_call_returns_by_itself() -> None:
+async def test_a_reader_that_has_all_it_wants_stops_its_request_and_the_call_returns_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Serve's cancellation may come before the channel's word, and would make an abort of it."""
     async with ingress(gated=True) as at:
+        abort, stopped = at.engine.engine.abort, asyncio.Event()
+        monkeypatch.setattr(at.engine.engine, "abort", lambda *word: (abort(*word), stopped.set()))
         await has_all_it_wants(at)
+        await stopped.wait()  # a hundred steps of this engine take less time than the word on its way
         at.engine.gate.open()
         answer = await at.handle.responses[0].task
         assert isinstance(answer, bytes)

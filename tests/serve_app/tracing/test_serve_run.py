@@ -73,6 +73,7 @@ def printed(server: Server) -> list[dict[str, Any]]:
     return [span for span in spans if span["context"]["trace_id"] == f"0x{TRACE_ID}"]
 
 
+@pytest.mark.slow
 def test_a_servers_output_has_the_spans_of_its_requests() -> None:
     with serve_run(FAKE | {"tracing": {"exporter": "console"}}) as server:
         answer = ask(server, stream=True)
