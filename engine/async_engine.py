@@ -114,14 +114,7 @@ class AsyncEngine:
         """
         request_id = request_id or uuid.uuid4().hex
         submission = Submission(
-            request_id,
-            tuple(prompt_token_ids),
-            sampling,
-            timeout_s,
-            queue_timeout_s,
-            priority,
-            tenant,
-            pooling=pooling,
+            request_id, tuple(prompt_token_ids), sampling, timeout_s, queue_timeout_s, priority, tenant, pooling=pooling
         )
         stream = self.stream(submission, prepared)
         try:

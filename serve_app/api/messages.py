@@ -6,23 +6,15 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from serve_app.api.strict_model import StrictModel, Unsupported
+from serve_app.api.unions import text_or_list_of
 
 MAX_TOOLS = 128
 _NEVER: tuple[Any, ...] = ()
 FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
-
-
-def text_or_list(value: Any) -> str | None:
-    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
-
-
-def text_or_list_of(expected: str) -> Discriminator:
-    """Of a union whose members are tagged `<text>` and `<list>`."""
-    return Discriminator(text_or_list, custom_error_type="type", custom_error_message=f"should be {expected}")
 
 
 class TextPart(StrictModel):

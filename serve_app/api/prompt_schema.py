@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import Discriminator, Field, Tag
 
-from serve_app.api.messages import text_or_list
+from serve_app.api.unions import text_or_list
 
 MAX_CHOICES = 128
 """Of one response: prompts times `n`."""

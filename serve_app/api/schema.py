@@ -12,12 +12,13 @@ from pydantic_core import PydanticCustomError
 
 from engine.protocol import MAX_BIAS, MAX_LOGPROBS
 from serve_app.api.deadline import MAX_TIMEOUT_MS
-from serve_app.api.messages import Message, Tools, text_or_list_of
+from serve_app.api.messages import Message, Tools
 from serve_app.api.prompt_schema import MAX_CHOICES, Prompt, TokenId, as_prompts
 from serve_app.api.session import MAX_CHARS
 from serve_app.api.strict_model import UNSUPPORTED, StrictModel, Unsupported
 from serve_app.api.structured import KINDS, ResponseFormat, StructuredOutputs, TextFormat, Written
 from serve_app.api.tool_choice import NamedFunction, ToolChoice, must_call, names_of
+from serve_app.api.unions import text_or_list_of
 from serve_app.errors import ApiError, clip, from_validation
 
 MAX_STOPS = 4

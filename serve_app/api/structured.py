@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from serve_app.api.messages import FUNCTION_NAME
 from serve_app.api.strict_model import StrictModel, Unsupported
+from serve_app.api.unions import by_type
 from serve_app.grammars.texts import MAX_CHOICE_CHARS, MAX_CHOICES
 
 MAX_STRUCTURES = 128
@@ -68,21 +69,12 @@ class StructuralTagFormat(StrictModel):
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
-def _kind_of_format(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in _FORMATS else None
-
-
 ResponseFormat = Annotated[
     Annotated[TextFormat, Tag("<text>")]
     | Annotated[JsonObjectFormat, Tag("<json_object>")]
     | Annotated[JsonSchemaFormat, Tag("<json_schema>")]
     | Annotated[StructuralTagFormat, Tag("<structural_tag>")],
-    Discriminator(
-        _kind_of_format,
-        custom_error_type="type",
-        custom_error_message=f"should be an object of type {', '.join(_FORMATS)}",
-    ),
+    by_type(_FORMATS, f"an object of type {', '.join(_FORMATS)}"),
 ]
 
 ChoiceText = Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_CHARS)]

@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag
 
 from serve_app.api.messages import FUNCTION_NAME, MAX_TOOLS
 from serve_app.api.strict_model import StrictModel
+from serve_app.api.unions import kind_of
 
 
 class FunctionName(StrictModel):
@@ -37,8 +38,7 @@ class AllowedTools(StrictModel):
 def _kind_of_choice(value: Any) -> str | None:
     if isinstance(value, str):
         return "<word>"
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in ("function", "allowed_tools") else None
+    return kind_of(value, ("function", "allowed_tools"))
 
 
 _CHOICES = "should be none, auto, required, or an object of type function or allowed_tools"

@@ -1,4 +1,4 @@
-"""Owns the executor's contract at the seam, on tiny checkpoints that transformers computes too.
+"""Owns the executor's contract at the seam, on tiny checkpoints that transformers computes too. Long: each kind of row.
 Never measures time; the golden tests hold the default model to recorded tolerances."""
 
 from __future__ import annotations

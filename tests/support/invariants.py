@@ -1,4 +1,4 @@
-"""Owns the checks of the specification's invariants (I-1 to I-35, section 5.4) on a running engine core, each by name.
+"""Owns the checks of the specification's invariants on a running engine core. Long: I-1 to I-35, each by name.
 Never steers: whoever drives the core decides what happens to it, and every step of it is looked at."""
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.api.messages import text_or_list_of
 from serve_app.api.strict_model import StrictModel, Unsupported
+from serve_app.api.unions import by_type, text_or_list_of
 
 
 class CacheControl(StrictModel):
@@ -61,22 +61,13 @@ class ToolResultBlock(_Block):
     """The model reads `Error: ` before the content."""
 
 
-def _kind_of_block(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in ("text", "thinking", "tool_use", "tool_result") else None
-
-
-_BLOCKS = "should be a block of type text, thinking, tool_use or tool_result; others are not supported"
+_BLOCKS = ("text", "thinking", "tool_use", "tool_result")
 Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    Discriminator(
-        _kind_of_block,
-        custom_error_type="type",
-        custom_error_message=_BLOCKS,
-    ),
+    by_type(_BLOCKS, "a block of type text, thinking, tool_use or tool_result; others are not supported"),
 ]
 Blocks = Annotated[list[Block], Field(min_length=1, fail_fast=True)]
 Content = Annotated[

@@ -3,12 +3,13 @@ Never translates them; `conversation` does. Ids and states of items are accepted
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-from serve_app.api.messages import JsonObject, text_or_list_of
+from serve_app.api.messages import JsonObject
 from serve_app.api.strict_model import StrictModel, Unsupported
+from serve_app.api.unions import by_type, text_or_list_of
 
 
 class _Item(StrictModel):
@@ -68,16 +69,10 @@ class ReasoningItem(_Item):
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
-def _kind_of_item(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
-    return f"<{kind or 'message'}>" if kind is None or kind in _KINDS else None
-
-
-_ITEMS = f"should be an item of type {', '.join(_KINDS)}; others are not supported"
 Item = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[CallItem, Tag("<function_call>")]
     | Annotated[OutputItem, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
-    Discriminator(_kind_of_item, custom_error_type="type", custom_error_message=_ITEMS),
+    by_type(_KINDS, f"an item of type {', '.join(_KINDS)}; others are not supported", default="message"),
 ]

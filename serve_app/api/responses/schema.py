@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-from serve_app.api.messages import FUNCTION_NAME, MAX_TOOLS, text_or_list_of
+from serve_app.api.messages import FUNCTION_NAME, MAX_TOOLS
 from serve_app.api.responses.items import Item
 from serve_app.api.session import MAX_CHARS
 from serve_app.api.strict_model import StrictModel, Unsupported
 from serve_app.api.structured import JsonObjectFormat, TextFormat
 from serve_app.api.tool_choice import choice_kinds
+from serve_app.api.unions import by_type, text_or_list_of
 
 _NEVER: tuple[Any, ...] = ()
 _NO = (False,)
@@ -46,20 +47,11 @@ class SchemaFormat(StrictModel):
     """The schema is kept in any case."""
 
 
-def _kind_of_format(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in ("text", "json_object", "json_schema") else None
-
-
 TextFormats = Annotated[
     Annotated[TextFormat, Tag("<text>")]
     | Annotated[JsonObjectFormat, Tag("<json_object>")]
     | Annotated[SchemaFormat, Tag("<json_schema>")],
-    Discriminator(
-        _kind_of_format,
-        custom_error_type="type",
-        custom_error_message="should be an object of type text, json_object or json_schema",
-    ),
+    by_type(("text", "json_object", "json_schema"), "an object of type text, json_object or json_schema"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Owns the contract of Anthropic's routes: what the model reads, what the message says, whole and streamed, and errors.
+"""Owns the contract of Anthropic's routes. Long: what is read, what is answered whole and streamed, and each refusal.
 Never tests what it shares with chats: parsers, admission, deadlines."""
 
 from __future__ import annotations
