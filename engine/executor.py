@@ -19,12 +19,15 @@ from torch import Tensor
 
 from engine.config import EngineConfig, ResolvedConfig
 from engine.grammar import Grammars
-from engine.inputs import StepInputs, build_inputs, is_lost
+from engine.inputs import is_lost
 from engine.kv_cache import KVCache
 from engine.logit_controls import Within
 from engine.logprobs import prompt_logprobs, sampled_logprobs
+from engine.models.computed import Computed, Model
 from engine.models.config import read_model_config
 from engine.models.decoder import Decoder
+from engine.models.eager import EagerModel
+from engine.models.native import NativeModel
 from engine.protocol import TokenLogprobs
 from engine.resolve import resolve, torch_dtype
 from engine.sampler import sample
@@ -58,19 +61,16 @@ class TorchExecutor:
 
     def __init__(
         self,
-        model: Decoder,
-        cache: KVCache,
+        model: Model,
         *,
-        block_size: int,
         num_threads: int,
         grammars: Grammars | None = None,
     ) -> None:
-        """`grammars`: None where the model's directory has no tokenizer, or no token that ends an answer."""
+        """`num_threads`: of torch's operators. `grammars`: None where the model's directory has no tokenizer, or no
+        token that ends an answer."""
         self._model = model
-        self._cache = cache
         self._grammars = grammars
         self._masker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-masks")
-        self._block_size = block_size
         self._num_threads = num_threads
         self._thread: int | None = None
         self._outputs: deque[StepOutput] = deque()
@@ -96,12 +96,12 @@ class TorchExecutor:
         plan, order = in_kernel_order(planned)
         places = sampled_places(plan.rows)
         with self._masks(plan, places) as masks:
-            inputs, hidden = self._forward(plan)
+            computed = self._forward(plan)
         within, failed = masks.result()
-        scores = prompt_logprobs(plan.rows, hidden, self._model.logits)
-        tokens, logprobs = self._sample(plan, places, hidden[inputs.sampled_tokens], within)
+        tokens, logprobs = self._sample(plan, places, computed, within)
+        scores = prompt_logprobs(plan.rows, computed.logits_at)
         failed |= {number: LOST_TOKEN for number, row in enumerate(plan.rows) if is_lost(row, self._newest)}
-        pooled = _pooled(plan, hidden)
+        pooled = _pooled(plan, computed.hidden)
         failed |= dict.fromkeys((number for number, of in pooled.items() if not all(map(math.isfinite, of))), NO_STATE)
         output = _output(plan, tokens, logprobs, scores, failed)
         if within is not None:
@@ -135,17 +135,17 @@ class TorchExecutor:
         return Within(limited, torch.from_numpy(words)), {rows[i][0]: why for i, why in failed.items()}
 
     def _sample(
-        self, plan: StepPlan, places: Sequence[Place], hidden: Tensor, within: Within | None
+        self, plan: StepPlan, places: Sequence[Place], computed: Computed, within: Within | None
     ) -> tuple[dict[int, list[int | None]], dict[int, list[TokenLogprobs | None]]]:
-        """Tokens, and log-probabilities of those that were asked for, by row. hidden: [places, hidden]"""
+        """Tokens, and log-probabilities of those that were asked for, by row."""
         if not places:
             return {}, {}
         rows = [plan.rows[place.number] for place in places]
         wanted = [row.sampling for row in rows if row.sampling is not None]
-        logits = self._model.logits(hidden)  # [places, vocab]
+        logits = computed.logits.float()  # [places, vocab]
         positions = [row.start + place.offset + 1 for row, place in zip(rows, places, strict=True)]
         answers = [self._answer(row, place.offset) for row, place in zip(rows, places, strict=True)]
-        sampled = sample(logits, wanted, positions, answers, within)
+        sampled = sample(logits, wanted, positions, answers, within, computed.best)
         scored = sampled_logprobs(logits, wanted, sampled)
         tokens: dict[int, list[int | None]] = {}
         logprobs: dict[int, list[TokenLogprobs | None]] = {}
@@ -192,17 +192,16 @@ class TorchExecutor:
         self._newest.clear()
         self._masker.shutdown()
         with suppress(AttributeError):
-            del self._model, self._cache
+            del self._model
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Run the step and return the logits of every token, for tests and offline scoring. # [num_tokens, vocab]"""
-        return self._model.logits(self._forward(plan)[1])
+        return self._forward(plan).logits_at(torch.arange(plan.num_tokens))
 
-    def _forward(self, plan: StepPlan) -> tuple[StepInputs, Tensor]:
+    def _forward(self, plan: StepPlan) -> Computed:
         self._set_threads()
-        inputs = build_inputs(plan, self._block_size, self._newest)
-        return inputs, self._model.forward(inputs, self._cache)
+        return self._model.forward(plan, self._newest)
 
     def _set_threads(self) -> None:
         """OpenMP keeps its thread count per calling thread, so it is set in the one that runs the steps."""
@@ -288,15 +287,21 @@ def create_executor(model_dir: Path, config: EngineConfig) -> tuple[TorchExecuto
     dtype = torch_dtype(resolved.dtype)
     dummy = config.load_format == "dummy"
     weights = dummy_weights(model_config, dtype) if dummy else load_weights(model_dir, model_config, dtype)
-    model = Decoder(model_config, weights, ops, resolved.max_model_len)
+    decoder = Decoder(model_config, weights, resolved.max_model_len)
     cache = KVCache.allocate(model_config, resolved.num_kv_blocks, resolved.block_size, dtype)
-    executor = TorchExecutor(
-        model,
-        cache,
-        block_size=resolved.block_size,
-        num_threads=resolved.num_threads,
-        grammars=_grammars(model_dir, resolved),
-    )
+    model: Model
+    if True:
+        model = NativeModel(
+            decoder,
+            cache,
+            block_size=resolved.block_size,
+            num_threads=resolved.num_threads,
+            num_tokens=resolved.max_num_batched_tokens,
+            num_sampled=resolved.max_decode_tokens,
+        )
+    else:
+        model = EagerModel(decoder, ops, cache, resolved.block_size)
+    executor = TorchExecutor(model, num_threads=resolved.num_threads, grammars=_grammars(model_dir, resolved))
     return executor, resolved
 
 

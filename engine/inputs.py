@@ -36,7 +36,7 @@ def build_inputs(plan: StepPlan, block_size: int, newest: Mapping[str, int] = NO
     Raises:
         ValueError: a row breaks the seam's contract, or asks for what this executor's capabilities do not offer.
     """
-    _check(plan, block_size)
+    check_plan(plan, block_size)
     counts = [len(row.token_ids) for row in plan.rows]
     starts = [row.start for row in plan.rows]
     ends = list(accumulate(counts))
@@ -45,13 +45,10 @@ def build_inputs(plan: StepPlan, block_size: int, newest: Mapping[str, int] = NO
     first_position = torch.tensor([start - end + count for start, end, count in zip(starts, ends, counts, strict=True)])
     positions = torch.arange(ends[-1]) + first_position[row_of_token]
     return StepInputs(
-        token_ids=int_tensor(_token_ids(row, newest) for row in plan.rows),
+        token_ids=int_tensor(fed_tokens(row, newest) for row in plan.rows),
         positions=positions,
         slots=block_tables[row_of_token, positions // block_size] * block_size + positions % block_size,
-        sampled_tokens=torch.tensor(
-            [ends[place.number] - counts[place.number] + place.offset for place in sampled_places(plan.rows)],
-            dtype=torch.int64,
-        ),
+        sampled_tokens=torch.tensor(sampled_tokens(plan.rows, counts), dtype=torch.int64),
         rows=PagedRows(
             num_decode=sum(row.kind is RowKind.DECODE and len(row.token_ids) == 1 for row in plan.rows),
             contexts=tuple(starts),
@@ -67,13 +64,21 @@ def is_lost(row: ScheduledRequest, newest: Mapping[str, int]) -> bool:
     return row.token_ids[0] == PENDING_TOKEN and row.request_id not in newest
 
 
-def _token_ids(row: ScheduledRequest, newest: Mapping[str, int]) -> tuple[int, ...]:
+def sampled_tokens(rows: Sequence[ScheduledRequest], counts: Sequence[int]) -> list[int]:
+    """Numbers of the step's tokens after which one is sampled; see sampled_places. counts: tokens of each row."""
+    begins = list(accumulate(counts, initial=0))
+    return [begins[place.number] + place.offset for place in sampled_places(rows)]
+
+
+def fed_tokens(row: ScheduledRequest, newest: Mapping[str, int]) -> tuple[int, ...]:
+    """The row's token ids, with the one that was in flight."""
     if row.token_ids[0] != PENDING_TOKEN:
         return row.token_ids
     return (newest.get(row.request_id, 0),)  # a lost row fails alone, so any token of the vocabulary will do
 
 
-def _check(plan: StepPlan, block_size: int) -> None:
+def check_plan(plan: StepPlan, block_size: int) -> None:
+    """Raise ValueError where a row breaks the seam's contract."""
     if not plan.rows or plan.state_moves:
         raise ValueError(f"Step {plan.step_id} has {'state moves' if plan.rows else 'no rows'}.")
     seen_chunk = seen_drafts = False

@@ -33,11 +33,11 @@ def sampled_logprobs(
 
 
 def prompt_logprobs(
-    rows: Sequence[ScheduledRequest], hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+    rows: Sequence[ScheduledRequest], logits_at: Callable[[Tensor], Tensor]
 ) -> dict[int, tuple[TokenLogprobs, ...] | None]:
     """Of the rows with `scoring`, by row; None where a position has no distribution.
 
-    hidden: [num_tokens, hidden], of all rows; logits_of: [n, hidden] -> [n, vocab].
+    logits_at: numbers of the step's tokens [n] -> their logits [n, vocab].
     """
     scores: dict[int, list[Wanted]] = {}
     begin = 0  # the row's first token among those of the step
@@ -46,7 +46,7 @@ def prompt_logprobs(
             index = begin + scoring.first - row.start
             scores[number] = [(index + i, token, scoring.num_logprobs) for i, token in enumerate(scoring.token_ids)]
         begin += len(row.token_ids)
-    found = iter(_in_pieces([each for row in scores.values() for each in row], lambda index: logits_of(hidden[index])))
+    found = iter(_in_pieces([each for row in scores.values() for each in row], logits_at))
     return {number: _all(islice(found, len(row))) for number, row in scores.items()}
 
 

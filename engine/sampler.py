@@ -49,9 +49,11 @@ def sample(
     positions: Sequence[int],
     answers: Sequence[Sequence[int]],
     within: Within | None = None,
+    most_likely: tuple[Tensor, Tensor] | None = None,
 ) -> list[int | None]:
     """One token per row, the one at positions[row] of its request. logits: [rows, vocab], which are not changed;
-    answers: of each row, the answer's tokens so far, read where its controls look back; within: what grammars allow.
+    answers: of each row, the answer's tokens so far, read where its controls look back; within: what grammars allow;
+    most_likely: each row's most likely token and its logit, if that is known.
 
     None for a row without a finite largest logit (NaN, or every token banned): it has no answer, and its neighbours
     are not to blame.
@@ -59,13 +61,16 @@ def sample(
     The order of filters is temperature, top-k, top-p, min-p, each on what the one before left; ties go to the lower
     token id. `kernels.reference.sample` defines the result.
     """
-    logits = control_logits(logits.float(), rows, answers, within)
-    best, tokens = logits.max(dim=-1)  # [rows]
+    controlled = control_logits(logits, rows, answers, within)
+    if most_likely is None or controlled is not logits:
+        best, tokens = controlled.max(dim=-1)  # [rows]
+    else:
+        tokens, best = most_likely[0].clone(), most_likely[1]
     sound = best.isfinite().tolist()
     drawn = [number for number, row in enumerate(rows) if row.temperature > 0 and sound[number]]
     if drawn:
         index = torch.tensor(drawn)
-        scores = logits[index] - best[index].unsqueeze(1)  # [drawn, vocab], 0 at the most likely
+        scores = controlled[index] - best[index].unsqueeze(1)  # [drawn, vocab], 0 at the most likely
         draws = [uniform(rows[number].seed, positions[number]) for number in drawn]
         tokens[index] = _draw(scores, [rows[number] for number in drawn], draws)
     return [int(token) if ok else None for token, ok in zip(tokens.tolist(), sound, strict=True)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.models.config import ModelConfig
+from kernels.forward import Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,27 +17,22 @@ class LayerWeights:
     """One block. `qkv` and `gate_up` are stacked, so that each is one matrix product."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None  # [head_dim]
-    output: Tensor  # [hidden, heads * head_dim]
-    output_bias: Tensor | None
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    norms: tuple[Tensor, Tensor] | None  # of queries and of keys, each [head_dim]
+    output: Linear  # [hidden, heads * head_dim]
     mlp_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: Tensor | None
-    down: Tensor  # [hidden, intermediate]
-    down_bias: Tensor | None
+    gate_up: Linear  # [2 * intermediate, hidden]
+    down: Linear  # [hidden, intermediate]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeights:
-    """All weights of one decoder; `lm_head` is `embedding` itself where the checkpoint ties them."""
+    """All weights of one decoder; `lm_head`'s is `embedding` itself where the checkpoint ties them."""
 
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [hidden]
-    lm_head: Tensor  # [vocab, hidden]
+    lm_head: Linear  # [vocab, hidden]
 
 
 def allocate(config: ModelConfig, dtype: torch.dtype) -> DecoderWeights:
@@ -46,7 +42,7 @@ def allocate(config: ModelConfig, dtype: torch.dtype) -> DecoderWeights:
         embedding=embedding,
         layers=tuple(_allocate_layer(config, dtype) for _ in range(config.num_layers)),
         norm=torch.empty(config.hidden_size, dtype=dtype),
-        lm_head=embedding if config.tie_word_embeddings else torch.empty_like(embedding),
+        lm_head=Linear(embedding if config.tie_word_embeddings else torch.empty_like(embedding)),
     )
 
 
@@ -57,19 +53,17 @@ def _allocate_layer(config: ModelConfig, dtype: torch.dtype) -> LayerWeights:
     def new(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=dtype)
 
+    def linear(outputs: int, inputs: int, bias: bool) -> Linear:
+        return Linear(new(outputs, inputs), new(outputs) if bias else None)
+
     return LayerWeights(
         input_norm=new(hidden),
-        qkv=new(qkv_size, hidden),
-        qkv_bias=new(qkv_size) if config.qkv_bias else None,
-        q_norm=new(head_dim) if config.qk_norm else None,
-        k_norm=new(head_dim) if config.qk_norm else None,
-        output=new(hidden, config.num_heads * head_dim),
-        output_bias=new(hidden) if config.output_bias else None,
+        qkv=linear(qkv_size, hidden, config.qkv_bias),
+        norms=(new(head_dim), new(head_dim)) if config.qk_norm else None,
+        output=linear(hidden, config.num_heads * head_dim, config.output_bias),
         mlp_norm=new(hidden),
-        gate_up=new(2 * intermediate, hidden),
-        gate_up_bias=new(2 * intermediate) if config.mlp_bias else None,
-        down=new(hidden, intermediate),
-        down_bias=new(hidden) if config.mlp_bias else None,
+        gate_up=linear(2 * intermediate, hidden, config.mlp_bias),
+        down=linear(hidden, intermediate, config.mlp_bias),
     )
 
 
@@ -77,7 +71,7 @@ def checkpoint_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, 
     """Checkpoint tensor name -> the view that it fills. Every element of `weights` is filled by exactly one name."""
     table = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
     if not config.tie_word_embeddings:
-        table["lm_head.weight"] = weights.lm_head
+        table["lm_head.weight"] = weights.lm_head.weight
     for number, layer in enumerate(weights.layers):
         for name, view in _layer_table(config, layer).items():
             if view is not None:
@@ -86,28 +80,29 @@ def checkpoint_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, 
 
 
 def _layer_table(config: ModelConfig, layer: LayerWeights) -> dict[str, Tensor | None]:
-    q, k, v = _split(layer.qkv, config)
-    gate, up = layer.gate_up.chunk(2)
+    q, k, v = _split(layer.qkv.weight, config)
+    q_norm, k_norm = layer.norms or (None, None)
+    gate, up = layer.gate_up.weight.chunk(2)
     table: dict[str, Tensor | None] = {
         "input_layernorm.weight": layer.input_norm,
         "self_attn.q_proj.weight": q,
         "self_attn.k_proj.weight": k,
         "self_attn.v_proj.weight": v,
-        "self_attn.q_norm.weight": layer.q_norm,
-        "self_attn.k_norm.weight": layer.k_norm,
-        "self_attn.o_proj.weight": layer.output,
-        "self_attn.o_proj.bias": layer.output_bias,
+        "self_attn.q_norm.weight": q_norm,
+        "self_attn.k_norm.weight": k_norm,
+        "self_attn.o_proj.weight": layer.output.weight,
+        "self_attn.o_proj.bias": layer.output.bias,
         "post_attention_layernorm.weight": layer.mlp_norm,
         "mlp.gate_proj.weight": gate,
         "mlp.up_proj.weight": up,
-        "mlp.down_proj.weight": layer.down,
-        "mlp.down_proj.bias": layer.down_bias,
+        "mlp.down_proj.weight": layer.down.weight,
+        "mlp.down_proj.bias": layer.down.bias,
     }
-    if layer.qkv_bias is not None:
-        parts = zip("qkv", _split(layer.qkv_bias, config), strict=True)
+    if layer.qkv.bias is not None:
+        parts = zip("qkv", _split(layer.qkv.bias, config), strict=True)
         table.update({f"self_attn.{part}_proj.bias": view for part, view in parts})
-    if layer.gate_up_bias is not None:
-        table["mlp.gate_proj.bias"], table["mlp.up_proj.bias"] = layer.gate_up_bias.chunk(2)
+    if layer.gate_up.bias is not None:
+        table["mlp.gate_proj.bias"], table["mlp.up_proj.bias"] = layer.gate_up.bias.chunk(2)
     return table
 
 

@@ -1,0 +1,38 @@
+"""Owns what a forward pass leaves behind for the choice of tokens.
+Never outlives the step: the next pass may use the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.step import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Of one step. A place is a token after which one is sampled; see engine.verification."""
+
+    hidden: Tensor
+    """[num_tokens, hidden], the final state of each token"""
+    logits: Tensor
+    """[places, vocab]"""
+    logits_at: Callable[[Tensor], Tensor]
+    """Numbers of tokens [n] -> their logits [n, vocab]."""
+    best: tuple[Tensor, Tensor] | None = None
+    """(each place's most likely token, its logit), if the pass has found them: the lowest of equal tokens; a logit that
+    is not finite where the place's logits are no distribution."""
+
+
+class Model(Protocol):
+    """A model that runs steps, with the KV cache that it reads and writes."""
+
+    def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
+        """Run a plan in kernel order (see engine.verification). `newest`: what a request's PENDING_TOKEN stands for.
+
+        Raises:
+            ValueError: a row breaks the seam's contract.
+        """

@@ -1,0 +1,107 @@
+"""Owns a model as a program of the native library: its operations are recorded once, and a step is one call.
+Never runs Python between operations, and keeps nothing of a step but K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.inputs import check_plan, fed_tokens, sampled_tokens
+from engine.kv_cache import KVCache
+from engine.models.computed import Computed
+from engine.models.decoder import Decoder
+from engine.models.parameters import DecoderWeights
+from engine.step import StepPlan
+from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack
+
+SCORED_TOKENS = 64
+"""Tokens whose logits are computed at a time beside those that are sampled: as many as engine.logprobs asks for."""
+
+
+class NativeModel:
+    """An engine.models.computed.Model that records `decoder`, whose weights it takes for itself.
+
+    K and V lie in `cache` in the library's own order; see cache.h.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        *,
+        block_size: int,
+        num_threads: int,
+        num_tokens: int,
+        num_sampled: int,
+    ) -> None:
+        """`num_tokens`, `num_sampled`: what memory is set aside for; a larger step sets more aside, for good."""
+        decoder.weights = _packed(decoder.weights)
+        self.decoder = decoder
+        self.cache = cache
+        self._block_size = block_size
+        self._team = Team(num_threads)
+        self._capacity = num_tokens, num_sampled
+        self._record()
+
+    def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
+        check_plan(plan, self._block_size)
+        rows = plan.rows
+        counts = [len(row.token_ids) for row in rows]
+        sampled = sampled_tokens(rows, counts)
+        self._make_room(sum(counts), len(sampled))
+        needed = (row.block_ids[: -(-row.end // self._block_size)] for row in rows)
+        step = StepRows((fed_tokens(row, newest) for row in rows), [row.start for row in rows], counts, list(needed), sampled)
+        self._program.run(step)
+        places = len(sampled)
+        tokens, best = (buffer.tensor[:places, 0] for buffer in self._best)
+        return Computed(
+            self._hidden.tensor[: step.num_tokens], self._logits.tensor[:places], self._logits_at, (tokens, best)
+        )
+
+    def _logits_at(self, index: Tensor) -> Tensor:
+        """Of the step's tokens `index`: # [len(index), vocab]"""
+        found = []
+        for piece in index.split(SCORED_TOKENS):
+            self._head.run(StepRows((), (), (), (), piece.tolist()))
+            found.append(self._scored.tensor[: len(piece)])
+            found[-1] = found[-1].clone() if len(index) > SCORED_TOKENS else found[-1]
+        return torch.cat(found) if len(found) != 1 else found[0]
+
+    def _make_room(self, num_tokens: int, num_sampled: int) -> None:
+        if num_tokens > self._capacity[0] or num_sampled > self._capacity[1]:
+            self._capacity = max(num_tokens, self._capacity[0]), max(num_sampled, self._capacity[1])
+            self._record()
+
+    def _record(self) -> None:
+        num_tokens, num_sampled = self._capacity
+        self._program, self._head = (
+            Program(self._team, block_size=self._block_size, capacity=num_tokens, dtype=self.decoder.dtype)
+            for _ in range(2)
+        )
+        self._hidden: Buffer = self.decoder.forward(self._program, self.cache)
+        lm_head = self.decoder.weights.lm_head
+        self._logits = self._program.logits(self._hidden, lm_head, num_sampled)
+        self._best = self._program.argmax(self._logits)
+        self._scored = self._head.logits(self._hidden, lm_head, SCORED_TOKENS)
+
+
+def _packed(weights: DecoderWeights) -> DecoderWeights:
+    """In the memory of `weights` itself, but for an embedding that is the LM head too: that is looked up by row."""
+    tied = weights.lm_head.weight is weights.embedding
+    return replace(
+        weights,
+        layers=tuple(
+            replace(
+                layer,
+                qkv=pack(layer.qkv, consume=True),
+                output=pack(layer.output, consume=True),
+                gate_up=pack(layer.gate_up, gated=True),
+                down=pack(layer.down, consume=True),
+            )
+            for layer in weights.layers
+        ),
+        lm_head=pack(weights.lm_head, consume=not tied),
+    )

@@ -1,0 +1,154 @@
+// Owns attention over the paged cache: softmax(q k^T * scale) v with an online softmax, causal, for rows of any kind.
+// Never reads further than a row's blocks reach, and never sums in an order that depends on the step's other rows.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "cache.h"
+#include "step.h"
+#include "vector.h"
+
+template <class T>
+class Attention {
+   public:
+    const T* q;  // [num_tokens, heads, head_dim]
+    Cache<T> cache;
+    int64_t heads;
+    float scale;
+    T* out;  // [num_tokens, heads, head_dim]
+
+    int64_t num_tasks(const Step& step) const { return int64_t(step.tiles.size()) * cache.kv_heads; }
+
+    // A tile's queries of all heads that share one KV head. They pass over the keys together, KEYS at a time, so that
+    // these are read from memory once. Keys begin at position 0 for every query: a query's sums are the same whichever
+    // chunk it came in.
+    void operator()(const Step& step, int64_t task) const {
+        const Step::Tile& tile = step.tiles[task / cache.kv_heads];
+        const int64_t kv_head = task % cache.kv_heads, group = heads / cache.kv_heads;
+        const int64_t context = step.contexts[tile.row] + tile.first_token;  // before the tile's first token
+        const int64_t num_queries = tile.num_tokens * group, length = context + tile.num_tokens;
+        const int64_t head_dim = cache.head_dim;
+        thread_local std::vector<float> sums;  // [num_queries, head_dim]
+        thread_local std::vector<float> best, total;
+        sums.assign(num_queries * head_dim, 0.0f);
+        best.assign(num_queries, -std::numeric_limits<float>::infinity());
+        total.assign(num_queries, 0.0f);
+        const T* keys[KEYS / LANES];
+        const T* values[KEYS / LANES];
+        for (int64_t first = 0; first < length; first += KEYS) {
+            const int num_groups = int((std::min<int64_t>(KEYS, length - first) + LANES - 1) / LANES);
+            for (int i = 0; i < num_groups; i++) {
+                const int64_t position = first + i * LANES, block = step.block(tile.row, position);
+                keys[i] = cache.key_group(block, kv_head, position % cache.block_size);
+                values[i] = cache.value_group(block, kv_head, position % cache.block_size);
+            }
+            for (int64_t query = 0; query < num_queries;) {
+                // Of rows that stand in the same place of the step's tensors: flattened (token, head of the group).
+                Part part{this, &tile, kv_head, group, query, context, first, num_groups, keys, values,
+                          sums.data() + query * head_dim, best.data() + query, total.data() + query};
+                query += part.template run<MAX_ROWS>(num_queries - query);
+            }
+        }
+        for (int64_t query = 0; query < num_queries; query++) {
+            T* to = out + place(tile, kv_head, group, query);
+            const f32x16 inverse = splat(1.0f / total[query]);
+            for (int64_t d = 0; d < head_dim; d += LANES) store(to + d, load(sums.data() + query * head_dim + d) * inverse);
+        }
+    }
+
+   private:
+    static constexpr int KEYS = 64;
+    static constexpr int PAIR = Element<T>::PAIR;
+
+    int64_t place(const Step::Tile& tile, int64_t kv_head, int64_t group, int64_t query) const {
+        const int64_t token = tile.begin + tile.first_token + query / group;
+        return (token * heads + kv_head * group + query % group) * cache.head_dim;
+    }
+
+    // Up to MAX_ROWS queries against KEYS keys.
+    struct Part {
+        const Attention* of;
+        const Step::Tile* tile;
+        int64_t kv_head, group, query, context, first;
+        int num_groups;
+        const T* const* keys;
+        const T* const* values;
+        float *sums, *best, *total;
+
+        template <int ROWS>
+        int64_t run(int64_t left) const {
+            if constexpr (ROWS > 1)
+                if (left < ROWS) return run<ROWS - 1>(left);
+            const int64_t head_dim = of->cache.head_dim;
+            const T* q[ROWS];
+            for (int r = 0; r < ROWS; r++) q[r] = of->q + of->place(*tile, kv_head, group, query + r);
+            alignas(64) float scores[ROWS][KEYS];
+            for (int i = 0; i < num_groups; i++) score<ROWS>(q, keys[i], head_dim, scores, i);
+            alignas(64) T weights[ROWS][KEYS];
+            float keep[ROWS];
+            for (int r = 0; r < ROWS; r++) keep[r] = soften(scores[r], context + (query + r) / group, r, weights[r]);
+            for (int64_t d = 0; d < head_dim; d += 2 * LANES)
+                if (d + LANES < head_dim)
+                    mix<ROWS, 2>(weights, keep, d, head_dim);
+                else
+                    mix<ROWS, 1>(weights, keep, d, head_dim);
+            return ROWS;
+        }
+
+        template <int ROWS>
+        void score(const T* const (&q)[ROWS], const T* group_keys, int64_t head_dim, float (&scores)[ROWS][KEYS], int i) const {
+            f32x16 found[ROWS];
+            for (int r = 0; r < ROWS; r++) found[r] = splat(0.0f);
+            for (int64_t d = 0; d < head_dim; d += PAIR) {
+                const i32x16 k = load_lanes(group_keys + d * LANES);
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; r++) found[r] = dot<T>(found[r], broadcast(q[r] + d), k);
+            }
+            for (int r = 0; r < ROWS; r++) store(scores[r] + i * LANES, found[r] * splat(of->scale));
+        }
+
+        // Scores of keys up to `position` to weights; what the sums so far are to be multiplied with.
+        float soften(const float* scores, int64_t position, int r, T* weights) const {
+            constexpr float NONE = -std::numeric_limits<float>::infinity();
+            const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+            f32x16 seen[KEYS / LANES];
+            f32x16 largest = splat(NONE);
+            for (int i = 0; i < num_groups; i++) {
+                const int32_t last = int32_t(std::min<int64_t>(position - first - i * LANES, LANES));
+                seen[i] = lane <= (i32x16{} + last) ? load(scores + i * LANES) : splat(NONE);
+                largest = maximum(largest, seen[i]);
+            }
+            const float now = std::max(best[r], reduce_max(largest));
+            const float kept = exponential(splat(best[r] - now))[0];
+            f32x16 mass = splat(0.0f);
+            for (int i = 0; i < num_groups; i++) {
+                const f32x16 weight = exponential(seen[i] - splat(now));
+                store(weights + i * LANES, weight);
+                mass += load(weights + i * LANES);  // as they are multiplied: the weights of a query sum to one
+            }
+            best[r] = now;
+            total[r] = total[r] * kept + reduce_add(mass);
+            return kept;
+        }
+
+        template <int ROWS, int VECTORS>
+        void mix(const T (&weights)[ROWS][KEYS], const float (&keep)[ROWS], int64_t d, int64_t head_dim) const {
+            f32x16 mixed[ROWS][VECTORS];
+            for (int r = 0; r < ROWS; r++)
+                for (int c = 0; c < VECTORS; c++) mixed[r][c] = load(sums + r * head_dim + d + c * LANES) * splat(keep[r]);
+            for (int i = 0; i < num_groups; i++)
+                for (int64_t key = 0; key < LANES; key += PAIR) {
+                    i32x16 v[VECTORS];
+                    for (int c = 0; c < VECTORS; c++) v[c] = load_lanes(values[i] + key * head_dim + (d + c * LANES) * PAIR);
+#pragma GCC unroll 8
+                    for (int r = 0; r < ROWS; r++) {
+                        const i32x16 weight = broadcast(weights[r] + i * LANES + key);
+                        for (int c = 0; c < VECTORS; c++) mixed[r][c] = dot<T>(mixed[r][c], weight, v[c]);
+                    }
+                }
+            for (int r = 0; r < ROWS; r++)
+                for (int c = 0; c < VECTORS; c++) store(sums + r * head_dim + d + c * LANES, mixed[r][c]);
+        }
+    };
+};

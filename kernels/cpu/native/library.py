@@ -1,0 +1,122 @@
+"""Owns the native library: compiles the C++ beside it for this machine, once, and loads it.
+Never runs a kernel, and never fails a start: why there is no library is an error to be told, and to go on without."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+SOURCE_DIR = Path(__file__).parent
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
+COMPILE_TIMEOUT_S = 300.0
+
+_VOID, _INT, _LONG, _FLOAT, _POINTER = None, ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "team_create": (_POINTER, [_INT]),
+    "team_destroy": (_VOID, [_POINTER]),
+    "program_create": (_POINTER, [_POINTER, _LONG]),
+    "program_destroy": (_VOID, [_POINTER]),
+    "program_run": (_VOID, [_POINTER, _POINTER]),
+    "pack_panels": (_VOID, [_INT, _POINTER, _LONG, _LONG, _POINTER]),
+    "program_embed": (_VOID, [_POINTER, _INT, _POINTER, _LONG, _POINTER]),
+    "program_gather": (_VOID, [_POINTER, _INT, _POINTER, _LONG, _POINTER]),
+    "program_norm": (_VOID, [_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _FLOAT, _LONG, _POINTER]),
+    "program_linear": (
+        _VOID,
+        [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT, _INT],
+    ),
+    "program_gated": (_VOID, [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER]),
+    "program_rotations": (_VOID, [_POINTER, _POINTER, _FLOAT, _LONG, _POINTER]),
+    "program_rotate_and_cache": (
+        _VOID,
+        [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _LONG]
+        + [_POINTER, _POINTER, _POINTER],
+    ),
+    "program_attention": (
+        _VOID,
+        [_POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER],
+    ),
+    "program_argmax": (_VOID, [_POINTER, _POINTER, _LONG, _POINTER, _POINTER]),
+}
+
+
+class NoLibraryError(Exception):
+    """The native kernels cannot be had on this machine; the message says why, in one line."""
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The library for this machine, compiled if the cache has none from these sources by this compiler.
+
+    Environment: CXX, the compiler (g++ where it is unset); CHUNKSERVE_KERNELS_CACHE, where libraries are kept.
+
+    Raises:
+        NoLibraryError: no compiler, one that fails, or a processor that the kernels are not written for.
+    """
+    if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
+        raise NoLibraryError(f"the kernels are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}")
+    path = _compiled(_compiler())
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NoLibraryError(f"{path} cannot be loaded: {error}") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def cache_dir() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("CHUNKSERVE_KERNELS_CACHE") or Path(root) / "chunkserve" / "kernels")
+
+
+def _compiler() -> list[str]:
+    command = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    if not shutil.which(command[0]):
+        raise NoLibraryError(f"there is no C++ compiler: {command[0]} is not on the PATH")
+    return command
+
+
+def _compiled(compiler: list[str]) -> Path:
+    """The library's file. Written aside and renamed: of two processes that compile at once, either's is whole."""
+    target = cache_dir() / f"native-{_digest(compiler)}.so"
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            made = Path(scratch) / target.name
+            _run([*compiler, *FLAGS, str(SOURCE_DIR / "program.cpp"), "-o", str(made)])
+            made.replace(target)
+    except OSError as error:
+        raise NoLibraryError(f"the compiled kernels cannot be kept in {target.parent}: {error}") from error
+    return target
+
+
+def _digest(compiler: list[str]) -> str:
+    """Of all that the machine code depends on: sources, flags, the compiler, and what -march=native means here."""
+    digest = hashlib.sha256(repr((compiler, FLAGS)).encode())
+    for source in sorted(SOURCE_DIR.glob("*.h")) + [SOURCE_DIR / "program.cpp"]:
+        digest.update(source.read_bytes())
+    digest.update(_run([*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]).encode())
+    return digest.hexdigest()[:16]
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoLibraryError(f"{command[0]} did not run: {error}") from error
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
+        raise NoLibraryError(f"{command[0]} failed with status {done.returncode}: {first}")
+    return done.stdout

@@ -1,0 +1,236 @@
+// Owns the program that a model is to the CPU: operations recorded once, run by all threads in every step, one after the other.
+// Never allocates while it runs, and never looks at what an operation is for.
+#include <memory>
+
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+#include "step.h"
+#include "team.h"
+
+struct Program {
+    Program(Team& threads, int64_t block_size) : team(threads) { step.block_size = block_size; }
+
+    Team& team;
+    Step step;
+    std::vector<std::function<void()>> operations;  // each is run by every thread, and ends at a barrier
+
+    void add(std::function<void()> operation) { operations.push_back(std::move(operation)); }
+
+    void run(const StepRows& rows) {
+        step.take(rows);
+        team.run([this] {
+            for (const auto& operation : operations) operation();
+        });
+    }
+
+    // An operation on each of `count(step)` items by itself.
+    template <class Count, class Work>
+    void add_each(Count count, Work work) {
+        add([this, count, work] {
+            team.share(count(step), [&](int64_t first, int64_t last) {
+                for (int64_t i = first; i < last; i++) work(step, i);
+            });
+        });
+    }
+
+    template <class Work>
+    void add_each_token(Work work) {
+        add_each([](const Step& step) { return step.num_tokens; }, work);
+    }
+};
+
+// How many rows a matrix product has: all tokens, or those after which one is sampled.
+enum Rows : int { TOKENS = 0, SAMPLED = 1 };
+
+static int64_t count_rows(const Step& step, int rows) { return rows == SAMPLED ? step.num_sampled : step.num_tokens; }
+
+template <class T, class Out>
+static void store_panel(Out* out, const Linear<T>& linear, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
+    const int64_t n = panel * PANEL;
+    if (linear.bias) a += load(linear.bias + n), b += load(linear.bias + n + LANES);
+    Out* to = out + row * linear.outputs + n;
+    if (n + PANEL <= linear.outputs) {
+        store(to, a);
+        store(to + LANES, b);
+        return;
+    }
+    Out found[PANEL];
+    store(found, a);
+    store(found + LANES, b);
+    std::copy(found, found + (linear.outputs - n), to);
+}
+
+// A panel of a gated product holds sixteen gates, and the sixteen values that they are for.
+template <class T>
+static void store_gated(T* out, const Linear<T>& linear, int64_t row, int64_t panel, f32x16 gate, f32x16 up) {
+    const int64_t n = panel * LANES, size = linear.outputs / 2;
+    if (linear.bias) gate += load(linear.bias + panel * PANEL), up += load(linear.bias + panel * PANEL + LANES);
+    const f32x16 value = gate / (splat(1.0f) + exponential(minimum(-gate, splat(88.0f)))) * up;
+    T* to = out + row * size + n;
+    if (n + LANES <= size) return store(to, value);
+    T found[LANES];
+    store(found, value);
+    std::copy(found, found + (size - n), to);
+}
+
+template <class T, class Store>
+static void add_product(Program* program, const T* x, Linear<T> linear, int rows, Store store_sums) {
+    program->add([=] {
+        const int64_t num_rows = count_rows(program->step, rows);
+        program->team.share(linear.num_panels(), [&](int64_t first, int64_t last) {
+            multiply<T>(x, num_rows, linear, first, last, [&](int64_t row, int64_t panel, f32x16 a, f32x16 b) {
+                store_sums(linear, row, panel, a, b);
+            });
+        });
+    });
+}
+
+template <class T>
+static void add_linear(Program* program, const T* x, Linear<T> linear, void* out, int wide, int rows) {
+    if (wide)
+        add_product(program, x, linear, rows, [out](const Linear<T>& l, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
+            store_panel(static_cast<float*>(out), l, row, panel, a, b);
+        });
+    else
+        add_product(program, x, linear, rows, [out](const Linear<T>& l, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
+            store_panel(static_cast<T*>(out), l, row, panel, a, b);
+        });
+}
+
+template <class T>
+static void add_gated(Program* program, const T* x, Linear<T> linear, T* out) {
+    add_product(program, x, linear, TOKENS, [out](const Linear<T>& l, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
+        store_gated(out, l, row, panel, a, b);
+    });
+}
+
+template <class T>
+static void add_embed(Program* program, const T* table, int64_t size, T* out) {
+    program->add_each_token([=](const Step& step, int64_t token) {
+        const T* from = table + step.token_ids[token] * size;
+        std::copy(from, from + size, out + token * size);
+    });
+}
+
+template <class T>
+static void add_gather(Program* program, const T* x, int64_t size, T* out) {
+    program->add_each([](const Step& step) { return step.num_sampled; }, [=](const Step& step, int64_t i) {
+        const T* from = x + step.sampled[i] * size;
+        std::copy(from, from + size, out + i * size);
+    });
+}
+
+template <class T>
+static void add_norm(Program* program, const T* x, float* residual, int fresh, const float* weight, float eps, int64_t size,
+                     T* out) {
+    program->add_each_token([=](const Step&, int64_t token) {
+        add_rms_norm(x + token * size, residual + token * size, fresh != 0, weight, eps, size, out + token * size);
+    });
+}
+
+template <class T>
+static void add_attention(Program* program, Attention<T> attention) {
+    program->add_each([attention](const Step& step) { return attention.num_tasks(step); }, attention);
+}
+
+// The most likely token of each sampled row, and its logit: NaN if any is NaN. The lowest of equals.
+static void add_argmax(Program* program, const float* logits, int64_t vocab, int64_t* tokens, float* best) {
+    program->add_each([](const Step& step) { return step.num_sampled; }, [=](const Step&, int64_t row) {
+        const float* from = logits + row * vocab;
+        float largest = -std::numeric_limits<float>::infinity();
+        bool sound = true;
+        for (int64_t i = 0; i < vocab; i++) {
+            largest = from[i] > largest ? from[i] : largest;
+            sound &= from[i] == from[i];
+        }
+        best[row] = sound ? largest : std::numeric_limits<float>::quiet_NaN();
+        tokens[row] = std::find(from, from + vocab, largest) - from;
+    });
+}
+
+// The C interface: `wide` is 1 where the elements are float32, 0 where they are bfloat16.
+#define BY_TYPE(function, ...)                   \
+    do {                                         \
+        if (wide) {                              \
+            using T = float;                     \
+            function __VA_ARGS__;                \
+        } else {                                 \
+            using T = bf16;                      \
+            function __VA_ARGS__;                \
+        }                                        \
+    } while (0)
+
+template <class T>
+static T* as(const void* pointer) {
+    return static_cast<T*>(const_cast<void*>(pointer));
+}
+
+extern "C" {
+
+Team* team_create(int num_threads) { return new Team(num_threads); }
+
+void team_destroy(Team* team) { delete team; }
+
+// The team must outlive the program, which one thread at a time may run.
+Program* program_create(Team* team, int64_t block_size) { return new Program(*team, block_size); }
+
+void program_destroy(Program* program) { delete program; }
+
+void program_run(Program* program, const StepRows* rows) { program->run(*rows); }
+
+void pack_panels(int wide, const void* weight, int64_t outputs, int64_t inputs, void* panels) {
+    BY_TYPE(pack<T>, (as<T>(weight), outputs, inputs, as<T>(panels)));
+}
+
+void program_embed(Program* program, int wide, const void* table, int64_t size, void* out) {
+    BY_TYPE(add_embed<T>, (program, as<T>(table), size, as<T>(out)));
+}
+
+void program_gather(Program* program, int wide, const void* x, int64_t size, void* out) {
+    BY_TYPE(add_gather<T>, (program, as<T>(x), size, as<T>(out)));
+}
+
+void program_norm(Program* program, int wide, const void* x, float* residual, int fresh, const float* weight, float eps,
+                  int64_t size, void* out) {
+    BY_TYPE(add_norm<T>, (program, as<T>(x), residual, fresh, weight, eps, size, as<T>(out)));
+}
+
+void program_linear(Program* program, int wide, const void* x, const void* panels, const float* bias, int64_t inputs,
+                    int64_t outputs, void* out, int wide_out, int rows) {
+    BY_TYPE(add_linear<T>, (program, as<T>(x), Linear<T>{as<T>(panels), bias, inputs, outputs}, out, wide_out, rows));
+}
+
+void program_gated(Program* program, int wide, const void* x, const void* panels, const float* bias, int64_t inputs,
+                   int64_t outputs, void* out) {
+    BY_TYPE(add_gated<T>, (program, as<T>(x), Linear<T>{as<T>(panels), bias, inputs, outputs}, as<T>(out)));
+}
+
+void program_rotations(Program* program, const float* frequencies, float factor, int64_t half, float* out) {
+    program->add_each_token([=](const Step& step, int64_t token) {
+        rotation(step.positions[token], frequencies, factor, half, out + token * 2 * half);
+    });
+}
+
+void program_rotate_and_cache(Program* program, int wide, const void* qkv, const float* q_norm, const float* k_norm, float eps,
+                              const float* rotations, int64_t heads, int64_t kv_heads, int64_t head_dim, void* keys,
+                              void* values, void* q) {
+    const int64_t block_size = program->step.block_size;
+    BY_TYPE(program->add_each_token,
+            (RotateAndCache<T>{as<T>(qkv), q_norm, k_norm, rotations, eps, heads,
+                               Cache<T>{as<T>(keys), as<T>(values), block_size, kv_heads, head_dim}, as<T>(q)}));
+}
+
+void program_attention(Program* program, int wide, const void* q, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                       void* keys, void* values, float scale, void* out) {
+    const int64_t block_size = program->step.block_size;
+    BY_TYPE(add_attention<T>,
+            (program, Attention<T>{as<T>(q), Cache<T>{as<T>(keys), as<T>(values), block_size, kv_heads, head_dim}, heads,
+                                   scale, as<T>(out)}));
+}
+
+void program_argmax(Program* program, const float* logits, int64_t vocab, int64_t* tokens, float* best) {
+    add_argmax(program, logits, vocab, tokens, best);
+}
+
+}  // extern "C"

@@ -1,0 +1,301 @@
+"""Owns a recorded forward pass: a model's operations, written down once, and run by the library in each step.
+Never runs an operation while recording, and knows no model."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.native.library import load_library
+from kernels.forward import HeadShape, Linear
+
+PANEL = 32
+LANES = 16
+MAX_HEAD_DIM = 256
+
+
+class _StepRows(ctypes.Structure):
+    """StepRows of step.h."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "num_sampled")] + [
+        (name, ctypes.c_void_p)
+        for name in ("token_ids", "contexts", "counts", "first_blocks", "blocks", "sampled")
+    ]
+
+
+def _address(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]
+
+
+class StepRows:
+    """The rows of a step, as the library reads them. Integers that lie one after another; nothing is looked at here."""
+
+    def __init__(
+        self,
+        token_ids: Iterable[Sequence[int]],
+        contexts: Sequence[int],
+        counts: Sequence[int],
+        blocks: Sequence[Sequence[int]],
+        sampled: Sequence[int] = (),
+    ) -> None:
+        """By row: its tokens, how many are in the cache before them, how many they are, and its blocks. `sampled`:
+        tokens of the step after which one is sampled."""
+        self._arrays = [
+            _joined(token_ids),
+            array("q", contexts),
+            array("q", counts),
+            array("q", accumulate((len(ids) for ids in blocks), initial=0)),
+            _joined(blocks),
+            array("q", sampled),
+        ]
+        self.num_tokens = len(self._arrays[0])
+        sizes = (self.num_tokens, len(counts), len(sampled))
+        self.struct = _StepRows(*sizes, *map(_address, self._arrays))
+
+
+def _joined(parts: Iterable[Sequence[int]]) -> array[int]:
+    numbers = array("q")
+    for part in parts:
+        numbers += array("q", part)
+    return numbers
+
+
+class Team:
+    """The threads that run programs, one program at a time. They sleep in between."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._library = load_library()
+        self.handle = self._library.team_create(num_threads)
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "handle", None):
+            self._library.team_destroy(handle)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Weights in panels, as linear.h reads them."""
+
+    panels: Tensor
+    """[ceil(outputs / 32), inputs * 32]"""
+    bias: Tensor | None
+    """[ceil(outputs / 32) * 32] float32"""
+    inputs: int
+    outputs: int
+
+
+def pack(linear: Linear, *, gated: bool = False, consume: bool = False) -> Linear:
+    """The same product, ready for `Program`. `gated`: its outputs are [gate | up], for `gated_linear`; `consume`: the
+    weight's own memory may be written over, so that a model is never there twice.
+
+    Raises:
+        ValueError: the weight's inputs or type are none that the kernels read.
+    """
+    weight: Tensor = linear.weight
+    outputs, inputs = weight.shape
+    if inputs % 2 or weight.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"A weight of {inputs} inputs in {weight.dtype}: expected an even number in bfloat16 or float32.")
+    bias = None if linear.bias is None else linear.bias.float()
+    if gated:
+        order = _gated_order(outputs)
+        weight, bias = weight[order], None if bias is None else bias[order]
+        consume = True
+    padded = -(-len(weight) // PANEL) * PANEL
+    panels = weight if consume and padded == len(weight) else weight.new_empty(padded, inputs)
+    load_library().pack_panels(
+        int(weight.dtype == torch.float32), weight.data_ptr(), len(weight), inputs, panels.data_ptr()
+    )
+    if bias is not None:
+        bias = torch.nn.functional.pad(bias, (0, padded - len(bias)))
+    return Linear(Packed(panels, bias, inputs, outputs))
+
+
+def _gated_order(outputs: int) -> Tensor:
+    """Sixteen gates, then the sixteen values that they are for, and so on; what is behind the last repeats it."""
+    size = outputs // 2
+    first = torch.arange(0, size, LANES).unsqueeze(1)
+    gates = (first + torch.arange(LANES)).clamp_(max=size - 1)  # [groups, 16]
+    return torch.cat((gates, gates + size), dim=1).flatten()
+
+
+class Buffer:
+    """A place in a program's memory: [capacity, width]. Free for another value once nobody names it any more."""
+
+    def __init__(self, tensor: Tensor, pool: dict[Any, list[Tensor]]) -> None:
+        self.tensor = tensor
+        self._pool = pool
+
+    @property
+    def address(self) -> int:
+        return self.tensor.data_ptr()
+
+    def __del__(self) -> None:
+        key = self.tensor.shape[1], self.tensor.dtype
+        self._pool.setdefault(key, []).append(self.tensor)
+
+
+class Program:
+    """A kernels.forward.ForwardPass that records, and then runs what it recorded on any step of up to `capacity` tokens.
+
+    Whoever has the value of an operation in hand, its Buffer, finds it there after `run`.
+    """
+
+    def __init__(self, team: Team, *, block_size: int, capacity: int, dtype: torch.dtype) -> None:
+        self._library = load_library()
+        self._team = team  # must outlive the program
+        self._handle = self._library.program_create(team.handle, block_size)
+        self._capacity = capacity
+        self._dtype = dtype
+        self._wide = int(dtype == torch.float32)
+        self._pool: dict[Any, list[Tensor]] = {}
+        self._kept: list[Any] = []  # what recorded operations read: the library holds addresses only
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "_handle", None):
+            self._library.program_destroy(handle)
+
+    def run(self, rows: StepRows) -> None:
+        assert rows.num_tokens <= self._capacity
+        self._library.program_run(self._handle, ctypes.byref(rows.struct))
+
+    # --- recording --------------------------------------------------------------------------------------------------
+
+    def embed(self, table: Tensor) -> Buffer:
+        out = self._new(table.shape[1])
+        self._library.program_embed(self._handle, self._wide, self._keep(table), table.shape[1], out.address)
+        return out
+
+    def rotations(self, inverse_frequencies: Tensor, factor: float) -> Buffer:
+        frequencies = inverse_frequencies.float().contiguous()
+        half = len(frequencies)
+        out = self._new(2 * half, torch.float32)
+        self._library.program_rotations(self._handle, self._keep(frequencies), factor, half, out.address)
+        return out
+
+    def add_rms_norm(self, x: Buffer, residual: Buffer | None, weight: Tensor, eps: float) -> tuple[Buffer, Buffer]:
+        """The residual is added to in place."""
+        size = len(weight)
+        out, total = self._new(size), residual or self._new(size, torch.float32)
+        self._library.program_norm(
+            self._handle,
+            self._wide,
+            x.address,
+            total.address,
+            int(residual is None),
+            self._keep(weight.float()),
+            eps,
+            size,
+            out.address,
+        )
+        return out, total
+
+    def linear(self, x: Buffer, linear: Linear) -> Buffer:
+        return self._linear(x, linear.weight, self._new(linear.weight.outputs), sampled=False)
+
+    def gated_linear(self, x: Buffer, linear: Linear) -> Buffer:
+        packed: Packed = linear.weight
+        out = self._new(packed.outputs // 2)
+        self._library.program_gated(
+            self._handle,
+            self._wide,
+            x.address,
+            self._keep(packed.panels),
+            None if packed.bias is None else self._keep(packed.bias),
+            packed.inputs,
+            packed.outputs,
+            out.address,
+        )
+        return out
+
+    def rotate_and_cache(
+        self,
+        qkv: Buffer,
+        rotations: Buffer,
+        heads: HeadShape,
+        cache: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> Buffer:
+        q = self._new(heads.num_heads * heads.head_dim)
+        q_norm, k_norm = (None, None) if norms is None else (self._keep(norm.float()) for norm in norms)
+        self._library.program_rotate_and_cache(
+            self._handle,
+            self._wide,
+            qkv.address,
+            q_norm,
+            k_norm,
+            eps,
+            rotations.address,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            *map(self._keep, cache),
+            q.address,
+        )
+        return q
+
+    def attention(self, q: Buffer, heads: HeadShape, cache: tuple[Tensor, Tensor], scale: float) -> Buffer:
+        out = self._new(heads.num_heads * heads.head_dim)
+        self._library.program_attention(
+            self._handle,
+            self._wide,
+            q.address,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            *map(self._keep, cache),
+            scale,
+            out.address,
+        )
+        return out
+
+    def logits(self, hidden: Buffer, lm_head: Linear, num_sampled: int) -> Buffer:
+        """Of the step's sampled tokens, at most `num_sampled`. # [num_sampled, vocab] float32"""
+        packed: Packed = lm_head.weight
+        sampled = self._new(packed.inputs, rows=num_sampled)
+        self._library.program_gather(self._handle, self._wide, hidden.address, packed.inputs, sampled.address)
+        return self._linear(sampled, packed, self._new(packed.outputs, torch.float32, num_sampled), sampled=True)
+
+    def argmax(self, logits: Buffer) -> tuple[Buffer, Buffer]:
+        """(the most likely token, its logit) of each row of `logits`; NaN where any of its logits is."""
+        rows, vocab = logits.tensor.shape
+        tokens, best = self._new(1, torch.int64, rows), self._new(1, torch.float32, rows)
+        self._library.program_argmax(self._handle, logits.address, vocab, tokens.address, best.address)
+        return tokens, best
+
+    def _linear(self, x: Buffer, packed: Packed, out: Buffer, *, sampled: bool) -> Buffer:
+        self._library.program_linear(
+            self._handle,
+            self._wide,
+            x.address,
+            self._keep(packed.panels),
+            None if packed.bias is None else self._keep(packed.bias),
+            packed.inputs,
+            packed.outputs,
+            out.address,
+            int(out.tensor.dtype == torch.float32),
+            int(sampled),
+        )
+        return out
+
+    def _new(self, width: int, dtype: torch.dtype | None = None, rows: int | None = None) -> Buffer:
+        dtype, rows = dtype or self._dtype, rows or self._capacity
+        free = self._pool.get((width, dtype), [])
+        for i, tensor in enumerate(free):
+            if len(tensor) >= rows:
+                return Buffer(free.pop(i), self._pool)
+        tensor = torch.zeros(rows, width, dtype=dtype)
+        self._kept.append(tensor)
+        return Buffer(tensor, self._pool)
+
+    def _keep(self, tensor: Tensor) -> int:
+        assert tensor.is_contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()

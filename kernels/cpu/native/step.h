@@ -1,0 +1,54 @@
+// Owns what one step is to the kernels: which tokens, where each one's K and V go, and which queries are computed together.
+// Never allocates per token once it has grown to the largest step.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+// The rows of a step, one after another in its tokens. Filled by the caller; mirrored in program.py.
+struct StepRows {
+    int64_t num_tokens, num_rows, num_sampled;
+    const int64_t* token_ids;     // [num_tokens]
+    const int64_t* contexts;      // [num_rows] tokens of the row's request in the cache before this step
+    const int64_t* counts;        // [num_rows] tokens of the row
+    const int64_t* first_blocks;  // [num_rows] where the row's blocks begin in `blocks`
+    const int64_t* blocks;        // block ids of all rows
+    const int64_t* sampled;       // [num_sampled] tokens of the step after which one is sampled
+};
+
+struct Step : StepRows {
+    int64_t block_size = 0;
+    std::vector<int64_t> rows;       // [num_tokens] which row
+    std::vector<int64_t> positions;  // [num_tokens] in its request
+    std::vector<int64_t> slots;      // [num_tokens] block * block_size + offset
+
+    struct Tile {
+        int64_t row, first_token, num_tokens;  // of the row
+        int64_t begin;                         // the row's first token in the step
+    };
+    std::vector<Tile> tiles;  // queries of one row that attention computes together
+
+    static constexpr int64_t TILE_TOKENS = 16;
+
+    void take(const StepRows& given) {
+        static_cast<StepRows&>(*this) = given;
+        rows.clear();
+        positions.clear();
+        slots.clear();
+        tiles.clear();
+        int64_t begin = 0;
+        for (int64_t row = 0; row < num_rows; row++) {
+            for (int64_t i = 0; i < counts[row]; i++) {
+                const int64_t position = contexts[row] + i;
+                rows.push_back(row);
+                positions.push_back(position);
+                slots.push_back(block(row, position) * block_size + position % block_size);
+            }
+            for (int64_t i = 0; i < counts[row]; i += TILE_TOKENS)
+                tiles.push_back({row, i, std::min(TILE_TOKENS, counts[row] - i), begin});
+            begin += counts[row];
+        }
+    }
+
+    int64_t block(int64_t row, int64_t position) const { return blocks[first_blocks[row] + position / block_size]; }
+};
