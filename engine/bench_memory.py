@@ -248,7 +248,7 @@ def _create(asked: EngineConfig) -> tuple[Executor, ResolvedConfig]:
         return create_executor(prepare_model(DEFAULT_MODEL, progress=False), asked)
     blocks = asked.num_kv_blocks or 1
     fixed: dict[str, Any] = {"max_model_len": 1 << 16, "vocab_size": 32, "eos_token_ids": (), "num_threads": 1}
-    resolved = ResolvedConfig.of(asked, num_kv_blocks=blocks, dtype="none", attention_backend="fake", **fixed)
+    resolved = ResolvedConfig.of(asked, num_kv_blocks=blocks, dtype="none", kernels="fake", **fixed)
     return FakeExecutor(blocks, asked.block_size, range(32), config=asked.fake), resolved
 
 

@@ -137,7 +137,7 @@ def _config(traffic: str, running: int) -> ResolvedConfig:
         vocab_size=VOCAB,
         eos_token_ids=(0,),
         dtype="none",
-        attention_backend="canned",
+        kernels="canned",
         num_threads=1,
     )
 

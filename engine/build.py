@@ -52,10 +52,10 @@ def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
         vocab_size=FAKE_VOCAB_SIZE,
         eos_token_ids=(FAKE_EOS_TOKEN_ID,),
         dtype="none",
-        attention_backend="fake",
+        kernels="fake",
         num_threads=1,
         recurrent_state=config.fake.recurrent_state,
-        reasons={"attention_backend": "executor is fake: tokens are scripted, no model is loaded."},
+        reasons={"kernels": "executor is fake: tokens are scripted, no model is loaded."},
     )
     reply = config.fake.reply
     executor = FakeExecutor(

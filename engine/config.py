@@ -231,7 +231,18 @@ class EngineConfig:
         60.0, "An engine that has not finished a step for this long is unhealthy; Serve then restarts it.", gt=0
     )
     num_threads: int | None = setting(
-        None, "Torch threads of this engine. Unset: the machine's cores shared among the engine replicas.", ge=1
+        None, "Threads that compute a step. Unset: the machine's cores shared among the engine replicas.", ge=1
+    )
+    kernels: Literal["auto", "native", "torch_cpu", "reference"] = setting(
+        "auto",
+        "What a step runs on. `native`: C++ compiled for this processor at the first start; `torch_cpu`: torch's own "
+        "operators; `reference`: slow, the definition of correct. `auto`: native where there is a compiler and the "
+        "model's shape fits, else torch_cpu; the log says why.",
+    )
+    batch_invariant: bool = setting(
+        False,
+        "Refuse to start unless a request has the same tokens and log-probabilities, to the bit, alone, in any batch, "
+        "however its prompt is cut, and after a migration. The native kernels always keep that, at no cost.",
     )
     step_trace: bool = setting(False, "Log a line for every step: its rows, its tokens, and how long it took.")
     scheduler: SchedulerConfig = field(
@@ -285,7 +296,7 @@ class ResolvedConfig:
     max_grammar_bytes: int
     grammar_timeout_s: float
     dtype: str
-    attention_backend: str
+    kernels: str
     num_threads: int
     stall_timeout_s: float
     recurrent_state: bool = False

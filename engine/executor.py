@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig, ResolvedConfig
+from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.grammar import Grammars
 from engine.inputs import is_lost
 from engine.kv_cache import KVCache
 from engine.logit_controls import Within
 from engine.logprobs import prompt_logprobs, sampled_logprobs
 from engine.models.computed import Computed, Model
-from engine.models.config import read_model_config
+from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
 from engine.models.eager import EagerModel
 from engine.models.native import NativeModel
@@ -44,7 +44,8 @@ from engine.step import (
 )
 from engine.verification import Place, in_kernel_order, in_plan_order, num_accepted, sampled_places
 from engine.weights import dummy_weights, load_weights
-from kernels.ops import select_ops
+from kernels.choice import NATIVE, Choice, choose_kernels
+from kernels.ops import TABLES
 
 NO_LOGIT = "The model gave no finite logit."
 NO_STATE = "The model gave no finite hidden state."
@@ -197,7 +198,7 @@ class TorchExecutor:
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Run the step and return the logits of every token, for tests and offline scoring. # [num_tokens, vocab]"""
-        return self._forward(plan).logits_at(torch.arange(plan.num_tokens))
+        return self._forward(plan).logits_at(torch.arange(plan.num_tokens)).clone()
 
     def _forward(self, plan: StepPlan) -> Computed:
         self._set_threads()
@@ -282,27 +283,37 @@ def create_executor(model_dir: Path, config: EngineConfig) -> tuple[TorchExecuto
     """
     model_config = read_model_config(model_dir)
     _keep_freed_memory()
-    ops = select_ops()
-    resolved = resolve(model_dir, model_config, config, ops)
+    kernels = _kernels(model_config, config)
+    resolved = resolve(model_dir, model_config, config, kernels)
     dtype = torch_dtype(resolved.dtype)
     dummy = config.load_format == "dummy"
     weights = dummy_weights(model_config, dtype) if dummy else load_weights(model_dir, model_config, dtype)
     decoder = Decoder(model_config, weights, resolved.max_model_len)
     cache = KVCache.allocate(model_config, resolved.num_kv_blocks, resolved.block_size, dtype)
-    model: Model
-    if True:
-        model = NativeModel(
-            decoder,
-            cache,
-            block_size=resolved.block_size,
-            num_threads=resolved.num_threads,
-            num_tokens=resolved.max_num_batched_tokens,
-            num_sampled=resolved.max_decode_tokens,
-        )
-    else:
-        model = EagerModel(decoder, ops, cache, resolved.block_size)
-    executor = TorchExecutor(model, num_threads=resolved.num_threads, grammars=_grammars(model_dir, resolved))
-    return executor, resolved
+    grammars = _grammars(model_dir, resolved)
+    if kernels.name != NATIVE:
+        eager = EagerModel(decoder, TABLES[kernels.name], cache, resolved.block_size)
+        return TorchExecutor(eager, num_threads=resolved.num_threads, grammars=grammars), resolved
+    native = NativeModel(
+        decoder,
+        cache,
+        block_size=resolved.block_size,
+        num_threads=resolved.num_threads,
+        num_tokens=resolved.max_num_batched_tokens,
+        num_sampled=resolved.max_decode_tokens,
+    )
+    # What torch still does is small. A second thread of its own would spin on a core that the others need.
+    return TorchExecutor(native, num_threads=1, grammars=grammars), resolved
+
+
+def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
+    try:
+        choice = choose_kernels(config.kernels, head_dim=model.head_dim, block_size=config.block_size)
+    except ValueError as error:
+        raise ConfigError(f"kernels is {config.kernels}. {error}") from error
+    if config.batch_invariant and not choice.batch_invariant:
+        raise ConfigError(f"batch_invariant needs the native kernels, and these are chosen: {choice.reason}.")
+    return choice
 
 
 def _grammars(model_dir: Path, resolved: ResolvedConfig) -> Grammars | None:

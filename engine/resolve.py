@@ -11,12 +11,12 @@ import torch
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.kv_cache import blocks_in, bytes_per_block
 from engine.models.config import CheckpointError, ModelConfig, read_json
-from kernels.ops import Ops
+from kernels.choice import Choice
 
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # the last is Arm's
 
 
-def resolve(model_dir: Path, model: ModelConfig, config: EngineConfig, ops: Ops) -> ResolvedConfig:
+def resolve(model_dir: Path, model: ModelConfig, config: EngineConfig, kernels: Choice) -> ResolvedConfig:
     """What this machine and this checkpoint make of `config`.
 
     Raises:
@@ -35,14 +35,14 @@ def resolve(model_dir: Path, model: ModelConfig, config: EngineConfig, ops: Ops)
         vocab_size=model.vocab_size,
         eos_token_ids=_eos_token_ids(model_dir),
         dtype=str(dtype).removeprefix("torch."),
-        attention_backend=ops.name,
+        kernels=kernels.name,
         num_threads=num_threads,
         reasons={
             "max_model_len": length_reason,
             "dtype": dtype_reason,
             "num_kv_blocks": blocks_reason,
             "num_threads": threads_reason,
-            "attention_backend": ops.reason,
+            "kernels": kernels.reason,
         },
     )
 

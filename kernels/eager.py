@@ -14,9 +14,7 @@ from kernels.ops import Ops
 class EagerPass:
     """A kernels.forward.ForwardPass over one step. token_ids, positions, slots: [num_tokens] int64."""
 
-    def __init__(
-        self, ops: Ops, *, token_ids: Tensor, positions: Tensor, slots: Tensor, plan: object
-    ) -> None:
+    def __init__(self, ops: Ops, *, token_ids: Tensor, positions: Tensor, slots: Tensor, plan: object) -> None:
         """`plan`: what `ops.prepare_attention` made of the step's rows."""
         self._ops = ops
         self._token_ids, self._positions, self._slots = token_ids, positions, slots

@@ -1,5 +1,5 @@
-"""Owns what a model's definition is written in: the operations of one forward pass, on whatever a backend computes with.
-Never computes: `kernels.eager` runs operations as they come, `kernels.cpu.native` records them once and runs the record."""
+"""Owns what a model's definition is written in: the operations of a forward pass, on whatever a backend computes with.
+Never computes: `kernels.eager` runs operations as they come, `kernels.cpu.native` records them and runs the record."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Owns the table of operations that a model runs on, chosen once per engine, with the reason.
-Never computes anything itself, and never changes after it was chosen."""
+"""Owns the tables of operators that an eager forward pass runs on, by name.
+Never computes anything itself, and never chooses: `kernels.choice` does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class Ops:
     """The operations of one backend; `kernels.reference` gives each one's meaning and shapes."""
 
     name: str
-    reason: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -32,45 +31,26 @@ class Ops:
     attention: Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
 
 
-def _reference(reason: str) -> Ops:
-    return Ops(
-        name="reference",
-        reason=reason,
-        rms_norm=reference.rms_norm,
-        add_rms_norm=reference.add_rms_norm,
-        rope=reference.rope,
-        silu_and_mul=reference.silu_and_mul,
-        write_cache=reference.write_cache,
-        prepare_attention=reference.prepare_attention,
-        attention=reference.attention,
-    )
+REFERENCE = Ops(
+    name="reference",
+    rms_norm=reference.rms_norm,
+    add_rms_norm=reference.add_rms_norm,
+    rope=reference.rope,
+    silu_and_mul=reference.silu_and_mul,
+    write_cache=reference.write_cache,
+    prepare_attention=reference.prepare_attention,
+    attention=reference.attention,
+)
 
+TORCH_CPU = Ops(
+    name="torch_cpu",
+    rms_norm=cpu_elementwise.rms_norm,
+    add_rms_norm=cpu_elementwise.add_rms_norm,
+    rope=cpu_elementwise.rope,
+    silu_and_mul=cpu_elementwise.silu_and_mul,
+    write_cache=cpu_elementwise.write_cache,
+    prepare_attention=cpu_attention.prepare_attention,
+    attention=cpu_attention.attention,
+)
 
-def _torch_cpu(reason: str) -> Ops:
-    return Ops(
-        name="torch_cpu",
-        reason=reason,
-        rms_norm=cpu_elementwise.rms_norm,
-        add_rms_norm=cpu_elementwise.add_rms_norm,
-        rope=cpu_elementwise.rope,
-        silu_and_mul=cpu_elementwise.silu_and_mul,
-        write_cache=cpu_elementwise.write_cache,
-        prepare_attention=cpu_attention.prepare_attention,
-        attention=cpu_attention.attention,
-    )
-
-
-_BACKENDS: dict[str, Callable[[str], Ops]] = {"reference": _reference, "torch_cpu": _torch_cpu}
-
-
-def select_ops(backend: str = "auto") -> Ops:
-    """The operations to run on. `auto` takes the fastest backend that this machine has.
-
-    Raises:
-        ValueError: no backend has that name; the message lists those that exist.
-    """
-    if backend == "auto":
-        return _torch_cpu("torch_cpu: batched torch operators; the fastest backend for a CPU in this build")
-    if backend not in _BACKENDS:
-        raise ValueError(f"Unknown backend {backend!r}; there are: {', '.join(_BACKENDS)}.")
-    return _BACKENDS[backend](f"{backend}: asked for by name")
+TABLES = {table.name: table for table in (REFERENCE, TORCH_CPU)}

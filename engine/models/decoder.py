@@ -19,9 +19,7 @@ class Decoder:
         self.config = config
         self.weights = weights
         self._inverse_frequencies = inverse_frequencies(config.rope, config.head_dim, max_model_len)
-        self._heads = HeadShape(
-            num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim
-        )
+        self._heads = HeadShape(num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
         self._scale = config.head_dim**-0.5
 
     @property

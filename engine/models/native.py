@@ -11,14 +11,12 @@ from torch import Tensor
 
 from engine.inputs import check_plan, fed_tokens, sampled_tokens
 from engine.kv_cache import KVCache
+from engine.logprobs import SCORED_POSITIONS
 from engine.models.computed import Computed
 from engine.models.decoder import Decoder
 from engine.models.parameters import DecoderWeights
 from engine.step import StepPlan
 from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack
-
-SCORED_TOKENS = 64
-"""Tokens whose logits are computed at a time beside those that are sampled: as many as engine.logprobs asks for."""
 
 
 class NativeModel:
@@ -53,7 +51,9 @@ class NativeModel:
         sampled = sampled_tokens(rows, counts)
         self._make_room(sum(counts), len(sampled))
         needed = (row.block_ids[: -(-row.end // self._block_size)] for row in rows)
-        step = StepRows((fed_tokens(row, newest) for row in rows), [row.start for row in rows], counts, list(needed), sampled)
+        step = StepRows(
+            (fed_tokens(row, newest) for row in rows), [row.start for row in rows], counts, list(needed), sampled
+        )
         self._program.run(step)
         places = len(sampled)
         tokens, best = (buffer.tensor[:places, 0] for buffer in self._best)
@@ -64,10 +64,11 @@ class NativeModel:
     def _logits_at(self, index: Tensor) -> Tensor:
         """Of the step's tokens `index`: # [len(index), vocab]"""
         found = []
-        for piece in index.split(SCORED_TOKENS):
-            self._head.run(StepRows((), (), (), (), piece.tolist()))
-            found.append(self._scored.tensor[: len(piece)])
-            found[-1] = found[-1].clone() if len(index) > SCORED_TOKENS else found[-1]
+        for first in range(0, len(index), SCORED_POSITIONS):
+            piece = index[first : first + SCORED_POSITIONS].tolist()
+            self._head.run(StepRows((), (), (), (), piece))
+            scored = self._scored.tensor[: len(piece)]
+            found.append(scored if len(piece) == len(index) else scored.clone())
         return torch.cat(found) if len(found) != 1 else found[0]
 
     def _make_room(self, num_tokens: int, num_sampled: int) -> None:
@@ -85,7 +86,7 @@ class NativeModel:
         lm_head = self.decoder.weights.lm_head
         self._logits = self._program.logits(self._hidden, lm_head, num_sampled)
         self._best = self._program.argmax(self._logits)
-        self._scored = self._head.logits(self._hidden, lm_head, SCORED_TOKENS)
+        self._scored = self._head.logits(self._hidden, lm_head, SCORED_POSITIONS)
 
 
 def _packed(weights: DecoderWeights) -> DecoderWeights:

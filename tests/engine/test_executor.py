@@ -32,7 +32,6 @@ from engine.step import (
 )
 from engine.weights import CheckpointError
 from kernels import reference
-from kernels.ops import select_ops
 from tests.support.plans import chunk, decode, forced_logits, forced_logits_together, greedy, greedy_text, run
 from tests.support.tiny_models import KINDS, VOCAB, edit_config, save_model
 
@@ -72,11 +71,11 @@ def test_logits_equal_transformers_for_every_family_and_chunk_size(kind: str, tm
         torch.testing.assert_close(got, want[: len(tokens)], atol=2e-4, rtol=1e-4)
 
 
-def test_the_reference_backend_computes_the_same_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", ["native", "torch_cpu", "reference"])
+def test_all_kernels_compute_the_same_model(checkpoint: Path, kernels: str) -> None:
     fast = forced_logits(make(checkpoint), TOKENS, BLOCKS, 16)
-    monkeypatch.setattr("engine.executor.select_ops", lambda: select_ops("reference"))
-    executor, resolved = create_executor(checkpoint, EngineConfig(dtype="float32", num_kv_blocks=12))
-    assert resolved.attention_backend == "reference"
+    executor, resolved = create_executor(checkpoint, EngineConfig(dtype="float32", num_kv_blocks=12, kernels=kernels))
+    assert resolved.kernels == kernels
     torch.testing.assert_close(forced_logits(executor, TOKENS, BLOCKS, 16), fast, atol=2e-4, rtol=1e-4)
 
 
@@ -124,7 +123,7 @@ def test_two_requests_may_share_the_blocks_of_a_prefix(executor: TorchExecutor) 
 def test_what_a_freed_block_held_never_leaks(checkpoint: Path) -> None:
     executor = make(checkpoint)
     clean = greedy_text(executor, TOKENS[:20], BLOCKS, 5)
-    for tensors in executor._cache.layers:
+    for tensors in executor._model.cache.layers:
         for tensor in tensors:
             tensor.fill_(torch.nan)
     assert greedy_text(executor, TOKENS[:20], BLOCKS, 5, chunk_size=7) == clean
@@ -134,10 +133,7 @@ def test_a_row_without_finite_logits_fails_alone(checkpoint: Path) -> None:
     executor = make(checkpoint)
     good, bad = chunk("good", [1, 2, 3], 0, 3, (0,)), chunk("bad", [1, 7], 0, 2, (1,))
     (expected,) = run(executor, good)
-    weights = executor._model._weights
-    embedding = weights.embedding.clone()
-    embedding[7] = torch.nan  # whoever reads this token gets NaN
-    executor._model._weights = replace(weights, embedding=embedding)
+    executor._model.decoder.weights.embedding[7] = torch.nan  # whoever reads this token gets NaN
     executor.launch(StepPlan(1, (bad, good)))
     output = executor.collect()
     assert output.failed == ((0, NO_LOGIT),)
@@ -194,10 +190,7 @@ def test_a_row_that_goes_on_from_a_failed_one_fails_alone(checkpoint: Path) -> N
     executor = make(checkpoint)
     text = greedy_text(executor, TOKENS[:20], OTHER_BLOCKS, 2)
     run(executor, chunk("bad", TOKENS[:5], 0, 5, BLOCKS), chunk("good", TOKENS[:20], 0, 20, OTHER_BLOCKS))
-    weights = executor._model._weights
-    embedding = weights.embedding.clone()
-    embedding[7] = torch.nan
-    executor._model._weights = replace(weights, embedding=embedding)
+    executor._model.decoder.weights.embedding[7] = torch.nan  # whoever reads this token gets NaN
     executor.launch(StepPlan(1, (decode("bad", 7, 5, BLOCKS),)))
     lost = decode("bad", PENDING_TOKEN, 6, BLOCKS)
     executor.launch(StepPlan(2, (lost, decode("good", PENDING_TOKEN, 20, OTHER_BLOCKS))))
@@ -375,7 +368,7 @@ def test_defaults_come_from_the_checkpoint(checkpoint: Path) -> None:
     resolved = resolve(checkpoint)
     assert (resolved.max_model_len, resolved.vocab_size, resolved.eos_token_ids) == (256, VOCAB, (2,))
     assert resolved.max_prefill_tokens == resolved.max_num_batched_tokens == 512
-    assert set(resolved.reasons) == {"max_model_len", "dtype", "num_kv_blocks", "num_threads", "attention_backend"}
+    assert set(resolved.reasons) == {"max_model_len", "dtype", "num_kv_blocks", "num_threads", "kernels"}
 
 
 def test_a_context_longer_than_the_checkpoint_serves_is_refused_with_the_numbers(checkpoint: Path) -> None:
@@ -397,7 +390,7 @@ def test_kv_blocks_follow_from_memory_and_type(checkpoint: Path) -> None:
         dtype: resolve(checkpoint, num_kv_blocks=None, kv_cache_memory_gib=one_mib, dtype=dtype).num_kv_blocks
         for dtype in ("float32", "bfloat16")
     }
-    per_token = 2 * 3 * 2 * 8  # K and V, layers, KV heads, head_dim
+    per_token = 2 * 3 * 2 * 16  # K and V, layers, KV heads, head_dim
     assert blocks == {"float32": 2**20 // (per_token * 16 * 4), "bfloat16": 2**20 // (per_token * 16 * 2)}
     with pytest.raises(ConfigError, match="one block of this model takes"):
         resolve(checkpoint, num_kv_blocks=None, kv_cache_memory_gib=1e-6)

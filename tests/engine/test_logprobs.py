@@ -19,6 +19,7 @@ from engine import logprobs
 from engine.config import EngineConfig
 from engine.executor import NO_LOGIT, TorchExecutor, create_executor
 from engine.logprobs import SCORED_POSITIONS, sampled_logprobs, token_logprobs
+from engine.models.computed import Computed
 from engine.protocol import MAX_LOGPROBS, TokenLogprobs
 from engine.step import PromptScoring, StepOutput, StepPlan
 from tests.support.plans import chunk, decode, greedy, prompt_scores, run, scored
@@ -167,8 +168,8 @@ def test_a_row_that_failed_returns_no_log_probability(executor: TorchExecutor) -
 def test_one_chunk_equals_the_single_pass_to_the_last_bit(executor: TorchExecutor) -> None:
     tokens = TOKENS[: SCORED_POSITIONS + 1]  # so that both multiply matrices of one shape
     with torch.inference_mode():
-        _, hidden = executor._forward(StepPlan(0, (chunk("a", tokens, 0, len(tokens), BLOCKS),)))
-        logprobs = executor._model.logits(hidden[:-1]).log_softmax(-1)
+        computed = executor._forward(StepPlan(0, (chunk("a", tokens, 0, len(tokens), BLOCKS),)))
+        logprobs = computed.logits_at(torch.arange(len(tokens) - 1)).log_softmax(-1)
     want = logprobs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).flatten().tolist()
     assert [each.logprob for each in prompt_scores(executor, tokens, BLOCKS, [len(tokens)])] == want
 
@@ -178,15 +179,27 @@ def test_a_prompt_of_any_length_holds_the_logits_of_few_positions_at_a_time(
 ) -> None:
     """S3-B2: the logits of a whole prompt of 12,288 tokens take 3.7 GB with a vocabulary of 151,936."""
     sizes: list[int] = []
-    real = executor._model.logits
-    monkeypatch.setattr(executor._model, "logits", lambda hidden: sizes.append(len(hidden)) or real(hidden))
+    real = executor._forward
+
+    def forward(plan: StepPlan) -> Computed:
+        computed = real(plan)
+        return replace(computed, logits_at=lambda index: sizes.append(len(index)) or computed.logits_at(index))
+
+    monkeypatch.setattr(executor, "_forward", forward)
     prompt_scores(executor, TOKENS, BLOCKS, [130, 150])
     assert sum(sizes) == len(TOKENS) - 1
     assert max(sizes) == SCORED_POSITIONS < 130
 
 
 def test_a_step_that_asks_for_no_logits_computes_none(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor._model, "logits", None)
+    real = executor._forward
+
+    def forward(plan: StepPlan) -> Computed:
+        computed = real(plan)
+        assert not len(computed.logits)
+        return replace(computed, logits_at=None)
+
+    monkeypatch.setattr(executor, "_forward", forward)
     last = replace(chunk("a", TOKENS, 0, len(TOKENS), BLOCKS), sampling=None)
     assert step(executor, last).sampled == ((),)
     alone = scored("a", [5], 0, 1, BLOCKS)  # a prompt of one token: nothing predicts it
@@ -229,10 +242,7 @@ def test_a_row_whose_prompt_has_no_finite_logits_fails_alone(checkpoint: tuple[P
     executor, _ = create_executor(checkpoint[0], EngineConfig(dtype="float32", num_kv_blocks=20))
     good, bad = scored("good", [1, 2, 3], 0, 3, (0,)), scored("bad", [1, 7, 4, 5], 0, 3, (1,))
     expected = step(executor, good).prompt_logprobs[0]
-    weights = executor._model._weights
-    embedding = weights.embedding.clone()
-    embedding[7] = torch.nan  # whoever reads this token gets NaN
-    executor._model._weights = replace(weights, embedding=embedding)
+    executor._model.decoder.weights.embedding[7] = torch.nan  # whoever reads this token gets NaN
     asks = replace(chunk("asks", [7], 0, 1, (2,)), sampling=greedy(num_logprobs=1))
     output = step(executor, bad, good, asks)
     assert output.failed == ((0, NO_LOGIT), (2, NO_LOGIT))

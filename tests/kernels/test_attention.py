@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.ops import select_ops
+from kernels.ops import TORCH_CPU
 from tests.kernels.rows import Case, paged_case
 
 BLOCK = 16
@@ -15,9 +15,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 def attend(case: Case, rows: reference.PagedRows, q: torch.Tensor) -> torch.Tensor:
-    ops = select_ops("torch_cpu")
-    plan = ops.prepare_attention(rows, case.k_cache.shape[2], q.dtype)
-    return ops.attention(q, case.k_cache, case.v_cache, plan, case.scale)
+    plan = TORCH_CPU.prepare_attention(rows, case.k_cache.shape[2], q.dtype)
+    return TORCH_CPU.attention(q, case.k_cache, case.v_cache, plan, case.scale)
 
 
 def check(case: Case) -> None:

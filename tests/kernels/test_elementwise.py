@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.ops import Ops, select_ops
+from kernels.ops import REFERENCE, TORCH_CPU, Ops
 from tests.kernels.rows import fresh_generator
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}  # bfloat16: two roundings of 2**-8 each
@@ -16,7 +16,7 @@ SIZES = [1, 2, 15, 16, 17, 130]
 
 @pytest.fixture
 def ops() -> Ops:
-    return select_ops("torch_cpu")
+    return TORCH_CPU
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -33,7 +33,7 @@ def test_rms_norm_matches_the_reference(ops: Ops, tokens: int, dtype: torch.dtyp
     weight = torch.rand(64, generator=generator).to(dtype)
     close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     residual = torch.randn(tokens, 3, 64, generator=generator)
-    got, want = (table.add_rms_norm(x, residual, weight, 1e-6) for table in (ops, select_ops("reference")))
+    got, want = (table.add_rms_norm(x, residual, weight, 1e-6) for table in (ops, REFERENCE))
     close(got[0], want[0])
     close(got[1], want[1])
 
@@ -92,12 +92,3 @@ def test_write_cache_matches_the_reference_and_touches_no_other_slot(ops: Ops, t
     for got, want in zip(*caches, strict=True):
         torch.testing.assert_close(got, want, atol=0, rtol=0, equal_nan=True)
         assert int(got.isnan().sum()) == (160 - tokens) * 16
-
-
-def test_the_chosen_backend_says_why() -> None:
-    assert select_ops().name in select_ops().reason
-
-
-def test_an_unknown_backend_is_refused_with_the_ones_that_exist() -> None:
-    with pytest.raises(ValueError, match=r"'warp'.*reference, torch_cpu"):
-        select_ops("warp")

@@ -198,7 +198,7 @@ def test_a_text_is_tokenized_and_back_by_the_models_own_tokenizer(default_server
 
 def test_the_log_says_what_the_engine_resolved_and_why(client: openai.OpenAI, default_server: Server) -> None:
     assert "num_kv_blocks: kv_cache_memory_gib 2" in default_server.output
-    assert "attention_backend: " in default_server.output
+    assert "kernels: " in default_server.output
 
 
 # --- clients that go away --------------------------------------------------------------------------------------------

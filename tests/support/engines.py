@@ -37,7 +37,7 @@ def resolved_config(**overrides: Any) -> ResolvedConfig:
         overlap=False,
         num_speculative_tokens=0,
         dtype="none",
-        attention_backend="fake",
+        kernels="fake",
         num_threads=1,
         stall_timeout_s=60.0,
         max_grammar_bytes=2**18,

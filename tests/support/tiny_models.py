@@ -26,6 +26,7 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
+    "head_dim": 16,
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
     "bos_token_id": 1,
@@ -56,11 +57,11 @@ def make_model(kind: str) -> PreTrainedModel:
 _MAKERS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)),
     "llama_tied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
-    "llama_biased": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, head_dim=16)),
+    "llama_biased": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)),
     "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=dict(LLAMA3))),
-    "yarn": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=dict(YARN))),
+    "yarn": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE | {"head_dim": 8}, rope_parameters=dict(YARN))),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=24)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"head_dim": 48})),
 }
 KINDS = tuple(_MAKERS)
 

@@ -18,33 +18,23 @@ SOURCE_DIR = Path(__file__).parent
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 COMPILE_TIMEOUT_S = 300.0
 
-_VOID, _INT, _LONG, _FLOAT, _POINTER = None, ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-_SIGNATURES: dict[str, tuple[object, list[object]]] = {
-    "team_create": (_POINTER, [_INT]),
-    "team_destroy": (_VOID, [_POINTER]),
-    "program_create": (_POINTER, [_POINTER, _LONG]),
-    "program_destroy": (_VOID, [_POINTER]),
-    "program_run": (_VOID, [_POINTER, _POINTER]),
-    "pack_panels": (_VOID, [_INT, _POINTER, _LONG, _LONG, _POINTER]),
-    "program_embed": (_VOID, [_POINTER, _INT, _POINTER, _LONG, _POINTER]),
-    "program_gather": (_VOID, [_POINTER, _INT, _POINTER, _LONG, _POINTER]),
-    "program_norm": (_VOID, [_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _FLOAT, _LONG, _POINTER]),
-    "program_linear": (
-        _VOID,
-        [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT, _INT],
-    ),
-    "program_gated": (_VOID, [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER]),
-    "program_rotations": (_VOID, [_POINTER, _POINTER, _FLOAT, _LONG, _POINTER]),
-    "program_rotate_and_cache": (
-        _VOID,
-        [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _LONG]
-        + [_POINTER, _POINTER, _POINTER],
-    ),
-    "program_attention": (
-        _VOID,
-        [_POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER],
-    ),
-    "program_argmax": (_VOID, [_POINTER, _POINTER, _LONG, _POINTER, _POINTER]),
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "": None}
+_SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments), a letter each
+    "team_create": ("p", "i"),
+    "team_destroy": ("", "p"),
+    "program_create": ("p", "pl"),
+    "program_destroy": ("", "p"),
+    "program_run": ("i", "pp"),
+    "pack_panels": ("", "ipllp"),
+    "program_embed": ("", "pipllp"),
+    "program_gather": ("", "piplp"),
+    "program_norm": ("", "pippipflp"),
+    "program_linear": ("", "pipppllpii"),
+    "program_gated": ("", "pipppllp"),
+    "program_rotations": ("", "ppflp"),
+    "program_rotate_and_cache": ("", "pipppfpllllppp"),
+    "program_attention": ("", "piplllppfp"),
+    "program_argmax": ("", "pplpp"),
 }
 
 
@@ -62,7 +52,9 @@ def load_library() -> ctypes.CDLL:
         NoLibraryError: no compiler, one that fails, or a processor that the kernels are not written for.
     """
     if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
-        raise NoLibraryError(f"the kernels are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}")
+        raise NoLibraryError(
+            f"the kernels are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
+        )
     path = _compiled(_compiler())
     try:
         library = ctypes.CDLL(str(path))
@@ -70,7 +62,7 @@ def load_library() -> ctypes.CDLL:
         raise NoLibraryError(f"{path} cannot be loaded: {error}") from error
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype, function.argtypes = _TYPES[result], [_TYPES[letter] for letter in arguments]
     return library
 
 
@@ -105,7 +97,7 @@ def _compiled(compiler: list[str]) -> Path:
 def _digest(compiler: list[str]) -> str:
     """Of all that the machine code depends on: sources, flags, the compiler, and what -march=native means here."""
     digest = hashlib.sha256(repr((compiler, FLAGS)).encode())
-    for source in sorted(SOURCE_DIR.glob("*.h")) + [SOURCE_DIR / "program.cpp"]:
+    for source in sorted([*SOURCE_DIR.glob("*.h"), *SOURCE_DIR.glob("*.cpp")]):
         digest.update(source.read_bytes())
     digest.update(_run([*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]).encode())
     return digest.hexdigest()[:16]

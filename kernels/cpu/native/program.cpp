@@ -17,11 +17,17 @@ struct Program {
 
     void add(std::function<void()> operation) { operations.push_back(std::move(operation)); }
 
-    void run(const StepRows& rows) {
-        step.take(rows);
+    // What a step may name: tokens of the embedding, blocks of the cache. None were recorded yet.
+    int64_t num_token_ids = std::numeric_limits<int64_t>::max();
+    int64_t num_blocks = std::numeric_limits<int64_t>::max();
+
+    // False, with nothing done, if the step names a token or a block that is not there.
+    bool run(const StepRows& rows) {
+        if (!step.take(rows, num_token_ids, num_blocks)) return false;
         team.run([this] {
             for (const auto& operation : operations) operation();
         });
+        return true;
     }
 
     // An operation on each of `count(step)` items by itself.
@@ -106,7 +112,8 @@ static void add_gated(Program* program, const T* x, Linear<T> linear, T* out) {
 }
 
 template <class T>
-static void add_embed(Program* program, const T* table, int64_t size, T* out) {
+static void add_embed(Program* program, const T* table, int64_t count, int64_t size, T* out) {
+    program->num_token_ids = std::min(program->num_token_ids, count);
     program->add_each_token([=](const Step& step, int64_t token) {
         const T* from = table + step.token_ids[token] * size;
         std::copy(from, from + size, out + token * size);
@@ -177,14 +184,14 @@ Program* program_create(Team* team, int64_t block_size) { return new Program(*te
 
 void program_destroy(Program* program) { delete program; }
 
-void program_run(Program* program, const StepRows* rows) { program->run(*rows); }
+int program_run(Program* program, const StepRows* rows) { return program->run(*rows); }
 
 void pack_panels(int wide, const void* weight, int64_t outputs, int64_t inputs, void* panels) {
     BY_TYPE(pack<T>, (as<T>(weight), outputs, inputs, as<T>(panels)));
 }
 
-void program_embed(Program* program, int wide, const void* table, int64_t size, void* out) {
-    BY_TYPE(add_embed<T>, (program, as<T>(table), size, as<T>(out)));
+void program_embed(Program* program, int wide, const void* table, int64_t count, int64_t size, void* out) {
+    BY_TYPE(add_embed<T>, (program, as<T>(table), count, size, as<T>(out)));
 }
 
 void program_gather(Program* program, int wide, const void* x, int64_t size, void* out) {
@@ -213,9 +220,10 @@ void program_rotations(Program* program, const float* frequencies, float factor,
 }
 
 void program_rotate_and_cache(Program* program, int wide, const void* qkv, const float* q_norm, const float* k_norm, float eps,
-                              const float* rotations, int64_t heads, int64_t kv_heads, int64_t head_dim, void* keys,
-                              void* values, void* q) {
+                              const float* rotations, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t num_blocks,
+                              void* keys, void* values, void* q) {
     const int64_t block_size = program->step.block_size;
+    program->num_blocks = std::min(program->num_blocks, num_blocks);
     BY_TYPE(program->add_each_token,
             (RotateAndCache<T>{as<T>(qkv), q_norm, k_norm, rotations, eps, heads,
                                Cache<T>{as<T>(keys), as<T>(values), block_size, kv_heads, head_dim}, as<T>(q)}));

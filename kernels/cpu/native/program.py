@@ -21,12 +21,20 @@ LANES = 16
 MAX_HEAD_DIM = 256
 
 
+def why_unfit(head_dim: int, block_size: int) -> str | None:
+    """What of a model's or cache's shape the kernels do not do; None if they do it all."""
+    if block_size % LANES:
+        return f"block_size is {block_size}, and they read keys in groups of {LANES}"
+    if head_dim % LANES or head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {head_dim}, and they take multiples of {LANES} up to {MAX_HEAD_DIM}"
+    return None
+
+
 class _StepRows(ctypes.Structure):
     """StepRows of step.h."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "num_sampled")] + [
-        (name, ctypes.c_void_p)
-        for name in ("token_ids", "contexts", "counts", "first_blocks", "blocks", "sampled")
+        (name, ctypes.c_void_p) for name in ("token_ids", "contexts", "counts", "first_blocks", "blocks", "sampled")
     ]
 
 
@@ -101,7 +109,9 @@ def pack(linear: Linear, *, gated: bool = False, consume: bool = False) -> Linea
     weight: Tensor = linear.weight
     outputs, inputs = weight.shape
     if inputs % 2 or weight.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"A weight of {inputs} inputs in {weight.dtype}: expected an even number in bfloat16 or float32.")
+        raise ValueError(
+            f"A weight of {inputs} inputs in {weight.dtype}: expected an even number in bfloat16 or float32."
+        )
     bias = None if linear.bias is None else linear.bias.float()
     if gated:
         order = _gated_order(outputs)
@@ -142,7 +152,7 @@ class Buffer:
 
 
 class Program:
-    """A kernels.forward.ForwardPass that records, and then runs what it recorded on any step of up to `capacity` tokens.
+    """A kernels.forward.ForwardPass that records, and then runs the record on any step of up to `capacity` tokens.
 
     Whoever has the value of an operation in hand, its Buffer, finds it there after `run`.
     """
@@ -162,14 +172,16 @@ class Program:
             self._library.program_destroy(handle)
 
     def run(self, rows: StepRows) -> None:
+        """Raises: IndexError: a token id or a block id is none of the model's or the cache's; nothing was computed."""
         assert rows.num_tokens <= self._capacity
-        self._library.program_run(self._handle, ctypes.byref(rows.struct))
+        if not self._library.program_run(self._handle, ctypes.byref(rows.struct)):
+            raise IndexError("The step names a token or a block that is not there.")
 
     # --- recording --------------------------------------------------------------------------------------------------
 
     def embed(self, table: Tensor) -> Buffer:
         out = self._new(table.shape[1])
-        self._library.program_embed(self._handle, self._wide, self._keep(table), table.shape[1], out.address)
+        self._library.program_embed(self._handle, self._wide, self._keep(table), *table.shape, out.address)
         return out
 
     def rotations(self, inverse_frequencies: Tensor, factor: float) -> Buffer:
@@ -236,6 +248,7 @@ class Program:
             heads.num_heads,
             heads.num_kv_heads,
             heads.head_dim,
+            len(cache[0]),
             *map(self._keep, cache),
             q.address,
         )

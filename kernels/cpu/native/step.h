@@ -2,6 +2,7 @@
 // Never allocates per token once it has grown to the largest step.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -30,8 +31,13 @@ struct Step : StepRows {
 
     static constexpr int64_t TILE_TOKENS = 16;
 
-    void take(const StepRows& given) {
+    // False if the rows name a token or a block that is not there: the kernels do not look again.
+    bool take(const StepRows& given, int64_t num_token_ids, int64_t num_blocks) {
         static_cast<StepRows&>(*this) = given;
+        const auto within = [](const int64_t* numbers, int64_t count, int64_t end) {
+            return std::all_of(numbers, numbers + count, [end](int64_t number) { return number >= 0 && number < end; });
+        };
+        if (!within(token_ids, num_tokens, num_token_ids) || !within(blocks, first_blocks[num_rows], num_blocks)) return false;
         rows.clear();
         positions.clear();
         slots.clear();
@@ -48,6 +54,7 @@ struct Step : StepRows {
                 tiles.push_back({row, i, std::min(TILE_TOKENS, counts[row] - i), begin});
             begin += counts[row];
         }
+        return true;
     }
 
     int64_t block(int64_t row, int64_t position) const { return blocks[first_blocks[row] + position / block_size]; }

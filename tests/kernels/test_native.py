@@ -1,0 +1,400 @@
+"""Owns the comparison of the native CPU kernels with the reference, at the edges, and of a row with itself in batches.
+Never compares with stored numbers: every input is fresh, and every output is poisoned first."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu.native import library
+from kernels.cpu.native.library import NoLibraryError, load_library
+from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack
+from kernels.eager import EagerPass
+from kernels.forward import Array, ForwardPass, HeadShape, Linear
+from kernels.ops import REFERENCE
+from tests.kernels.rows import fresh_generator
+
+BLOCK = 16
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+NORMED = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
+"""With norms by head, whose results the reference rounds to bfloat16 before it rotates them, and the kernels do not."""
+EPS = 1e-5
+
+Rows = list[tuple[list[int], int, list[int]]]
+"""Of each row: its token ids, how many are before them, its blocks."""
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def team(request: pytest.FixtureRequest) -> Team:
+    return Team(request.param)
+
+
+def record(
+    team: Team, dtype: torch.dtype, model: Callable[[Program], Buffer], block_size: int = BLOCK
+) -> Callable[..., Tensor]:
+    """A function from rows to the value that `model` names, on a poisoned memory."""
+    program = Program(team, block_size=block_size, capacity=600, dtype=dtype)
+    out = model(program)
+
+    def run(rows: Rows) -> Tensor:
+        out.tensor.fill_(torch.nan)
+        tokens, contexts, blocks = zip(*rows, strict=True)
+        step = StepRows(tokens, contexts, [len(ids) for ids in tokens], blocks)
+        program.run(step)
+        assert out.tensor[step.num_tokens :].isnan().all(), "a row that the step does not have was written"
+        return out.tensor[: step.num_tokens].clone()
+
+    return run
+
+
+def tokens_only(count: int) -> Rows:
+    return [(list(range(count)), 0, list(range(count // BLOCK + 1)))]
+
+
+def close(got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
+    tolerance = tolerance or TOLERANCE[got.dtype]
+    assert not want.isnan().any()
+    torch.testing.assert_close(got.double(), want.double(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs", [1, 31, 32, 33, 100])
+@pytest.mark.parametrize("inputs", [2, 6, 64, 130])
+def test_a_product_of_any_shape_and_number_of_rows_matches_float64(
+    team: Team, inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    generator = fresh_generator()
+    x = torch.randn(37, inputs, generator=generator).to(dtype)
+    weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype)
+    run = record(team, dtype, lambda program: program.linear(program.embed(x), pack(Linear(weight, bias))))
+    want = F.linear(x.double(), weight.double(), bias.double())
+    for count in (1, 2, 3, 7, 8, 9, 16, 37):
+        close(run(tokens_only(count)), want[:count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 80])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_gated_product_matches_the_reference(team: Team, size: int, dtype: torch.dtype, biased: bool) -> None:
+    generator = fresh_generator()
+    x = torch.randn(19, 48, generator=generator).to(dtype)
+    weight = torch.randn(2 * size, 48, generator=generator).to(dtype)
+    bias = torch.randn(2 * size, generator=generator).to(dtype) if biased else None
+    run = record(
+        team, dtype, lambda program: program.gated_linear(program.embed(x), pack(Linear(weight, bias), gated=True))
+    )
+    both = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    gate, up = both.chunk(2, dim=-1)
+    for count in (1, 2, 5, 8, 19):
+        close(run(tokens_only(count)), (F.silu(gate) * up)[:count])
+
+
+def test_silu_of_an_extreme_gate_is_its_limit(team: Team) -> None:
+    table = torch.tensor([[-1e4, 1.0], [1e4, 1.0], [-60.0, 1.0]])
+    weight = torch.eye(2)
+    run = record(
+        team,
+        torch.float32,
+        lambda program: program.gated_linear(program.embed(table), pack(Linear(weight), gated=True)),
+    )
+    got = run(tokens_only(3)).flatten().tolist()
+    assert got[1] == 1e4
+    assert got[0] == pytest.approx(0.0, abs=1e-30)
+    assert got[2] == pytest.approx(0.0, abs=1e-20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 48, 130])
+def test_norms_with_and_without_a_residual_match_the_reference(team: Team, size: int, dtype: torch.dtype) -> None:
+    generator = fresh_generator()
+    table = (torch.randn(9, size, generator=generator) * 5).to(dtype)
+    weight, other = (torch.rand(size, generator=generator).to(dtype) for _ in "ab")
+
+    def model(run: ForwardPass) -> Array:
+        x, residual = run.add_rms_norm(run.embed(table), None, weight, EPS)
+        return run.add_rms_norm(x, residual, other, EPS)
+
+    rows = tokens_only(9)
+    want, total = model(eager(rows, BLOCK))
+    close(record(team, dtype, lambda program: model(program)[0])(rows), want)
+    close(record(team, dtype, lambda program: model(program)[1])(rows), total)
+
+
+def test_the_residual_stream_stays_in_float32(team: Team) -> None:
+    """In bfloat16 it rounded after each of thirty layers, and "What is the capital of France?" lost its answer."""
+    table = torch.tensor([[1.0] * 64], dtype=torch.bfloat16)
+    weight = torch.full((64,), 2.0**-9, dtype=torch.bfloat16)
+
+    def model(program: Program) -> Buffer:
+        x, total = program.add_rms_norm(program.embed(table), None, weight, 0.0)
+        for _ in range(4):
+            _, total = program.add_rms_norm(x, total, weight, 0.0)
+        return total
+
+    assert record(team, torch.bfloat16, model)(tokens_only(1))[0, 0] == 1 + 4 * 2.0**-9
+
+
+def eager(rows: Rows, block_size: int) -> EagerPass:
+    """The reference's pass over the same rows."""
+    tables = torch.zeros(len(rows), max(len(blocks) for _, _, blocks in rows), dtype=torch.int64)
+    for row, (_, _, blocks) in enumerate(rows):
+        tables[row, : len(blocks)] = torch.tensor(blocks)
+    contexts, counts = tuple(row[1] for row in rows), tuple(len(row[0]) for row in rows)
+    paged = reference.PagedRows(0, contexts, counts, tables, block_size)
+    return EagerPass(
+        REFERENCE,
+        token_ids=torch.tensor([token for tokens, _, _ in rows for token in tokens]),
+        positions=torch.cat([torch.arange(c, c + n) for c, n in zip(contexts, counts, strict=True)]),
+        slots=torch.cat([paged.slots(row)[contexts[row] :] for row in range(len(rows))]),
+        plan=paged,
+    )
+
+
+class AttentionCase:
+    """Sequences of random queries, keys and values, in shuffled blocks of caches that are poisoned with NaN."""
+
+    def __init__(
+        self, lengths: list[int], heads: HeadShape, dtype: torch.dtype, *, norms: bool, block_size: int
+    ) -> None:
+        generator = fresh_generator()
+        self.heads, self.dtype, self.block_size = heads, dtype, block_size
+        width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+        self.table = torch.randn(sum(lengths), width, generator=generator).to(dtype)
+        self.frequencies = torch.rand(heads.head_dim // 2, generator=generator)
+        self.norms = None
+        if norms:
+            q_norm, k_norm = (torch.rand(heads.head_dim, generator=generator).to(dtype) + 0.5 for _ in "qk")
+            self.norms = q_norm, k_norm
+        needed = [-(-length // block_size) for length in lengths]
+        blocks = iter(torch.randperm(sum(needed) + 2, generator=generator).tolist())
+        self.blocks = [[next(blocks) for _ in range(count)] for count in needed]
+        self.num_blocks = sum(needed) + 2
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        self.tokens = [list(range(end - length, end)) for end, length in zip(ends, lengths, strict=True)]
+
+    def caches(self) -> tuple[Tensor, Tensor]:
+        shape = (self.num_blocks, self.block_size, self.heads.num_kv_heads, self.heads.head_dim)
+        return torch.full(shape, torch.nan, dtype=self.dtype), torch.full(shape, torch.nan, dtype=self.dtype)
+
+    def row(self, sequence: int, start: int, end: int) -> tuple[list[int], int, list[int]]:
+        return self.tokens[sequence][start:end], start, self.blocks[sequence][: -(-end // self.block_size)]
+
+    def model(self, run: ForwardPass, caches: tuple[Tensor, Tensor]) -> Array:
+        q = run.rotate_and_cache(
+            run.embed(self.table), run.rotations(self.frequencies, 1.25), self.heads, caches, self.norms, EPS
+        )
+        return run.attention(q, self.heads, caches, self.heads.head_dim**-0.5)
+
+    def native(self, team: Team) -> Callable[[Rows], Tensor]:
+        caches = self.caches()
+        return record(team, self.dtype, lambda program: self.model(program, caches), self.block_size)
+
+    def reference(self) -> Callable[[Rows], Tensor]:
+        caches = self.caches()
+        return lambda rows: self.model(eager(rows, self.block_size), caches)
+
+
+def check_attention(
+    team: Team,
+    rows: list[tuple[int, int]],
+    dtype: torch.dtype,
+    *,
+    kv_heads: int = 2,
+    group: int = 3,
+    head_dim: int = 32,
+    norms: bool = False,
+    block_size: int = BLOCK,
+) -> None:
+    """`rows`: (context, count) of each. Contexts are computed first, in chunks that end anywhere."""
+    heads = HeadShape(num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=head_dim)
+    lengths = [context + count for context, count in rows]
+    case = AttentionCase(lengths, heads, dtype, norms=norms, block_size=block_size)
+    got, want = case.native(team), case.reference()
+    tolerance = (NORMED if norms else TOLERANCE)[dtype]
+    for sequence, (context, _) in enumerate(rows):
+        cut = random.randint(0, context)
+        for start, end in ((0, cut), (cut, context)):
+            if start < end:
+                part = [case.row(sequence, start, end)]
+                close(got(part), want(part), tolerance)
+    step = [case.row(sequence, context, context + count) for sequence, (context, count) in enumerate(rows)]
+    close(got(step), want(step), tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 63, 64, 65, 257])
+def test_a_decode_row_of_any_length_matches_the_reference(team: Team, length: int, dtype: torch.dtype) -> None:
+    check_attention(team, [(length - 1, 1)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("context", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 100])
+@pytest.mark.parametrize("count", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 64])
+def test_a_chunk_of_any_length_after_any_context_matches_the_reference(
+    team: Team, context: int, count: int, dtype: torch.dtype
+) -> None:
+    check_attention(team, [(context, count)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_every_gqa_ratio_matches_the_reference(team: Team, group: int, kv_heads: int, dtype: torch.dtype) -> None:
+    check_attention(team, [(5, 1), (BLOCK, 1), (0, 9), (33, 2)], dtype, group=group, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("norms", [False, True])
+def test_every_head_size_with_and_without_norms_matches_the_reference(
+    team: Team, head_dim: int, norms: bool, dtype: torch.dtype
+) -> None:
+    check_attention(team, [(40, 1), (20, 7)], dtype, head_dim=head_dim, norms=norms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 32, 48])
+def test_every_block_size_matches_the_reference(team: Team, block_size: int, dtype: torch.dtype) -> None:
+    rows = [(0, 1), (15, 1), (16, 1), (130, 1), (0, 40), (17, 1), (48, 33)]
+    check_attention(team, rows, dtype, block_size=block_size)
+
+
+def cuts(length: int, size: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + size, length)) for start in range(0, length, size))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_gives_a_token_the_same_bits_in_any_chunk_and_beside_any_row(team: Team, dtype: torch.dtype) -> None:
+    heads = HeadShape(num_heads=6, num_kv_heads=2, head_dim=32)
+    case = AttentionCase([150, 90, 33], heads, dtype, norms=True, block_size=BLOCK)
+    whole = case.native(team)([case.row(0, 0, 150)])
+    for size in (1, 3, 16, 64):
+        run = case.native(team)
+        assert torch.equal(torch.cat([run([case.row(0, *cut)]) for cut in cuts(150, size)]), whole)
+    run, found = case.native(team), []
+    for (start, end), other in zip(cuts(150, 29), cuts(90, 15), strict=True):
+        found.append(
+            run([case.row(1, *other), case.row(0, start, end), case.row(2, 0, 33)])[other[1] - other[0] :][
+                : end - start
+            ]
+        )
+    assert torch.equal(torch.cat(found), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_gives_a_row_the_same_bits_beside_any_number_of_rows(team: Team, dtype: torch.dtype) -> None:
+    generator = fresh_generator()
+    table = torch.randn(300, 130, generator=generator).to(dtype)
+    weight, gated = (torch.randn(100, 130, generator=generator).to(dtype) for _ in "ab")
+    for model in (
+        lambda program: program.linear(program.embed(table), pack(Linear(weight))),
+        lambda program: program.gated_linear(program.embed(table), pack(Linear(gated), gated=True)),
+    ):
+        run = record(team, dtype, model)
+        whole = run(tokens_only(300))
+        for count in (1, 2, 3, 8, 13, 64):
+            assert torch.equal(run(tokens_only(count)), whole[:count])
+
+
+def test_logits_are_those_of_the_sampled_tokens_and_the_lowest_of_equal_tokens_is_the_most_likely(team: Team) -> None:
+    table = torch.tensor([[1.0, 0.0], [0.0, 1.0], [torch.nan, 0.0], [-torch.inf, 0.0]])
+    weight = torch.zeros(40, 2)
+    weight[7, 0] = weight[33, 0] = 3.0
+    weight[12, 1] = 5.0
+    program = Program(team, block_size=BLOCK, capacity=8, dtype=torch.float32)
+    logits = program.logits(program.embed(table), pack(Linear(weight)), 4)
+    tokens, best = program.argmax(logits)
+    program.run(StepRows([[0, 1, 2, 1]], [0], [4], [[0]], [3, 0, 2]))
+    assert tokens.tensor[:2].flatten().tolist() == [12, 7]
+    assert best.tensor[:2].flatten().tolist() == [5.0, 3.0]
+    assert best.tensor[2].isnan()
+    assert torch.equal(logits.tensor[0], weight[:, 1])
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [([0, 9], [0]), ([-1], [0]), ([0], [3]), ([0], [-1])])
+def test_a_token_or_block_that_is_not_there_is_refused_before_anything_is_read(
+    team: Team, tokens: list[int], blocks: list[int]
+) -> None:
+    case = AttentionCase(
+        [9], HeadShape(num_heads=1, num_kv_heads=1, head_dim=16), torch.float32, norms=False, block_size=BLOCK
+    )
+    run = case.native(team)
+    with pytest.raises(IndexError, match="not there"):
+        run([(tokens, 0, blocks)])
+    assert not run([case.row(0, 0, 9)]).isnan().any()
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(4, 3), torch.zeros(4, 4, dtype=torch.float16), torch.zeros(4, 4, dtype=torch.float64)]
+)
+def test_weights_that_the_kernels_do_not_read_are_refused(weight: Tensor) -> None:
+    with pytest.raises(ValueError, match=f"{weight.shape[1]} inputs in {weight.dtype}"):
+        pack(Linear(weight))
+
+
+def test_packing_in_place_takes_no_further_memory_and_changes_nothing_else() -> None:
+    weight = torch.randn(64, 10)
+    copy, address = pack(Linear(weight.clone())).weight, weight.data_ptr()
+    consumed = pack(Linear(weight), consume=True).weight
+    assert consumed.panels.data_ptr() == address
+    assert torch.equal(consumed.panels, copy.panels)
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("CHUNKSERVE_KERNELS_CACHE", str(tmp_path))
+    load_library.cache_clear()
+    yield tmp_path
+    load_library.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "why"),
+    [
+        ("no-such-compiler", "no C++ compiler: no-such-compiler is not on the PATH"),
+        ("false", "false failed with status 1"),
+        ("g++ -include no_such_header.h", "no_such_header.h"),
+    ],
+)
+def test_a_compiler_that_is_missing_or_fails_is_the_reason_that_is_given(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, why: str
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(NoLibraryError, match=why.replace("+", r"\+")):
+        load_library()
+    assert not list(fresh_cache.iterdir()), "nothing half made is left behind"
+
+
+def test_another_processor_is_the_reason_that_is_given(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.platform, "machine", lambda: "riscv64")
+    with pytest.raises(NoLibraryError, match="Linux on x86-64, and this is Linux on riscv64"):
+        load_library()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", ["-mno-avx512bf16", "-mno-avx512f"])
+def test_all_of_this_holds_for_processors_with_less(tmp_path: Path, without: str) -> None:
+    """AVX-512 without bfloat16, and AVX2: the same file, compiled for them."""
+    environment = {**os.environ, "CXX": f"g++ {without}", "CHUNKSERVE_KERNELS_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-k", "not compiler and not processor", __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert len(list(tmp_path.glob("native-*.so"))) == 1
