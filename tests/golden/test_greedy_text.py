@@ -5,22 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from engine.config import DEFAULT_MODEL, ResolvedConfig, SchedulerConfig
-from engine.core import EngineCore
-from engine.executor import TorchExecutor
+from engine.config import DEFAULT_MODEL, SchedulerConfig
 from engine.prepare import prepare_model
-from engine.protocol import Finished, SamplingParams, Submission, Token
-from engine.request import create_request
-from tests.golden.models import make_executor, tokenized_prompts
+from engine.protocol import SamplingParams
+from tests.golden.bench import Bench
+from tests.golden.models import make_executor
 
 NEW_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -52,42 +48,6 @@ RECORD = dataclasses.replace(
         "x-guidance": {"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "}
     }""",
 )
-
-
-class Bench:
-    """One set of weights under many engine cores, each with an empty block manager."""
-
-    def __init__(self, executor: TorchExecutor, resolved: ResolvedConfig) -> None:
-        self.executor, self.resolved = executor, resolved
-        self.prompts = tokenized_prompts()[:6]
-        self.cached: dict[str, int] = {}
-        self.preemptions = self.steps = 0
-
-    def serve(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        rounds: int = 1,
-        num_answer_tokens: int = 0,
-        **overrides: Any,
-    ) -> list[list[int]]:
-        """Texts of the last round, all prompts of a round submitted at once; `cached` keeps its cached tokens."""
-        core = EngineCore(self.executor, dataclasses.replace(self.resolved, **overrides))
-        texts: dict[str, list[int]] = {}
-        for _ in range(rounds):
-            texts = {str(number): [] for number in range(len(prompts))}
-            for number, prompt in enumerate(prompts):
-                submission = Submission(str(number), tuple(prompt), params, num_answer_tokens=num_answer_tokens)
-                assert not core.submit(create_request(submission, core.config, number))
-            while core.has_work:
-                for event in core.step():
-                    if isinstance(event, Token):
-                        texts[event.request_id].append(event.token_id)
-                    elif isinstance(event, Finished):
-                        self.cached[event.request_id] = event.usage.cached_tokens
-        self.preemptions, self.steps = core.load().num_preemptions, core.load().num_steps
-        return list(texts.values())
 
 
 @pytest.fixture(scope="module")

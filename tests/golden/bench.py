@@ -1,0 +1,58 @@
+"""Owns engine cores for golden tests: prompts in, texts out, under any of a config's settings.
+Never judges what comes out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from engine.config import ResolvedConfig
+from engine.core import EngineCore
+from engine.executor import TorchExecutor
+from engine.protocol import Finished, SamplingParams, Submission, Token
+from engine.request import create_request
+from tests.golden.models import tokenized_prompts
+
+
+class Bench:
+    """One set of weights under many engine cores, each with an empty block manager."""
+
+    def __init__(self, executor: TorchExecutor, resolved: ResolvedConfig) -> None:
+        self.executor, self.resolved = executor, resolved
+        self.prompts = tokenized_prompts()[:6]
+        self.cached: dict[str, int] = {}
+        self.logprobs: list[list[float]] = []
+        self.preemptions = self.steps = 0
+
+    def serve(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        rounds: int = 1,
+        num_answer_tokens: int = 0,
+        **overrides: Any,
+    ) -> list[list[int]]:
+        """Texts of the last round, all prompts of a round submitted at once; `cached` keeps its cached tokens, and
+        `logprobs` the log-probabilities that `params` asks for."""
+        core = EngineCore(self.executor, dataclasses.replace(self.resolved, **overrides))
+        texts: dict[str, list[int]] = {}
+        logprobs: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            texts = {str(number): [] for number in range(len(prompts))}
+            logprobs = {number: [] for number in texts}
+            for number, prompt in enumerate(prompts):
+                submission = Submission(str(number), tuple(prompt), params, num_answer_tokens=num_answer_tokens)
+                assert not core.submit(create_request(submission, core.config, number))
+            while core.has_work:
+                for event in core.step():
+                    if isinstance(event, Token):
+                        texts[event.request_id].append(event.token_id)
+                        if event.logprobs is not None:
+                            logprobs[event.request_id].append(event.logprobs.logprob)
+                    elif isinstance(event, Finished):
+                        self.cached[event.request_id] = event.usage.cached_tokens
+        self.logprobs = list(logprobs.values())
+        self.preemptions, self.steps = core.load().num_preemptions, core.load().num_steps
+        return list(texts.values())
