@@ -1,5 +1,5 @@
-"""Owns the offline measurement of steps: how long one decode or prefill step takes, without a server.
-Never schedules: it hands plans of a given shape to the executor. The last line it prints is one JSON document."""
+"""Owns the offline measurement of steps: how long one takes without a server, on which kernels, and what bounds it.
+Never schedules but for Python's share: it hands plans of a given shape to executors. Ends with one JSON document."""
 
 from __future__ import annotations
 
@@ -9,14 +9,23 @@ import json
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from engine.config import DEFAULT_MODEL, EngineConfig
-from engine.executor import create_executor
+import torch
+
+from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig
+from engine.core import EngineCore
+from engine.executor import TorchExecutor, create_executor
 from engine.machine import machine
+from engine.models.native import NativeModel
 from engine.prepare import prepare_model
+from engine.protocol import SamplingParams, Submission
+from engine.request import create_request
 from engine.step import Executor, RowKind, RowSampling, ScheduledRequest, StepPlan
+from kernels.cpu.native.program import Program, StepRows
 
 GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
@@ -38,32 +47,98 @@ def _row(i: int, kind: RowKind, start: int, count: int, blocks: int, draw: Calla
     return ScheduledRequest(str(i), kind, start, ids, table, GREEDY)
 
 
-def measure(executor: Executor, plan: StepPlan, steps: int) -> dict[str, float]:
-    """Milliseconds of a step: median, least and most of `steps` after three that do not count."""
+def measure(run: Callable[[], object], steps: int) -> list[float]:
+    """Milliseconds of each of `steps` after three that do not count."""
     times = []
     for _ in range(steps + 3):
         started = time.perf_counter()
-        executor.launch(plan)
-        executor.collect()
+        run()
         times.append((time.perf_counter() - started) * 1000)
-    counted = times[3:]
-    return {"ms_p50": statistics.median(counted), "ms_min": min(counted), "ms_max": max(counted)}
+    return times[3:]
+
+
+def step_of(executor: Executor, plan: StepPlan) -> Callable[[], object]:
+    def run() -> object:
+        executor.launch(plan)
+        return executor.collect()
+
+    return run
+
+
+class Products:
+    """The matrix products of a step and nothing else: what bounds it until attention reads as much as the weights."""
+
+    def __init__(self, model: NativeModel, num_tokens: int) -> None:
+        weights = model.decoder.weights
+        self._program = Program(model.team, block_size=16, capacity=num_tokens, dtype=model.decoder.dtype)
+        x = self._program.embed(weights.embedding)
+        for layer in weights.layers:
+            x = self._program.linear(self._program.linear(x, layer.qkv), layer.output)
+            x = self._program.linear(self._program.gated_linear(x, layer.gate_up), layer.down)
+        self._program.logits(x, weights.lm_head, num_tokens)
+
+    def step_of(self, plan: StepPlan) -> Callable[[], object]:
+        """Of as many tokens, and as many that are sampled after, as `plan` has."""
+        counts = [len(row.token_ids) for row in plan.rows]
+        sampled = [sum(counts[: i + 1]) - 1 for i in range(len(counts))]
+        ids = [row.token_ids for row in plan.rows]
+        rows = StepRows(ids, [0] * len(counts), counts, [[0] * count for count in counts], sampled)
+        return lambda: self._program.run(rows)
+
+
+def python_share(
+    executor: TorchExecutor, config: ResolvedConfig, rows: int, context: int, steps: int, draw: Callable[[], int]
+) -> dict[str, Any]:
+    """Percent of the time of `steps` steps of the whole engine loop, `rows` streams decoding, that no program ran."""
+    core = EngineCore(executor, config)
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 40, ignore_eos=True)
+    for i in range(rows):
+        prompt = tuple(draw() for _ in range(context))
+        core.submit(create_request(Submission(f"stream {i}", prompt, params), config, i))
+    while core.load().num_queued_tokens or core.load().num_running < rows:
+        core.step()
+    model = executor.model
+    assert isinstance(model, NativeModel)
+    begun, ran = time.perf_counter(), model.busy_s
+    for _ in range(steps):
+        core.step()
+    whole, ran = time.perf_counter() - begun, model.busy_s - ran
+    for i in range(rows):
+        core.abort(f"stream {i}")
+    return {"step": "loop", "size": rows, "step_ms": 1000 * whole / steps, "python_percent": 100 * (1 - ran / whole)}
+
+
+def _settings(name: str) -> dict[str, Any]:
+    return {"kernels": "native", "quantize": "int8"} if name == "int8" else {"kernels": name}
+
+
+def _summary(times: Sequence[float]) -> dict[str, float]:
+    return {"ms_p50": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
+
+
+def table(document: dict[str, Any]) -> str:
+    """The README's table: medians, least and most in brackets, milliseconds; and what share of a step of the native
+    kernels its matrix products are."""
+    shapes: dict[tuple[str, int], dict[str, dict[str, Any]]] = defaultdict(dict)
+    for cell in document["cells"]:
+        shapes[cell["step"], cell["size"]][cell["kernels"]] = cell
+    names = list(dict.fromkeys(cell["kernels"] for cell in document["cells"]))
+    lines = [f"| step | {' | '.join(names)} | products / native |", "|---" * (len(names) + 2) + "|"]
+    for (kind, size), cells in shapes.items():
+        what = f"{size} streams decode" if kind == "decode" else f"{size} tokens of a prompt"
+        found = ["{ms_p50:.1f} ({ms_min:.1f}–{ms_max:.1f})".format(**cells[name]) for name in names]
+        share = cells["products"]["ms_p50"] / cells["native"]["ms_p50"]
+        lines.append(f"| {what} | {' | '.join(found)} | {share:.0%} |")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m engine.bench", description=__doc__)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
-    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
-    parser.add_argument("--context", type=int, default=200, help="tokens in the cache of each row")
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16], help="decode rows of each cell")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[512], help="tokens of each prefill cell")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
-    options = parser.parse_args(arguments)
-    config = EngineConfig(dtype=options.dtype, load_format=options.load_format)
+    options = _options(arguments)
     model = prepare_model(options.model, progress=False, weights=options.load_format != "dummy")
-    executor, resolved = create_executor(model, config)
+    largest = max([1, *options.rows]) * (options.context + 1) + max([0, *options.prefill]) + options.context
+    config = EngineConfig(dtype=options.dtype, load_format=options.load_format, num_kv_blocks=largest // 16 + 64)
+    made = {name: create_executor(model, dataclasses.replace(config, **_settings(name))) for name in options.kernels}
+    resolved = next(iter(made.values()))[1]
     generator = random.Random(options.seed)
 
     def draw() -> int:
@@ -71,13 +146,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     plans = [("decode", n, decode_plan(n, options.context, resolved.block_size, draw)) for n in options.rows]
     plans += [("prefill", n, prefill_plan(n, options.context, resolved.block_size, draw)) for n in options.prefill]
-    cells: list[dict[str, Any]] = []
-    for kind, size, plan in plans:
-        cells.append({"step": kind, "size": size, "context": options.context, **measure(executor, plan, options.steps)})
-        print("{step:8} {size:5}  p50 {ms_p50:7.1f} ms  min {ms_min:7.1f}  max {ms_max:7.1f}".format(**cells[-1]))
-    executor.shutdown()
+    times: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    loops = []
+    native = made["native"][0].model if "native" in made else None
+    products = Products(native, max(*options.rows, *options.prefill)) if isinstance(native, NativeModel) else None
+    with torch.inference_mode():
+        for _ in range(options.rounds):
+            for kind, size, plan in plans:
+                for name, (executor, _) in made.items():
+                    times[kind, size, name] += measure(step_of(executor, plan), options.steps)
+                if products is not None:
+                    times[kind, size, "products"] += measure(products.step_of(plan), options.steps)
+            if products is not None:
+                loops.append(python_share(*made["native"], max(options.rows), options.context, options.steps, draw))
+    cells = [
+        {"step": kind, "size": size, "context": options.context, "kernels": name, **_summary(found)}
+        for (kind, size, name), found in times.items()
+    ]
+    for cell in cells:
+        print("{step:8} {size:5}  {kernels:10} {ms_p50:7.1f} ms ({ms_min:.1f}–{ms_max:.1f})".format(**cell))
+    for loop in loops:
+        print("{step:8} {size:5}  step {step_ms:7.1f} ms  Python {python_percent:5.1f} %".format(**loop))
+    for executor, _ in made.values():
+        executor.shutdown()
     result = {"benchmark": "engine_step", **machine(), "model": options.model, "seed": options.seed}
-    print(json.dumps({**result, "config": dataclasses.asdict(resolved), "cells": cells}))
+    document = json.dumps({**result, "config": dataclasses.asdict(resolved), "cells": cells, "loops": loops})
+    if options.out:
+        options.out.write_text(document + "\n")
+    print(document)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m engine.bench", description=__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--kernels", nargs="+", default=["native", "torch_cpu"], help="in turn; int8: native, rounded")
+    parser.add_argument("--context", type=int, default=200, help="tokens in the cache of each row")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32], help="decode rows of each cell")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[64, 256], help="tokens of each prefill cell")
+    parser.add_argument("--steps", type=int, default=20, help="of a cell in a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

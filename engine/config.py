@@ -239,6 +239,11 @@ class EngineConfig:
         "operators; `reference`: slow, the definition of correct. `auto`: native where there is a compiler and the "
         "model's shape fits, else torch_cpu; the log says why.",
     )
+    quantize: Literal["none", "int8"] = setting(
+        "none",
+        "Round weight matrices as they are loaded. `int8`: a byte a weight and a scale for each output, so that half "
+        "as much is read for each token; native kernels only. What it costs in accuracy: README.",
+    )
     batch_invariant: bool = setting(
         False,
         "Refuse to start unless a request has the same tokens and log-probabilities, to the bit, alone, in any batch, "

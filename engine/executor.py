@@ -69,7 +69,7 @@ class TorchExecutor:
     ) -> None:
         """`num_threads`: of torch's operators. `grammars`: None where the model's directory has no tokenizer, or no
         token that ends an answer."""
-        self._model = model
+        self.model = model
         self._grammars = grammars
         self._masker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-masks")
         self._num_threads = num_threads
@@ -193,7 +193,7 @@ class TorchExecutor:
         self._newest.clear()
         self._masker.shutdown()
         with suppress(AttributeError):
-            del self._model
+            del self.model
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
@@ -202,7 +202,7 @@ class TorchExecutor:
 
     def _forward(self, plan: StepPlan) -> Computed:
         self._set_threads()
-        return self._model.forward(plan, self._newest)
+        return self.model.forward(plan, self._newest)
 
     def _set_threads(self) -> None:
         """OpenMP keeps its thread count per calling thread, so it is set in the one that runs the steps."""
@@ -301,6 +301,7 @@ def create_executor(model_dir: Path, config: EngineConfig) -> tuple[TorchExecuto
         num_threads=resolved.num_threads,
         num_tokens=resolved.max_num_batched_tokens,
         num_sampled=resolved.max_decode_tokens,
+        quantize=config.quantize == "int8",
     )
     # What torch still does is small. A second thread of its own would spin on a core that the others need.
     return TorchExecutor(native, num_threads=1, grammars=grammars), resolved
@@ -313,6 +314,10 @@ def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
         raise ConfigError(f"kernels is {config.kernels}. {error}") from error
     if config.batch_invariant and not choice.batch_invariant:
         raise ConfigError(f"batch_invariant needs the native kernels, and these are chosen: {choice.reason}.")
+    if config.quantize != "none" and choice.name != NATIVE:
+        raise ConfigError(
+            f"quantize {config.quantize} needs the native kernels, and these are chosen: {choice.reason}."
+        )
     return choice
 
 

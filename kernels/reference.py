@@ -39,6 +39,12 @@ class PagedRows:
         return self.block_tables[row, positions // self.block_size] * self.block_size + positions % self.block_size
 
 
+def round_weight(weight: Tensor) -> Tensor:
+    """Each output's weights to the nearest multiple of its largest magnitude / 127. [outputs, inputs], in float64."""
+    unit = weight.double().abs().amax(dim=1, keepdim=True) / 127
+    return (weight.double() / unit.clamp(min=torch.finfo(torch.float64).tiny)).round() * unit
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last axis. x: [..., size], weight: [size]."""
     wide = x.float()

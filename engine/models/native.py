@@ -3,8 +3,10 @@ Never runs Python between operations, and keeps nothing of a step but K and V.""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,14 +36,18 @@ class NativeModel:
         num_threads: int,
         num_tokens: int,
         num_sampled: int,
+        quantize: bool = False,
     ) -> None:
-        """`num_tokens`, `num_sampled`: what memory is set aside for; a larger step sets more aside, for good."""
-        decoder.weights = _packed(decoder.weights)
+        """`num_tokens`, `num_sampled`: what memory is set aside for; a larger step sets more aside, for good.
+        `quantize`: matrices of 8 bits a weight; see kernels.cpu.native.program.pack."""
+        decoder.weights = _packed(decoder.weights, quantize)
         self.decoder = decoder
         self.cache = cache
         self._block_size = block_size
-        self._team = Team(num_threads)
+        self.team = Team(num_threads)
         self._capacity = num_tokens, num_sampled
+        self.busy_s = 0.0
+        """What steps took in the library so far: the rest of an engine's time is Python's."""
         self._record()
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
@@ -54,7 +60,9 @@ class NativeModel:
         step = StepRows(
             (fed_tokens(row, newest) for row in rows), [row.start for row in rows], counts, list(needed), sampled
         )
+        begun = time.perf_counter()
         self._program.run(step)
+        self.busy_s += time.perf_counter() - begun
         places = len(sampled)
         tokens, best = (buffer.tensor[:places, 0] for buffer in self._best)
         return Computed(
@@ -79,7 +87,7 @@ class NativeModel:
     def _record(self) -> None:
         num_tokens, num_sampled = self._capacity
         self._program, self._head = (
-            Program(self._team, block_size=self._block_size, capacity=num_tokens, dtype=self.decoder.dtype)
+            Program(self.team, block_size=self._block_size, capacity=num_tokens, dtype=self.decoder.dtype)
             for _ in range(2)
         )
         self._hidden: Buffer = self.decoder.forward(self._program, self.cache)
@@ -89,20 +97,21 @@ class NativeModel:
         self._scored = self._head.logits(self._hidden, lm_head, SCORED_POSITIONS)
 
 
-def _packed(weights: DecoderWeights) -> DecoderWeights:
+def _packed(weights: DecoderWeights, quantize: bool) -> DecoderWeights:
     """In the memory of `weights` itself, but for an embedding that is the LM head too: that is looked up by row."""
     tied = weights.lm_head.weight is weights.embedding
+    in_place = partial(pack, consume=True, quantize=quantize)
     return replace(
         weights,
         layers=tuple(
             replace(
                 layer,
-                qkv=pack(layer.qkv, consume=True),
-                output=pack(layer.output, consume=True),
-                gate_up=pack(layer.gate_up, gated=True),
-                down=pack(layer.down, consume=True),
+                qkv=in_place(layer.qkv),
+                output=in_place(layer.output),
+                gate_up=in_place(layer.gate_up, gated=True),
+                down=in_place(layer.down),
             )
             for layer in weights.layers
         ),
-        lm_head=pack(weights.lm_head, consume=not tied),
+        lm_head=pack(weights.lm_head, consume=not tied, quantize=quantize),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench import main
+from engine.bench import main, table
 from engine.bench_mixed import STREAMS, MixedLoad, percentile
 from engine.config import FakeConfig
 from engine.fake_executor import FakeExecutor
@@ -20,12 +20,19 @@ from tests.support.engines import resolved_config
 def test_the_last_line_is_one_document_with_a_cell_for_each_shape(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "head_dim": 16}))
     arguments = ["--model", str(tmp_path), "--load-format", "dummy", "--context", "20", "--steps", "2", "--seed", "5"]
-    main([*arguments, "--rows", "1", "3", "--prefill", "16"])
+    kernels = ["native", "torch_cpu", "int8"]
+    out = tmp_path / "out.json"
+    main([*arguments, "--rows", "1", "3", "--prefill", "16", "--rounds", "2", "--out", str(out), "--kernels", *kernels])
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    shapes = [(cell["step"], cell["size"]) for cell in document["cells"]]
-    assert shapes == [("decode", 1), ("decode", 3), ("prefill", 16)]
+    assert json.loads(out.read_text()) == document
+    shapes = [(cell["step"], cell["size"], cell["kernels"]) for cell in document["cells"]]
+    whats = [("decode", 1), ("decode", 3), ("prefill", 16)]
+    assert shapes == [(*what, name) for what in whats for name in (*kernels, "products")]
+    assert [loop["size"] for loop in document["loops"]] == [3, 3]
+    assert all(0 < loop["python_percent"] < 100 for loop in document["loops"])
+    assert len(table(document).splitlines()) == 2 + len(whats)
     assert all(0 < cell["ms_min"] <= cell["ms_p50"] <= cell["ms_max"] for cell in document["cells"])
     assert (document["seed"], document["config"]["max_model_len"]) == (5, 128)
 

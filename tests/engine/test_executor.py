@@ -123,7 +123,7 @@ def test_two_requests_may_share_the_blocks_of_a_prefix(executor: TorchExecutor) 
 def test_what_a_freed_block_held_never_leaks(checkpoint: Path) -> None:
     executor = make(checkpoint)
     clean = greedy_text(executor, TOKENS[:20], BLOCKS, 5)
-    for tensors in executor._model.cache.layers:
+    for tensors in executor.model.cache.layers:
         for tensor in tensors:
             tensor.fill_(torch.nan)
     assert greedy_text(executor, TOKENS[:20], BLOCKS, 5, chunk_size=7) == clean
@@ -133,7 +133,7 @@ def test_a_row_without_finite_logits_fails_alone(checkpoint: Path) -> None:
     executor = make(checkpoint)
     good, bad = chunk("good", [1, 2, 3], 0, 3, (0,)), chunk("bad", [1, 7], 0, 2, (1,))
     (expected,) = run(executor, good)
-    executor._model.decoder.weights.embedding[7] = torch.nan  # whoever reads this token gets NaN
+    executor.model.decoder.weights.embedding[7] = torch.nan  # whoever reads this token gets NaN
     executor.launch(StepPlan(1, (bad, good)))
     output = executor.collect()
     assert output.failed == ((0, NO_LOGIT),)
@@ -190,7 +190,7 @@ def test_a_row_that_goes_on_from_a_failed_one_fails_alone(checkpoint: Path) -> N
     executor = make(checkpoint)
     text = greedy_text(executor, TOKENS[:20], OTHER_BLOCKS, 2)
     run(executor, chunk("bad", TOKENS[:5], 0, 5, BLOCKS), chunk("good", TOKENS[:20], 0, 20, OTHER_BLOCKS))
-    executor._model.decoder.weights.embedding[7] = torch.nan  # whoever reads this token gets NaN
+    executor.model.decoder.weights.embedding[7] = torch.nan  # whoever reads this token gets NaN
     executor.launch(StepPlan(1, (decode("bad", 7, 5, BLOCKS),)))
     lost = decode("bad", PENDING_TOKEN, 6, BLOCKS)
     executor.launch(StepPlan(2, (lost, decode("good", PENDING_TOKEN, 20, OTHER_BLOCKS))))

@@ -242,7 +242,7 @@ def test_a_row_whose_prompt_has_no_finite_logits_fails_alone(checkpoint: tuple[P
     executor, _ = create_executor(checkpoint[0], EngineConfig(dtype="float32", num_kv_blocks=20))
     good, bad = scored("good", [1, 2, 3], 0, 3, (0,)), scored("bad", [1, 7, 4, 5], 0, 3, (1,))
     expected = step(executor, good).prompt_logprobs[0]
-    executor._model.decoder.weights.embedding[7] = torch.nan  # whoever reads this token gets NaN
+    executor.model.decoder.weights.embedding[7] = torch.nan  # whoever reads this token gets NaN
     asks = replace(chunk("asks", [7], 0, 1, (2,)), sampling=greedy(num_logprobs=1))
     output = step(executor, bad, good, asks)
     assert output.failed == ((0, NO_LOGIT), (2, NO_LOGIT))

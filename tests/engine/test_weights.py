@@ -58,17 +58,19 @@ def test_the_table_fills_every_element_exactly_once(kind: str, tmp_path: Path) -
     spans = sorted((view.data_ptr(), view.data_ptr() + view.numel() * view.element_size()) for view in views)
     assert all(first[1] <= second[0] for first, second in pairwise(spans))
     layer = weights.layers[0]
-    fields = [getattr(layer, field) for field in layer.__dataclass_fields__]
-    owned = sum(tensor.numel() for tensor in fields if tensor is not None) * len(weights.layers)
+    linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    owned = [layer.input_norm, layer.mlp_norm, *(layer.norms or ()), *(part.weight for part in linears)]
+    owned += [part.bias for part in linears if part.bias is not None]
+    owned = sum(tensor.numel() for tensor in owned) * len(weights.layers)
     owned += weights.embedding.numel() + weights.norm.numel()
-    owned += 0 if config.tie_word_embeddings else weights.lm_head.numel()
+    owned += 0 if config.tie_word_embeddings else weights.lm_head.weight.numel()
     assert sum(view.numel() for view in views) == owned
 
 
 def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
     save_model("llama_tied", tmp_path)
     weights = load(tmp_path)
-    assert weights.lm_head.data_ptr() == weights.embedding.data_ptr()
+    assert weights.lm_head.weight.data_ptr() == weights.embedding.data_ptr()
 
 
 def test_a_sharded_checkpoint_loads_like_a_whole_one(checkpoint: Path, tmp_path: Path) -> None:
@@ -76,12 +78,13 @@ def test_a_sharded_checkpoint_loads_like_a_whole_one(checkpoint: Path, tmp_path:
     save_model("llama", shards, max_shard_size="60KB")
     assert (shards / INDEX_FILE).exists()
     assert len(list(shards.glob("*.safetensors"))) > 1
-    torch.testing.assert_close(load(shards).layers[2].qkv, load(checkpoint).layers[2].qkv, rtol=0, atol=0)
+    got, want = (load(directory).layers[2].qkv.weight for directory in (shards, checkpoint))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_weights_are_cast_to_the_type_asked_for(checkpoint: Path) -> None:
     weights = load(checkpoint, torch.bfloat16)
-    assert weights.layers[1].gate_up.dtype == torch.bfloat16
+    assert weights.layers[1].gate_up.weight.dtype == torch.bfloat16
     torch.testing.assert_close(weights.norm, load(checkpoint).norm.bfloat16(), rtol=0, atol=0)
 
 

@@ -4,6 +4,7 @@ Never downloads: the default model is packaged, the others are made."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -30,5 +31,5 @@ def family_sequences() -> list[list[int]]:
     ]
 
 
-def make_executor(directory: Path, dtype: str) -> tuple[TorchExecutor, ResolvedConfig]:
-    return create_executor(directory, EngineConfig(dtype=dtype, num_kv_blocks=160))  # type: ignore[arg-type]
+def make_executor(directory: Path, dtype: str, **settings: Any) -> tuple[TorchExecutor, ResolvedConfig]:
+    return create_executor(directory, EngineConfig(dtype=dtype, num_kv_blocks=160, **settings))  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import DEFAULT_MODEL
 from engine.prepare import prepare_model
+from kernels.reference import round_weight
 from tests.golden.models import FAMILIES, family_sequences, tokenized_prompts
 from tests.golden.scoring import FLOORS_FILE, Score, compare, transformers_logits
 from tests.support.tiny_models import save_model
@@ -38,6 +39,18 @@ def floors(directory: Path, sequences: list[list[int]]) -> dict[str, dict[str, o
     }
 
 
+def int8_floor(directory: Path, sequences: list[list[int]]) -> dict[str, object]:
+    """bfloat16 with every matrix but the embedding rounded, against float32 as it is."""
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    want = transformers_logits(reference, sequences)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())  # tied: the embedding stays as it is
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = round_weight(module.weight.data).to(torch.bfloat16)
+    return entry(compare(transformers_logits(model, sequences), want, sequences), "bfloat16")
+
+
 def entry(score: Score, dtype: str) -> dict[str, object]:
     floor = {key: round(max(value, LEAST[dtype]), 9) for key, value in asdict(score).items() if key != "delta_max"}
     return {"floor": floor, "multiple": MULTIPLES[dtype], "delta_max_seen": score.delta_max}
@@ -45,13 +58,15 @@ def entry(score: Score, dtype: str) -> dict[str, object]:
 
 def main() -> None:
     recorded: dict[str, object] = {
-        "_": "Nats. float32 floor: transformers eager vs SDPA; bfloat16 floor: transformers bfloat16 vs float32. "
+        "_": "Nats. float32 floor: transformers eager vs SDPA; bfloat16 floor: transformers bfloat16 vs float32; "
+        "int8 floor: the same with rounded weights. "
         "Written by python -m tests.golden.record",
         "_transformers": transformers.__version__,
         "_torch": torch.__version__,
     }
     for dtype, value in floors(prepare_model(DEFAULT_MODEL), tokenized_prompts()).items():
         recorded[f"default_model.{dtype}"] = value
+    recorded["default_model.int8"] = int8_floor(prepare_model(DEFAULT_MODEL), tokenized_prompts())
     for kind in FAMILIES:
         with TemporaryDirectory() as directory:
             save_model(kind, Path(directory))

@@ -1,4 +1,4 @@
-"""Owns the promise of `batch_invariant`: in bfloat16, tokens and log-probabilities are the same to the bit, whatever the
+"""Owns the promise of `batch_invariant`: in bfloat16, tokens and log-probabilities are the same to the bit, in any
 schedule. Never allows a tolerance."""
 
 from __future__ import annotations

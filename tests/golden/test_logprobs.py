@@ -47,6 +47,17 @@ def test_the_default_model_is_as_close_to_transformers_as_transformers_to_itself
     check(f"default_model.{dtype}", compare(got, reference, sequences))
 
 
+@pytest.mark.parametrize("chunk_size", [16, None])
+def test_the_default_model_in_eight_bits_is_as_close_to_itself_as_transformers_with_rounded_weights(
+    sequences: list[list[int]], reference: list[torch.Tensor], chunk_size: int | None
+) -> None:
+    executor, _ = make_executor(prepare_model(DEFAULT_MODEL), "bfloat16", quantize="int8")
+    check(
+        "default_model.int8",
+        compare(executor_logits(executor, sequences, chunk_size, together=True), reference, sequences),
+    )
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_family_is_as_close_to_transformers_as_transformers_to_itself(

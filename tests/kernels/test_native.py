@@ -85,6 +85,36 @@ def test_a_product_of_any_shape_and_number_of_rows_matches_float64(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs", [1, 33, 100])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_product_with_rounded_weights_matches_float64_and_is_the_same_beside_any_number_of_rows(
+    team: Team, outputs: int, dtype: torch.dtype, gated: bool
+) -> None:
+    generator = fresh_generator()
+    table = torch.randn(37, 66, generator=generator).to(dtype)
+    weight = (torch.randn(2 * outputs, 66, generator=generator) / 8).to(dtype)
+    bias = torch.randn(2 * outputs, generator=generator).to(dtype)
+    packed = pack(Linear(weight, bias), gated=gated, quantize=True)
+    operation = Program.gated_linear if gated else Program.linear
+    run = record(team, dtype, lambda program: operation(program, program.embed(table), packed))
+    want = F.linear(table.double(), reference.round_weight(weight), bias.double())
+    if gated:
+        gate, up = want.chunk(2, dim=-1)
+        want = F.silu(gate) * up
+    whole = run(tokens_only(37))
+    close(whole, want)
+    for count in (1, 2, 3, 8, 9, 17):
+        assert torch.equal(run(tokens_only(count)), whole[:count])
+
+
+def test_a_row_of_zeros_is_rounded_to_zeros(team: Team) -> None:
+    packed = pack(Linear(torch.tensor([[0.0, 0.0], [3.0, -1.0]])), quantize=True)
+    table = torch.tensor([[1.0, 1.0]])
+    run = record(team, torch.float32, lambda program: program.linear(program.embed(table), packed))
+    assert run(tokens_only(1))[0].tolist() == pytest.approx([0.0, 3.0 - 42 * 3.0 / 127])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 80])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_gated_product_matches_the_reference(team: Team, size: int, dtype: torch.dtype, biased: bool) -> None:

@@ -2,7 +2,10 @@
 // Never changes that order with the number of rows: a row's bits do not depend on its neighbours.
 #pragma once
 
-#include "team.h"
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
 #include "vector.h"
 
 // Weights [N, K] are stored as panels of 32 outputs, [N / 32][K / PAIR][32][PAIR]: a step of the sum reads 128 bytes in a
@@ -11,12 +14,17 @@ constexpr int PANEL = 2 * LANES;
 
 template <class T>
 struct Linear {
-    const T* panels;
-    const float* bias;  // [padded N], or null
+    const void* panels;   // of T, or of bytes where there are scales
+    const float* scales;  // [padded N], what an output is multiplied by, or null
+    const float* bias;    // [padded N], or null
     int64_t inputs, outputs;
 
     int64_t num_panels() const { return (outputs + PANEL - 1) / PANEL; }
-    const T* panel(int64_t i) const { return panels + i * inputs * PANEL; }
+
+    template <class W>
+    const W* panel(int64_t i) const {
+        return static_cast<const W*>(panels) + i * inputs * PANEL;
+    }
 };
 
 // `panels` may be `weight` itself: a panel's weights lie in the same memory before and after. A lane is moved at a time.
@@ -34,9 +42,27 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, T* panels) {
     }
 }
 
-// ROWS rows times PANELS panels. Few rows take several panels at once, for enough independent sums to hide latency.
-template <class T, int ROWS, int PANELS>
-inline void product(const T* x, int64_t inputs, const T* weights, f32x16 (&sums)[ROWS][2 * PANELS]) {
+// As bytes, each output's weights in units of its largest over 127. A lane's elements lie as `lanes` reads them.
+template <class T>
+void quantize(const T* weight, int64_t outputs, int64_t inputs, int8_t* panels, float* scales) {
+    constexpr int PAIR = Element<T>::PAIR;
+    std::fill(panels, panels + (outputs + PANEL - 1) / PANEL * PANEL * inputs, int8_t(0));
+    for (int64_t n = 0; n < outputs; n++) {
+        const T* row = weight + n * inputs;
+        float largest = 0.0f;
+        for (int64_t k = 0; k < inputs; k++) largest = std::max(largest, std::abs(widen(row[k])));
+        const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+        scales[n] = largest / 127.0f;
+        int8_t* to = panels + n / PANEL * PANEL * inputs + n % PANEL / LANES * LANES * PAIR + n % LANES;
+        for (int64_t k = 0; k < inputs; k++)
+            to[k / PAIR * PANEL * PAIR + k % PAIR * LANES] = int8_t(std::nearbyint(widen(row[k]) * inverse));
+    }
+}
+
+// ROWS rows times PANELS panels, whose weights are of type W. Two panels where there are few rows, for enough independent
+// sums to hide latency.
+template <class T, class W, int ROWS, int PANELS>
+inline void product(const T* x, int64_t inputs, const W* weights, f32x16 (&sums)[ROWS][2 * PANELS]) {
     constexpr int PAIR = Element<T>::PAIR;
     const int64_t steps = inputs / PAIR, panel_size = inputs * PANEL;
     for (int r = 0; r < ROWS; r++)
@@ -45,7 +71,7 @@ inline void product(const T* x, int64_t inputs, const T* weights, f32x16 (&sums)
         i32x16 w[2 * PANELS];
 #pragma GCC unroll 8
         for (int c = 0; c < 2 * PANELS; c++)
-            w[c] = load_lanes(weights + c / 2 * panel_size + (k * PANEL + c % 2 * LANES) * PAIR);
+            w[c] = lanes<T>(weights + c / 2 * panel_size + (k * PANEL + c % 2 * LANES) * PAIR);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             const i32x16 a = broadcast(x + r * inputs + k * PAIR);
@@ -55,33 +81,56 @@ inline void product(const T* x, int64_t inputs, const T* weights, f32x16 (&sums)
     }
 }
 
-// Calls store(row, first output, 16 values) for all of `rows` rows and the panels [first, last).
-template <class T, int ROWS, int PANELS, class Store>
-inline void block(const T* x, int64_t row, const Linear<T>& linear, int64_t panel, const Store& store_sums) {
+// Calls store(row, panel, first 16 outputs, last 16) for ROWS rows from `row` on, and PANELS panels from `panel` on.
+template <class T, class W, int ROWS, int PANELS, class Store>
+inline void block(const T* x, int64_t row, int64_t inputs, const W* weights, int64_t panel, const Store& store_sums) {
     f32x16 sums[ROWS][2 * PANELS];
-    product<T, ROWS, PANELS>(x + row * linear.inputs, linear.inputs, linear.panel(panel), sums);
+    product<T, W, ROWS, PANELS>(x + row * inputs, inputs, weights, sums);
     for (int r = 0; r < ROWS; r++)
         for (int p = 0; p < PANELS; p++) store_sums(row + r, panel + p, sums[r][2 * p], sums[r][2 * p + 1]);
 }
 
-template <class T, int ROWS, class Store>
-inline void rest(const T* x, int64_t row, int64_t rows, const Linear<T>& linear, int64_t panel, const Store& s) {
+template <class T, class W, int ROWS, class Store>
+inline void rest(const T* x, int64_t row, int64_t rows, int64_t inputs, const W* weights, int64_t panel, const Store& s) {
     if constexpr (ROWS > 0) {
-        if (rows == ROWS) return block<T, ROWS, 1>(x, row, linear, panel, s);
-        rest<T, ROWS - 1>(x, row, rows, linear, panel, s);
+        if (rows == ROWS) return block<T, W, ROWS, 1>(x, row, inputs, weights, panel, s);
+        rest<T, W, ROWS - 1>(x, row, rows, inputs, weights, panel, s);
     }
+}
+
+template <class T, class W, class Store>
+inline void all_rows(const T* x, int64_t rows, int64_t inputs, const W* weights, int64_t panel, const Store& s) {
+    int64_t row = 0;
+    for (; row + MAX_ROWS <= rows; row += MAX_ROWS) block<T, W, MAX_ROWS, 1>(x, row, inputs, weights, panel, s);
+    rest<T, W, MAX_ROWS - 1>(x, row, rows - row, inputs, weights, panel, s);
+}
+
+// All of `rows` rows, and the panels [first, last).
+template <class T, class W, class Store>
+void multiply_by(const T* x, int64_t rows, const Linear<T>& linear, int64_t first, int64_t last, const Store& s) {
+    const int64_t inputs = linear.inputs;
+    int64_t panel = first;
+    if (rows == 1)
+        for (; panel + 2 <= last; panel += 2) block<T, W, 1, 2>(x, 0, inputs, linear.template panel<W>(panel), panel, s);
+    if (rows == 2)
+        for (; panel + 2 <= last; panel += 2) block<T, W, 2, 2>(x, 0, inputs, linear.template panel<W>(panel), panel, s);
+    for (; panel < last; panel++) all_rows(x, rows, inputs, linear.template panel<W>(panel), panel, s);
 }
 
 template <class T, class Store>
 void multiply(const T* x, int64_t rows, const Linear<T>& linear, int64_t first, int64_t last, const Store& s) {
-    int64_t panel = first;
-    if (rows == 1)
-        for (; panel + 2 <= last; panel += 2) block<T, 1, 2>(x, 0, linear, panel, s);
-    if (rows == 2)
-        for (; panel + 2 <= last; panel += 2) block<T, 2, 2>(x, 0, linear, panel, s);
-    for (; panel < last; panel++) {
-        int64_t row = 0;
-        for (; row + MAX_ROWS <= rows; row += MAX_ROWS) block<T, MAX_ROWS, 1>(x, row, linear, panel, s);
-        rest<T, MAX_ROWS - 1>(x, row, rows - row, linear, panel, s);
+    if (!linear.scales) return multiply_by<T, T>(x, rows, linear, first, last, s);
+    if (rows <= MAX_ROWS) return multiply_by<T, int8_t>(x, rows, linear, first, last, s);
+    // Many rows: a panel is widened once for all of them, to the same numbers.
+    thread_local std::vector<T> wide;
+    const int64_t size = linear.inputs * PANEL;
+    wide.resize(size);
+    for (int64_t panel = first; panel < last; panel++) {
+        const int8_t* bytes = linear.template panel<int8_t>(panel);
+        for (int64_t i = 0; i < size; i += LANES * Element<T>::PAIR) {
+            const i32x16 found = lanes<T>(bytes + i);
+            std::memcpy(wide.data() + i, &found, sizeof found);
+        }
+        all_rows(x, rows, linear.inputs, wide.data(), panel, s);
     }
 }

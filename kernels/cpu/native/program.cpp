@@ -54,6 +54,7 @@ static int64_t count_rows(const Step& step, int rows) { return rows == SAMPLED ?
 template <class T, class Out>
 static void store_panel(Out* out, const Linear<T>& linear, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
     const int64_t n = panel * PANEL;
+    if (linear.scales) a *= load(linear.scales + n), b *= load(linear.scales + n + LANES);
     if (linear.bias) a += load(linear.bias + n), b += load(linear.bias + n + LANES);
     Out* to = out + row * linear.outputs + n;
     if (n + PANEL <= linear.outputs) {
@@ -71,7 +72,9 @@ static void store_panel(Out* out, const Linear<T>& linear, int64_t row, int64_t 
 template <class T>
 static void store_gated(T* out, const Linear<T>& linear, int64_t row, int64_t panel, f32x16 gate, f32x16 up) {
     const int64_t n = panel * LANES, size = linear.outputs / 2;
-    if (linear.bias) gate += load(linear.bias + panel * PANEL), up += load(linear.bias + panel * PANEL + LANES);
+    const float *scales = linear.scales + panel * PANEL, *bias = linear.bias + panel * PANEL;
+    if (linear.scales) gate *= load(scales), up *= load(scales + LANES);
+    if (linear.bias) gate += load(bias), up += load(bias + LANES);
     const f32x16 value = gate / (splat(1.0f) + exponential(minimum(-gate, splat(88.0f)))) * up;
     T* to = out + row * size + n;
     if (n + LANES <= size) return store(to, value);
@@ -203,14 +206,18 @@ void program_norm(Program* program, int wide, const void* x, float* residual, in
     BY_TYPE(add_norm<T>, (program, as<T>(x), residual, fresh, weight, eps, size, as<T>(out)));
 }
 
-void program_linear(Program* program, int wide, const void* x, const void* panels, const float* bias, int64_t inputs,
-                    int64_t outputs, void* out, int wide_out, int rows) {
-    BY_TYPE(add_linear<T>, (program, as<T>(x), Linear<T>{as<T>(panels), bias, inputs, outputs}, out, wide_out, rows));
+void quantize_panels(int wide, const void* weight, int64_t outputs, int64_t inputs, int8_t* panels, float* scales) {
+    BY_TYPE(quantize<T>, (as<T>(weight), outputs, inputs, panels, scales));
 }
 
-void program_gated(Program* program, int wide, const void* x, const void* panels, const float* bias, int64_t inputs,
-                   int64_t outputs, void* out) {
-    BY_TYPE(add_gated<T>, (program, as<T>(x), Linear<T>{as<T>(panels), bias, inputs, outputs}, as<T>(out)));
+void program_linear(Program* program, int wide, const void* x, const void* panels, const float* scales, const float* bias,
+                    int64_t inputs, int64_t outputs, void* out, int wide_out, int rows) {
+    BY_TYPE(add_linear<T>, (program, as<T>(x), Linear<T>{panels, scales, bias, inputs, outputs}, out, wide_out, rows));
+}
+
+void program_gated(Program* program, int wide, const void* x, const void* panels, const float* scales, const float* bias,
+                   int64_t inputs, int64_t outputs, void* out) {
+    BY_TYPE(add_gated<T>, (program, as<T>(x), Linear<T>{panels, scales, bias, inputs, outputs}, as<T>(out)));
 }
 
 void program_rotations(Program* program, const float* frequencies, float factor, int64_t half, float* out) {

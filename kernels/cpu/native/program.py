@@ -92,16 +92,20 @@ class Packed:
     """Weights in panels, as linear.h reads them."""
 
     panels: Tensor
-    """[ceil(outputs / 32), inputs * 32]"""
+    """[ceil(outputs / 32) * 32, inputs], int8 where there are scales"""
+    scales: Tensor | None
+    """[ceil(outputs / 32) * 32] float32: what an output is multiplied by"""
     bias: Tensor | None
     """[ceil(outputs / 32) * 32] float32"""
     inputs: int
     outputs: int
 
 
-def pack(linear: Linear, *, gated: bool = False, consume: bool = False) -> Linear:
-    """The same product, ready for `Program`. `gated`: its outputs are [gate | up], for `gated_linear`; `consume`: the
-    weight's own memory may be written over, so that a model is never there twice.
+def pack(linear: Linear, *, gated: bool = False, consume: bool = False, quantize: bool = False) -> Linear:
+    """The same product, ready for `Program`.
+
+    gated: its outputs are [gate | up], for `gated_linear`. consume: the weight's own memory may be written over, so
+    that a model is never there twice. quantize: round each output's weights to 255 levels, of one byte each.
 
     Raises:
         ValueError: the weight's inputs or type are none that the kernels read.
@@ -118,13 +122,18 @@ def pack(linear: Linear, *, gated: bool = False, consume: bool = False) -> Linea
         weight, bias = weight[order], None if bias is None else bias[order]
         consume = True
     padded = -(-len(weight) // PANEL) * PANEL
-    panels = weight if consume and padded == len(weight) else weight.new_empty(padded, inputs)
-    load_library().pack_panels(
-        int(weight.dtype == torch.float32), weight.data_ptr(), len(weight), inputs, panels.data_ptr()
-    )
+    wide, scales = int(weight.dtype == torch.float32), None
+    if quantize:
+        panels, scales = torch.empty(padded, inputs, dtype=torch.int8), torch.zeros(padded)
+        load_library().quantize_panels(
+            wide, weight.data_ptr(), len(weight), inputs, panels.data_ptr(), scales.data_ptr()
+        )
+    else:
+        panels = weight if consume and padded == len(weight) else weight.new_empty(padded, inputs)
+        load_library().pack_panels(wide, weight.data_ptr(), len(weight), inputs, panels.data_ptr())
     if bias is not None:
         bias = torch.nn.functional.pad(bias, (0, padded - len(bias)))
-    return Linear(Packed(panels, bias, inputs, outputs))
+    return Linear(Packed(panels, scales, bias, inputs, outputs))
 
 
 def _gated_order(outputs: int) -> Tensor:
@@ -218,8 +227,7 @@ class Program:
             self._handle,
             self._wide,
             x.address,
-            self._keep(packed.panels),
-            None if packed.bias is None else self._keep(packed.bias),
+            *self._keep_weights(packed),
             packed.inputs,
             packed.outputs,
             out.address,
@@ -288,8 +296,7 @@ class Program:
             self._handle,
             self._wide,
             x.address,
-            self._keep(packed.panels),
-            None if packed.bias is None else self._keep(packed.bias),
+            *self._keep_weights(packed),
             packed.inputs,
             packed.outputs,
             out.address,
@@ -307,6 +314,10 @@ class Program:
         tensor = torch.zeros(rows, width, dtype=dtype)
         self._kept.append(tensor)
         return Buffer(tensor, self._pool)
+
+    def _keep_weights(self, packed: Packed) -> tuple[int | None, ...]:
+        parts = (packed.panels, packed.scales, packed.bias)
+        return tuple(None if part is None else self._keep(part) for part in parts)
 
     def _keep(self, tensor: Tensor) -> int:
         assert tensor.is_contiguous()

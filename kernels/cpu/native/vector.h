@@ -10,6 +10,8 @@
 
 using f32x16 = float __attribute__((vector_size(64)));
 using i32x16 = int32_t __attribute__((vector_size(64)));
+using u32x16 = uint32_t __attribute__((vector_size(64)));
+using i8x16 = int8_t __attribute__((vector_size(16)));
 using u16x16 = uint16_t __attribute__((vector_size(32)));
 
 constexpr int LANES = 16;
@@ -93,6 +95,26 @@ inline i32x16 load_lanes(const void* from) {
     i32x16 value;
     std::memcpy(&value, from, sizeof value);
     return value;
+}
+
+// A lane's weights from where they lie side by side, or from bytes: those of a lane's second element come after the first
+// ones of all lanes. Numbers up to 127 are exact in bfloat16, so their low halves are zero.
+template <class T>
+inline i32x16 lanes(const T* from) {
+    return load_lanes(from);
+}
+
+inline i32x16 widen_bytes(const int8_t* from) {
+    i8x16 value;
+    std::memcpy(&value, from, sizeof value);
+    return std::bit_cast<i32x16>(__builtin_convertvector(__builtin_convertvector(value, i32x16), f32x16));
+}
+
+template <class T>
+inline i32x16 lanes(const int8_t* from) {
+    if constexpr (Element<T>::PAIR == 1) return widen_bytes(from);
+    const u32x16 first = std::bit_cast<u32x16>(widen_bytes(from));
+    return widen_bytes(from + LANES) | std::bit_cast<i32x16>(first >> 16);
 }
 
 // sum + x * w in each lane, over the lane's one or two elements, accumulated in float32.
