@@ -58,6 +58,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[serve,dev]"
+	$(BIN)/python -m kernels.cpu.native.library
 	@touch $@
 
 clean:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,20 @@ def test_dummy_weights_need_nothing_but_a_config_and_are_the_same_every_time(tmp
     first, second = [answer(str(tmp_path), config) for _ in range(2)]
     assert isinstance(first[-1], Finished)
     assert [e.token_id for e in first if isinstance(e, Token)] == [e.token_id for e in second if isinstance(e, Token)]
+
+
+def test_threads_of_torch_do_not_spin_beside_a_server_unless_they_are_told_to(tmp_path: Path) -> None:
+    """On two busy cores spinning made a step several times as long. The policy is read when torch is loaded."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    code = (
+        "import os; from engine.build import build_engine; from engine.config import EngineConfig;"
+        f"build_engine({str(tmp_path)!r}, EngineConfig(load_format='dummy', num_kv_blocks=8)).shutdown();"
+        "print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    plain = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for environment, policy in ((plain, "passive"), ({**plain, "OMP_WAIT_POLICY": "active"}, "active")):
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == policy
 
 
 def test_real_weights_are_asked_for_by_name_where_they_are_missing(tmp_path: Path) -> None:

@@ -414,3 +414,31 @@ def test_end_tokens_come_from_the_generation_config_first(checkpoint: Path, tmp_
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(CheckpointError, match="eos_token_id is 'x'"):
         resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"kernels": "native"}, "kernels is native. The native kernels cannot run: head_dim is 8"),
+        ({"quantize": "int8"}, "quantize int8 needs the native kernels, and these are chosen: torch_cpu"),
+        ({"batch_invariant": True}, "batch_invariant needs the native kernels, .* not native: head_dim is 8"),
+    ],
+)
+def test_what_needs_the_native_kernels_is_refused_where_the_model_does_not_fit_them(
+    tmp_path: Path, settings: dict[str, Any], why: str
+) -> None:
+    save_model("yarn", tmp_path)
+    with pytest.raises(ConfigError, match=why):
+        make(tmp_path, **settings)
+
+
+def test_a_model_that_does_not_fit_the_native_kernels_runs_on_torch_and_says_why(tmp_path: Path) -> None:
+    save_model("yarn", tmp_path)
+    assert "head_dim is 8" in resolve(tmp_path).reasons["kernels"]
+
+
+def test_a_step_larger_than_the_memory_set_aside_is_computed_all_the_same(checkpoint: Path) -> None:
+    small = make(checkpoint, max_num_seqs=1, max_num_batched_tokens=4)
+    tokens = forced_logits(small, TOKENS, BLOCKS, None)
+    torch.testing.assert_close(tokens, forced_logits(make(checkpoint), TOKENS, BLOCKS, 16), atol=2e-4, rtol=1e-4)
+    assert greedy_text(small, TOKENS[:30], BLOCKS, 5) == greedy_text(make(checkpoint), TOKENS[:30], BLOCKS, 5)

@@ -113,3 +113,16 @@ def _run(command: list[str]) -> str:
         first = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
         raise NoLibraryError(f"{command[0]} failed with status {done.returncode}: {first}")
     return done.stdout
+
+
+def main() -> None:
+    """Have the library ready, or say why there is none: `python -m kernels.cpu.native.library`."""
+    try:
+        load_library()
+        print(f"The native kernels are ready in {cache_dir()}")
+    except NoLibraryError as error:
+        print(f"There are no native kernels, and torch's operators will do their work: {error}")
+
+
+if __name__ == "__main__":
+    main()
