@@ -55,7 +55,7 @@ ROWS = (
     Row("closed", "tokens_per_s", "16 clients: tokens/s", 0, True, Aim(2.2, True), Aim(3.0, True)),
     Row("closed", "ttft_ms", "16 clients: first token, ms", 0),
     Row("mixed", "longest_gap_ms", "beside long prompts: longest gap, ms", 0, of_vllm=Aim(0.4)),
-    Row("mixed", "long_ttft_ms", "their first token, ms", 0, of_vllm=Aim(1.0), setting_of="longest_gap_ms"),
+    Row("mixed", "long_ttft_ms", "long prompts: first token, ms", 0, of_vllm=Aim(1.0), setting_of="longest_gap_ms"),
     Row("prefix", "wall_s", "shared prefix: whole load, s", 2, of_vllm=Aim(0.7)),
     Row("", "cold_start_s", "command to first token, s", 1, alone=Aim(20)),
     Row("", "resident_gb", "memory, GB", 2),
@@ -115,7 +115,18 @@ def best_vllm(document: Document, row: Row) -> str | None:
 def table(document: Document) -> str:
     """Each server's figures, then our share of the others': what README shows."""
     notes = [f"{SERVERS[name].title} was not measured: {why}" for name, why in document["failed"].items()]
-    return "\n\n".join([_figures_table(document), _ratios_table(document), *notes])
+    return "\n\n".join([_measured_with(document), _figures_table(document), _ratios_table(document), *notes])
+
+
+def _measured_with(document: Document) -> str:
+    peers = [f"{name} {version}" for name, version in document["peers"].items()]
+    versions = f"chunkserve at {document['commit']}; the peers with {', '.join(peers) or 'nothing installed'}"
+    short = (
+        " **A short run, to see that all works: these figures say nothing of the servers.**"
+        if document["short"]
+        else ""
+    )
+    return f"{document['cpu']}; rounds: {len(document['rounds'])}; {versions}.{short}"
 
 
 def _figures_table(document: Document) -> str:

@@ -150,7 +150,7 @@ class Contender:
 SERVERS = {
     "chunkserve": Contender("chunkserve", chunkserve),
     "vllm": Contender("vLLM", vllm),
-    "vllm-512": Contender("vLLM, 512 tokens a step", vllm_512),
+    "vllm-512": Contender("vLLM, 512 a step", vllm_512),
     "ray-llm": Contender("Ray Serve LLM", ray_llm, ready_path="/v1/models"),  # it has no /health
 }
 

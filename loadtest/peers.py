@@ -79,32 +79,47 @@ def _memory(server: Server, setup: Setup) -> Life:
 
 def compare(names: Sequence[str], setup: Setup, scenarios: Scenarios, rounds: int, seed: int) -> Document:
     """All servers in turn, every other round in the opposite order; one that failed is not tried again."""
-    done: list[dict[str, Life]] = []
-    failed: dict[str, str] = {}
     draw = random.Random(seed)
+    failed: dict[str, str] = {}
+    lives: list[dict[str, Life]] = []
     for number in range(rounds):
-        lives: dict[str, Life] = {}
-        round_seed = draw.getrandbits(31)  # of all servers: they get the same prompts, and each starts without a cache
-        for name in names if number % 2 == 0 else reversed(names):
-            if name not in failed:
-                try:
-                    lives[name] = live(name, setup, scenarios, round_seed)
-                    print(f"round {number}, {name}: {json.dumps(lives[name])}", file=sys.stderr, flush=True)
-                except (NotInstalled, RuntimeError, OSError) as error:
-                    failed[name] = "\n".join(str(error).splitlines()[-LAST_LINES:])
-                    print(f"round {number}, {name} failed: {error}", file=sys.stderr, flush=True)
-        done.append(lives)
+        order = names if number % 2 == 0 else names[::-1]
+        lives.append(_round(number, order, setup, scenarios, draw.getrandbits(31), failed))
     return {
         "benchmark": "peers",
         **machine(),
         "peers": setup.versions(),
         "model": setup.config["applications"][0]["args"]["model"],
         "seed": seed,
+        "short": scenarios != {name: SCENARIOS[name] for name in scenarios},
         "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in scenarios.items()},
         "servers": list(names),
         "failed": failed,
-        "rounds": done,
+        "rounds": lives,
     }
+
+
+def _round(
+    number: int, names: Sequence[str], setup: Setup, scenarios: Scenarios, seed: int, failed: dict[str, str]
+) -> dict[str, Life]:
+    """A life of each server that has not failed; `failed` is told of those that do. All get the same prompts: each
+    starts without a cache of them."""
+    lives: dict[str, Life] = {}
+    for name in names:
+        if name in failed:
+            continue
+        _say(f"round {number}, {name} ...")
+        try:
+            lives[name] = live(name, setup, scenarios, seed)
+            _say(json.dumps(lives[name]))
+        except (NotInstalled, RuntimeError, OSError) as error:
+            failed[name] = "\n".join(str(error).splitlines()[-LAST_LINES:])
+            _say(f"failed: {error}")
+    return lives
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def failures(document: Document) -> list[str]:
@@ -124,18 +139,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest.peers", description=__doc__)
     parser.add_argument("--servers", nargs="+", choices=list(SERVERS), default=list(SERVERS))
     parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
+    parser.add_argument("--short", action="store_true", help="little of each load, to see that all works")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
     parser.add_argument("--peers-venv", type=Path, default=ROOT / ".venv-peers")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     setup = Setup.of_this_repository(options.peers_venv)
-    scenarios = {name: SCENARIOS[name] for name in options.scenarios}
+    chosen = {name: SCENARIOS[name] for name in options.scenarios}
+    scenarios = {name: scenario.warm_up for name, scenario in chosen.items()} if options.short else chosen
     document = compare(options.servers, setup, scenarios, options.rounds, options.seed)
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(document), end="\n\n")
     for failure in failures(document):
-        print(f"FAILED: {failure}", file=sys.stderr)
+        _say(f"FAILED: {failure}")
     print(json.dumps(document))
     return 1 if failures(document) else 0
 

@@ -24,7 +24,8 @@ def document(failed: dict[str, str] | None = None, **figures: dict[str, list[flo
             for lives, value in zip(rounds, values, strict=False):
                 life = lives.setdefault(name, {"scenarios": {}})
                 (life["scenarios"].setdefault(scenario, {}) if scenario else life)[what] = value
-    return {"cpu": "two cores", "servers": [*servers, *(failed or {})], "failed": failed or {}, "rounds": rounds}
+    measured_with = {"short": False, "cpu": "two cores", "commit": "abc", "peers": {"vllm": "1.0", "ray": "2.0"}}
+    return {**measured_with, "servers": [*servers, *(failed or {})], "failed": failed or {}, "rounds": rounds}
 
 
 def test_a_figure_is_the_median_with_the_least_and_most_of_the_rounds() -> None:
@@ -86,6 +87,7 @@ def test_the_tables_show_every_server_the_ratios_and_whether_each_aim_is_met() -
         ray_llm={"closed.tokens_per_s": [250.0]},
     )
     text = table(found)
+    assert "two cores; rounds: 3; chunkserve at abc; the peers with vllm 1.0, ray 2.0." in text
     assert "| | chunkserve | vLLM | Ray Serve LLM |" in text
     assert "| alone: ms a token | 4.0 (3.9–4.4) | 11.0 (10.0–12.0) | – |" in text
     assert "| alone: ms a token | 0.36 (0.33–0.40), vLLM | ≤ 0.45: met | – |  |" in text
@@ -98,3 +100,9 @@ def test_a_server_that_failed_has_a_column_and_is_named_with_the_reason() -> Non
     text = table(found)
     assert "| | chunkserve | Ray Serve LLM |" in text
     assert "Ray Serve LLM was not measured: it broke" in text
+
+
+def test_a_short_run_says_that_its_figures_are_none() -> None:
+    found = document(chunkserve={"single.tpot_ms": [4.0]})
+    assert "A short run" not in table(found)
+    assert "A short run" in table({**found, "short": True})
