@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONFIG ?= config.yaml
+PEERS_VENV ?= .venv-peers
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test test-slow test-clients test-chaos test-deep test-mutations check format install model docs clean
+.PHONY: serve test test-slow test-clients test-chaos test-deep test-mutations check format install model docs bench-peers chart clean
 
 serve: install ## prepare the model of config.yaml, serve it, and say how to call it once it answers
 	@$(BIN)/python -m serve_app.front.announce $(CONFIG) & exec $(BIN)/serve run $(CONFIG)
@@ -46,6 +47,16 @@ format: install
 docs: install ## write README's configuration reference anew
 	$(BIN)/python -m serve_app.reference README.md
 
+bench-peers: model $(PEERS_VENV)/installed ## compare with vLLM and Ray Serve LLM on this machine (half an hour; installs them, 4 GB); BENCH="--rounds 1"
+	$(BIN)/python -m loadtest.peers --peers-venv $(PEERS_VENV) $(BENCH)
+
+$(PEERS_VENV)/installed: loadtest/peers_env.sh
+	PYTHON=$(PYTHON) loadtest/peers_env.sh $(PEERS_VENV)
+	@touch $@
+
+chart: install ## draw docs/peers.svg and write README's tables of it, from loadtest/results/peers.json
+	$(BIN)/python -m loadtest.chart
+
 model: install ## download, verify and convert the default model, once
 	@$(BIN)/python -m engine.prepare >/dev/null
 
@@ -62,4 +73,4 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-clients
+	rm -rf $(VENV) .venv-clients $(PEERS_VENV)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 READY, GO, ENDED = "ready\n", "go\n", "ended\n"
 _END_OF_CHUNKS = b"0\r\n\r\n"
@@ -149,17 +150,27 @@ def token_stamps(reads: list[tuple[float, bytes]]) -> Iterator[tuple[float, int]
     """When each event with text arrived completely, and its tokens: one character is one token of the scripted engines.
 
     Raises:
+        BadAnswer: as `stamped_events`.
+    """
+    for stamp, event in stamped_events(reads):
+        if count := _num_tokens(event):
+            yield stamp, count
+
+
+def stamped_events(reads: list[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, object]]]:
+    """Each event of a stream, parsed, and when its last byte arrived.
+
+    Raises:
         BadAnswer: no stream of events, or one that carries an error or has no end.
     """
     raw = b"".join(data for _, data in reads)
-    ends, total = [], 0
-    for _, data in reads:
-        total += len(data)
-        ends.append(total)
+    ends = list(accumulate(len(data) for _, data in reads))
     event: dict[str, object] | str = ""
     for end, event in _events(raw):
-        if isinstance(event, dict) and (count := _num_tokens(event)):
-            yield reads[bisect.bisect_left(ends, end)][0], count
+        if isinstance(event, dict):
+            if error := event.get("error"):
+                raise BadAnswer(f"error in the stream: {str(error)[:200]}")
+            yield reads[bisect.bisect_left(ends, end)][0], event
     if event != "[DONE]":
         raise BadAnswer(f"the stream ends with {str(event)[:100]!r}")
 
@@ -193,8 +204,6 @@ def _num_tokens(event: dict[str, object]) -> int:
     match event:
         case {"choices": [{"delta": {"content": str(text)}}]}:
             return len(text)
-        case {"error": error}:
-            raise BadAnswer(f"error in the stream: {str(error)[:200]}")
     return 0
 
 
@@ -263,19 +272,24 @@ class _Client:
     def _request(self, tokens: int) -> bytes:
         """Each prompt is its own: one that was seen before would be found in a prefix cache."""
         prompt = f"{self._draw.getrandbits(64):016x}"
-        body = {
+        body: dict[str, object] = {
             "model": self._load.model,
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": tokens,
             "ignore_eos": True,
             "stream": True,
         }
-        data = json.dumps(body).encode()
-        head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._load.host}:{self._load.port}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        )
-        return head.encode() + data
+        return post(self._load.host, self._load.port, "/v1/chat/completions", body)
+
+
+def post(host: str, port: int, path: str, body: dict[str, object]) -> bytes:
+    """An HTTP request as it is sent."""
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    return head.encode() + data
 
 
 def _say(line: str) -> None:

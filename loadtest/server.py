@@ -1,4 +1,4 @@
-"""Owns a server under test: a `serve run` with a port, a Ray and a session of its own, the CPU time its processes take,
+"""Owns a server under test: a command with a port and a session of its own, the CPU time and memory its processes take,
 and its end. Never reuses a running server, and leaves no process of it behind."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 SERVE = Path(sys.executable).with_name("serve")
 START_TIMEOUT_S = 180
 STOP_TIMEOUT_S = 90
+GONE_TIMEOUT_S = 30
 
 _KINDS = (  # the first that a command line contains; Ray names its workers after what they run
     ("/bin/haproxy", "haproxy"),
@@ -48,7 +49,7 @@ def kind_of(command: str) -> str:
 
 
 class Server:
-    """A running `serve run`."""
+    """A running server: a `serve run`, or another command that answers HTTP on a port."""
 
     def __init__(self, process: subprocess.Popen[Any], port: int, log: Path) -> None:
         self.process = process
@@ -61,21 +62,23 @@ class Server:
         """What it printed so far."""
         return self._log.read_text(errors="replace")
 
-    def wait_until_ready(self) -> None:
-        """Raises: RuntimeError: it ended, its application failed, or it was not ready after `START_TIMEOUT_S`."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+    def wait_until_ready(self, path: str = "/health", timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until a GET of `path` is a 200.
+
+        Raises: RuntimeError: it ended, its application failed, or it was not ready after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise RuntimeError(f"serve run ended with {self.process.returncode}:\n{self.output}")
+                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.output}")
             if "failed with exception" in self.output:
                 raise RuntimeError(self.output)
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                with urllib.request.urlopen(f"{self.url}{path}", timeout=5) as response:
                     if response.status == 200:
                         return
             except (urllib.error.URLError, ConnectionError, TimeoutError):
                 time.sleep(0.2)
-        raise RuntimeError(f"not ready after {START_TIMEOUT_S} s:\n{self.output}")
+        raise RuntimeError(f"not ready after {timeout_s:g} s:\n{self.output}")
 
     def end(self, signum: int = signal.SIGTERM) -> int:
         """Send the signal, and wait: the exit status."""
@@ -88,10 +91,26 @@ class Server:
         total: CpuTime = defaultdict(float)
         for process in session_members(self.process.pid):
             with suppress(OSError):  # ended meanwhile
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 spent = [int((task / "schedstat").read_text().split()[0]) for task in (process / "task").iterdir()]
-                total[kind_of(command)] += sum(spent) / 1e9
+                total[_kind(process)] += sum(spent) / 1e9
         return total
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Memory of all processes of the server, by kind; a page that several share is counted once (proportional set
+        size)."""
+        total: dict[str, int] = defaultdict(int)
+        for process in session_members(self.process.pid):
+            with suppress(OSError):  # ended meanwhile
+                total[_kind(process)] += _pss_bytes((process / "smaps_rollup").read_text())
+        return total
+
+
+def _kind(process: Path) -> str:
+    return kind_of((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+
+
+def _pss_bytes(smaps_rollup: str) -> int:
+    return sum(1024 * int(line.split()[1]) for line in smaps_rollup.splitlines() if line.startswith("Pss:"))
 
 
 def session_members(session: int) -> Iterator[Path]:
@@ -130,20 +149,31 @@ def starting(config: dict[str, Any], environment: dict[str, str]) -> Iterator[Se
     port = free_port()
     config = {**config, "http_options": {**config["http_options"], "port": port}}
     (temp / "config.yaml").write_text(yaml.safe_dump(config))
-    log = temp / "serve.log"
+    command = [str(SERVE), "run", "--address", "local", str(temp / "config.yaml")]
+    own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(temp)}
     try:
-        with log.open("wb") as stream:
-            process = subprocess.Popen(
-                [SERVE, "run", "--address", "local", str(temp / "config.yaml")],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(temp), **environment},
-            )
-        with ended(process):
-            yield Server(process, port, log)
+        with launched(command, port, {**own, **environment}, temp / "serve.log") as server:
+            yield server
     finally:
         shutil.rmtree(temp, ignore_errors=True)
+
+
+@contextmanager
+def launched(
+    command: Sequence[str], port: int, environment: dict[str, str], log: Path, cwd: Path | None = None
+) -> Iterator[Server]:
+    """A command that serves on `port`, in a session of its own; it may not answer yet. It ends with the block."""
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **environment},
+            cwd=cwd,
+        )
+    with ended(process):
+        yield Server(process, port, log)
 
 
 @contextmanager
@@ -162,6 +192,16 @@ def ended(process: subprocess.Popen[Any]) -> Iterator[None]:
             with suppress(ProcessLookupError):
                 os.kill(int(member.name), signal.SIGKILL)
         process.wait()
+        _wait_until_gone(process.pid)
+
+
+def _wait_until_gone(session: int) -> None:
+    """What was killed still holds its memory for a moment, and the next server is not to share it."""
+    deadline = time.monotonic() + GONE_TIMEOUT_S
+    while left := [process.name for process in session_members(session)]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes {left} outlive their SIGKILL")
+        time.sleep(0.05)
 
 
 @contextmanager

@@ -361,7 +361,7 @@ async def test_without_a_hop_the_ingress_makes_the_tokens_up_itself() -> None:
 def test_the_load_test_imports_nothing_of_what_it_measures() -> None:
     code = """
 import sys
-import loadtest.client, loadtest.server, loadtest.transport, loadtest.transport_apps
+import loadtest.chart, loadtest.client, loadtest.peers, loadtest.server, loadtest.transport, loadtest.transport_apps
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"engine", "kernels", "serve_app", "torch"}))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

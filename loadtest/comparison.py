@@ -1,0 +1,170 @@
+"""Owns what the comparison with peers says: medians over rounds, our share of what others take, and the aims.
+Never measures: it is given the document of loadtest/peers.py."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest.peer_servers import SERVERS
+
+OURS = "chunkserve"
+VLLM = ("vllm", "vllm-512")
+RAY_LLM = "ray-llm"
+
+Document = dict[str, Any]
+Spread = tuple[float, float, float]
+"""Median, least and most over the rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    limit: float
+    at_least: bool = False
+
+    def is_met(self, value: float) -> bool:
+        return value >= self.limit if self.at_least else value <= self.limit
+
+    def __str__(self) -> str:
+        return f"{'≥' if self.at_least else '≤'} {self.limit:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A figure of a scenario, or of a server's whole life (`scenario` is empty)."""
+
+    scenario: str
+    figure: str
+    title: str
+    digits: int
+    more_is_better: bool = False
+    of_vllm: Aim | None = None
+    """Of our figure divided by that of vLLM's best setting."""
+    of_ray_llm: Aim | None = None
+    alone: Aim | None = None
+    """Of our figure itself."""
+    setting_of: str = ""
+    """The figure by which vLLM's best setting is chosen, where it is another: one setting must be good at both."""
+
+
+ROWS = (
+    Row("single", "tpot_ms", "alone: ms a token", 1, of_vllm=Aim(0.45)),
+    Row("single", "ttft_ms", "alone: first token, ms", 0, of_vllm=Aim(1.0), of_ray_llm=Aim(0.5)),
+    Row("closed", "tokens_per_s", "16 clients: tokens/s", 0, True, Aim(2.2, True), Aim(3.0, True)),
+    Row("closed", "ttft_ms", "16 clients: first token, ms", 0),
+    Row("mixed", "longest_gap_ms", "beside long prompts: longest gap, ms", 0, of_vllm=Aim(0.4)),
+    Row("mixed", "long_ttft_ms", "long prompts: first token, ms", 0, of_vllm=Aim(1.0), setting_of="longest_gap_ms"),
+    Row("prefix", "wall_s", "shared prefix: whole load, s", 2, of_vllm=Aim(0.7)),
+    Row("", "cold_start_s", "command to first token, s", 1, alone=Aim(20)),
+    Row("", "resident_gb", "memory, GB", 2),
+    Row("", "beyond_gb", "memory beyond weights and KV cache, GB", 2, alone=Aim(2.5)),
+)
+
+
+def row_of(scenario: str, figure: str) -> Row:
+    (row,) = [row for row in ROWS if (row.scenario, row.figure) == (scenario, figure)]
+    return row
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+def by_round(document: Document, server: str, row: Row) -> dict[int, float]:
+    """A figure of each round that has it."""
+    found = {}
+    for number, servers in enumerate(document["rounds"]):
+        life = servers.get(server, {})
+        figures = life.get("scenarios", {}).get(row.scenario, {}) if row.scenario else life
+        if row.figure in figures:
+            found[number] = figures[row.figure]
+    return found
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    return (statistics.median(values), min(values), max(values)) if values else None
+
+
+def figure(document: Document, server: str, row: Row) -> Spread | None:
+    return spread(list(by_round(document, server, row).values()))
+
+
+def ratio(document: Document, row: Row, other: str) -> Spread | None:
+    """Ours divided by another server's: of the medians, then least and most of the rounds that have both."""
+    ours, theirs = by_round(document, OURS, row), by_round(document, other, row)
+    rounds = [ours[number] / theirs[number] for number in ours.keys() & theirs.keys()]
+    if not rounds:
+        return None
+    medians = statistics.median(ours.values()) / statistics.median(theirs.values())
+    return medians, min(rounds), max(rounds)
+
+
+def best_vllm(document: Document, row: Row) -> str | None:
+    """vLLM's setting with the best median: lowest, or highest where more is better."""
+    chosen_by = row_of(row.scenario, row.setting_of) if row.setting_of else row
+    medians = {name: found[0] for name in VLLM if (found := figure(document, name, chosen_by))}
+    if not medians:
+        return None
+    return (max if chosen_by.more_is_better else min)(medians, key=lambda name: medians[name])
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def table(document: Document) -> str:
+    """Each server's figures, then our share of the others': what README shows."""
+    notes = [f"{SERVERS[name].title} was not measured: {why}" for name, why in document["failed"].items()]
+    return "\n\n".join([_measured_with(document), _figures_table(document), _ratios_table(document), *notes])
+
+
+def _measured_with(document: Document) -> str:
+    peers = [f"{name} {version}" for name, version in document["peers"].items()]
+    versions = f"chunkserve at {document['commit']}; the peers with {', '.join(peers) or 'nothing installed'}"
+    short = (
+        " **A short run, to see that all works: these figures say nothing of the servers.**"
+        if document["short"]
+        else ""
+    )
+    return f"{document['cpu']}; rounds: {len(document['rounds'])}; {versions}.{short}"
+
+
+def _figures_table(document: Document) -> str:
+    names = document["servers"]
+    lines = [f"| | {' | '.join(SERVERS[name].title for name in names)} |", "|---" * (len(names) + 1) + "|"]
+    for row in ROWS:
+        cells = [_shown(figure(document, name, row), row.digits) for name in names]
+        lines.append(f"| {row.title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _ratios_table(document: Document) -> str:
+    lines = ["| chunkserve ÷ | vLLM's better setting | aim | Ray Serve LLM | aim |", "|---" * 5 + "|"]
+    for row in ROWS:
+        best = best_vllm(document, row)
+        vllm = ratio(document, row, best) if best else None
+        ray_llm = ratio(document, row, RAY_LLM)
+        setting = f", {SERVERS[best].title}" if best and vllm else ""
+        cells = [_shown(vllm, 2) + setting, _verdict(row.of_vllm, vllm), _shown(ray_llm, 2)]
+        lines.append(f"| {row.title} | {' | '.join(cells)} | {_verdict(row.of_ray_llm, ray_llm)} |")
+    return "\n".join([*lines, "", *_aims_of_ours(document)])
+
+
+def _aims_of_ours(document: Document) -> list[str]:
+    rows = [(row, figure(document, OURS, row)) for row in ROWS if row.alone]
+    return [f"- {row.title}: {_shown(found, row.digits)}, aim {_verdict(row.alone, found)}" for row, found in rows]
+
+
+def _shown(found: Spread | None, digits: int) -> str:
+    if found is None:
+        return "–"
+    median, least, most = (f"{value:.{digits}f}" for value in found)
+    return f"{median} ({least}–{most})"
+
+
+def _verdict(aim: Aim | None, found: Spread | None) -> str:
+    if aim is None:
+        return ""
+    if found is None:
+        return str(aim)
+    return f"{aim}: {'met' if aim.is_met(found[0]) else 'missed'}"

@@ -1,0 +1,139 @@
+"""Owns a client of streamed text completions of any OpenAI server, and what it kept of each answer.
+Never parses while a load runs: bytes are read, and their time; what they say is worked out afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from loadtest.client import Connection, post, stamped_events
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer. Times in seconds of this process's monotonic clock; one arrival for each event with text."""
+
+    sent: float
+    arrivals: tuple[float, ...]
+    prompt_tokens: int
+    output_tokens: int
+    """As the server's `usage` counts them: an event may carry several."""
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.arrivals[0] - self.sent
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds a token after the first; the same for servers that merge tokens into one event."""
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A request that has ended, unread."""
+
+    sent: float
+    reads: list[tuple[float, bytes]]
+    wanted: int
+    """Tokens."""
+    error: str | None
+
+    def read(self) -> Completion:
+        """What came. An answer that is not exactly what was asked for carries an error."""
+        arrivals: list[float] = []
+        usage: dict[str, int] = {}
+        error = self.error
+        try:
+            for stamp, event in stamped_events(self.reads):
+                arrivals += [stamp] if _has_text(event) else []
+                usage = _usage_of(event) or usage
+        except ValueError as bad:  # what is no HTTP, or no JSON, raises that too
+            error = error or str(bad)
+        counts = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+        error = error or _what_lacks(arrivals, counts[1], self.wanted)
+        return Completion(self.sent, tuple(arrivals), *counts, error)
+
+
+def _has_text(event: dict[str, object]) -> bool:
+    match event:
+        case {"choices": [{"text": str(text)}]}:
+            return bool(text)
+    return False
+
+
+def _usage_of(event: dict[str, object]) -> dict[str, int] | None:
+    match event:
+        case {"usage": {"prompt_tokens": int(prompt), "completion_tokens": int(output)}}:
+            return {"prompt_tokens": prompt, "completion_tokens": output}
+    return None
+
+
+def _what_lacks(arrivals: list[float], output_tokens: int, wanted: int) -> str | None:
+    if output_tokens != wanted:
+        return f"{output_tokens} tokens instead of {wanted}"
+    return None if arrivals else "an answer without text"
+
+
+class Client:
+    """Asks one server; connections are kept open from request to request, until the `async with` block ends."""
+
+    def __init__(self, port: int, model: str, timeout_s: float = TIMEOUT_S) -> None:
+        self._port = port
+        self._model = model
+        self._timeout_s = timeout_s
+        self._idle: list[Connection] = []
+
+    async def ask(self, prompt: str, tokens: int) -> Exchange:
+        """Exactly so many tokens, greedily. What goes wrong is in the answer's `error`."""
+        request = post(HOST, self._port, "/v1/completions", self._body(prompt, tokens))
+        sent, reads, error = time.monotonic(), list[tuple[float, bytes]](), None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reads = await self._exchange(request)
+        except TimeoutError:
+            error = f"no end within {self._timeout_s:g} s"
+        except OSError as lost:
+            error = str(lost)
+        return Exchange(sent, reads, tokens, error)
+
+    async def _exchange(self, request: bytes) -> list[tuple[float, bytes]]:
+        connection = await self._connection()
+        try:
+            await connection.exchange(request)
+        except BaseException:  # also when the time is up: what comes late is no other request's answer
+            connection.close()
+            raise
+        self._idle.append(connection)
+        return connection.reads
+
+    async def _connection(self) -> Connection:
+        while self._idle:
+            if (connection := self._idle.pop()).is_open:
+                return connection
+        _, connection = await asyncio.get_running_loop().create_connection(Connection, HOST, self._port)
+        return connection
+
+    def _body(self, prompt: str, tokens: int) -> dict[str, object]:
+        return {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for connection in self._idle:
+            connection.close()
+        await asyncio.sleep(0)  # a transport closes in the loop's next turn

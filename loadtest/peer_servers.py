@@ -1,0 +1,162 @@
+"""Owns the servers that are compared: how each is started on this machine, the same weights, dtype and cache.
+Never runs two at once, and never installs one: peers_env.sh does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from loadtest.server import ROOT, Server, free_port, launched, starting
+
+_VERSIONS = """
+import importlib.metadata, json
+print(json.dumps({name: importlib.metadata.version(name) for name in ("vllm", "ray", "torch", "transformers")}))
+"""
+
+
+class NotInstalled(RuntimeError):
+    """The peers' environment lacks what a server needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all servers share: config.yaml says it of ours, and the others are started alike."""
+
+    config: dict[str, Any]
+    """Of `serve run`."""
+    model_dir: Path
+    venv: Path
+    """Of the peers."""
+
+    @staticmethod
+    def of_this_repository(venv: Path) -> Setup:
+        config = yaml.safe_load((ROOT / "config.yaml").read_text())
+        command = [sys.executable, "-m", "engine.prepare", _args(config)["model"]]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+        return Setup(config, Path(done.stdout.strip()), venv.expanduser().absolute())
+
+    @property
+    def max_model_len(self) -> int:
+        return int(_args(self.config)["engine"]["max_model_len"])
+
+    @property
+    def kv_cache_gib(self) -> float:
+        return float(_args(self.config)["engine"]["kv_cache_memory_gib"])
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.model_dir.glob("*.safetensors"))
+
+    def installed(self, name: str) -> Path:
+        """A program of the peers' environment.
+
+        Raises:
+            NotInstalled: it is not there.
+        """
+        program = self.venv / "bin" / name
+        if not program.exists():
+            raise NotInstalled(f"no {name} in {self.venv.name}: `make bench-peers` installs it")
+        return program
+
+    def versions(self) -> dict[str, str]:
+        """Of the peers; empty where none is installed."""
+        command = [str(self.venv / "bin" / "python"), "-c", _VERSIONS]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return {}
+        found: dict[str, str] = json.loads(done.stdout)
+        return found
+
+    @property
+    def vllm_environment(self) -> dict[str, str]:
+        return {
+            "VLLM_CPU_KVCACHE_SPACE": f"{self.kv_cache_gib:g}",
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # it would leave one of two cores idle
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+
+
+def _args(config: dict[str, Any]) -> dict[str, Any]:
+    args: dict[str, Any] = config["applications"][0]["args"]
+    return args
+
+
+# --- the servers ----------------------------------------------------------------------------------------------------
+
+
+def chunkserve(setup: Setup) -> AbstractContextManager[Server]:
+    """The whole of it, as users run it: config.yaml, of which only the port is another."""
+    return starting(setup.config, {"PYTHONPATH": str(ROOT)})
+
+
+@contextmanager
+def vllm(setup: Setup, *flags: str) -> Iterator[Server]:
+    port = free_port()
+    of_model = ("--served-model-name", "peer", "--max-model-len", str(setup.max_model_len), "--dtype", "bfloat16")
+    address = ("--host", "127.0.0.1", "--port", str(port))
+    command = (str(setup.installed("vllm")), "serve", str(setup.model_dir), *of_model, *address, *flags)
+    with _launched(command, port, setup.vllm_environment) as server:
+        yield server
+
+
+def vllm_512(setup: Setup) -> AbstractContextManager[Server]:
+    """Smaller steps: shorter pauses of running streams for a later first token."""
+    return vllm(setup, "--max-num-batched-tokens", "512")
+
+
+@contextmanager
+def ray_llm(setup: Setup) -> Iterator[Server]:
+    setup.installed("serve")
+    port = free_port()
+    program = (str(setup.installed("python")), "-P", str(ROOT / "loadtest" / "ray_llm.py"))
+    variables = (f"{name}={value}" for name, value in setup.vllm_environment.items())
+    command = (*program, str(setup.model_dir), str(setup.max_model_len), str(port), *variables)
+    with _launched(command, port, {"RAY_USAGE_STATS_ENABLED": "0"}) as server:
+        yield server
+
+
+@contextmanager
+def _launched(command: tuple[str, ...], port: int, environment: dict[str, str]) -> Iterator[Server]:
+    """In a directory of its own, and without this repository on its path: transformers would import our `kernels`."""
+    temp = Path(tempfile.mkdtemp(prefix="cs", dir="/tmp"))  # short: Ray's sockets live below it
+    own = {"PYTHONPATH": "", "RAY_TMPDIR": str(temp)}
+    try:
+        with launched(command, port, {**own, **environment}, temp / "server.log", cwd=temp) as server:
+            yield server
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    title: str
+    start: Callable[[Setup], AbstractContextManager[Server]]
+    ready_path: str = "/health"
+
+
+SERVERS = {
+    "chunkserve": Contender("chunkserve", chunkserve),
+    "vllm": Contender("vLLM", vllm),
+    "vllm-512": Contender("vLLM, 512 a step", vllm_512),
+    "ray-llm": Contender("Ray Serve LLM", ray_llm, ready_path="/v1/models"),  # it has no /health
+}
+
+
+def served_model(server: Server) -> str:
+    """The name by which a server's model is asked for."""
+    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=30) as response:
+        name: str = json.load(response)["data"][0]["id"]
+    return name

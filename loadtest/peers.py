@@ -1,0 +1,162 @@
+"""Owns the comparison with vLLM and Ray Serve LLM: every server in turn, round by round, under the same loads.
+Never leaves a server out in silence: one that cannot be started is named, and the run fails."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from loadtest.comparison import Document, table
+from loadtest.completions import Client
+from loadtest.peer_servers import SERVERS, NotInstalled, Setup, served_model
+from loadtest.scenarios import SCENARIOS, Scenario, measure, warm_up
+from loadtest.server import ROOT, Server, machine
+
+RESULTS = ROOT / "loadtest" / "results" / "peers.json"
+READY_TIMEOUT_S = 600.0
+"""vLLM compiles the model when it first starts on a machine."""
+LAST_LINES = 15
+"""Of what a server printed before it failed, that are shown."""
+
+Life = dict[str, Any]
+Scenarios = dict[str, Scenario]
+
+
+def live(name: str, setup: Setup, scenarios: Scenarios, seed: int) -> Life:
+    """One life of a server: how long until its first token, its figures in each scenario, and its memory after them.
+
+    Raises:
+        NotInstalled: there is no such server here.
+        RuntimeError: it does not start, or does not answer the first request.
+    """
+    draw = random.Random(seed)
+    started = time.monotonic()
+    with SERVERS[name].start(setup) as server:
+        server.wait_until_ready(SERVERS[name].ready_path, READY_TIMEOUT_S)
+        model = served_model(server)
+        cold_start_s = asyncio.run(_first_token(server, model)) - started
+        errors: list[str] = []
+        for scenario in scenarios.values():
+            errors += warm_up(scenario, server.port, model, draw.getrandbits(31))
+        found = {key: _measured(scenario, server, model, draw.getrandbits(31)) for key, scenario in scenarios.items()}
+        of_warm_up = {"warm_up_errors": errors} if errors else {}
+        return {"cold_start_s": cold_start_s, **_memory(server, setup), **of_warm_up, "scenarios": found}
+
+
+async def _first_token(server: Server, model: str) -> float:
+    """When it came, on the monotonic clock."""
+    async with Client(server.port, model) as client:
+        answer = (await client.ask("Once upon a time", 1)).read()
+    if answer.error:
+        raise RuntimeError(f"the first request failed: {answer.error}\n{server.output}")
+    return answer.arrivals[0]
+
+
+def _measured(scenario: Scenario, server: Server, model: str, seed: int) -> Life:
+    figures, errors = measure(scenario, server.port, model, seed)
+    return {"seed": seed, **figures, "num_errors": len(errors), "errors": sorted(set(errors))[:5]}
+
+
+def _memory(server: Server, setup: Setup) -> Life:
+    by_kind = server.resident_bytes()
+    resident = sum(by_kind.values())
+    beyond = resident - setup.weights_bytes - setup.kv_cache_gib * 2**30
+    of_kinds = {kind: size / 1e9 for kind, size in sorted(by_kind.items())}
+    return {"resident_gb": resident / 1e9, "beyond_gb": beyond / 1e9, "resident_gb_by_kind": of_kinds}
+
+
+# --- all servers ----------------------------------------------------------------------------------------------------
+
+
+def compare(names: Sequence[str], setup: Setup, scenarios: Scenarios, rounds: int, seed: int) -> Document:
+    """All servers in turn, every other round in the opposite order; one that failed is not tried again."""
+    draw = random.Random(seed)
+    failed: dict[str, str] = {}
+    lives: list[dict[str, Life]] = []
+    for number in range(rounds):
+        order = names if number % 2 == 0 else names[::-1]
+        lives.append(_round(number, order, setup, scenarios, draw.getrandbits(31), failed))
+    return {
+        "benchmark": "peers",
+        **machine(),
+        "peers": setup.versions(),
+        "model": setup.config["applications"][0]["args"]["model"],
+        "seed": seed,
+        "short": scenarios != {name: SCENARIOS[name] for name in scenarios},
+        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in scenarios.items()},
+        "servers": list(names),
+        "failed": failed,
+        "rounds": lives,
+    }
+
+
+def _round(
+    number: int, names: Sequence[str], setup: Setup, scenarios: Scenarios, seed: int, failed: dict[str, str]
+) -> dict[str, Life]:
+    """A life of each server that has not failed; `failed` is told of those that do. All get the same prompts: each
+    starts without a cache of them."""
+    lives: dict[str, Life] = {}
+    for name in names:
+        if name in failed:
+            continue
+        _say(f"round {number}, {name} ...")
+        try:
+            lives[name] = live(name, setup, scenarios, seed)
+            _say(json.dumps(lives[name]))
+        except (NotInstalled, RuntimeError, OSError) as error:
+            failed[name] = "\n".join(str(error).splitlines()[-LAST_LINES:])
+            _say(f"failed: {error}")
+    return lives
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def failures(document: Document) -> list[str]:
+    """Why the comparison is not valid: requests that failed, and servers that were asked for and did not run."""
+    found = [f"{name}: {why}" for name, why in document["failed"].items()]
+    for number, lives in enumerate(document["rounds"]):
+        for name, life in lives.items():
+            found += [f"{name}, warm-up, round {number}: {error}" for error in life.get("warm_up_errors", ())]
+            for scenario, figures in life["scenarios"].items():
+                if errors := figures["num_errors"]:
+                    found.append(f"{name}, {scenario}, round {number}: {errors} errors, {figures['errors']}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables, then the document as the last line. 1 if anything failed."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.peers", description=__doc__)
+    parser.add_argument("--servers", nargs="+", choices=list(SERVERS), default=list(SERVERS))
+    parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
+    parser.add_argument("--short", action="store_true", help="little of each load, to see that all works")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
+    parser.add_argument("--peers-venv", type=Path, default=ROOT / ".venv-peers")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    setup = Setup.of_this_repository(options.peers_venv)
+    chosen = {name: SCENARIOS[name] for name in options.scenarios}
+    scenarios = {name: scenario.warm_up for name, scenario in chosen.items()} if options.short else chosen
+    document = compare(options.servers, setup, scenarios, options.rounds, options.seed)
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(table(document), end="\n\n")
+    for failure in failures(document):
+        _say(f"FAILED: {failure}")
+    print(json.dumps(document))
+    return 1 if failures(document) else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # the running server is ended, too
+    sys.exit(main())

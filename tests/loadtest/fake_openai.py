@@ -1,0 +1,95 @@
+"""Owns a small server of streamed completions with scripted timings, in a test's process or in one of its own.
+Never counts real tokens: each is one word, and what was asked for is what is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+LONG = 100
+"""Words of a prompt from which it is a long one."""
+
+
+class FakeServer:
+    """Sends each token `step_s` after the last. A long prompt takes `long_s`, in which all other streams wait."""
+
+    def __init__(self, step_s: float = 0.0, long_s: float = 0.0, tokens_an_event: int = 1, lose: int = 0) -> None:
+        """`lose`: tokens that are left out of each answer, in text and usage."""
+        self.bodies: list[dict[str, Any]] = []
+        self.in_hand = 0
+        self.most_in_hand = 0
+        self.short_in_hand_at_long: list[int] = []
+        self.num_connections = 0
+        self._step_s, self._long_s = step_s, long_s
+        self._tokens_an_event, self._lose = tokens_an_event, lose
+        self._may_step = asyncio.Event()
+        self._may_step.set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                if head.startswith(b"GET"):
+                    writer.write(_whole({"data": [{"id": "fake"}]}))
+                    continue
+                length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+                await self._answer(json.loads(await reader.readexactly(length)), writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _answer(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        self.bodies.append(body)
+        self.in_hand += 1
+        self.most_in_hand = max(self.most_in_hand, self.in_hand)
+        writer.write(HEAD)
+        words = len(body["prompt"].split())
+        if words >= LONG:
+            self.short_in_hand_at_long.append(self.in_hand - 1)
+            self._may_step.clear()
+            await asyncio.sleep(self._long_s)
+            self._may_step.set()
+        tokens = body["max_tokens"] - self._lose
+        for first in range(0, tokens, self._tokens_an_event):
+            await asyncio.sleep(self._step_s)
+            await self._may_step.wait()
+            num = min(self._tokens_an_event, tokens - first)
+            writer.write(_event({"choices": [{"index": 0, "text": "word " * num}]}))
+        usage = {"prompt_tokens": words, "completion_tokens": tokens, "total_tokens": words + tokens}
+        writer.write(_event({"choices": [], "usage": usage}) + _event("[DONE]") + b"0\r\n\r\n")
+        self.in_hand -= 1
+
+
+def _event(payload: object) -> bytes:
+    data = f"data: {payload if isinstance(payload, str) else json.dumps(payload)}\n\n".encode()
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+def _whole(payload: object) -> bytes:
+    data = json.dumps(payload).encode()
+    return f"HTTP/1.1 200 OK\r\ncontent-length: {len(data)}\r\nconnection: keep-alive\r\n\r\n".encode() + data
+
+
+@asynccontextmanager
+async def listening(server: FakeServer) -> AsyncIterator[int]:
+    """Yields the port."""
+    listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    try:
+        yield int(listener.sockets[0].getsockname()[1])
+    finally:
+        listener.close()
+
+
+async def _main(port: int, lose: int) -> None:
+    server = FakeServer(step_s=0.001, lose=lose)
+    await (await asyncio.start_server(server.serve, "127.0.0.1", port)).serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(int(sys.argv[1]), int(sys.argv[2])))
