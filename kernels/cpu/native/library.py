@@ -45,6 +45,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [_POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER],
     ),
     "program_argmax": (_VOID, [_POINTER, _POINTER, _LONG, _POINTER, _POINTER]),
+    "sample_rows": (_VOID, [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER]),
 }
 
 
