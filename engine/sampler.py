@@ -21,8 +21,8 @@ NUCLEUS_GROWTH = 16
 _MASK32 = 0xFFFFFFFF
 
 Draw = Callable[[Tensor, Sequence[int], Sequence[RowSampling], Sequence[int]], Sequence[int]]
-"""(logits [rows, vocab] float32, contiguous; which rows to draw from, each with a finite largest logit and no NaN; how, by
-drawn row; the token's position, by drawn row) -> the drawn rows' tokens."""
+"""(logits [rows, vocab] float32, contiguous; which rows to draw from, each with a finite largest logit and no NaN; how,
+by drawn row; the token's position, by drawn row) -> the drawn rows' tokens."""
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:

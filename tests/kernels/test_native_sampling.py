@@ -20,7 +20,7 @@ from engine.step import RowSampling
 from kernels import reference
 from kernels.cpu.native.library import FLAGS, SOURCE_DIR, NoLibraryError, _compiler, load_library
 from kernels.cpu.native.program import Team
-from kernels.cpu.native.sampling import DrawnRow, draw_rows
+from kernels.cpu.native.sampling import DrawnRow, _SampledRow, draw_rows
 from tests.kernels.rows import fresh_generator
 
 SEEDS = (0, 1, -1, 2**32 - 1, 2**32, -(2**63), 2**63 - 1)
@@ -30,6 +30,9 @@ NEAR = 1e-12
 PROBE = """
 #include "sample.h"
 extern "C" double probe_uniform(int64_t seed, int64_t position) { return uniform(seed, position); }
+extern "C" int64_t probe_draw(const float* logits, int64_t vocab, const SampledRow* row, double number) {
+    return Sampler{}(logits, vocab, *row, number);
+}
 extern "C" void probe_exponential(const double* x, double* out) {
     f64x8 value;
     std::memcpy(&value, x, sizeof value);
@@ -62,6 +65,8 @@ def probe(tmp_path_factory: pytest.TempPathFactory, team: Team) -> ctypes.CDLL:
     found = ctypes.CDLL(str(library))
     found.probe_uniform.restype = ctypes.c_double
     found.probe_uniform.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    found.probe_draw.restype = ctypes.c_int64
+    found.probe_draw.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_double]
     found.probe_exponential.restype = None
     found.probe_exponential.argtypes = [ctypes.POINTER(ctypes.c_double)] * 2
     return found
@@ -263,6 +268,26 @@ def test_the_random_number_is_pythons_to_the_last_bit(probe: ctypes.CDLL) -> Non
     pairs = list(product(SEEDS, POSITIONS))
     pairs += [(rng.randrange(-(2**63), 2**63), rng.randrange(2**40)) for _ in range(500)]
     assert [probe.probe_uniform(*pair) for pair in pairs] == [uniform(*pair) for pair in pairs]
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 150}, {"top_p": 1 - 2.0**-53}, {"min_p": 0.3}])
+def test_the_largest_and_smallest_numbers_stay_on_tokens_that_are_kept(
+    probe: ctypes.CDLL, limits: dict[str, float]
+) -> None:
+    """Regression guard: number * total may round to total, and a block's sum is added up in another order than its
+    tokens: what no cumulative mass exceeds is the last kept token's, and not a banned one's behind it."""
+    generator = fresh_generator()
+    for size in (1, 3, 40, 64, 100, 128, 190):
+        logits = torch.full((300,), -torch.inf)
+        logits[50 : 50 + size] = torch.rand(size, generator=generator)
+        row = _SampledRow(*spec(**limits))
+        kept = [
+            probe.probe_draw(logits.data_ptr(), len(logits), ctypes.byref(row), number)
+            for number in (0.0, 1 - 2.0**-53)
+        ]
+        order = logits.argsort(descending=True, stable=True)[: 150 if "top_k" in limits else 300]
+        first, last = (f(token for token in order.tolist() if logits[token].isfinite()) for f in (min, max))
+        assert kept == [first, last]
 
 
 def test_a_mass_is_within_two_units_of_the_last_place_and_vanishes_below_normal_numbers(probe: ctypes.CDLL) -> None:

@@ -239,7 +239,10 @@ void sample_rows(Team* team, const float* logits, int64_t vocab, const SampledRo
     team->run([=] {
         thread_local Sampler sampler;
         team->share(num_rows, [&](int64_t first, int64_t last) {
-            for (int64_t i = first; i < last; i++) tokens[i] = sampler(logits + rows[i].row * vocab, vocab, rows[i]);
+            for (int64_t i = first; i < last; i++) {
+                const SampledRow& row = rows[i];
+                tokens[i] = sampler(logits + row.row * vocab, vocab, row, uniform(row.seed, row.position));
+            }
         });
     });
 }

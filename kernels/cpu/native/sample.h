@@ -82,14 +82,14 @@ inline f64x8 exponential(f64x8 x) {
 // the filters so far have left, in vocabulary order.
 class Sampler {
    public:
-    // The largest of `logits` must be finite, and none NaN.
-    int64_t operator()(const float* logits, int64_t vocab, const SampledRow& row) {
+    // The token of one row's `logits` [vocab] that the random `number` stands for. The largest must be finite, and none NaN.
+    int64_t operator()(const float* logits, int64_t vocab, const SampledRow& row, double number) {
         take(logits, vocab);
         if (0 < row.top_k && row.top_k < vocab) keep_top_k(row.top_k);
         find_mass(std::max(row.temperature, SMALLEST_TEMPERATURE));
         if (row.top_p < 1.0) keep_top_p(row.top_p);
         if (row.min_p > 0.0) keep_min_p(row.min_p);
-        return id(draw(uniform(row.seed, row.position)));
+        return id(draw(number));
     }
 
    private:
