@@ -173,6 +173,16 @@ def test_the_two_zeros_are_one_logit(team: Team) -> None:
     assert set(draw_rows(team, logits, rows)) == {0, 1}
 
 
+def test_a_temperature_below_the_smallest_is_the_smallest(team: Team) -> None:
+    logits = torch.tensor([[0.0, 1e-5]])
+    smallest, tiny = (
+        draw_rows(team, logits, [spec(temperature=temperature, seed=seed) for seed in range(100)])
+        for temperature in (SMALLEST_TEMPERATURE, 1e-30)
+    )
+    assert set(smallest) == {0, 1}
+    assert tiny == smallest
+
+
 @pytest.mark.parametrize("limits", [{}, {"top_k": 40}, {"top_p": 0.999}, {"min_p": 1e-9}])
 def test_a_banned_token_is_never_drawn(team: Team, limits: dict[str, float]) -> None:
     logits = torch.zeros(1, 50)
