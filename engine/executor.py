@@ -146,7 +146,7 @@ class TorchExecutor:
         logits = computed.logits.float()  # [places, vocab]
         positions = [row.start + place.offset + 1 for row, place in zip(rows, places, strict=True)]
         answers = [self._answer(row, place.offset) for row, place in zip(rows, places, strict=True)]
-        sampled = sample(logits, wanted, positions, answers, within, computed.best)
+        sampled = sample(logits, wanted, positions, answers, within, computed.best, computed.draw)
         scored = sampled_logprobs(logits, wanted, sampled)
         tokens: dict[int, list[int | None]] = {}
         logprobs: dict[int, list[TokenLogprobs | None]] = {}

@@ -3,7 +3,7 @@ Never keeps a random state: the number a row uses is a function of (seed, positi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ NUCLEUS_GUESS = 256
 NUCLEUS_GROWTH = 16
 
 _MASK32 = 0xFFFFFFFF
+
+Draw = Callable[[Tensor, Sequence[int], Sequence[RowSampling], Sequence[int]], Sequence[int]]
+"""(logits [rows, vocab] float32, contiguous; which rows to draw from, each with a finite largest logit and no NaN; how,
+by drawn row; the token's position, by drawn row) -> the drawn rows' tokens."""
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -50,10 +54,12 @@ def sample(
     answers: Sequence[Sequence[int]],
     within: Within | None = None,
     most_likely: tuple[Tensor, Tensor] | None = None,
+    draw: Draw | None = None,
 ) -> list[int | None]:
     """One token per row, the one at positions[row] of its request. logits: [rows, vocab], which are not changed;
     answers: of each row, the answer's tokens so far, read where its controls look back; within: what grammars allow;
-    most_likely: each row's most likely token and its logit, if that is known.
+    most_likely: each row's most likely token and its logit, if that is known; draw: what the model draws with, if torch
+    is not to.
 
     None for a row without a finite largest logit (NaN, or every token banned): it has no answer, and its neighbours
     are not to blame.
@@ -69,10 +75,12 @@ def sample(
     sound = best.isfinite().tolist()
     drawn = [number for number, row in enumerate(rows) if row.temperature > 0 and sound[number]]
     if drawn:
-        index = torch.tensor(drawn)
-        scores = controlled[index] - best[index].unsqueeze(1)  # [drawn, vocab], 0 at the most likely
-        draws = [uniform(rows[number].seed, positions[number]) for number in drawn]
-        tokens[index] = _draw(scores, [rows[number] for number in drawn], draws)
+        index, wanted, places = torch.tensor(drawn), [rows[i] for i in drawn], [positions[i] for i in drawn]
+        if draw is not None:
+            tokens[index] = torch.tensor(draw(controlled.float().contiguous(), drawn, wanted, places))
+        else:
+            scores = controlled[index] - best[index].unsqueeze(1)  # [drawn, vocab], 0 at the most likely
+            tokens[index] = _draw(scores, wanted, list(map(uniform, (row.seed for row in wanted), places)))
     return [int(token) if ok else None for token, ok in zip(tokens.tolist(), sound, strict=True)]
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.sampler import Draw
 from engine.step import StepPlan
 
 
@@ -25,6 +26,8 @@ class Computed:
     best: tuple[Tensor, Tensor] | None = None
     """(each place's most likely token, its logit), if the pass has found them: the lowest of equal tokens; a logit that
     is not finite where the place's logits are no distribution."""
+    draw: Draw | None = None
+    """Draws tokens in torch's stead; see engine.sampler."""
 
 
 class Model(Protocol):

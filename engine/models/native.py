@@ -4,7 +4,7 @@ Never runs Python between operations, and keeps nothing of a step but K and V.""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,8 +17,9 @@ from engine.logprobs import SCORED_POSITIONS
 from engine.models.computed import Computed
 from engine.models.decoder import Decoder
 from engine.models.parameters import DecoderWeights
-from engine.step import StepPlan
+from engine.step import RowSampling, StepPlan
 from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack
+from kernels.cpu.native.sampling import DrawnRow, draw_rows
 
 
 class NativeModel:
@@ -65,9 +66,8 @@ class NativeModel:
         self.busy_s += time.perf_counter() - begun
         places = len(sampled)
         tokens, best = (buffer.tensor[:places, 0] for buffer in self._best)
-        return Computed(
-            self._hidden.tensor[: step.num_tokens], self._logits.tensor[:places], self._logits_at, (tokens, best)
-        )
+        hidden, logits = self._hidden.tensor[: step.num_tokens], self._logits.tensor[:places]
+        return Computed(hidden, logits, self._logits_at, (tokens, best), self._draw)
 
     def _logits_at(self, index: Tensor) -> Tensor:
         """Of the step's tokens `index`: # [len(index), vocab]"""
@@ -78,6 +78,15 @@ class NativeModel:
             scored = self._scored.tensor[: len(piece)]
             found.append(scored if len(piece) == len(index) else scored.clone())
         return torch.cat(found) if len(found) != 1 else found[0]
+
+    def _draw(
+        self, logits: Tensor, numbers: Sequence[int], how: Sequence[RowSampling], positions: Sequence[int]
+    ) -> list[int]:
+        rows = [
+            DrawnRow(number, row.seed, position, row.top_k, row.temperature, row.top_p, row.min_p)
+            for number, row, position in zip(numbers, how, positions, strict=True)
+        ]
+        return draw_rows(self.team, logits, rows)
 
     def _make_room(self, num_tokens: int, num_sampled: int) -> None:
         if num_tokens > self._capacity[0] or num_sampled > self._capacity[1]:

@@ -163,6 +163,33 @@ def test_a_row_without_a_finite_logit_has_no_token_and_its_neighbours_have_their
     assert draw(logits[:1], [row(temperature=temperature, banned=(0, 1))]) == [None]
 
 
+def test_a_models_own_draw_is_asked_for_sound_drawn_rows_alone_and_sees_controlled_logits() -> None:
+    asked: list[tuple[list[int], list[int], list[int]]] = []
+
+    def own(
+        logits: torch.Tensor, numbers: Sequence[int], specs: Sequence[RowSampling], positions: Sequence[int]
+    ) -> list[int]:
+        assert logits.is_contiguous()
+        assert logits.dtype == torch.float32
+        assert logits.tolist()[4] == [-torch.inf, 2.0, 3.0]
+        asked.append((list(numbers), [spec.seed for spec in specs], list(positions)))
+        return [2, 0]
+
+    lines = [[0.0, 9.0, 1.0], [torch.nan, 0.0, 0.0], [1.0, 2.0, 3.0], [-torch.inf] * 3, [1.0, 2.0, 3.0]]
+    logits = torch.tensor(lines, dtype=torch.bfloat16).T.contiguous().T
+    specs = [row(temperature=0), row(seed=1), row(seed=2), row(seed=3), row(seed=4, banned=(0,))]
+    assert sample(logits, specs, [10, 11, 12, 13, 14], [()] * 5, draw=own) == [1, None, 2, None, 0]
+    assert asked == [([2, 4], [2, 4], [12, 14])]
+
+
+def test_a_models_own_draw_is_not_asked_where_no_row_is_drawn() -> None:
+    def own(*_: object) -> list[int]:
+        raise AssertionError("asked")
+
+    logits = torch.tensor([[0.0, 9.0], [torch.nan, 0.0]])
+    assert sample(logits, [row(temperature=0), row()], [0, 0], [()] * 2, draw=own) == [1, None]
+
+
 def test_sampled_frequencies_follow_the_probabilities() -> None:
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(3000, 3)
     tokens = sample(logits, [row(seed=11)] * 3000, range(3000), [()] * 3000)

@@ -36,6 +36,7 @@ _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments
     "program_rotate_and_cache": ("", "pipppfpllllppp"),
     "program_attention": ("", "piplllppfp"),
     "program_argmax": ("", "pplpp"),
+    "sample_rows": ("", "pplplp"),
 }
 
 

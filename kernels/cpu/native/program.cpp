@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "sample.h"
 #include "step.h"
 #include "team.h"
 
@@ -246,6 +247,19 @@ void program_attention(Program* program, int wide, const void* q, int64_t heads,
 
 void program_argmax(Program* program, const float* logits, int64_t vocab, int64_t* tokens, float* best) {
     add_argmax(program, logits, vocab, tokens, best);
+}
+
+// A token of each of `rows`, each drawn by one thread. logits: [.., vocab]; tokens: [num_rows].
+void sample_rows(Team* team, const float* logits, int64_t vocab, const SampledRow* rows, int64_t num_rows, int64_t* tokens) {
+    team->run([=] {
+        thread_local Sampler sampler;
+        team->share(num_rows, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i++) {
+                const SampledRow& row = rows[i];
+                tokens[i] = sampler(logits + row.row * vocab, vocab, row, uniform(row.seed, row.position));
+            }
+        });
+    });
 }
 
 }  // extern "C"
