@@ -34,21 +34,15 @@ class Attention {
         sums.assign(num_queries * head_dim, 0.0f);
         best.assign(num_queries, -std::numeric_limits<float>::infinity());
         total.assign(num_queries, 0.0f);
-        const T* keys[KEYS / LANES];
-        const T* values[KEYS / LANES];
+        Groups here = find(step, tile.row, kv_head, 0, length);
         for (int64_t first = 0; first < length; first += KEYS) {
-            const int num_groups = int((std::min<int64_t>(KEYS, length - first) + LANES - 1) / LANES);
-            for (int i = 0; i < num_groups; i++) {
-                const int64_t position = first + i * LANES, block = step.block(tile.row, position);
-                keys[i] = cache.key_group(block, kv_head, position % cache.block_size);
-                values[i] = cache.value_group(block, kv_head, position % cache.block_size);
-            }
-            for (int64_t query = 0; query < num_queries;) {
-                // Of rows that stand in the same place of the step's tensors: flattened (token, head of the group).
-                Part part{this, &tile, kv_head, group, query, context, first, num_groups, keys, values,
+            const Groups next = find(step, tile.row, kv_head, first + KEYS, length);
+            for (int64_t query = 0; query < num_queries;) {  // flattened (token, head of the group)
+                Part part{this, &tile, kv_head, group, query, context, first, &here, &next,
                           sums.data() + query * head_dim, best.data() + query, total.data() + query};
                 query += part.template run<MAX_ROWS>(num_queries - query);
             }
+            here = next;
         }
         for (int64_t query = 0; query < num_queries; query++) {
             T* to = out + place(tile, kv_head, group, query);
@@ -61,6 +55,23 @@ class Attention {
     static constexpr int KEYS = 64;
     static constexpr int PAIR = Element<T>::PAIR;
 
+    // Where keys and values of up to KEYS positions lie, sixteen in a group.
+    struct Groups {
+        int count = 0;
+        const T* keys[KEYS / LANES] = {};
+        const T* values[KEYS / LANES] = {};
+    };
+
+    Groups find(const Step& step, int64_t row, int64_t kv_head, int64_t first, int64_t length) const {
+        Groups found;
+        for (int64_t position = first; position < std::min<int64_t>(first + KEYS, length); position += LANES) {
+            const int64_t block = step.block(row, position), offset = position % cache.block_size;
+            found.keys[found.count] = cache.key_group(block, kv_head, offset);
+            found.values[found.count++] = cache.value_group(block, kv_head, offset);
+        }
+        return found;
+    }
+
     int64_t place(const Step::Tile& tile, int64_t kv_head, int64_t group, int64_t query) const {
         const int64_t token = tile.begin + tile.first_token + query / group;
         return (token * heads + kv_head * group + query % group) * cache.head_dim;
@@ -71,9 +82,7 @@ class Attention {
         const Attention* of;
         const Step::Tile* tile;
         int64_t kv_head, group, query, context, first;
-        int num_groups;
-        const T* const* keys;
-        const T* const* values;
+        const Groups *here, *next;
         float *sums, *best, *total;
 
         template <int ROWS>
@@ -84,7 +93,7 @@ class Attention {
             const T* q[ROWS];
             for (int r = 0; r < ROWS; r++) q[r] = of->q + of->place(*tile, kv_head, group, query + r);
             alignas(64) float scores[ROWS][KEYS];
-            for (int i = 0; i < num_groups; i++) score<ROWS>(q, keys[i], head_dim, scores, i);
+            for (int i = 0; i < here->count; i++) score<ROWS>(q, i, head_dim, scores);
             alignas(64) T weights[ROWS][KEYS];
             float keep[ROWS];
             for (int r = 0; r < ROWS; r++) keep[r] = soften(scores[r], context + (query + r) / group, r, weights[r]);
@@ -96,12 +105,14 @@ class Attention {
             return ROWS;
         }
 
+        // Blocks lie anywhere in memory: what is read next is fetched meanwhile, here the group's values.
         template <int ROWS>
-        void score(const T* const (&q)[ROWS], const T* group_keys, int64_t head_dim, float (&scores)[ROWS][KEYS], int i) const {
+        void score(const T* const (&q)[ROWS], int i, int64_t head_dim, float (&scores)[ROWS][KEYS]) const {
             f32x16 found[ROWS];
             for (int r = 0; r < ROWS; r++) found[r] = splat(0.0f);
             for (int64_t d = 0; d < head_dim; d += PAIR) {
-                const i32x16 k = load_lanes(group_keys + d * LANES);
+                __builtin_prefetch(here->values[i] + d * LANES);
+                const i32x16 k = load_lanes(here->keys[i] + d * LANES);
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) found[r] = dot<T>(found[r], broadcast(q[r] + d), k);
             }
@@ -114,7 +125,7 @@ class Attention {
             const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
             f32x16 seen[KEYS / LANES];
             f32x16 largest = splat(NONE);
-            for (int i = 0; i < num_groups; i++) {
+            for (int i = 0; i < here->count; i++) {
                 const int32_t last = int32_t(std::min<int64_t>(position - first - i * LANES, LANES));
                 seen[i] = lane <= (i32x16{} + last) ? load(scores + i * LANES) : splat(NONE);
                 largest = maximum(largest, seen[i]);
@@ -122,7 +133,7 @@ class Attention {
             const float now = std::max(best[r], reduce_max(largest));
             const float kept = exponential(splat(best[r] - now))[0];
             f32x16 mass = splat(0.0f);
-            for (int i = 0; i < num_groups; i++) {
+            for (int i = 0; i < here->count; i++) {
                 const f32x16 weight = exponential(seen[i] - splat(now));
                 store(weights + i * LANES, weight);
                 mass += load(weights + i * LANES);  // as they are multiplied: the weights of a query sum to one
@@ -137,10 +148,14 @@ class Attention {
             f32x16 mixed[ROWS][VECTORS];
             for (int r = 0; r < ROWS; r++)
                 for (int c = 0; c < VECTORS; c++) mixed[r][c] = load(sums + r * head_dim + d + c * LANES) * splat(keep[r]);
-            for (int i = 0; i < num_groups; i++)
+            for (int i = 0; i < here->count; i++)
                 for (int64_t key = 0; key < LANES; key += PAIR) {
                     i32x16 v[VECTORS];
-                    for (int c = 0; c < VECTORS; c++) v[c] = load_lanes(values[i] + key * head_dim + (d + c * LANES) * PAIR);
+                    for (int c = 0; c < VECTORS; c++) {
+                        const int64_t offset = key * head_dim + (d + c * LANES) * PAIR;
+                        __builtin_prefetch(next->keys[i] + offset);  // of as many elements
+                        v[c] = load_lanes(here->values[i] + offset);
+                    }
 #pragma GCC unroll 8
                     for (int r = 0; r < ROWS; r++) {
                         const i32x16 weight = broadcast(weights[r] + i * LANES + key);

@@ -51,11 +51,12 @@ void quantize(const T* weight, int64_t outputs, int64_t inputs, int8_t* panels, 
         const T* row = weight + n * inputs;
         float largest = 0.0f;
         for (int64_t k = 0; k < inputs; k++) largest = std::max(largest, std::abs(widen(row[k])));
-        const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-        scales[n] = largest / 127.0f;
+        const double unit = largest / 127.0;
+        scales[n] = float(unit);
+        if (unit == 0.0) continue;
         int8_t* to = panels + n / PANEL * PANEL * inputs + n % PANEL / LANES * LANES * PAIR + n % LANES;
         for (int64_t k = 0; k < inputs; k++)
-            to[k / PAIR * PANEL * PAIR + k % PAIR * LANES] = int8_t(std::nearbyint(widen(row[k]) * inverse));
+            to[k / PAIR * PANEL * PAIR + k % PAIR * LANES] = int8_t(std::nearbyint(widen(row[k]) / unit));
     }
 }
 

@@ -11,7 +11,6 @@
 using f32x16 = float __attribute__((vector_size(64)));
 using i32x16 = int32_t __attribute__((vector_size(64)));
 using u32x16 = uint32_t __attribute__((vector_size(64)));
-using i8x16 = int8_t __attribute__((vector_size(16)));
 using u16x16 = uint16_t __attribute__((vector_size(32)));
 
 constexpr int LANES = 16;
@@ -104,10 +103,19 @@ inline i32x16 lanes(const T* from) {
     return load_lanes(from);
 }
 
+// Sixteen bytes as the bits of float32. By intrinsics: GCC 12 converts vectors of bytes one by one.
 inline i32x16 widen_bytes(const int8_t* from) {
-    i8x16 value;
-    std::memcpy(&value, from, sizeof value);
-    return std::bit_cast<i32x16>(__builtin_convertvector(__builtin_convertvector(value, i32x16), f32x16));
+    __m128i bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+#if defined(__AVX512F__)
+    return std::bit_cast<i32x16>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+#else
+    const __m256i halves[2] = {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+    const __m256 wide[2] = {_mm256_cvtepi32_ps(halves[0]), _mm256_cvtepi32_ps(halves[1])};
+    i32x16 bits;
+    std::memcpy(&bits, wide, sizeof bits);
+    return bits;
+#endif
 }
 
 template <class T>
