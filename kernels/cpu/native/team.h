@@ -41,9 +41,12 @@ class Team {
             phase_.notify_all();
             return;
         }
-        for (int i = 0; i < SPINS; i++) {
+        for (int i = 0; i < SPINS + YIELDS; i++) {
             if (phase_.load(std::memory_order_acquire) != phase) return;
-            __builtin_ia32_pause();
+            if (i < SPINS)
+                __builtin_ia32_pause();
+            else
+                std::this_thread::yield();
         }
         phase_.wait(phase);
     }
@@ -64,7 +67,9 @@ class Team {
     }
 
    private:
-    static constexpr int SPINS = 500;  // 10 to 30 microseconds; what an uneven share takes, and less than a wake-up
+    // An uneven share takes some microseconds: spin that long. Then whoever else wants the core gets it, but the core is
+    // not left idle: to wake a virtual one takes longer than most operations.
+    static constexpr int SPINS = 200, YIELDS = 2000;
 
     void start() {
         start_.fetch_add(1);
