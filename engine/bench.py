@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if products is not None:
                     times[kind, size, "products"] += measure(products.step_of(plan), options.steps)
             if products is not None:
-                loops.append(python_share(*made["native"], max(options.rows), options.context, options.steps, draw))
+                loops.append(python_share(*made["native"], options.loop, options.context, options.steps, draw))
     cells = [
         {"step": kind, "size": size, "context": options.context, "kernels": name, **_summary(found)}
         for (kind, size, name), found in times.items()
@@ -185,6 +185,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=200, help="tokens in the cache of each row")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32], help="decode rows of each cell")
     parser.add_argument("--prefill", type=int, nargs="*", default=[64, 256], help="tokens of each prefill cell")
+    parser.add_argument("--loop", type=int, default=16, help="streams whose steps are run by the engine's own loop")
     parser.add_argument("--steps", type=int, default=20, help="of a cell in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)

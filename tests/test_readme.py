@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine import bench_memory
+from engine import bench, bench_memory
 from engine.bench_mixed import table
 from loadtest import transport
 from loadtest.server import Server
@@ -112,6 +112,12 @@ def test_the_transport_table_is_what_its_file_says() -> None:
     written = README.partition("<!-- transport -->")[2].partition("<!-- end of transport -->")[0].strip()
     assert written == transport.table(document)
     assert all(cell["num_errors"] == 0 for cell in document["cells"] if cell["path"].startswith("ours"))
+
+
+def test_the_step_table_is_what_its_file_says() -> None:
+    document = json.loads((ROOT / "loadtest" / "results" / "engine_step.json").read_text())
+    written = README.partition("<!-- engine step -->")[2].partition("<!-- end of engine step -->")[0].strip()
+    assert written == bench.table(document)
 
 
 def test_the_mixed_load_table_is_what_its_file_says() -> None:

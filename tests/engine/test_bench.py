@@ -24,7 +24,24 @@ def test_the_last_line_is_one_document_with_a_cell_for_each_shape(
     arguments = ["--model", str(tmp_path), "--load-format", "dummy", "--context", "20", "--steps", "2", "--seed", "5"]
     kernels = ["native", "torch_cpu", "int8"]
     out = tmp_path / "out.json"
-    main([*arguments, "--rows", "1", "3", "--prefill", "16", "--rounds", "2", "--out", str(out), "--kernels", *kernels])
+    main(
+        [
+            *arguments,
+            "--rows",
+            "1",
+            "3",
+            "--prefill",
+            "16",
+            "--loop",
+            "3",
+            "--rounds",
+            "2",
+            "--out",
+            str(out),
+            "--kernels",
+            *kernels,
+        ]
+    )
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads(out.read_text()) == document
     shapes = [(cell["step"], cell["size"], cell["kernels"]) for cell in document["cells"]]
