@@ -41,6 +41,7 @@ GAPS = "tests/engine/test_mutation_gaps.py"
 GRAMMAR = "tests/engine/test_grammar.py"
 LOAD = "tests/engine/test_load_snapshot.py"
 LOGPROBS = "tests/engine/test_logprobs.py"
+NATIVE = "tests/kernels/test_native.py"
 OVERLAP = "tests/engine/test_overlap.py"
 PLANNER = "tests/engine/test_planner.py"
 PREPARING = "tests/engine/test_preparing.py"
@@ -672,8 +673,8 @@ MUTATIONS = (
         "S2-R12 a",
         "A span that no step could take is accepted, and waits for ever.",
         "engine/request.py",
-        "    if longest > config.max_atomic_span:\n",
-        "    if longest > config.max_model_len:\n",
+        "    if spans and longest > config.max_atomic_span:\n",
+        "    if spans and longest > config.max_model_len:\n",
         (SPANS,),
     ),
     Mutation(
@@ -1371,6 +1372,46 @@ MUTATIONS = (
         "        except RequestRejected as error:\n            self._tell_rejected(error)\n",
         "            await self._compilation.of(grammar)\n        except RequestRejected:\n",
         (GRAMMAR,),
+    ),
+    Mutation(
+        "Native a",
+        "A token does not attend to itself.",
+        "kernels/cpu/native/attention.h",
+        "lane <= (i32x16{} + last)",
+        "lane < (i32x16{} + last)",
+        (NATIVE,),
+    ),
+    Mutation(
+        "Native b",
+        "What a block's last owner left behind a row's end reaches its sums.",
+        "kernels/cpu/native/elementwise.h",
+        "        clear_after(step, token, block, offset);\n",
+        "",
+        (NATIVE,),
+    ),
+    Mutation(
+        "Native c",
+        "Sums over earlier keys keep their weight when a larger score comes.",
+        "kernels/cpu/native/attention.h",
+        "* splat(keep[r]);",
+        "* splat(keep[r] > 0.0f ? 1.0f : 0.0f);",
+        (NATIVE,),
+    ),
+    Mutation(
+        "Native d",
+        "A block that the cache does not have is read.",
+        "kernels/cpu/native/step.h",
+        " || !within(blocks, first_blocks[num_rows], num_blocks)",
+        "",
+        (NATIVE,),
+    ),
+    Mutation(
+        "Native e",
+        "A row's sums depend on how many rows are beside it.",
+        "kernels/cpu/native/linear.h",
+        "    const int64_t steps = inputs / PAIR, panel_size = inputs * PANEL;\n",
+        "    const int64_t panel_size = inputs * PANEL, steps = inputs / PAIR - (ROWS == 3);\n",
+        (NATIVE,),
     ),
 )
 

@@ -52,7 +52,7 @@ class Attention {
     }
 
    private:
-    static constexpr int KEYS = 64;
+    static constexpr int KEYS = 128;
     static constexpr int PAIR = Element<T>::PAIR;
 
     // Where keys and values of up to KEYS positions lie, sixteen in a group.

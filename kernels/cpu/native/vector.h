@@ -146,23 +146,24 @@ inline f32x16 dot<bf16>(f32x16 sum, i32x16 x, i32x16 w) {
 #endif
 }
 
-inline float reduce_add(f32x16 value) {
-    float lanes[LANES];
-    store(lanes, value);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-    return lanes[0];
-}
-
 inline f32x16 maximum(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
 inline f32x16 minimum(f32x16 a, f32x16 b) { return a < b ? a : b; }
 
-inline float reduce_max(f32x16 value) {
-    float best = value[0];
-    for (int i = 1; i < LANES; i++) best = value[i] > best ? value[i] : best;
-    return best;
+// All lanes by `combine`, in halves: lane i with lane i + 8, then + 4, + 2, + 1.
+template <class Combine>
+inline float reduce(f32x16 value, const Combine& combine) {
+    const f32x16 by8 = combine(value, __builtin_shuffle(value, i32x16{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+    const f32x16 by4 = combine(by8, __builtin_shuffle(by8, i32x16{4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3}));
+    const f32x16 by2 = combine(by4, __builtin_shuffle(by4, i32x16{2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1}));
+    return combine(by2, __builtin_shuffle(by2, i32x16{1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0}))[0];
 }
+
+inline float reduce_add(f32x16 value) {
+    return reduce(value, [](f32x16 a, f32x16 b) { return a + b; });
+}
+
+inline float reduce_max(f32x16 value) { return reduce(value, maximum); }
 
 // exp(x) for x <= 88, relative error below 2e-7; 0 below -87. Cephes' polynomial over [-ln2/2, ln2/2].
 inline f32x16 exponential(f32x16 x) {
