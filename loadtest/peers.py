@@ -11,7 +11,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +77,15 @@ def _memory(server: Server, setup: Setup) -> Life:
 # --- all servers ----------------------------------------------------------------------------------------------------
 
 
-def compare(names: Sequence[str], setup: Setup, scenarios: Scenarios, rounds: int, seed: int) -> Document:
-    """All servers in turn, every other round in the opposite order; one that failed is not tried again."""
+def compare(
+    names: Sequence[str], setup: Setup, scenarios: Scenarios, rounds: int, seed: int, keep: Callable[[Document], object]
+) -> Document:
+    """All servers in turn, every other round in the opposite order; one that failed is not tried again. `keep` gets
+    what there is after each round: a run takes long, and what it has measured is not lost with it."""
     draw = random.Random(seed)
     failed: dict[str, str] = {}
     lives: list[dict[str, Life]] = []
-    for number in range(rounds):
-        order = names if number % 2 == 0 else names[::-1]
-        lives.append(_round(number, order, setup, scenarios, draw.getrandbits(31), failed))
-    return {
+    document = {
         "benchmark": "peers",
         **machine(),
         "peers": setup.versions(),
@@ -97,6 +97,11 @@ def compare(names: Sequence[str], setup: Setup, scenarios: Scenarios, rounds: in
         "failed": failed,
         "rounds": lives,
     }
+    for number in range(rounds):
+        order = names if number % 2 == 0 else names[::-1]
+        lives.append(_round(number, order, setup, scenarios, draw.getrandbits(31), failed))
+        keep(document)
+    return document
 
 
 def _round(
@@ -148,8 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setup = Setup.of_this_repository(options.peers_venv)
     chosen = {name: SCENARIOS[name] for name in options.scenarios}
     scenarios = {name: scenario.warm_up for name, scenario in chosen.items()} if options.short else chosen
-    document = compare(options.servers, setup, scenarios, options.rounds, options.seed)
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+    def keep(document: Document) -> None:
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+    document = compare(options.servers, setup, scenarios, options.rounds, options.seed, keep)
     print(table(document), end="\n\n")
     for failure in failures(document):
         _say(f"FAILED: {failure}")

@@ -66,7 +66,11 @@ def machine(tmp_path: Path) -> Machine:
 
 def compare(monkeypatch: pytest.MonkeyPatch, setup: Setup, *contenders: Contender, rounds: int = 1) -> dict[str, Any]:
     monkeypatch.setattr(peers, "SERVERS", {contender.title: contender for contender in contenders})
-    return peers.compare([contender.title for contender in contenders], setup, SMALL, rounds, 7)
+    kept: list[int] = []
+    titles = [contender.title for contender in contenders]
+    document = peers.compare(titles, setup, SMALL, rounds, 7, lambda so_far: kept.append(len(so_far["rounds"])))
+    assert kept == list(range(1, rounds + 1)), "what a round has measured is not lost with the next"
+    return document
 
 
 # --- rounds ---------------------------------------------------------------------------------------------------------
@@ -288,6 +292,6 @@ def test_make_knows_the_target(target: str) -> None:
 def test_our_own_server_is_measured_end_to_end_and_nothing_fails() -> None:
     setup = Setup.of_this_repository(Path("/nowhere"))
     small = {"single": SMALL["single"], "prefix": SCENARIOS["prefix"].warm_up}
-    document = peers.compare(["chunkserve"], setup, small, 1, time.time_ns())
+    document = peers.compare(["chunkserve"], setup, small, 1, time.time_ns(), lambda document: None)
     assert peers.failures(document) == []
     assert document["rounds"][0]["chunkserve"]["resident_gb_by_kind"]["engine"] > 0.2
