@@ -309,7 +309,8 @@ def create_executor(model_dir: Path, config: EngineConfig) -> tuple[TorchExecuto
 
 def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
     try:
-        choice = choose_kernels(config.kernels, head_dim=model.head_dim, block_size=config.block_size)
+        inputs = (model.hidden_size, model.intermediate_size)
+        choice = choose_kernels(config.kernels, head_dim=model.head_dim, block_size=config.block_size, inputs=inputs)
     except ValueError as error:
         raise ConfigError(f"kernels is {config.kernels}. {error}") from error
     if config.batch_invariant and not choice.batch_invariant:

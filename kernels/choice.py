@@ -3,6 +3,7 @@ Never fails where kernels were not asked for by name: there is always something 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kernels.cpu.native.library import NoLibraryError, load_library
@@ -20,8 +21,9 @@ class Choice:
     """A row has the same bits whatever rows are beside it, and however its prompt was cut."""
 
 
-def choose_kernels(asked: str = "auto", *, head_dim: int, block_size: int) -> Choice:
+def choose_kernels(asked: str = "auto", *, head_dim: int, block_size: int, inputs: Iterable[int] = ()) -> Choice:
     """`auto` takes the fastest that this machine and this model have. Compiles the native library if it has to.
+    `inputs`: of the model's matrices.
 
     Raises:
         ValueError: the kernels that were asked for by name do not exist, or cannot run here; it says why.
@@ -30,7 +32,7 @@ def choose_kernels(asked: str = "auto", *, head_dim: int, block_size: int) -> Ch
         raise ValueError(f"Unknown kernels {asked!r}; there are: auto, {', '.join(KERNELS)}.")
     if asked in (TORCH_CPU, REFERENCE):
         return Choice(asked, f"{asked}: asked for by name", batch_invariant=False)
-    problem = why_unfit(head_dim, block_size) or _why_no_library()
+    problem = why_unfit(head_dim, block_size, inputs) or _why_no_library()
     if problem is None:
         return Choice(NATIVE, "native: C++ compiled for this processor, one call a step", batch_invariant=True)
     if asked == NATIVE:

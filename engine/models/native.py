@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,21 @@ from engine.models.parameters import DecoderWeights
 from engine.step import RowSampling, StepPlan
 from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack
 from kernels.cpu.native.sampling import DrawnRow, draw_rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A model's programs for steps of up to `num_tokens` tokens, after `num_sampled` of which one is sampled."""
+
+    num_tokens: int
+    num_sampled: int
+    program: Program
+    hidden: Buffer
+    logits: Buffer
+    best: tuple[Buffer, Buffer]
+    head: Program
+    """The logits of any of the step's tokens."""
+    scored: Buffer
 
 
 class NativeModel:
@@ -46,36 +61,35 @@ class NativeModel:
         self.cache = cache
         self._block_size = block_size
         self.team = Team(num_threads)
-        self._capacity = num_tokens, num_sampled
         self.busy_s = 0.0
         """What steps took in the library so far: the rest of an engine's time is Python's."""
-        self._record()
+        self._recorded = self._record(num_tokens, num_sampled)
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
         check_plan(plan, self._block_size)
         rows = plan.rows
         counts = [len(row.token_ids) for row in rows]
         sampled = sampled_tokens(rows, counts)
-        self._make_room(sum(counts), len(sampled))
+        recorded = self._with_room(sum(counts), len(sampled))
         needed = (row.block_ids[: -(-row.end // self._block_size)] for row in rows)
         step = StepRows(
             (fed_tokens(row, newest) for row in rows), [row.start for row in rows], counts, list(needed), sampled
         )
         begun = time.perf_counter()
-        self._program.run(step)
+        recorded.program.run(step)
         self.busy_s += time.perf_counter() - begun
         places = len(sampled)
-        tokens, best = (buffer.tensor[:places, 0] for buffer in self._best)
-        hidden, logits = self._hidden.tensor[: step.num_tokens], self._logits.tensor[:places]
+        tokens, best = (buffer.tensor[:places, 0] for buffer in recorded.best)
+        hidden, logits = recorded.hidden.tensor[: step.num_tokens], recorded.logits.tensor[:places]
         return Computed(hidden, logits, self._logits_at, (tokens, best), self._draw)
 
     def _logits_at(self, index: Tensor) -> Tensor:
         """Of the step's tokens `index`: # [len(index), vocab]"""
-        found = []
+        found, recorded = [], self._recorded
         for first in range(0, len(index), SCORED_POSITIONS):
             piece = index[first : first + SCORED_POSITIONS].tolist()
-            self._head.run(StepRows((), (), (), (), piece))
-            scored = self._scored.tensor[: len(piece)]
+            recorded.head.run(StepRows((), (), (), (), piece))
+            scored = recorded.scored.tensor[: len(piece)]
             found.append(scored if len(piece) == len(index) else scored.clone())
         return torch.cat(found) if len(found) != 1 else found[0]
 
@@ -88,22 +102,24 @@ class NativeModel:
         ]
         return draw_rows(self.team, logits, rows)
 
-    def _make_room(self, num_tokens: int, num_sampled: int) -> None:
-        if num_tokens > self._capacity[0] or num_sampled > self._capacity[1]:
-            self._capacity = max(num_tokens, self._capacity[0]), max(num_sampled, self._capacity[1])
-            self._record()
+    def _with_room(self, num_tokens: int, num_sampled: int) -> _Recorded:
+        """The record, made anew where the step is larger than all before. The old one stays if there is no memory."""
+        now = self._recorded
+        if num_tokens > now.num_tokens or num_sampled > now.num_sampled:
+            self._recorded = self._record(max(num_tokens, now.num_tokens), max(num_sampled, now.num_sampled))
+        return self._recorded
 
-    def _record(self) -> None:
-        num_tokens, num_sampled = self._capacity
-        self._program, self._head = (
+    def _record(self, num_tokens: int, num_sampled: int) -> _Recorded:
+        program, head = (
             Program(self.team, block_size=self._block_size, capacity=num_tokens, dtype=self.decoder.dtype)
             for _ in range(2)
         )
-        self._hidden: Buffer = self.decoder.forward(self._program, self.cache)
+        hidden: Buffer = self.decoder.forward(program, self.cache)
         lm_head = self.decoder.weights.lm_head
-        self._logits = self._program.logits(self._hidden, lm_head, num_sampled)
-        self._best = self._program.argmax(self._logits)
-        self._scored = self._head.logits(self._hidden, lm_head, SCORED_POSITIONS)
+        logits = program.logits(hidden, lm_head, num_sampled)
+        best = program.argmax(logits)
+        scored = head.logits(hidden, lm_head, SCORED_POSITIONS)
+        return _Recorded(num_tokens, num_sampled, program, hidden, logits, best, head, scored)
 
 
 def _packed(weights: DecoderWeights, quantize: bool) -> DecoderWeights:

@@ -22,6 +22,7 @@ from engine.sampler import uniform
 from engine.step import (
     PENDING_TOKEN,
     Capabilities,
+    ExecutorOutOfMemoryError,
     LogitControls,
     PromptScoring,
     RowKind,
@@ -442,3 +443,20 @@ def test_a_step_larger_than_the_memory_set_aside_is_computed_all_the_same(checkp
     tokens = forced_logits(small, TOKENS, BLOCKS, None)
     torch.testing.assert_close(tokens, forced_logits(make(checkpoint), TOKENS, BLOCKS, 16), atol=2e-4, rtol=1e-4)
     assert greedy_text(small, TOKENS[:30], BLOCKS, 5) == greedy_text(make(checkpoint), TOKENS[:30], BLOCKS, 5)
+
+
+def test_a_step_for_which_there_is_no_memory_leaves_smaller_ones_as_they_were(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make(checkpoint, max_num_seqs=1, max_num_batched_tokens=8)
+    whole = greedy_text(make(checkpoint), TOKENS[:30], BLOCKS, 5)
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kernels.cpu.native.program.torch.zeros", no_memory)
+        with pytest.raises(ExecutorOutOfMemoryError):
+            executor.launch(StepPlan(0, (chunk("a", TOKENS, 0, 30, BLOCKS),)))
+        assert greedy_text(executor, TOKENS[:30], BLOCKS, 5, chunk_size=8) == whole
+    assert greedy_text(executor, TOKENS[:30], BLOCKS, 5) == whole

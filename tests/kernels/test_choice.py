@@ -64,3 +64,9 @@ def test_kernels_asked_for_by_name_are_never_replaced() -> None:
 def test_unknown_kernels_are_refused_with_those_that_exist() -> None:
     with pytest.raises(ValueError, match=f"'warp'.*auto, {', '.join(KERNELS)}"):
         choose_kernels("warp", head_dim=64, block_size=16)
+
+
+@pytest.mark.usefixtures("library")
+def test_a_matrix_with_an_odd_number_of_inputs_is_left_to_torch() -> None:
+    chosen = choose_kernels(head_dim=64, block_size=16, inputs=(576, 1537))
+    assert (chosen.name, "a matrix has 1537 inputs" in chosen.reason) == ("torch_cpu", True)

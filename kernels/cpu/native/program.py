@@ -21,8 +21,10 @@ LANES = 16
 MAX_HEAD_DIM = 256
 
 
-def why_unfit(head_dim: int, block_size: int) -> str | None:
-    """What of a model's or cache's shape the kernels do not do; None if they do it all."""
+def why_unfit(head_dim: int, block_size: int, inputs: Iterable[int]) -> str | None:
+    """What of a model's or cache's shape the kernels do not do; None if they do it all. `inputs`: of its matrices."""
+    if odd := [size for size in inputs if size % 2]:
+        return f"a matrix has {odd[0]} inputs, and they take even numbers"
     if block_size % LANES:
         return f"block_size is {block_size}, and they read keys in groups of {LANES}"
     if head_dim % LANES or head_dim > MAX_HEAD_DIM:
