@@ -3,27 +3,39 @@ Never fails where kernels were not asked for by name: there is always something 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
 
 from kernels.cpu.native.library import NoLibraryError, load_library
 from kernels.cpu.native.program import why_unfit
+from kernels.eager import EagerPass
+from kernels.flash import Capability, Import, find_flash, flash_ops
+from kernels.forward import ForwardPass
+from kernels.ops import TORCH, Ops
 
 NATIVE, TORCH_CPU, REFERENCE = "native", "torch_cpu", "reference"
 KERNELS = (NATIVE, TORCH_CPU, REFERENCE)
+FLASH, TRITON, TORCH_ATTENTION = "vllm_flash_attn", "triton", "torch"
+ATTENTION = (FLASH, TRITON, TORCH_ATTENTION)
+TRITON_TABLE = "kernels.triton.ops"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     name: str
+    """One of KERNELS or ATTENTION."""
     reason: str
-    batch_invariant: bool
-    """A row has the same bits whatever rows are beside it, and however its prompt was cut."""
 
 
-def choose_kernels(asked: str = "auto", *, head_dim: int, block_size: int, inputs: Iterable[int] = ()) -> Choice:
+def choose_kernels(
+    asked: str = "auto", *, head_dim: int, block_size: int, inputs: Iterable[int] = (), unfit: str | None = None
+) -> Choice:
     """`auto` takes the fastest that this machine and this model have. Compiles the native library if it has to.
-    `inputs`: of the model's matrices.
+    `inputs`: of the model's matrices. `unfit`: why the model cannot run on the native kernels, whatever its shape.
 
     Raises:
         ValueError: the kernels that were asked for by name do not exist, or cannot run here; it says why.
@@ -31,13 +43,13 @@ def choose_kernels(asked: str = "auto", *, head_dim: int, block_size: int, input
     if asked not in ("auto", *KERNELS):
         raise ValueError(f"Unknown kernels {asked!r}; there are: auto, {', '.join(KERNELS)}.")
     if asked in (TORCH_CPU, REFERENCE):
-        return Choice(asked, f"{asked}: asked for by name", batch_invariant=False)
-    problem = why_unfit(head_dim, block_size, inputs) or _why_no_library()
+        return Choice(asked, f"{asked}: asked for by name")
+    problem = unfit or why_unfit(head_dim, block_size, inputs) or _why_no_library()
     if problem is None:
-        return Choice(NATIVE, "native: C++ compiled for this processor, one call a step", batch_invariant=True)
+        return Choice(NATIVE, "native: C++ compiled for this processor, one call a step")
     if asked == NATIVE:
         raise ValueError(f"The native kernels cannot run: {problem}.")
-    return Choice(TORCH_CPU, f"torch_cpu: torch's own operators; not native: {problem}", batch_invariant=False)
+    return Choice(TORCH_CPU, f"torch_cpu: torch's own operators; not native: {problem}")
 
 
 def _why_no_library() -> str | None:
@@ -46,3 +58,84 @@ def _why_no_library() -> str | None:
     except NoLibraryError as error:
         return str(error)
     return None
+
+
+def choose_attention(
+    asked: str = "auto",
+    *,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    capability: Capability | None,
+    load: Import = importlib.import_module,
+) -> tuple[Choice, Ops]:
+    """Attention for a GPU of `capability`, and the table that it is part of; None: for another device, such as the CPU.
+
+    `auto` takes the first of ATTENTION that can run. Norms, rotation and activation are Triton's where it can be
+    imported, else torch's.
+
+    Raises:
+        ValueError: what was asked for by name does not exist, or cannot run here; it says why.
+    """
+    if asked not in ("auto", *ATTENTION):
+        raise ValueError(f"Unknown attention {asked!r}; there are: auto, {', '.join(ATTENTION)}.")
+    triton = _triton_table(capability, load)
+    others = TORCH if isinstance(triton, str) else triton
+    refused: list[str] = []
+    for name in ATTENTION if asked == "auto" else (asked,):
+        found: Ops | str
+        if name == FLASH:
+            found = _flash_table(others, dtype, head_dim, block_size, capability, load)
+        elif name == TRITON:
+            found = triton
+        else:
+            found = replace(
+                others,
+                name=TORCH.name,
+                prepare_attention=TORCH.prepare_attention,
+                attention=TORCH.attention,
+                capturable=False,
+            )
+        if not isinstance(found, str):
+            return Choice(name, "; ".join([_reason(name, asked, found), *refused])), found
+        refused.append(f"not {name}: {found}")
+    raise ValueError(f"{asked} attention cannot run: {refused[0].removeprefix(f'not {asked}: ')}.")
+
+
+def _reason(name: str, asked: str, table: Ops) -> str:
+    if asked != "auto":
+        return f"{name}: asked for by name"
+    return {
+        FLASH: f"{name}: FlashAttention by the package {table.name}",
+        TRITON: f"{name}: kernels compiled for this GPU at their first use",
+        TORCH_ATTENTION: f"{name}: the reference, row after row",
+    }[name]
+
+
+def _flash_table(
+    others: Ops, dtype: torch.dtype, head_dim: int, block_size: int, capability: Capability | None, load: Import
+) -> Ops | str:
+    if capability is None:
+        return "there is no GPU"
+    found = find_flash(dtype=dtype, head_dim=head_dim, block_size=block_size, capability=capability, load=load)
+    return found if isinstance(found, str) else flash_ops(*found, others)
+
+
+def _triton_table(capability: Capability | None, load: Import) -> Ops | str:
+    if capability is None:
+        return "there is no GPU"
+    if capability < (8, 0):
+        return f"compute capability is {capability[0]}.{capability[1]}, and it needs 8.0"
+    try:
+        table: Ops = load(TRITON_TABLE).TRITON
+    except ImportError as error:
+        return f"{TRITON_TABLE} does not import ({error})"
+    return table
+
+
+def forward_pass(table: Ops) -> Callable[..., ForwardPass]:
+    """What runs a model's operations by `table`: takes token_ids, positions, slots and plan, as EagerPass does."""
+    if table.name != TRITON:
+        return partial(EagerPass, table)
+    fused: Callable[..., ForwardPass] = importlib.import_module("kernels.triton.forward").TritonPass
+    return fused

@@ -3,30 +3,47 @@ Never keeps anything from one step to the next."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.forward import HeadShape, Linear
+from kernels.forward import GELU, SILU, HeadShape, Linear, LinearHeads, Routing
 from kernels.ops import Ops
+from kernels.reference import StateRows
 
 
 class EagerPass:
-    """A kernels.forward.ForwardPass over one step. token_ids, positions, slots: [num_tokens] int64."""
+    """A kernels.forward.ForwardPass over one step, and a LinearAttentionPass where there are states.
 
-    def __init__(self, ops: Ops, *, token_ids: Tensor, positions: Tensor, slots: Tensor, plan: object) -> None:
-        """`plan`: what `ops.prepare_attention` made of the step's rows."""
+    token_ids, positions, slots: [num_tokens] int64.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        *,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        plan: object,
+        states: StateRows | None = None,
+    ) -> None:
+        """`plan`: what `ops.prepare_attention` made of the step's rows; `states`: None: the model has none."""
         self._ops = ops
         self._token_ids, self._positions, self._slots = token_ids, positions, slots
         self._plan = plan
+        self._states = states
 
-    def embed(self, table: Tensor) -> Tensor:
-        return F.embedding(self._token_ids, table)
+    def embed(self, table: Tensor, scale: float = 1.0) -> Tensor:
+        found = F.embedding(self._token_ids, table)
+        return found if scale == 1.0 else found * scale
 
-    def rotations(self, inverse_frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    def rotations(self, inverse_frequencies: Tensor, factors: Tensor | float) -> tuple[Tensor, Tensor]:
         """cos and sin, each [num_tokens, head_dim / 2] float32."""
         angles = self._positions.to(torch.float32).unsqueeze(1) * inverse_frequencies
-        return angles.cos() * factor, angles.sin() * factor
+        return angles.cos() * factors, angles.sin() * factors
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if residual is None:
@@ -36,8 +53,12 @@ class EagerPass:
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         return F.linear(x, linear.weight, linear.bias)
 
-    def gated_linear(self, x: Tensor, linear: Linear) -> Tensor:
-        return self._ops.silu_and_mul(self.linear(x, linear))
+    def gated_linear(self, x: Tensor, linear: Linear, activation: str = SILU) -> Tensor:
+        gate_and_up = self.linear(x, linear)
+        return self._ops.gelu_and_mul(gate_and_up) if activation == GELU else self._ops.silu_and_mul(gate_and_up)
+
+    def experts(self, x: Tensor, router: Tensor, gate_up: Linear, down: Linear, routing: Routing) -> Tensor:
+        return self._ops.experts(x, router, gate_up.weight, down.weight, routing)
 
     def rotate_and_cache(
         self,
@@ -59,6 +80,36 @@ class EagerPass:
         self._ops.write_cache(rotated[:, num_heads:], v, *cache, self._slots)
         return rotated[:, :num_heads].flatten(1)
 
-    def attention(self, q: Tensor, heads: HeadShape, cache: tuple[Tensor, Tensor], scale: float) -> Tensor:
+    def attention(
+        self, q: Tensor, heads: HeadShape, cache: tuple[Tensor, Tensor], scale: float, window: int | None = None
+    ) -> Tensor:
         by_head = q.view(len(q), heads.num_heads, heads.head_dim)
-        return self._ops.attention(by_head, *cache, self._plan, scale).flatten(1)
+        return self._ops.attention(by_head, *cache, self._plan, scale, window=window).flatten(1)
+
+    # --- linear attention ---------------------------------------------------------------------------------------------
+
+    def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        parts: tuple[Tensor, ...] = x.split(tuple(sizes), dim=-1)  # type: ignore[no-untyped-call]
+        return parts
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor, other: Tensor | None = None) -> Tensor:
+        return self._ops.sigmoid_gate(x, gate, other)
+
+    def causal_conv(self, x: Tensor, weight: Tensor, state: Tensor) -> Tensor:
+        assert self._states is not None
+        return self._ops.causal_conv(x, weight, state, self._states)
+
+    def delta_rule(
+        self,
+        qkv: Tensor,
+        strength: Tensor,
+        step: Tensor,
+        rates: tuple[Tensor, Tensor],
+        heads: LinearHeads,
+        state: Tensor,
+    ) -> Tensor:
+        assert self._states is not None
+        return self._ops.delta_rule(qkv, strength, step, rates, heads, state, self._states)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._ops.gated_rms_norm(x, gate, weight, eps)

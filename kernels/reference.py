@@ -1,13 +1,16 @@
 """Owns the definition of correct: every operation in plain torch, float32 inside, one row at a time.
-Never tries to be fast, and imports nothing but torch; every other backend is compared with this one."""
+Never tries to be fast, and never calls a backend: every one is compared with this."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kernels.forward import LinearHeads, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +38,38 @@ class PagedRows:
 
     def slots(self, row: int) -> Tensor:
         """Cache slots of all of a row's tokens, this step's included: # [contexts[row] + counts[row]]"""
-        positions = torch.arange(self.contexts[row] + self.counts[row])
+        positions = torch.arange(self.contexts[row] + self.counts[row], device=self.block_tables.device)
         return self.block_tables[row, positions // self.block_size] * self.block_size + positions % self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """The rows of one step as layers with a recurrent state see them: as PagedRows, each with its request's slot.
+
+    A row whose context is 0 starts from a state of zeros, whatever its slot holds.
+    """
+
+    num_decode: int
+    contexts: tuple[int, ...]
+    counts: tuple[int, ...]
+    slots: tuple[int, ...]
+    index: Tensor
+    """[num_rows] int64: `slots`, where the states are."""
 
 
 def round_weight(weight: Tensor) -> Tensor:
     """Each output's weights to the nearest multiple of its largest magnitude / 127. [outputs, inputs], in float64."""
     unit = weight.double().abs().amax(dim=1, keepdim=True) / 127
     return (weight.double() / unit.clamp(min=torch.finfo(torch.float64).tiny)).round() * unit
+
+
+def round_token(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """K or V as a cache of `dtype` keeps it: each token's numbers of one head to the nearest that int8 (in units of the
+    largest magnitude / 127) or float8_e4m3fn (/ 448) has. [..., head_dim], in float64."""
+    largest = 127 if dtype == torch.int8 else torch.finfo(dtype).max
+    unit = x.double().abs().amax(dim=-1, keepdim=True) / largest
+    units = x.double() / unit.clamp(min=torch.finfo(torch.float64).tiny)
+    return (units.round() if dtype == torch.int8 else units.to(dtype).double()) * unit
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -74,6 +101,37 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return (gate * torch.sigmoid(gate) * up).to(x.dtype)
 
 
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """gelu(gate) * up of x = [gate | up], with GELU's approximation by tanh (arXiv 1606.08415)."""
+    gate, up = x.float().chunk(2, dim=-1)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return (0.5 * gate * (1 + inner.tanh()) * up).to(x.dtype)
+
+
+def route(x: Tensor, router: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """(shares in float32, numbers of the experts), each [num_tokens, per_token], the largest share first.
+
+    x: [num_tokens, hidden], router: [experts, hidden] float32. A share is the softmax over all experts (arXiv
+    2101.03961), in float32: rounded logits would choose others.
+    """
+    shares, chosen = (x.float() @ router.T).softmax(dim=-1).topk(routing.per_token, dim=-1)
+    return (shares / shares.sum(dim=-1, keepdim=True) if routing.renormalize else shares), chosen
+
+
+def experts(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
+    """Each token's experts by themselves, summed by their shares. # [num_tokens, hidden]
+
+    gate_up: [experts, 2 * size, hidden], down: [experts, hidden, size]; router: see `route`.
+    """
+    shares, chosen = route(x, router, routing)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for token, (share, numbers) in enumerate(zip(shares, chosen.tolist(), strict=True)):
+        for weight, number in zip(share, numbers, strict=True):
+            inner = silu_and_mul((x[token].float() @ gate_up[number].float().T).to(x.dtype).unsqueeze(0))
+            out[token] += weight * (inner[0].float() @ down[number].float().T)
+    return out.to(x.dtype)
+
+
 def write_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Store token t's K and V in slot slots[t].
 
@@ -90,11 +148,14 @@ def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> Pag
     return rows
 
 
-def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: PagedRows, scale: float) -> Tensor:
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: PagedRows, scale: float, *, window: int | None = None
+) -> Tensor:
     """softmax(q k^T * scale) v over each row's cached tokens, causal. # [num_tokens, heads, head_dim]
 
     q: [num_tokens, heads, head_dim]; caches: [num_blocks, block_size, kv_heads, head_dim], this step's K and V written.
-    Query head h reads KV head h // (heads / kv_heads).
+    Query head h reads KV head h // (heads / kv_heads). window: how many tokens a query sees, its own included; None:
+    all.
     """
     out = torch.empty_like(q)
     first = 0
@@ -105,11 +166,114 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: PagedRows, scal
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q[first : first + count].float(), k) * scale
-        future = torch.arange(context + count) > context + torch.arange(count).unsqueeze(1)  # [count, context + count]
-        weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
+        keys = torch.arange(context + count, device=q.device)
+        queries = keys[context:].unsqueeze(1)
+        unseen = keys > queries  # [count, context + count]
+        if window is not None:
+            unseen |= keys <= queries - window
+        weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
         out[first : first + count] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
         first += count
     return out
+
+
+def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tensor:
+    """silu(sum over j of weight[:, j] * the input kernel - 1 - j tokens ago). # [num_tokens, channels]
+
+    x: [num_tokens, channels], weight: [channels, kernel]; state: [slots, kernel - 1, channels], a request's last
+    inputs, the oldest first, advanced in place.
+    """
+    out, first, past = torch.empty_like(x), 0, weight.shape[1] - 1
+    for context, count, slot in zip(rows.contexts, rows.counts, rows.slots, strict=True):
+        before = state[slot] if context else torch.zeros_like(state[slot])
+        inputs = torch.cat((before, x[first : first + count]))  # [past + count, channels]
+        for token in range(count):
+            total = (inputs[token : token + past + 1].float() * weight.T.float()).sum(dim=0)
+            out[first + token] = (total * torch.sigmoid(total)).to(x.dtype)
+        state[slot] = inputs[count:]
+        first += count
+    return out
+
+
+def log_decay(step: Tensor, rates: tuple[Tensor, Tensor]) -> Tensor:
+    """What a state's logarithm loses at a token: rate * softplus(step + bias), below 0. # [num_tokens, value heads]
+
+    rates: (-exp(A), the bias of the steps), each [value heads] float32.
+    """
+    return rates[0] * torch.nn.functional.softplus(step.float() + rates[1])
+
+
+def l2_norm(x: Tensor) -> Tensor:
+    """x / sqrt(sum(x²) + 1e-6) over the last axis."""
+    return x * torch.rsqrt(x.pow(2).sum(dim=-1, keepdim=True) + 1e-6)
+
+
+def delta_inputs(qkv: Tensor, heads: LinearHeads) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys of length 1, the queries times key_dim^-1/2, one for each value head; and the values; float32.
+    # [num_tokens, value heads, key_dim] twice, [num_tokens, value heads, value_dim]
+
+    qkv: [num_tokens, channels]
+    """
+    wide = qkv.float()
+    q_and_k = wide[:, : 2 * heads.key_size].reshape(len(qkv), 2, heads.num_key_heads, heads.key_dim)
+    group = heads.num_value_heads // heads.num_key_heads
+    q, k = l2_norm(q_and_k).repeat_interleave(group, dim=2).unbind(1)
+    v = wide[:, 2 * heads.key_size :].reshape(len(qkv), heads.num_value_heads, heads.value_dim)
+    return q * heads.key_dim**-0.5, k, v
+
+
+def recur(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One request's tokens one by one: (what is read after each, the state after all).
+
+        S <- exp(log_decay) S;    S <- S + k (strength (v - S^T k))^T;    read S^T q        (arXiv 2412.06464)
+
+    q, k: [count, heads, key_dim], v: [count, heads, value_dim], log_decay and strength: [count, heads],
+    state: [heads, key_dim, value_dim].
+    """
+    read = torch.empty_like(v)
+    for token in range(len(q)):
+        state = state * log_decay[token].exp()[:, None, None]
+        error = v[token] - torch.einsum("hkv,hk->hv", state, k[token])
+        state = state + torch.einsum("hk,hv->hkv", k[token], strength[token][:, None] * error)
+        read[token] = torch.einsum("hkv,hk->hv", state, q[token])
+    return read, state
+
+
+def delta_rule(
+    qkv: Tensor,
+    strength: Tensor,
+    step: Tensor,
+    rates: tuple[Tensor, Tensor],
+    heads: LinearHeads,
+    state: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    """The gated delta rule over each row's tokens; see `recur`. # [num_tokens, value_size]
+
+    qkv: [num_tokens, channels]; strength and step, before their sigmoid and softplus: [num_tokens, value heads];
+    state: [slots, value heads, key_dim, value_dim] float32, advanced in place.
+    """
+    q, k, v = delta_inputs(qkv, heads)
+    decay, strength = log_decay(step, rates), strength.float().sigmoid()
+    out, first = torch.empty_like(v), 0
+    for context, count, slot in zip(rows.contexts, rows.counts, rows.slots, strict=True):
+        tokens = slice(first, first + count)
+        before = state[slot] if context else torch.zeros_like(state[slot])
+        out[tokens], state[slot] = recur(q[tokens], k[tokens], v[tokens], decay[tokens], strength[tokens], before)
+        first += count
+    return out.flatten(1).to(qkv.dtype)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm(x) * silu(gate), the norm over each head. x, gate: [num_tokens, heads * size], weight: [size]."""
+    normed = rms_norm(x.float().reshape(len(x), -1, len(weight)), weight, eps).flatten(1)
+    return (normed * gate.float() * gate.float().sigmoid()).to(x.dtype)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor, other: Tensor | None = None) -> Tensor:
+    """x * sigmoid(gate), plus `other`. x, other: [num_tokens, size], gate: as x, or [num_tokens, 1]."""
+    gated = x.float() * gate.float().sigmoid()
+    return (gated if other is None else gated + other.float()).to(x.dtype)
 
 
 def control_logits(

@@ -3,12 +3,13 @@ Never loops over tokens, and never reads a slot that no row owns (stale or poiso
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.narrow_cache import LARGEST, SCALE_BYTES, widen
 from kernels.reference import PagedRows
 
 # Decode rows are padded to the longest of their bucket: powers of two, so padding at most doubles a row's work and one
@@ -37,14 +38,14 @@ class ChunkRow:
     first: int
     count: int
     cells: Tensor
-    """[kv_heads * (context + count)]"""
+    """[kv_heads * seen]: of the context, what the chunk's first query sees, and the chunk itself."""
     mask: Tensor
-    """[count, context + count], -inf on the future."""
+    """[count, seen], -inf on the future and on what is before a query's window."""
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Gather indices and masks, built once per step and used by every layer.
+class Gathered:
+    """Gather indices and masks, built once per step and used by every layer of the same window.
 
     A cell is one KV head of one slot: cell = slot * kv_heads + head. Gathering cells head by head gives matrices that
     are contiguous per head, at the price of gathering slots; strided ones are three times slower to multiply.
@@ -54,15 +55,40 @@ class AttentionPlan:
     chunks: tuple[ChunkRow, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """One step's rows."""
+
+    rows: PagedRows
+    kv_heads: int
+    dtype: torch.dtype
+    _by_window: dict[int | None, Gathered] = field(default_factory=dict)
+
+    def within(self, window: int | None) -> Gathered:
+        """What layers of that window need; made when the first of them asks."""
+        found = self._by_window.get(window)
+        if found is None:
+            found = self._by_window[window] = _gathered(self.rows, self.kv_heads, self.dtype, window)
+        return found
+
+
 def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> AttentionPlan:
     """`dtype` is that of the queries: a mask of another type would be converted again in every layer."""
+    return AttentionPlan(rows, kv_heads, dtype)
+
+
+def _gathered(rows: PagedRows, kv_heads: int, dtype: torch.dtype, window: int | None) -> Gathered:
     first, chunks = rows.num_decode, []
     for row in range(rows.num_decode, len(rows.counts)):
         context, count = rows.contexts[row], rows.counts[row]
-        mask = torch.full((count, context + count), -torch.inf, dtype=dtype).triu_(diagonal=context + 1)
-        chunks.append(ChunkRow(first, count, _cells(rows.slots(row), kv_heads), mask))
+        unseen = 0 if window is None else max(0, context + 1 - window)  # by any query of the chunk
+        mask = torch.full((count, context + count - unseen), -torch.inf, dtype=dtype)
+        mask.triu_(diagonal=context - unseen + 1)
+        if window is not None:
+            mask += torch.full_like(mask, -torch.inf).tril_(diagonal=context - unseen - window)
+        chunks.append(ChunkRow(first, count, _cells(rows.slots(row)[unseen:], kv_heads), mask))
         first += count
-    return AttentionPlan(_decode_buckets(rows, kv_heads, dtype), tuple(chunks))
+    return Gathered(_decode_buckets(rows, kv_heads, dtype, window), tuple(chunks))
 
 
 def _cells(slots: Tensor, kv_heads: int) -> Tensor:
@@ -70,21 +96,31 @@ def _cells(slots: Tensor, kv_heads: int) -> Tensor:
     return (slots.unsqueeze(-2) * kv_heads + torch.arange(kv_heads).unsqueeze(-1)).flatten()
 
 
-def _decode_buckets(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> tuple[DecodeBucket, ...]:
+def _decode_buckets(rows: PagedRows, kv_heads: int, dtype: torch.dtype, window: int | None) -> tuple[DecodeBucket, ...]:
     members: dict[int, list[int]] = {}
     for row in range(rows.num_decode):
-        length = max(rows.contexts[row] + 1, SMALLEST_BUCKET)
+        length = max(_seen(rows, row, window), SMALLEST_BUCKET)
         members.setdefault((length - 1).bit_length(), []).append(row)
-    return tuple(_decode_bucket(rows, bucket, kv_heads, dtype) for bucket in members.values())
+    return tuple(_decode_bucket(rows, bucket, kv_heads, dtype, window) for bucket in members.values())
 
 
-def _decode_bucket(rows: PagedRows, members: list[int], kv_heads: int, dtype: torch.dtype) -> DecodeBucket:
+def _seen(rows: PagedRows, row: int, window: int | None) -> int:
+    """Tokens that a decode row's query sees."""
+    length = rows.contexts[row] + 1
+    return length if window is None else min(length, window)
+
+
+def _decode_bucket(
+    rows: PagedRows, members: list[int], kv_heads: int, dtype: torch.dtype, window: int | None
+) -> DecodeBucket:
     everything = len(members) == len(rows.counts)
     index = torch.tensor(members)
-    lengths = torch.tensor([rows.contexts[row] + 1 for row in members]).unsqueeze(1)
+    lengths = torch.tensor([_seen(rows, row, window) for row in members]).unsqueeze(1)
     positions = torch.arange(int(lengths.max())).unsqueeze(0)
     padding = positions >= lengths  # [bucket_rows, longest]
     positions = positions.masked_fill(padding, 0)
+    if window is not None:
+        positions = positions + torch.tensor([rows.contexts[row] + 1 for row in members]).unsqueeze(1) - lengths
     blocks = rows.block_tables[index].gather(1, positions // rows.block_size)
     slots = blocks * rows.block_size + positions % rows.block_size
     mask = torch.zeros(padding.shape, dtype=dtype).masked_fill_(padding, -torch.inf) if padding.any() else None
@@ -92,15 +128,19 @@ def _decode_bucket(rows: PagedRows, members: list[int], kv_heads: int, dtype: to
     return DecodeBucket(None if everything else index, _cells(slots, kv_heads), mask)
 
 
-def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """q: [num_tokens, heads, head_dim]; caches: [num_blocks, block_size, kv_heads, head_dim], this step's written."""
-    if not plan.chunks and len(plan.decodes) == 1:
-        return _decode(q, k_cache, v_cache, plan.decodes[0], scale)
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float, *, window: int | None = None
+) -> Tensor:
+    """q: [num_tokens, heads, head_dim]; caches: [num_blocks, block_size, kv_heads, head_dim], or as narrow_cache has
+    them, this step's written."""
+    gathered = plan.within(window)
+    if not gathered.chunks and len(gathered.decodes) == 1:
+        return _decode(q, k_cache, v_cache, gathered.decodes[0], scale)
     out = torch.empty_like(q)
-    for bucket in plan.decodes:
+    for bucket in gathered.decodes:
         assert bucket.rows is not None, "a bucket that is the whole step returned above"
         out.index_copy_(0, bucket.rows, _decode(q.index_select(0, bucket.rows), k_cache, v_cache, bucket, scale))
-    for chunk in plan.chunks:
+    for chunk in gathered.chunks:
         tokens = slice(chunk.first, chunk.first + chunk.count)
         out[tokens] = _chunk(q[tokens], k_cache, v_cache, chunk, scale)
     return out
@@ -111,8 +151,8 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: DecodeBucket, s
     kv_heads = k_cache.shape[2]
     # The query heads that share a KV head stand in for query positions: no copy of K and V for each of them.
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-    k = _gather(k_cache, bucket.cells, rows * kv_heads)  # [rows * kv_heads, longest, head_dim]
-    v = _gather(v_cache, bucket.cells, rows * kv_heads)
+    k = _gather(k_cache, bucket.cells, rows * kv_heads, q.dtype)  # [rows * kv_heads, longest, head_dim]
+    v = _gather(v_cache, bucket.cells, rows * kv_heads, q.dtype)
     if q.dtype == torch.bfloat16:
         return _matmul_attention(grouped, k, v, bucket.mask, scale).view(rows, heads, head_dim)
     k, v = (x.view(rows, kv_heads, -1, head_dim) for x in (k, v))
@@ -124,8 +164,8 @@ def _chunk(q: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: ChunkRow, scale: 
     count, heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     grouped = q.reshape(count, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
-    k = _gather(k_cache, chunk.cells, kv_heads)  # [kv_heads, context + count, head_dim]
-    v = _gather(v_cache, chunk.cells, kv_heads)
+    k = _gather(k_cache, chunk.cells, kv_heads, q.dtype)  # [kv_heads, context + count, head_dim]
+    v = _gather(v_cache, chunk.cells, kv_heads, q.dtype)
     if q.dtype == torch.bfloat16:
         step = max(1, MOST_SCORES // (heads * k.shape[1]))
         parts = zip(grouped.split(step, dim=2), chunk.mask.split(step), strict=True)  # type: ignore[no-untyped-call]
@@ -136,10 +176,13 @@ def _chunk(q: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: ChunkRow, scale: 
     return out.permute(2, 0, 1, 3).reshape(count, heads, head_dim)  # from [kv_heads, group, count, head_dim]
 
 
-def _gather(cache: Tensor, cells: Tensor, matrices: int) -> Tensor:
-    """# [matrices, length, head_dim]"""
-    head_dim = cache.shape[-1]
-    return cache.view(-1, head_dim).index_select(0, cells).view(matrices, -1, head_dim)
+def _gather(cache: Tensor, cells: Tensor, matrices: int, dtype: torch.dtype) -> Tensor:
+    """In `dtype`, which is the cache's own where that is not narrow. # [matrices, length, head_dim]"""
+    size = cache.shape[-1]
+    if cache.dtype in LARGEST:
+        stored = cache.view(torch.int8).view(-1, size).index_select(0, cells)
+        return widen(stored, cache.dtype, dtype).view(matrices, -1, size - SCALE_BYTES)
+    return cache.view(-1, size).index_select(0, cells).view(matrices, -1, size)
 
 
 def _matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Owns norms, rotation, activation and cache writes for the CPU, in few torch operators.
+"""Owns norms, rotation, activation and cache writes in few torch operators, on whatever device the tensors are.
 Never loops over tokens, and never decides which rows exist."""
 
 from __future__ import annotations
@@ -7,9 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.narrow_cache import LARGEST, narrow
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x: [..., size], weight: [size]."""
+    if weight.dtype != x.dtype:  # a line may keep its norms in float32
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -23,7 +27,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x: [num_tokens, heads, head_dim], cos and sin: [num_tokens, head_dim / 2] in float32, which promotes x."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    rotated = torch.empty(x.shape, dtype=cos.dtype)
+    rotated = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
     half = cos.shape[-1]
     torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=rotated[..., half:]).addcmul_(first, sin)
@@ -36,7 +40,17 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """[num_tokens, 2 * size] -> [num_tokens, size]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
 def write_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """k, v: [num_tokens, kv_heads, head_dim]; caches: [num_blocks, block_size, kv_heads, head_dim]."""
-    k_cache.flatten(0, 1).index_copy_(0, slots, k)
-    v_cache.flatten(0, 1).index_copy_(0, slots, v)
+    """k, v: [num_tokens, kv_heads, head_dim]; caches: [num_blocks, block_size, kv_heads, head_dim], or as narrow_cache
+    has them."""
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        if cache.dtype in LARGEST:
+            cache.view(torch.int8).flatten(0, 1).index_copy_(0, slots, narrow(x, cache.dtype))
+        else:
+            cache.flatten(0, 1).index_copy_(0, slots, x)

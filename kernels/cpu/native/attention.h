@@ -9,20 +9,21 @@
 #include "step.h"
 #include "vector.h"
 
-template <class T>
+template <class T, class C = T>
 class Attention {
    public:
     const T* q;  // [num_tokens, heads, head_dim]
-    Cache<T> cache;
+    Cache<T, C> cache;
     int64_t heads;
     float scale;
+    int64_t window;  // how many tokens a query sees, its own included
     T* out;  // [num_tokens, heads, head_dim]
 
     int64_t num_tasks(const Step& step) const { return int64_t(step.tiles.size()) * cache.kv_heads; }
 
     // A tile's queries of all heads that share one KV head. They pass over the keys together, KEYS at a time, so that
-    // these are read from memory once. Keys begin at position 0 for every query: a query's sums are the same whichever
-    // chunk it came in.
+    // these are read from memory once. Keys begin at a multiple of KEYS for every query, and what is before its window adds
+    // nothing: a query's sums are the same whichever chunk it came in.
     void operator()(const Step& step, int64_t task) const {
         const Step::Tile& tile = step.tiles[task / cache.kv_heads];
         const int64_t kv_head = task % cache.kv_heads, group = heads / cache.kv_heads;
@@ -34,8 +35,9 @@ class Attention {
         sums.assign(num_queries * head_dim, 0.0f);
         best.assign(num_queries, -std::numeric_limits<float>::infinity());
         total.assign(num_queries, 0.0f);
-        Groups here = find(step, tile.row, kv_head, 0, length);
-        for (int64_t first = 0; first < length; first += KEYS) {
+        const int64_t begin = std::max<int64_t>(context + 1 - window, 0) / KEYS * KEYS;
+        Groups here = find(step, tile.row, kv_head, begin, length);
+        for (int64_t first = begin; first < length; first += KEYS) {
             const Groups next = find(step, tile.row, kv_head, first + KEYS, length);
             for (int64_t query = 0; query < num_queries;) {  // flattened (token, head of the group)
                 Part part{this, &tile, kv_head, group, query, context, first, &here, &next,
@@ -54,12 +56,13 @@ class Attention {
    private:
     static constexpr int KEYS = 128;
     static constexpr int PAIR = Element<T>::PAIR;
+    static constexpr bool NARROW = Cache<T, C>::NARROW;
 
     // Where keys and values of up to KEYS positions lie, sixteen in a group.
     struct Groups {
         int count = 0;
-        const T* keys[KEYS / LANES] = {};
-        const T* values[KEYS / LANES] = {};
+        const C* keys[KEYS / LANES] = {};
+        const C* values[KEYS / LANES] = {};
     };
 
     Groups find(const Step& step, int64_t row, int64_t kv_head, int64_t first, int64_t length) const {
@@ -112,31 +115,46 @@ class Attention {
             for (int r = 0; r < ROWS; r++) found[r] = splat(0.0f);
             for (int64_t d = 0; d < head_dim; d += PAIR) {
                 __builtin_prefetch(here->values[i] + d * LANES);
-                const i32x16 k = load_lanes(here->keys[i] + d * LANES);
+                const i32x16 k = lanes<T>(here->keys[i] + d * LANES);
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) found[r] = dot<T>(found[r], broadcast(q[r] + d), k);
             }
-            for (int r = 0; r < ROWS; r++) store(scores[r] + i * LANES, found[r] * splat(of->scale));
+            f32x16 scale = splat(of->scale);
+            if constexpr (NARROW) scale *= load(of->cache.scales(here->keys[i]));
+            for (int r = 0; r < ROWS; r++) store(scores[r] + i * LANES, found[r] * scale);
         }
 
-        // Scores of keys up to `position` to weights; what the sums so far are to be multiplied with.
+        // Scores of keys up to `position`, within its window, to weights; what the sums so far are to be multiplied with.
         float soften(const float* scores, int64_t position, int r, T* weights) const {
             constexpr float NONE = -std::numeric_limits<float>::infinity();
             const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
             f32x16 seen[KEYS / LANES];
             f32x16 largest = splat(NONE);
+            const int64_t before = position - of->window - first;  // the last key that is before the window
+            if (before >= KEYS - 1) {
+                for (int i = 0; i < here->count; i++) store(weights + i * LANES, splat(0.0f));
+                return 1.0f;
+            }
             for (int i = 0; i < here->count; i++) {
                 const int32_t last = int32_t(std::min<int64_t>(position - first - i * LANES, LANES));
                 seen[i] = lane <= (i32x16{} + last) ? load(scores + i * LANES) : splat(NONE);
+                if (before >= i * LANES) {
+                    const int32_t unseen = int32_t(std::min<int64_t>(before - i * LANES, LANES));
+                    seen[i] = lane > (i32x16{} + unseen) ? seen[i] : splat(NONE);
+                }
                 largest = maximum(largest, seen[i]);
             }
             const float now = std::max(best[r], reduce_max(largest));
             const float kept = exponential(splat(best[r] - now))[0];
             f32x16 mass = splat(0.0f);
             for (int i = 0; i < here->count; i++) {
-                const f32x16 weight = exponential(seen[i] - splat(now));
+                f32x16 weight = exponential(seen[i] - splat(now));
+                if constexpr (NARROW) {  // a value's unit is part of its weight, and not of what weights sum to
+                    mass += weight;
+                    weight *= load(of->cache.scales(here->values[i]));
+                }
                 store(weights + i * LANES, weight);
-                mass += load(weights + i * LANES);  // as they are multiplied: the weights of a query sum to one
+                if constexpr (!NARROW) mass += load(weights + i * LANES);  // as they are multiplied: they sum to one
             }
             best[r] = now;
             total[r] = total[r] * kept + reduce_add(mass);
@@ -154,7 +172,7 @@ class Attention {
                     for (int c = 0; c < VECTORS; c++) {
                         const int64_t offset = key * head_dim + (d + c * LANES) * PAIR;
                         __builtin_prefetch(next->keys[i] + offset);  // of as many elements
-                        v[c] = load_lanes(here->values[i] + offset);
+                        v[c] = lanes<T>(here->values[i] + offset);
                     }
 #pragma GCC unroll 8
                     for (int r = 0; r < ROWS; r++) {

@@ -2,6 +2,11 @@
 // Never knows which request owns a block.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
 #include "vector.h"
 
 constexpr int MAX_HEAD_DIM = 256;
@@ -9,38 +14,74 @@ constexpr int MAX_HEAD_DIM = 256;
 // Keys:   [num_blocks, kv_heads, block_size / 16, head_dim / PAIR, 16, PAIR]
 // Values: [num_blocks, kv_heads, block_size / PAIR, head_dim, PAIR]
 // Both read like the panels of `Linear`: scores = q K^T sums over head_dim, the output = p V over keys.
-template <class T>
+//
+// C is T, or int8_t: then a group of sixteen has its sixteen scales (float32) behind it, and the elements of a lane lie as
+// `lanes` reads bytes: [.., PAIR, 16] instead of [.., 16, PAIR].
+template <class T, class C = T>
 struct Cache {
     static constexpr int PAIR = Element<T>::PAIR;
-    T *keys, *values;
+    static constexpr bool NARROW = !std::is_same_v<T, C>;
+    C *keys, *values;
     int64_t block_size, kv_heads, head_dim;
 
     // The sixteen keys (or values) from `offset` on, a multiple of sixteen: 16 * head_dim elements.
-    T* key_group(int64_t block, int64_t head, int64_t offset) const { return group(keys, block, head, offset); }
-    T* value_group(int64_t block, int64_t head, int64_t offset) const { return group(values, block, head, offset); }
+    C* key_group(int64_t block, int64_t head, int64_t offset) const { return group(keys, block, head, offset); }
+    C* value_group(int64_t block, int64_t head, int64_t offset) const { return group(values, block, head, offset); }
+
+    const float* scales(const C* group) const { return reinterpret_cast<const float*>(group + LANES * head_dim); }
 
     void write_key(int64_t block, int64_t head, int64_t offset, const T* key) const {
-        T* to = key_group(block, head, offset - offset % LANES) + offset % LANES * PAIR;
-        for (int64_t d = 0; d < head_dim; d += PAIR)
-            for (int i = 0; i < PAIR; i++) to[d * LANES + i] = key[d + i];
+        C* to = key_group(block, head, offset - offset % LANES);
+        if constexpr (NARROW) {
+            const float unit = set_scale(to, offset % LANES, key);
+            for (int64_t d = 0; d < head_dim; d++) to[d * LANES + offset % LANES] = round(key[d], unit);
+        } else {
+            to += offset % LANES * PAIR;
+            for (int64_t d = 0; d < head_dim; d += PAIR)
+                for (int i = 0; i < PAIR; i++) to[d * LANES + i] = key[d + i];
+        }
     }
 
     void write_value(int64_t block, int64_t head, int64_t offset, const T* value) const {
-        T* to = value_at(block, head, offset);
-        for (int64_t d = 0; d < head_dim; d++) to[d * PAIR] = value[d];
+        C* to = value_group(block, head, offset - offset % LANES);
+        if constexpr (NARROW) {
+            const float unit = set_scale(to, offset % LANES, value);
+            for (int64_t d = 0; d < head_dim; d++) to[value_place(offset % LANES, d)] = round(value[d], unit);
+        } else {
+            for (int64_t d = 0; d < head_dim; d++) to[value_place(offset % LANES, d)] = value[d];
+        }
     }
 
     void clear_value(int64_t block, int64_t head, int64_t offset) const {
-        T* to = value_at(block, head, offset);
-        for (int64_t d = 0; d < head_dim; d++) to[d * PAIR] = T{};
+        C* to = value_group(block, head, offset - offset % LANES);
+        for (int64_t d = 0; d < head_dim; d++) to[value_place(offset % LANES, d)] = C{};
+        if constexpr (NARROW) const_cast<float*>(scales(to))[offset % LANES] = 0.0f;
     }
 
    private:
-    T* group(T* from, int64_t block, int64_t head, int64_t offset) const {
-        return from + ((block * kv_heads + head) * block_size + offset) * head_dim;
+    C* group(C* from, int64_t block, int64_t head, int64_t offset) const {
+        return from + ((block * kv_heads + head) * block_size + offset) * (head_dim + (NARROW ? int64_t(sizeof(float)) : 0));
     }
 
-    T* value_at(int64_t block, int64_t head, int64_t offset) const {
-        return value_group(block, head, offset - offset % LANES) + offset % LANES / PAIR * head_dim * PAIR + offset % PAIR;
+    // Where number `d` of a group's value `i` is.
+    int64_t value_place(int64_t i, int64_t d) const {
+        const int64_t pair = i / PAIR * head_dim * PAIR;
+        if constexpr (NARROW) return pair + d / LANES * LANES * PAIR + i % PAIR * LANES + d % LANES;
+        return pair + d * PAIR + i % PAIR;
+    }
+
+    // The unit of a group's token `i`: its largest magnitude over 127, as in kernels/narrow_cache.py.
+    float set_scale(C* group, int64_t i, const T* from) const {
+        float largest = 0.0f;
+        for (int64_t d = 0; d < head_dim; d++) {
+            const float size = std::abs(widen(from[d]));
+            largest = size > largest || size != size ? size : largest;  // what is no number is not hidden
+        }
+        return const_cast<float*>(scales(group))[i] = largest / 127.0f;
+    }
+
+    static int8_t round(T value, float unit) {
+        const float units = widen(value) / std::max(unit, std::numeric_limits<float>::min());
+        return units == units ? int8_t(std::nearbyint(units)) : int8_t(0);
     }
 };

@@ -46,11 +46,11 @@ void add_rms_norm(const T* x, float* residual, bool fresh, const float* weight, 
 }
 
 // [cos | sin] of one position's angles, each [half].
-inline void rotation(int64_t position, const float* frequencies, float factor, int64_t half, float* out) {
+inline void rotation(int64_t position, const float* frequencies, const float* factors, int64_t half, float* out) {
     for (int64_t i = 0; i < half; i++) {
         const float angle = float(position) * frequencies[i];
-        out[i] = std::cos(angle) * factor;
-        out[half + i] = std::sin(angle) * factor;
+        out[i] = std::cos(angle) * factors[i];
+        out[half + i] = std::sin(angle) * factors[i];
     }
 }
 
@@ -74,13 +74,13 @@ void rotate(const T* x, const float* norm, float eps, const float* rotation, int
 }
 
 // Queries, keys and values of one token: queries rotated into `q`, keys rotated and values as they are into the cache.
-template <class T>
+template <class T, class C = T>
 struct RotateAndCache {
     const T* qkv;
     const float *q_norm, *k_norm, *rotations;
     float eps;
     int64_t heads;
-    Cache<T> cache;
+    Cache<T, C> cache;
     T* q;
 
     void operator()(const Step& step, int64_t token) const {

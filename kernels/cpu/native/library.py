@@ -14,6 +14,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from kernels.processor import cpu_flags
+
 SOURCE_DIR = Path(__file__).parent
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 COMPILE_TIMEOUT_S = 300.0
@@ -27,14 +29,15 @@ _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments
     "program_run": ("i", "pp"),
     "pack_panels": ("", "ipllp"),
     "quantize_panels": ("", "ipllpp"),
-    "program_embed": ("", "pipllp"),
+    "program_embed": ("", "pipllfp"),
     "program_gather": ("", "piplp"),
     "program_norm": ("", "pippipflp"),
     "program_linear": ("", "pippppllpii"),
-    "program_gated": ("", "pippppllp"),
-    "program_rotations": ("", "ppflp"),
-    "program_rotate_and_cache": ("", "pipppfpllllppp"),
-    "program_attention": ("", "piplllppfp"),
+    "program_gated": ("", "pippppllip"),
+    "program_rotations": ("", "ppplp"),
+    "program_rotate_and_cache": ("", "pipppfpllllppip"),
+    "program_attention": ("", "piplllppiflp"),
+    "program_experts": ("", "pippllllipppppppppppp"),
     "program_argmax": ("", "pplpp"),
     "sample_rows": ("", "pplplp"),
 }
@@ -57,7 +60,7 @@ def load_library() -> ctypes.CDLL:
         raise NoLibraryError(
             f"the kernels are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
         )
-    path = _compiled(_compiler())
+    path = _compiled()
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -80,11 +83,12 @@ def _compiler() -> list[str]:
     return command
 
 
-def _compiled(compiler: list[str]) -> Path:
+def _compiled() -> Path:
     """The library's file. Written aside and renamed: of two processes that compile at once, either's is whole."""
-    target = cache_dir() / f"native-{_digest(compiler)}.so"
+    target = cache_dir() / f"native-{_digest()}.so"
     if target.exists():
         return target
+    compiler = _compiler()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -96,16 +100,16 @@ def _compiled(compiler: list[str]) -> Path:
     return target
 
 
-def _digest(compiler: list[str]) -> str:
-    """Of all that the machine code depends on: sources, flags, the compiler, and what -march=native means here."""
-    digest = hashlib.sha256(repr((compiler, FLAGS)).encode())
+def _digest() -> str:
+    """Of what the machine code depends on: sources, flags, what CXX asks for, and what -march=native means here. Not of
+    the compiler's version: where there is none any more, what it has made still runs."""
+    digest = hashlib.sha256(repr((os.environ.get("CXX", ""), FLAGS, sorted(cpu_flags()))).encode())
     for source in sorted([*SOURCE_DIR.glob("*.h"), *SOURCE_DIR.glob("*.cpp")]):
         digest.update(source.read_bytes())
-    digest.update(_run([*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]).encode())
     return digest.hexdigest()[:16]
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -113,7 +117,6 @@ def _run(command: list[str]) -> str:
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
         raise NoLibraryError(f"{command[0]} failed with status {done.returncode}: {first}")
-    return done.stdout
 
 
 def main() -> None:

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "linear.h"
 #include "sample.h"
 #include "step.h"
@@ -69,14 +70,22 @@ static void store_panel(Out* out, const Linear<T>& linear, int64_t row, int64_t 
     std::copy(found, found + (linear.outputs - n), to);
 }
 
+// SiLU, x / (1 + exp(-x)); or GELU by tanh (arXiv 1606.08415), which is x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))).
+template <bool GELU>
+static f32x16 activate(f32x16 x) {
+    f32x16 inner = x;
+    if constexpr (GELU) inner = x * (splat(1.5957691216f) + splat(0.0713548163f) * x * x);
+    return x / (splat(1.0f) + exponential(minimum(-inner, splat(88.0f))));
+}
+
 // A panel of a gated product holds sixteen gates, and the sixteen values that they are for.
-template <class T>
+template <bool GELU, class T>
 static void store_gated(T* out, const Linear<T>& linear, int64_t row, int64_t panel, f32x16 gate, f32x16 up) {
     const int64_t n = panel * LANES, size = linear.outputs / 2;
     const float *scales = linear.scales + panel * PANEL, *bias = linear.bias + panel * PANEL;
     if (linear.scales) gate *= load(scales), up *= load(scales + LANES);
     if (linear.bias) gate += load(bias), up += load(bias + LANES);
-    const f32x16 value = gate / (splat(1.0f) + exponential(minimum(-gate, splat(88.0f)))) * up;
+    const f32x16 value = activate<GELU>(gate) * up;
     T* to = out + row * size + n;
     if (n + LANES <= size) return store(to, value);
     T found[LANES];
@@ -109,15 +118,25 @@ static void add_linear(Program* program, const T* x, Linear<T> linear, void* out
 }
 
 template <class T>
-static void add_gated(Program* program, const T* x, Linear<T> linear, T* out) {
-    add_product(program, x, linear, TOKENS, [out](const Linear<T>& l, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
-        store_gated(out, l, row, panel, a, b);
-    });
+static void add_gated(Program* program, const T* x, Linear<T> linear, int gelu, T* out) {
+    if (gelu)
+        add_product(program, x, linear, TOKENS, [out](const Linear<T>& l, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
+            store_gated<true>(out, l, row, panel, a, b);
+        });
+    else
+        add_product(program, x, linear, TOKENS, [out](const Linear<T>& l, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
+            store_gated<false>(out, l, row, panel, a, b);
+        });
 }
 
 template <class T>
-static void add_embed(Program* program, const T* table, int64_t count, int64_t size, T* out) {
+static void add_embed(Program* program, const T* table, int64_t count, int64_t size, float scale, T* out) {
     program->num_token_ids = std::min(program->num_token_ids, count);
+    if (scale != 1.0f)
+        return program->add_each_token([=](const Step& step, int64_t token) {
+            const T* from = table + step.token_ids[token] * size;
+            for (int64_t i = 0; i < size; i++) out[token * size + i] = narrow<T>(widen(from[i]) * scale);
+        });
     program->add_each_token([=](const Step& step, int64_t token) {
         const T* from = table + step.token_ids[token] * size;
         std::copy(from, from + size, out + token * size);
@@ -140,8 +159,8 @@ static void add_norm(Program* program, const T* x, float* residual, int fresh, c
     });
 }
 
-template <class T>
-static void add_attention(Program* program, Attention<T> attention) {
+template <class T, class C>
+static void add_attention(Program* program, Attention<T, C> attention) {
     program->add_each([attention](const Step& step) { return attention.num_tasks(step); }, attention);
 }
 
@@ -160,6 +179,57 @@ static void add_argmax(Program* program, const float* logits, int64_t vocab, int
     });
 }
 
+// Products of rows sorted by expert, each with its expert's matrix. Calls store(matrix, row, panel, first 16, last 16).
+template <class T, class Store>
+static void add_products(Program* program, const T* x, Stack<T> stack, Routes routes, Store store_sums) {
+    program->add([=] {
+        const int64_t panels = stack.first.num_panels();
+        program->team.share(stack.experts * panels, [&](int64_t first, int64_t last) {
+            while (first < last) {
+                const int64_t expert = first / panels, panel = first % panels, end = std::min(panels, panel + last - first);
+                const int64_t begin = routes.firsts[expert], rows = routes.firsts[expert + 1] - begin;
+                const Linear<T> linear = stack.of(expert);
+                if (rows)
+                    multiply<T>(x + begin * linear.inputs, rows, linear, panel, end,
+                                [&](int64_t row, int64_t panel, f32x16 a, f32x16 b) {
+                                    store_sums(linear, begin + row, panel, a, b);
+                                });
+                first += end - panel;
+            }
+        });
+    });
+}
+
+// What an expert's matrices give goes through memory of the caller: `sorted` [rows, hidden], `inner` [rows, size],
+// `found` [rows, hidden] float32.
+template <class T>
+static void add_experts(Program* program, Route<T> route, Stack<T> gate_up, Stack<T> down, T* sorted, T* inner, float* found,
+                        T* out) {
+    const Routes routes = route.to;
+    const int64_t hidden = route.hidden;
+    program->add_each_token(route);
+    program->add_each([](const Step&) { return 1; },
+                      [routes](const Step& step, int64_t) { sort_by_expert(routes, step.num_tokens); });
+    program->add_each_token([=, x = route.x](const Step&, int64_t token) {
+        for (int64_t i = 0; i < routes.per_token; i++)
+            std::copy(x + token * hidden, x + (token + 1) * hidden, sorted + routes.rows[token * routes.per_token + i] * hidden);
+    });
+    add_products(program, sorted, gate_up, routes, [inner](const Linear<T>& l, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
+        store_gated<false>(inner, l, row, panel, a, b);
+    });
+    add_products(program, inner, down, routes, [found](const Linear<T>& l, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
+        store_panel(found, l, row, panel, a, b);
+    });
+    program->add_each_token([=](const Step&, int64_t token) {
+        const int64_t first = token * routes.per_token;
+        for (int64_t d = 0; d < hidden; d++) {
+            float sum = 0.0f;
+            for (int64_t i = 0; i < routes.per_token; i++) sum += routes.shares[first + i] * found[routes.rows[first + i] * hidden + d];
+            out[token * hidden + d] = narrow<T>(sum);
+        }
+    });
+}
+
 // The C interface: `wide` is 1 where the elements are float32, 0 where they are bfloat16.
 #define BY_TYPE(function, ...)                   \
     do {                                         \
@@ -168,6 +238,28 @@ static void add_argmax(Program* program, const float* logits, int64_t vocab, int
             function __VA_ARGS__;                \
         } else {                                 \
             using T = bf16;                      \
+            function __VA_ARGS__;                \
+        }                                        \
+    } while (0)
+
+// The same, where `narrow` is 1 if the cache's elements are bytes, and 0 if they are of the same type.
+#define BY_CACHE(function, ...)                  \
+    do {                                         \
+        if (wide && narrow) {                    \
+            using T = float;                     \
+            using C = int8_t;                    \
+            function __VA_ARGS__;                \
+        } else if (wide) {                       \
+            using T = float;                     \
+            using C = float;                     \
+            function __VA_ARGS__;                \
+        } else if (narrow) {                     \
+            using T = bf16;                      \
+            using C = int8_t;                    \
+            function __VA_ARGS__;                \
+        } else {                                 \
+            using T = bf16;                      \
+            using C = bf16;                      \
             function __VA_ARGS__;                \
         }                                        \
     } while (0)
@@ -194,8 +286,8 @@ void pack_panels(int wide, const void* weight, int64_t outputs, int64_t inputs, 
     BY_TYPE(pack<T>, (as<T>(weight), outputs, inputs, as<T>(panels)));
 }
 
-void program_embed(Program* program, int wide, const void* table, int64_t count, int64_t size, void* out) {
-    BY_TYPE(add_embed<T>, (program, as<T>(table), count, size, as<T>(out)));
+void program_embed(Program* program, int wide, const void* table, int64_t count, int64_t size, float scale, void* out) {
+    BY_TYPE(add_embed<T>, (program, as<T>(table), count, size, scale, as<T>(out)));
 }
 
 void program_gather(Program* program, int wide, const void* x, int64_t size, void* out) {
@@ -217,32 +309,43 @@ void program_linear(Program* program, int wide, const void* x, const void* panel
 }
 
 void program_gated(Program* program, int wide, const void* x, const void* panels, const float* scales, const float* bias,
-                   int64_t inputs, int64_t outputs, void* out) {
-    BY_TYPE(add_gated<T>, (program, as<T>(x), Linear<T>{panels, scales, bias, inputs, outputs}, as<T>(out)));
+                   int64_t inputs, int64_t outputs, int gelu, void* out) {
+    BY_TYPE(add_gated<T>, (program, as<T>(x), Linear<T>{panels, scales, bias, inputs, outputs}, gelu, as<T>(out)));
 }
 
-void program_rotations(Program* program, const float* frequencies, float factor, int64_t half, float* out) {
+void program_rotations(Program* program, const float* frequencies, const float* factors, int64_t half, float* out) {
     program->add_each_token([=](const Step& step, int64_t token) {
-        rotation(step.positions[token], frequencies, factor, half, out + token * 2 * half);
+        rotation(step.positions[token], frequencies, factors, half, out + token * 2 * half);
     });
 }
 
 void program_rotate_and_cache(Program* program, int wide, const void* qkv, const float* q_norm, const float* k_norm, float eps,
                               const float* rotations, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t num_blocks,
-                              void* keys, void* values, void* q) {
+                              void* keys, void* values, int narrow, void* q) {
     const int64_t block_size = program->step.block_size;
     program->num_blocks = std::min(program->num_blocks, num_blocks);
-    BY_TYPE(program->add_each_token,
-            (RotateAndCache<T>{as<T>(qkv), q_norm, k_norm, rotations, eps, heads,
-                               Cache<T>{as<T>(keys), as<T>(values), block_size, kv_heads, head_dim}, as<T>(q)}));
+    BY_CACHE(program->add_each_token,
+             (RotateAndCache<T, C>{as<T>(qkv), q_norm, k_norm, rotations, eps, heads,
+                                   Cache<T, C>{as<C>(keys), as<C>(values), block_size, kv_heads, head_dim}, as<T>(q)}));
 }
 
 void program_attention(Program* program, int wide, const void* q, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                       void* keys, void* values, float scale, void* out) {
+                       void* keys, void* values, int narrow, float scale, int64_t window, void* out) {
     const int64_t block_size = program->step.block_size;
-    BY_TYPE(add_attention<T>,
-            (program, Attention<T>{as<T>(q), Cache<T>{as<T>(keys), as<T>(values), block_size, kv_heads, head_dim}, heads,
-                                   scale, as<T>(out)}));
+    BY_CACHE(add_attention,
+             (program, Attention<T, C>{as<T>(q), Cache<T, C>{as<C>(keys), as<C>(values), block_size, kv_heads, head_dim},
+                                       heads, scale, window, as<T>(out)}));
+}
+
+void program_experts(Program* program, int wide, const void* x, const float* router, int64_t experts, int64_t hidden, int64_t size,
+                     int64_t per_token, int renormalize, const void* gate_up, const float* gate_up_scales, const void* down,
+                     const float* down_scales, float* shares, int64_t* chosen, int64_t* rows, int64_t* firsts, void* sorted,
+                     void* inner, float* found, void* out) {
+    const Routes routes{experts, per_token, shares, chosen, rows, firsts};
+    BY_TYPE(add_experts<T>,
+            (program, Route<T>{as<T>(x), router, hidden, renormalize != 0, routes},
+             Stack<T>{{gate_up, gate_up_scales, nullptr, hidden, 2 * size}, experts},
+             Stack<T>{{down, down_scales, nullptr, size, hidden}, experts}, as<T>(sorted), as<T>(inner), found, as<T>(out)));
 }
 
 void program_argmax(Program* program, const float* logits, int64_t vocab, int64_t* tokens, float* best) {

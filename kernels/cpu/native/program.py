@@ -1,4 +1,4 @@
-"""Owns a recorded forward pass: a model's operations, written down once, and run by the library in each step.
+"""Owns a recorded forward pass: a model's operations, run by the library in each step. Long: every operation.
 Never runs an operation while recording, and knows no model."""
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.native.library import load_library
-from kernels.forward import HeadShape, Linear
+from kernels.forward import GELU, SILU, HeadShape, Linear, Routing
+from kernels.integers import joined
 
+# As in linear.h, vector.h and cache.h.
 PANEL = 32
 LANES = 16
 MAX_HEAD_DIM = 256
+
+UNLIMITED = 1 << 40
+"""A window that is never reached, in tokens."""
 
 
 def why_unfit(head_dim: int, block_size: int, inputs: Iterable[int]) -> str | None:
@@ -58,23 +63,16 @@ class StepRows:
         """By row: its tokens, how many are in the cache before them, how many they are, and its blocks. `sampled`:
         tokens of the step after which one is sampled."""
         self._arrays = [
-            _joined(token_ids),
+            joined(token_ids),
             array("q", contexts),
             array("q", counts),
             array("q", accumulate((len(ids) for ids in blocks), initial=0)),
-            _joined(blocks),
+            joined(blocks),
             array("q", sampled),
         ]
         self.num_tokens = len(self._arrays[0])
         sizes = (self.num_tokens, len(counts), len(sampled))
         self.struct = _StepRows(*sizes, *map(_address, self._arrays))
-
-
-def _joined(parts: Iterable[Sequence[int]]) -> array[int]:
-    numbers = array("q")
-    for part in parts:
-        numbers += array("q", part)
-    return numbers
 
 
 class Team:
@@ -103,17 +101,32 @@ class Packed:
     outputs: int
 
 
-def pack(linear: Linear, *, gated: bool = False, consume: bool = False, quantize: bool = False) -> Linear:
+def pack(
+    linear: Linear,
+    *,
+    gated: bool = False,
+    consume: bool = False,
+    quantize: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Linear:
     """The same product, ready for `Program`.
 
-    gated: its outputs are [gate | up], for `gated_linear`. consume: the weight's own memory may be written over, so
-    that a model is never there twice. quantize: round each output's weights to 255 levels, of one byte each.
+    A weight of three dimensions is one matrix for each expert. gated: its outputs are [gate | up], for `gated_linear`.
+    consume: the weight's own memory may be written over, so that a model is never there twice. quantize: round each
+    output's weights to 255 levels, of one byte each. A weight of int8 with scales is taken as it is, for activations of
+    `dtype`.
 
     Raises:
         ValueError: the weight's inputs or type are none that the kernels read.
     """
     weight: Tensor = linear.weight
+    assert weight.is_contiguous(), "the library reads row after row"
+    if weight.dim() == 3:
+        return _pack_each(linear, gated=gated, consume=consume, quantize=quantize, dtype=dtype)
     outputs, inputs = weight.shape
+    if weight.dtype == torch.int8:
+        assert dtype is not None
+        return _pack_int8(linear, dtype, gated=gated, consume=consume)
     if inputs % 2 or weight.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
             f"A weight of {inputs} inputs in {weight.dtype}: expected an even number in bfloat16 or float32."
@@ -134,8 +147,48 @@ def pack(linear: Linear, *, gated: bool = False, consume: bool = False, quantize
         panels = weight if consume and padded == len(weight) else weight.new_empty(padded, inputs)
         load_library().pack_panels(wide, weight.data_ptr(), len(weight), inputs, panels.data_ptr())
     if bias is not None:
-        bias = torch.nn.functional.pad(bias, (0, padded - len(bias)))
+        bias = _padded(bias)
     return Linear(Packed(panels, scales, bias, inputs, outputs))
+
+
+def _pack_int8(linear: Linear, dtype: torch.dtype, *, gated: bool, consume: bool) -> Linear:
+    """The values as they are, in the order in which `lanes` of vector.h reads bytes; linear.h has the same."""
+    weight: Tensor = linear.weight
+    outputs, inputs = weight.shape
+    if inputs % 2:
+        raise ValueError(f"A weight of {inputs} inputs in {weight.dtype}: expected an even number.")
+    order = _gated_order(outputs) if gated else torch.arange(outputs)
+    rows = torch.nn.functional.pad(weight[order], (0, 0, 0, -len(order) % PANEL))
+    scales, bias = (None if each is None else _padded(each.float()[order]) for each in (linear.scales, linear.bias))
+    pair = 1 if dtype == torch.float32 else 2
+    by_lane = rows.view(len(rows) // PANEL, PANEL // LANES, LANES, inputs // pair, pair)
+    panels = by_lane.permute(0, 3, 1, 4, 2).reshape(len(rows), inputs)
+    if consume and panels.shape == weight.shape:
+        panels = weight.copy_(panels)
+    return Linear(Packed(panels, scales, bias, inputs, outputs))
+
+
+def _padded(values: Tensor) -> Tensor:
+    """With zeros for what a last panel has besides."""
+    return torch.nn.functional.pad(values, (0, -len(values) % PANEL))
+
+
+def _pack_each(linear: Linear, *, gated: bool, consume: bool, quantize: bool, dtype: torch.dtype | None) -> Linear:
+    """[experts, outputs, inputs] -> the panels of one expert after another's, in place where they fit."""
+    weight: Tensor = linear.weight
+    panels: Tensor | None = None
+    scales: list[Tensor] = []
+    for number, matrix in enumerate(weight):
+        own = Linear(matrix, scales=None if linear.scales is None else linear.scales[number])
+        found: Packed = pack(own, gated=gated, consume=consume, quantize=quantize, dtype=dtype).weight
+        if panels is None:
+            fits = consume and found.panels.shape == matrix.shape and found.panels.dtype == weight.dtype
+            panels = weight if fits else found.panels.new_empty(len(weight), *found.panels.shape)
+        panels[number].copy_(found.panels)
+        scales += [] if found.scales is None else [found.scales]
+    assert panels is not None
+    _, outputs, inputs = weight.shape
+    return Linear(Packed(panels, torch.stack(scales) if scales else None, None, inputs, outputs))
 
 
 def _gated_order(outputs: int) -> Tensor:
@@ -190,16 +243,16 @@ class Program:
 
     # --- recording --------------------------------------------------------------------------------------------------
 
-    def embed(self, table: Tensor) -> Buffer:
+    def embed(self, table: Tensor, scale: float = 1.0) -> Buffer:
         out = self._new(table.shape[1])
-        self._library.program_embed(self._handle, self._wide, self._keep(table), *table.shape, out.address)
+        self._library.program_embed(self._handle, self._wide, self._keep(table), *table.shape, scale, out.address)
         return out
 
-    def rotations(self, inverse_frequencies: Tensor, factor: float) -> Buffer:
+    def rotations(self, inverse_frequencies: Tensor, factors: Tensor | float) -> Buffer:
         frequencies = inverse_frequencies.float().contiguous()
-        half = len(frequencies)
-        out = self._new(2 * half, torch.float32)
-        self._library.program_rotations(self._handle, self._keep(frequencies), factor, half, out.address)
+        each = torch.zeros_like(frequencies) + factors
+        out = self._new(2 * len(each), torch.float32)
+        self._library.program_rotations(self._handle, self._keep(frequencies), self._keep(each), len(each), out.address)
         return out
 
     def add_rms_norm(self, x: Buffer, residual: Buffer | None, weight: Tensor, eps: float) -> tuple[Buffer, Buffer]:
@@ -222,7 +275,7 @@ class Program:
     def linear(self, x: Buffer, linear: Linear) -> Buffer:
         return self._linear(x, linear.weight, self._new(linear.weight.outputs), sampled=False)
 
-    def gated_linear(self, x: Buffer, linear: Linear) -> Buffer:
+    def gated_linear(self, x: Buffer, linear: Linear, activation: str = SILU) -> Buffer:
         packed: Packed = linear.weight
         out = self._new(packed.outputs // 2)
         self._library.program_gated(
@@ -232,7 +285,33 @@ class Program:
             *self._keep_weights(packed),
             packed.inputs,
             packed.outputs,
+            int(activation == GELU),
             out.address,
+        )
+        return out
+
+    def experts(self, x: Buffer, router: Tensor, gate_up: Linear, down: Linear, routing: Routing) -> Buffer:
+        inner, outer = gate_up.weight, down.weight
+        (count, hidden), size, rows = router.shape, inner.outputs // 2, self._capacity * routing.per_token
+        shares = self._new(routing.per_token, torch.float32)
+        chosen, places = (self._new(routing.per_token, torch.int64) for _ in range(2))
+        firsts = self._new(1, torch.int64, count + 1)
+        of_experts, gated = self._new(hidden, rows=rows), self._new(size, rows=rows)
+        found, out = self._new(hidden, torch.float32, rows), self._new(hidden)
+        between = (shares, chosen, places, firsts, of_experts, gated, found, out)
+        self._library.program_experts(
+            self._handle,
+            self._wide,
+            x.address,
+            self._keep(router),
+            count,
+            hidden,
+            size,
+            routing.per_token,
+            int(routing.renormalize),
+            *self._keep_weights(inner)[:2],
+            *self._keep_weights(outer)[:2],
+            *(buffer.address for buffer in between),
         )
         return out
 
@@ -260,11 +339,14 @@ class Program:
             heads.head_dim,
             len(cache[0]),
             *map(self._keep, cache),
+            int(cache[0].dtype == torch.int8),
             q.address,
         )
         return q
 
-    def attention(self, q: Buffer, heads: HeadShape, cache: tuple[Tensor, Tensor], scale: float) -> Buffer:
+    def attention(
+        self, q: Buffer, heads: HeadShape, cache: tuple[Tensor, Tensor], scale: float, window: int | None = None
+    ) -> Buffer:
         out = self._new(heads.num_heads * heads.head_dim)
         self._library.program_attention(
             self._handle,
@@ -274,7 +356,9 @@ class Program:
             heads.num_kv_heads,
             heads.head_dim,
             *map(self._keep, cache),
+            int(cache[0].dtype == torch.int8),
             scale,
+            window or UNLIMITED,
             out.address,
         )
         return out

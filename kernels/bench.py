@@ -1,0 +1,311 @@
+"""Owns the measurement of single operations: time, what it must move or compute, and which share of the peak that is.
+Never compares with a data sheet: peaks are measured in the same run. Ends with one JSON document."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.eager import EagerPass
+from kernels.forward import HeadShape
+from kernels.ops import TORCH_CPU
+from kernels.reference import PagedRows
+
+Run = Callable[[], object]
+
+MOST_SETS = 32
+CPU_CACHE_BYTES = GPU_CACHE_BYTES = 64 << 20
+"""More than most have; of a GPU only where torch does not tell."""
+WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One operation on one shape."""
+
+    op: str
+    shape: dict[str, int]
+    num_bytes: int
+    """The fewest that it must move: each input read once, each output written once."""
+    flops: int
+    make: Callable[[], Run]
+    """A run on inputs of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    options: argparse.Namespace
+    device: torch.device
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def heads(self) -> HeadShape:
+        o = self.options
+        return HeadShape(num_heads=o.heads, num_kv_heads=o.kv_heads, head_dim=o.head_dim)
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype or self.dtype)
+
+    def run_of(self, rows: PagedRows | None, num_tokens: int) -> EagerPass:
+        """The forward pass whose operations are measured: Triton's on a GPU, torch's operators on the CPU."""
+        positions = torch.randint(4096, (num_tokens,), generator=self.generator, device=self.device)
+        slots = torch.arange(num_tokens, device=self.device)
+        if not self.on_gpu:
+            plan = None if rows is None else TORCH_CPU.prepare_attention(rows, self.heads.num_kv_heads, self.dtype)
+            return EagerPass(TORCH_CPU, token_ids=positions, positions=positions, slots=slots, plan=plan)
+        from kernels.triton.forward import TritonPass
+        from kernels.triton.plan import prepare_attention
+
+        rows = rows or PagedRows(1, (0,), (1,), torch.zeros(1, 1, dtype=torch.int64, device=self.device), 16)
+        made = prepare_attention(rows, self.heads.num_kv_heads, self.dtype)
+        return TritonPass(token_ids=positions, positions=positions, slots=slots, plan=made)
+
+    def cells(self) -> list[Cell]:
+        o = self.options
+        found = [
+            cell for tokens in o.rows for cell in (self.norm(tokens), self.activation(tokens), self.rotation(tokens))
+        ]
+        found += [self.attention("attention_decode", [o.context] * rows, [1] * rows, rows) for rows in o.rows]
+        found += [self.attention("attention_chunk", [o.context], [count], 0) for count in o.chunk]
+        return found + ([self.sampling(rows, name) for rows in o.rows for name in SAMPLING] if self.on_gpu else [])
+
+    def norm(self, tokens: int) -> Cell:
+        size, item = self.options.hidden, self.dtype.itemsize
+
+        def make() -> Run:
+            run, weight = self.run_of(None, tokens), self.random(size)
+            x, residual = self.random(tokens, size), self.random(tokens, size, dtype=torch.float32)
+            return lambda: run.add_rms_norm(x, residual, weight, 1e-5)
+
+        return Cell("add_rms_norm", {"tokens": tokens, "size": size}, tokens * size * (2 * item + 8), 0, make)
+
+    def activation(self, tokens: int) -> Cell:
+        size = self.options.intermediate
+
+        def make() -> Run:
+            x, table = self.random(tokens, 2 * size), self._activation()
+            return lambda: table(x)
+
+        shape = {"tokens": tokens, "size": size}
+        return Cell("silu_and_mul", shape, 3 * tokens * size * self.dtype.itemsize, 0, make)
+
+    def _activation(self) -> Callable[[Tensor], Tensor]:
+        if not self.on_gpu:
+            return TORCH_CPU.silu_and_mul
+        from kernels.triton.activation import silu_and_mul
+
+        return silu_and_mul
+
+    def rotation(self, tokens: int) -> Cell:
+        heads = self.heads
+        width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+
+        def make() -> Run:
+            run, qkv = self.run_of(None, tokens), self.random(tokens, width)
+            rotations = run.rotations(torch.rand(heads.head_dim // 2, device=self.device), 1.0)
+            shape = (-(-tokens // 16), 16, heads.num_kv_heads, heads.head_dim)
+            cache = (self.random(*shape), self.random(*shape))
+            return lambda: run.rotate_and_cache(qkv, rotations, heads, cache, None, 0.0)
+
+        shape = {"tokens": tokens, "heads": heads.num_heads, "kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
+        num_bytes = tokens * (2 * width * self.dtype.itemsize + heads.head_dim * 4)
+        return Cell("rotate_and_cache", shape, num_bytes, 0, make)
+
+    def attention(self, name: str, contexts: Sequence[int], counts: Sequence[int], num_decode: int) -> Cell:
+        heads, block_size = self.heads, self.options.block_size
+        needed = [-(-(context + count) // block_size) for context, count in zip(contexts, counts, strict=True)]
+        tokens, keys = sum(counts), sum(contexts) + sum(counts)
+        pairs = sum(n * context + n * (n + 1) // 2 for context, n in zip(contexts, counts, strict=True))
+
+        def make() -> Run:
+            blocks = torch.randperm(sum(needed), generator=self.generator, device=self.device)
+            tables = blocks.view(len(counts), -1)  # rows are equally long
+            rows = PagedRows(num_decode, tuple(contexts), tuple(counts), tables, block_size)
+            run, q = self.run_of(rows, tokens), self.random(tokens, heads.num_heads * heads.head_dim)
+            shape = (sum(needed), block_size, heads.num_kv_heads, heads.head_dim)
+            cache = (self.random(*shape), self.random(*shape))
+            return lambda: run.attention(q, heads, cache, heads.head_dim**-0.5)
+
+        shape = {"rows": len(counts), "tokens": tokens, "context": contexts[0], "head_dim": heads.head_dim}
+        num_bytes = 2 * (keys * heads.num_kv_heads + tokens * heads.num_heads) * heads.head_dim * self.dtype.itemsize
+        return Cell(name, shape, num_bytes, 4 * pairs * heads.num_heads * heads.head_dim, make)
+
+    def sampling(self, num_rows: int, name: str) -> Cell:
+        vocab = self.options.vocab
+
+        def make() -> Run:
+            from kernels.sampled_row import SampledRow
+            from kernels.triton.sampler import sample
+            from kernels.triton.sampling_rows import pack_rows
+
+            options = SAMPLING[name]
+            rows = [SampledRow(**options, seed=i, position=i) for i in range(num_rows)]  # type: ignore[arg-type]
+            logits, packed = 3 * self.random(num_rows, vocab, dtype=torch.float32), pack_rows(rows, vocab, self.device)
+            return lambda: sample(logits, packed)
+
+        return Cell(f"sample_{name}", {"rows": num_rows, "vocab": vocab}, num_rows * vocab * 4, 0, make)
+
+
+SAMPLING: dict[str, dict[str, float | int]] = {
+    "greedy": {"temperature": 0.0},
+    "whole": {"temperature": 1.0},
+    "top_k": {"temperature": 1.0, "top_k": 50},
+    "top_p": {"temperature": 1.0, "top_p": 0.95},
+    "top_k_top_p": {"temperature": 1.0, "top_k": 50, "top_p": 0.95},
+}
+
+
+def _gpu_cache_bytes(device: torch.device) -> int:
+    """torch 2.4 does not tell."""
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", GPU_CACHE_BYTES))
+
+
+def measure(bench: Bench, make: Callable[[], Run], num_bytes: int) -> list[float]:
+    """Microseconds of one run, as often as was asked for, over so many sets of inputs that no cache holds them."""
+    cache = _gpu_cache_bytes(bench.device) if bench.on_gpu else CPU_CACHE_BYTES
+    sets = [make() for _ in range(min(MOST_SETS, 1 + 2 * cache // max(num_bytes, 1)))]
+    return _on_gpu(sets, bench.options.runs) if bench.on_gpu else _on_cpu(sets, bench.options.runs)
+
+
+def _on_cpu(sets: Sequence[Run], runs: int) -> list[float]:
+    times = []
+    for number in range(runs + WARM_UP):
+        begun = time.perf_counter()
+        sets[number % len(sets)]()
+        times.append(1e6 * (time.perf_counter() - begun))
+    return times[WARM_UP:]
+
+
+def _on_gpu(sets: Sequence[Run], runs: int) -> list[float]:
+    """All sets in one graph: between launches of a few microseconds, Python would be what is measured."""
+    for _ in range(WARM_UP):
+        for run in sets:  # compiles, and chooses configurations
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [run() for run in sets]
+    times = []
+    for _ in range(runs + WARM_UP):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begun.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(1e3 * begun.elapsed_time(ended) / len(sets))
+    del kept
+    return times[WARM_UP:]
+
+
+def peaks(bench: Bench) -> dict[str, float]:
+    """GB/s of a copy, bytes read and written, and GFLOP/s of a square product, the best of what was measured."""
+    size, side = bench.options.copy_mib << 20, bench.options.matrix
+
+    def copy() -> Run:
+        source, to = (torch.ones(size, dtype=torch.uint8, device=bench.device) for _ in range(2))
+        return lambda: to.copy_(source)
+
+    def product() -> Run:
+        a, b = bench.random(side, side), bench.random(side, side)
+        return lambda: a @ b
+
+    copied = min(measure(bench, copy, 2 * size))
+    multiplied = min(measure(bench, product, 3 * side * side * bench.dtype.itemsize))
+    return {"copy_gb_s": 2 * size / copied / 1e3, "matrix_gflop_s": 2 * side**3 / multiplied / 1e3}
+
+
+def result(cell: Cell, times: Sequence[float], peak: dict[str, float]) -> dict[str, Any]:
+    """What was measured, and what the peaks would have taken: `share` is the larger of the two shares."""
+    us = statistics.median(times)
+    rates = {"gb_s": cell.num_bytes / us / 1e3, "gflop_s": cell.flops / us / 1e3}
+    shares = {"copy": rates["gb_s"] / peak["copy_gb_s"], "matrix": rates["gflop_s"] / peak["matrix_gflop_s"]}
+    bound = max(shares, key=lambda name: shares[name])
+    sizes = {"bytes": cell.num_bytes, "flops": cell.flops}
+    spread = {"us_p50": us, "us_min": min(times), "us_max": max(times)}
+    return {"op": cell.op, **cell.shape, **spread, **sizes, **rates, "share": shares[bound], "of": bound}
+
+
+def describe(bench: Bench) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(bench.device) if bench.on_gpu else platform.processor() or platform.machine()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    found: dict[str, Any] = {"commit": commit.stdout.strip(), "device": name}
+    found |= {"torch": torch.__version__, "dtype": str(bench.dtype).removeprefix("torch.")}
+    if bench.on_gpu:
+        return found | {"table": "triton", "triton": version("triton")}
+    return found | {"table": TORCH_CPU.name, "threads": torch.get_num_threads()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    device = torch.device(options.device)
+    generator = torch.Generator(device).manual_seed(options.seed)
+    bench = Bench(options, device, getattr(torch, options.dtype), generator)
+    with torch.inference_mode():
+        peak = peaks(bench)
+        print("peaks: copy {copy_gb_s:.1f} GB/s, matrix {matrix_gflop_s:.1f} GFLOP/s".format(**peak))
+        found = []
+        for cell in bench.cells():
+            found.append(result(cell, measure(bench, cell.make, cell.num_bytes), peak))
+            shape = " ".join(f"{name}={size}" for name, size in cell.shape.items())
+            print("{op:18} {0:50} {us_p50:10.1f} us {share:6.1%} of the {of} peak".format(shape, **found[-1]))
+    settings = {name: value for name, value in vars(options).items() if name != "out"}
+    document = json.dumps(
+        {"benchmark": "kernels", **describe(bench), "peaks": peak, "config": settings, "cells": found}
+    )
+    if options.out:
+        options.out.write_text(document + "\n")
+    print(document)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
+    parser.add_argument(
+        "--device", default="cuda", choices=["cuda", "cpu"], help="cpu: torch's operators, no kernel of ours"
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--intermediate", type=int, default=14336)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--context", type=int, default=2048, help="tokens in the cache of each row")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 16, 128], help="tokens, or decode rows, of each cell"
+    )
+    parser.add_argument("--chunk", type=int, nargs="+", default=[512, 2048], help="tokens of each prefill cell")
+    parser.add_argument("--copy-mib", type=int, default=512, help="what the copy's peak is measured on")
+    parser.add_argument("--matrix", type=int, default=4096, help="rows and columns of the product's peak")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "there is no GPU that torch can use here; --device cpu measures torch's operators on the processor"
+        )
+    if options.heads % options.kv_heads or options.head_dim % 2:
+        parser.error("--heads must be a multiple of --kv-heads, and --head-dim even")
+    return options
+
+
+if __name__ == "__main__":
+    main()

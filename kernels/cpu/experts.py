@@ -1,0 +1,33 @@
+"""Owns mixtures of experts in torch's operators: tokens sorted by expert, and one product for each that has any.
+Never computes a token with an expert that was not chosen for it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.cpu.elementwise import silu_and_mul
+from kernels.forward import Routing
+from kernels.reference import route
+
+
+def experts(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
+    """x: [num_tokens, hidden], gate_up: [experts, 2 * size, hidden], down: [experts, hidden, size].
+
+    A token's experts are summed in the order of their shares, so that its sum does not depend on its neighbours. Waits
+    for the device: how many tokens an expert has is known on the host.
+    """
+    shares, chosen = route(x, router, routing)  # [num_tokens, per_token]
+    order = chosen.flatten().argsort(stable=True)  # numbers of (token, place among its experts), by expert
+    counts = chosen.flatten().bincount(minlength=len(router)).tolist()
+    sorted_x = torch.split(x[order // routing.per_token], counts)
+    parts = [
+        F.linear(silu_and_mul(F.linear(part, gate_up[number])), down[number])
+        for number, part in enumerate(sorted_x)
+        if len(part)
+    ]
+    found = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
+    found[order] = torch.cat(parts)
+    by_token = found.view(len(x), routing.per_token, -1).float()
+    return (by_token * shares.unsqueeze(-1)).sum(dim=1).to(x.dtype)

@@ -1,0 +1,88 @@
+// Owns mixtures of experts: which experts a token has, and the rows of each expert side by side.
+// Never lets a token's sums depend on which tokens share its experts.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "linear.h"
+#include "step.h"
+
+// Where the rows of a step go. A row is a token for one of its experts; rows of an expert lie one after another.
+struct Routes {
+    int64_t experts, per_token;
+    float* shares;    // [num_tokens, per_token]
+    int64_t* chosen;  // [num_tokens, per_token] experts, the largest share first
+    int64_t* rows;    // [num_tokens, per_token]
+    int64_t* firsts;  // [experts + 1] where each expert's rows begin, and where the last ends
+};
+
+// Shares of one token's experts: the softmax over all of them (arXiv 2101.03961), in float32.
+template <class T>
+struct Route {
+    const T* x;           // [num_tokens, hidden]
+    const float* router;  // [experts, hidden]
+    int64_t hidden;
+    bool renormalize;
+    Routes to;
+
+    void operator()(const Step&, int64_t token) const {
+        thread_local std::vector<float> logits;
+        logits.resize(to.experts);
+        for (int64_t expert = 0; expert < to.experts; expert++) logits[expert] = logit(x + token * hidden, expert);
+        const float largest = *std::max_element(logits.begin(), logits.end());
+        float total = 0.0f;
+        for (float& value : logits) total += value = std::exp(value - largest);
+        float* shares = to.shares + token * to.per_token;
+        int64_t* chosen = to.chosen + token * to.per_token;
+        float kept = 0.0f;
+        for (int64_t i = 0; i < to.per_token; i++) {
+            int64_t best = -1;  // of those not taken: the lowest of equals, and one of them even where none is finite
+            for (int64_t expert = 0; expert < to.experts; expert++) {
+                const bool taken = std::find(chosen, chosen + i, expert) != chosen + i;
+                if (!taken && (best < 0 || logits[expert] > logits[best])) best = expert;
+            }
+            chosen[i] = best;
+            kept += shares[i] = logits[best] / total;
+        }
+        for (int64_t i = 0; renormalize && i < to.per_token; i++) shares[i] /= kept;
+    }
+
+    float logit(const T* values, int64_t expert) const {
+        const float* weights = router + expert * hidden;
+        f32x16 sums = splat(0.0f);
+        int64_t i = 0;
+        for (; i + LANES <= hidden; i += LANES) sums += load(values + i) * load(weights + i);
+        float rest = 0.0f;
+        for (; i < hidden; i++) rest += widen(values[i]) * weights[i];
+        return reduce_add(sums) + rest;
+    }
+};
+
+// Which row each token has with each of its experts. By one thread: it takes less than to share it.
+inline void sort_by_expert(const Routes& routes, int64_t num_tokens) {
+    const int64_t count = num_tokens * routes.per_token;
+    std::fill(routes.firsts, routes.firsts + routes.experts + 1, 0);
+    for (int64_t i = 0; i < count; i++) routes.firsts[routes.chosen[i] + 1]++;
+    for (int64_t expert = 0; expert < routes.experts; expert++) routes.firsts[expert + 1] += routes.firsts[expert];
+    thread_local std::vector<int64_t> next;
+    next.assign(routes.firsts, routes.firsts + routes.experts);
+    for (int64_t i = 0; i < count; i++) routes.rows[i] = next[routes.chosen[i]]++;
+}
+
+// The matrices of all experts, one after another.
+template <class T>
+struct Stack {
+    Linear<T> first;
+    int64_t experts;
+
+    Linear<T> of(int64_t expert) const {
+        const int64_t size = first.num_panels() * PANEL;
+        Linear<T> found = first;
+        const int64_t bytes = size * first.inputs * (first.scales ? sizeof(int8_t) : sizeof(T));
+        found.panels = static_cast<const char*>(first.panels) + expert * bytes;
+        if (first.scales) found.scales = first.scales + expert * size;
+        return found;
+    }
+};

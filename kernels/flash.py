@@ -1,0 +1,159 @@
+"""Owns attention by FlashAttention: which of its packages is there, what it takes, and how rows are handed over.
+Never imports one at import, and never falls back: what cannot run is refused with the reason."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Ops
+from kernels.paged import DeviceRows, on_device
+from kernels.reference import PagedRows
+
+Capability = tuple[int, int]
+"""Of a GPU: (9, 0) is Hopper."""
+
+Import = Callable[[str], Any]
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """What one package takes. vllm-flash-attn 2.6.2, flash-attn 2.6 to 2.8, FlashAttention-3's own interface."""
+
+    module: str
+    block_multiple: int
+    """Of block_size."""
+    capabilities: tuple[int, ...]
+    """Major numbers; the packages have code for no others."""
+    whole: bool = False
+    """One call takes mixed rows of a paged cache (FlashAttention-3)."""
+
+
+PACKAGES = (
+    Package("vllm_flash_attn", 16, (8, 9)),
+    Package("flash_attn_interface", 1, (9,), whole=True),
+    Package("flash_attn", 256, (8, 9)),
+)
+
+
+def find_flash(
+    *,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    capability: Capability,
+    load: Import = importlib.import_module,
+) -> tuple[Package, Any] | str:
+    """The first package that imports and takes this model, with its module; or why there is none."""
+    if dtype not in DTYPES:
+        return f"dtype is {str(dtype).removeprefix('torch.')}, and FlashAttention takes float16 and bfloat16"
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {head_dim}, and FlashAttention takes multiples of 8 up to {MAX_HEAD_DIM}"
+    refused: list[str] = []
+    for package in PACKAGES:
+        if capability[0] not in package.capabilities:
+            refused.append(f"{package.module} has no code for compute capability {capability[0]}.{capability[1]}")
+        elif block_size % package.block_multiple:
+            refused.append(f"{package.module} takes multiples of {package.block_multiple} as block_size")
+        else:
+            try:
+                return package, load(package.module)
+            except (ImportError, OSError) as error:  # OSError: built for another torch or CUDA
+                refused.append(f"{package.module} does not import ({error})")
+    return "; ".join(refused)
+
+
+def flash_ops(package: Package, module: Any, others: Ops) -> Ops:
+    """Attention by `module`, and everything else by `others`."""
+    run = _whole if package.whole else _by_kind
+    return replace(
+        others,
+        name=package.module,
+        prepare_attention=prepare_attention,
+        attention=partial(run, module),
+        capturable=True,
+    )
+
+
+def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> DeviceRows:
+    return rows if isinstance(rows, DeviceRows) else on_device(rows, rows.block_tables.device)
+
+
+def _limits(window: int | None) -> dict[str, tuple[int, int]]:
+    """A query's own token is not counted, and there is nothing after it."""
+    return {} if window is None else {"window_size": (window - 1, 0)}
+
+
+def _by_kind(
+    module: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: DeviceRows,
+    scale: float,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    """FlashAttention-2: decode rows alone by the call that splits long contexts, else all rows by the varlen call."""
+    out: Tensor
+    if rows.decode_only:
+        out = module.flash_attn_with_kvcache(
+            q.unsqueeze(1),  # [num_rows, 1, heads, head_dim]
+            k_cache,
+            v_cache,
+            cache_seqlens=rows.lengths,
+            block_table=rows.tables,
+            softmax_scale=scale,
+            causal=True,
+            **_limits(window),
+        )
+        return out.squeeze(1)
+    out = module.flash_attn_varlen_func(
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens_q=rows.first_tokens,
+        cu_seqlens_k=rows.first_keys,
+        max_seqlen_q=rows.max_count,
+        max_seqlen_k=rows.max_length,
+        softmax_scale=scale,
+        causal=True,
+        block_table=rows.tables,
+        **_limits(window),
+    )
+    return out
+
+
+def _whole(
+    module: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: DeviceRows,
+    scale: float,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    """FlashAttention-3: decode rows and chunks are rows of one call."""
+    out: Tensor = module.flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=rows.lengths,
+        page_table=rows.tables,
+        cu_seqlens_q=rows.first_tokens,
+        max_seqlen_q=rows.max_count,
+        softmax_scale=scale,
+        causal=True,
+        **_limits(window),
+    )
+    return out

@@ -1,0 +1,19 @@
+"""Owns what this machine's processor says that it can do.
+Never judges which of it matters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction set extensions as Linux names them; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()

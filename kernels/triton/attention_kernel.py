@@ -1,0 +1,118 @@
+"""Owns the attention of one tile of queries to the keys of one split, wherever these lie.
+Never reads a slot that a row does not own, and never asks the host how long a row is: programs look themselves."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton.launch import dot, tuned
+
+CONFIGS = [
+    triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages)
+    for keys, warps, stages in ((64, 4, 2), (32, 4, 2), (32, 2, 3), (64, 4, 3), (64, 8, 2), (128, 4, 2), (128, 8, 2))
+]
+
+
+@triton.jit
+def _find_row(begins, first_row, num_rows, tile, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """(row, its first tile): rows have their tiles one after another, each at most one more than it fills.
+
+    Row r's tiles begin at `begins[r] * GROUP // TILE + r`, which is found by bisection.
+    """
+    first_token = tl.load(begins + first_row)
+    low, high = 0, num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        at = (tl.load(begins + first_row + middle) - first_token) * GROUP // TILE + middle
+        low, high = tl.where(at <= tile, middle, low), tl.where(at <= tile, high, middle)
+    return first_row + low, (tl.load(begins + first_row + low) - first_token) * GROUP // TILE + low
+
+
+@tuned(CONFIGS, key=["HEAD_DIM", "GROUP", "BLOCK_SIZE", "TILE", "DECODE"])
+@triton.jit(do_not_specialize=["first_row", "num_rows", "num_splits", "window"])
+def attend(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    lse,
+    begins,
+    lengths,
+    block_tables,
+    q_stride,
+    table_stride,
+    first_row,
+    num_rows,
+    num_splits,
+    window,
+    scale,
+    split,
+    DECODE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """TILE queries of one row, of the heads that share a KV head, on the keys of one split. Softmax as in Milakov and
+    Gimelshein, 2018. Query m of a row is head m % GROUP of its token m // GROUP.
+
+    scale: times log2(e). lse: None, or [num_tokens, num_heads, num_splits], the base-2 logarithm of the sum of the
+    exponentials; `out` has that shape then, and HEAD_DIM behind it, in float32.
+    """
+    kv_head, part = tl.program_id(1), tl.program_id(2)
+    if DECODE:
+        row, first = first_row + tl.program_id(0), 0
+    else:
+        row, first_tile = _find_row(begins, first_row, num_rows, tl.program_id(0), GROUP, TILE)
+        first = (tl.program_id(0) - first_tile) * TILE
+    begin, length = tl.load(begins + row), tl.load(lengths + row)
+    count = tl.load(begins + row + 1) - begin
+    if (first >= count * GROUP) | (part * split >= length):
+        return
+    query = first + tl.arange(0, TILE)
+    real = query < count * GROUP
+    position = length - count + query // GROUP  # [TILE]
+    i = tl.arange(0, HEAD_PADDED)
+    inside = i < HEAD_DIM
+    token, head = (begin + query // GROUP).to(tl.int64), kv_head * GROUP + query % GROUP
+    from_q = q + (token * q_stride + head * HEAD_DIM)[:, None] + i[None, :]
+    queries = tl.load(from_q, mask=real[:, None] & inside[None, :], other=0.0)
+
+    # Keys [start, end) of the split are seen by some query of the tile.
+    start = tl.maximum(length - count + first // GROUP - window + 1, 0)
+    end = tl.minimum(length - count + tl.minimum((first + TILE - 1) // GROUP + 1, count), (part + 1) * split)
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    mass = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([TILE, HEAD_PADDED], tl.float32)
+    row_table = block_tables + row.to(tl.int64) * table_stride
+    # Tiles of keys begin at multiples of BLOCK_N, wherever the window begins.
+    for tile in tl.range(tl.maximum(start // BLOCK_N * BLOCK_N, part * split), end, BLOCK_N):
+        key = tile + tl.arange(0, BLOCK_N)
+        owned = (key >= start) & (key < end)
+        block = tl.load(row_table + key // BLOCK_SIZE, mask=owned, other=0).to(tl.int64)
+        at = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        keys = tl.load(k_cache + at[None, :] + i[:, None], mask=owned[None, :] & inside[:, None], other=0.0)
+        scores = dot(queries, keys, tl.zeros([TILE, BLOCK_N], tl.float32)) * scale
+        seen = owned[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        finite = tl.where(new_best == float("-inf"), 0.0, new_best)  # a query that has seen no key yet
+        weights = tl.exp2(scores - finite[:, None])
+        kept = tl.exp2(best - finite)
+        values = tl.load(v_cache + at[:, None] + i[None, :], mask=owned[:, None] & inside[None, :], other=0.0)
+        mass = mass * kept + tl.sum(weights, axis=1)
+        total = dot(weights.to(values.dtype), values, total * kept[:, None])
+        best = new_best
+
+    divisor = tl.where(mass > 0.0, mass, 1.0)  # a query may see no key of this split
+    total = total / divisor[:, None]
+    cell = token * (NUM_KV_HEADS * GROUP) + head
+    if lse is not None:
+        cell = cell * num_splits + part
+        tl.store(lse + cell, best + tl.log2(divisor), mask=real)
+    to = out + cell[:, None] * HEAD_DIM + i[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])

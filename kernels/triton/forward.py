@@ -1,0 +1,46 @@
+"""Owns the forward pass on the Triton kernels: norms, rotation and the cache's write are one launch.
+Never waits for the device, so that a step can be captured as a graph."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.eager import EagerPass
+from kernels.forward import HeadShape
+from kernels.reference import StateRows
+from kernels.triton.norm import add_rms_norm
+from kernels.triton.ops import TRITON
+from kernels.triton.plan import AttentionPlan
+from kernels.triton.rotate import rotate_and_cache
+
+
+class TritonPass(EagerPass):
+    """A kernels.forward.ForwardPass over one step, on the device of its tensors.
+
+    token_ids, positions, slots: [num_tokens] int64; slot -1: a token of padding, which has length 0 in the plan, too.
+    """
+
+    def __init__(
+        self,
+        *,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        plan: AttentionPlan,
+        states: StateRows | None = None,
+    ) -> None:
+        super().__init__(TRITON, token_ids=token_ids, positions=positions, slots=slots, plan=plan, states=states)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, weight, eps)
+
+    def rotate_and_cache(
+        self,
+        qkv: Tensor,
+        rotations: tuple[Tensor, Tensor],
+        heads: HeadShape,
+        cache: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> Tensor:
+        return rotate_and_cache(qkv, rotations, heads, cache, self._slots, norms, eps)

@@ -1,0 +1,45 @@
+"""Owns how kernels are started: compiled or interpreted, with which configuration, and over what sizes.
+Never computes, and never waits for a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1 before triton was imported), on any tensors."""
+
+# The interpreter keeps bfloat16 as its bits, and multiplies those: products of it are done in float32 there.
+WIDEN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, total):
+    """total + a b, in float32. In float32 exactly, never in tf32. a: [m, k], b: [k, n], total: [m, n] float32"""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+def tuned(configs: Sequence[triton.Config], key: Sequence[str]) -> Callable[[Any], Any]:
+    """Takes the fastest of `configs` for each combination of the arguments in `key`, and remembers it on disk.
+
+    The first call of each combination times them, and waits for the device: make it before a CUDA graph is captured.
+    Interpreted, the first is taken. No key may be a number of rows or a length: they change from step to step.
+    """
+    few = list(configs[:1] if INTERPRETED else configs)
+    decorate: Callable[[Any], Any] = triton.autotune(configs=few, key=list(key), cache_results=True)
+    return decorate
+
+
+def padded(size: int, least: int = 1) -> int:
+    """The next power of two, which tiles need."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def warps(elements: int) -> int:
+    """For a program that goes over so many elements once: eight of them a thread, 1 to 16 warps."""
+    return min(max(padded(elements) // 256, 1), 16)

@@ -1,0 +1,49 @@
+"""Owns the table of the Triton kernels, for `kernels.eager` and what else takes a table.
+Never imported where kernels are merely listed: it needs the package `triton`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kernels.ops import TORCH, Ops
+from kernels.sampled_row import SampledRow
+from kernels.triton.activation import silu_and_mul
+from kernels.triton.attention import attention
+from kernels.triton.cache import write_cache
+from kernels.triton.causal_conv import causal_conv
+from kernels.triton.delta_rule import delta_rule
+from kernels.triton.gates import gated_rms_norm, sigmoid_gate
+from kernels.triton.logprobs import token_logprobs
+from kernels.triton.norm import add_rms_norm, rms_norm
+from kernels.triton.plan import prepare_attention
+from kernels.triton.rotate import rope
+from kernels.triton.sampler import sample
+from kernels.triton.sampling_rows import pack_rows
+
+
+def _sample(logits: Tensor, rows: Sequence[SampledRow], within: Tensor | None) -> Tensor:
+    return sample(logits, pack_rows(rows, logits.shape[1], logits.device, within))
+
+
+TRITON = Ops(
+    name="triton",
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rope=rope,
+    silu_and_mul=silu_and_mul,
+    gelu_and_mul=TORCH.gelu_and_mul,
+    experts=TORCH.experts,  # which waits for the device: a model that has them is not captured
+    write_cache=write_cache,
+    prepare_attention=prepare_attention,
+    attention=attention,
+    causal_conv=causal_conv,
+    delta_rule=delta_rule,
+    gated_rms_norm=gated_rms_norm,
+    sigmoid_gate=sigmoid_gate,
+    sample=_sample,
+    logprobs=token_logprobs,
+    capturable=True,  # it reads DeviceRows as they are, and sizes its launches by their largest
+    states_capturable=True,
+)
