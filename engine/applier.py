@@ -3,6 +3,7 @@ Never plans and never runs a step; a row's results reach it once, and only while
 
 from __future__ import annotations
 
+from engine.observer import Verified
 from engine.planner import PlannedRow
 from engine.protocol import (
     ErrorCode,
@@ -17,6 +18,7 @@ from engine.protocol import (
 )
 from engine.request import Request
 from engine.scheduler import Scheduler
+from engine.speculation import Speculation
 from engine.step import Executor, RowKind, ScheduledRequest, StepOutput
 from engine.stopping import is_complete, is_stop_token
 
@@ -24,10 +26,21 @@ from engine.stopping import is_complete, is_stop_token
 class Applier:
     """Applies results row by row, and ends requests, which gives back all that they hold, here and in the executor."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, takes_drafts: bool) -> None:
-        self._takes_drafts = takes_drafts
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        most_forced: int = 0,
+        speculation: Speculation | None = None,
+    ) -> None:
+        """`most_forced`: tokens that a row may be drafted by a grammar; 0: rows carry no drafts at all.
+        `speculation`: makes others; it learns what was right of them, and which requests are gone."""
+        self._most_forced = most_forced
+        self._speculation = speculation
         self._scheduler = scheduler
         self._executor = executor
+        self._verified: list[Verified] = []
 
     def apply(self, row: PlannedRow, scheduled: ScheduledRequest, output: StepOutput, number: int) -> list[Event]:
         """The events of row `number`, whose request is `row.request`."""
@@ -41,7 +54,9 @@ class Applier:
         logprobs = output.logprobs.get(number) if output.logprobs else None
         stop = self._accept(request, tokens, logprobs, events)
         computed = row.start + row.num_tokens
-        if self._takes_drafts and row.kind is RowKind.DECODE:
+        if self._most_forced and row.kind is RowKind.DECODE:
+            if row.num_tokens > 1:
+                self._judge(request, row.num_tokens - 1, len(tokens) - 1)
             # The KV of accepted drafts is good; what was computed after them is written over.
             computed = min(row.start + len(tokens), len(request.token_ids))
         if scheduled.pool_from is not None:
@@ -53,9 +68,19 @@ class Applier:
             events.append(self.finish(request, FinishReason.STOP, stop))
         elif (tokens or row.kind is RowKind.LAST) and is_complete(request):
             events.append(self.finish(request, FinishReason.LENGTH))
-        elif self._takes_drafts and ((drafts := output.drafts.get(number, ())) or request.drafts):
-            self._scheduler.draft(request, drafts)
+        elif self._most_forced and ((drafts := output.drafts.get(number, ())) or request.drafts):
+            self._scheduler.draft(request, drafts[: self._most_forced], "grammar")
         return events
+
+    def take_verified(self) -> tuple[Verified, ...]:
+        """What became of drafts since the last call."""
+        taken, self._verified = tuple(self._verified), []
+        return taken
+
+    def _judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        self._verified.append(Verified(request.request_id, request.draft_method, num_drafted, num_accepted))
+        if self._speculation is not None and request.draft_method != "grammar":
+            self._speculation.judge(request, num_drafted, num_accepted)
 
     def _score(self, request: Request, row: PlannedRow, scores: tuple[TokenLogprobs, ...]) -> list[Event]:
         """Add to the prompt's log-probabilities; they are sent once, with the prompt's last chunk."""
@@ -102,3 +127,5 @@ class Applier:
     def _release(self, request: Request) -> None:
         self._scheduler.release(request)
         self._executor.forget([request.request_id])
+        if self._speculation is not None:
+            self._speculation.forget(request.request_id)

@@ -1,4 +1,4 @@
-"""Owns the thread that steps an engine, and the streams that carry its events to asyncio callers.
+"""Owns the thread that steps an engine, and the streams that carry its events to callers. Long: all ways in and out.
 Never runs a step on an event loop, and never touches the core outside its thread."""
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
+from engine.adapter_shelf import AdapterShelf
 from engine.compilation import Compilation
 from engine.config import ResolvedConfig
 from engine.core import EngineCore
@@ -86,6 +87,7 @@ class AsyncEngine:
         self._draining = False
         self._stopping = False
         self._compilation = Compilation(core.compile_grammar, core.config)
+        self.adapters = AdapterShelf(core.adapters, core.config.max_loras)
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
 
@@ -137,7 +139,7 @@ class AsyncEngine:
         Raises:
             RequestRejected: before the first item; nothing was enqueued.
         """
-        await self.compile_grammar(submission)
+        await self.make_ready(submission)
         preparation = None if prepared is None else asyncio.ensure_future(prepared)
         stream = _Stream(asyncio.get_running_loop())
         try:
@@ -173,16 +175,18 @@ class AsyncEngine:
         else:
             self._commands.put(lambda: self._core.prepared(request_id))
 
-    async def compile_grammar(self, submission: Submission) -> None:
-        """Have the grammar of a request ready, if it has one: to be awaited before `submit`, lest a step wait for it.
+    async def make_ready(self, submission: Submission) -> None:
+        """Have the grammar and the adapter of a request ready, where it has any: to be awaited before `submit`, lest a
+        step wait for them.
 
         Raises:
-            RequestRejected: it cannot be used, or not within `grammar_timeout_s`.
+            RequestRejected: one cannot be used, or the grammar not within `grammar_timeout_s`.
         """
-        if (grammar := submission.sampling.grammar) is None:
-            return
         try:
-            await self._compilation.of(grammar)
+            if submission.adapter is not None:
+                await self.adapters.have(submission.adapter)
+            if (grammar := submission.sampling.grammar) is not None:
+                await self._compilation.of(grammar)
         except RequestRejected as error:
             self._tell_rejected(error)
             raise
@@ -193,7 +197,7 @@ class AsyncEngine:
 
     def submit(self, submission: Submission, sink: EventSink) -> None:
         """Have a request's events sent to `sink`, up to its terminal one; `abort` ends it before. A grammar is compiled
-        first, by `compile_grammar`.
+        first, and an adapter loaded, by `make_ready`.
 
         Raises:
             RequestRejected: nothing was enqueued.
@@ -204,6 +208,8 @@ class AsyncEngine:
         try:
             self._check_open(submission)
             request = create_request(submission, self.config, next(self._tickets))
+            if submission.adapter is not None:
+                self.adapters.hold(submission.adapter, submission.request_id)
         except RequestRejected as error:
             self._tell_rejected(error)
             raise
@@ -306,6 +312,7 @@ class AsyncEngine:
         self._stopping = True
         self._commands.put(list)
         self._compilation.shutdown()
+        self.adapters.shutdown()
         self._thread.join()
 
     # --- the step thread --------------------------------------------------------------------------------------------
@@ -362,6 +369,7 @@ class AsyncEngine:
                 by_sink[sink].append(event)
             if isinstance(event, TERMINAL):
                 self._streams.pop(event.request_id, None)
+                self.adapters.let_go(event.request_id)
         by_loop: dict[asyncio.AbstractEventLoop, _Deliveries] = defaultdict(list)
         for sink, news in by_sink.items():
             by_loop[sink.loop].append((sink, news))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig
+from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig, SpeculativeConfig
 from engine.core import EngineCore
 from engine.executor import TorchExecutor, create_executor
 from engine.machine import machine
@@ -136,7 +136,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     model = prepare_model(options.model, progress=False, weights=options.load_format != "dummy")
     largest = max([1, *options.rows]) * (options.context + 1) + max([0, *options.prefill]) + options.context
-    config = EngineConfig(dtype=options.dtype, load_format=options.load_format, num_kv_blocks=largest // 16 + 64)
+    config = EngineConfig(
+        dtype=options.dtype,
+        load_format=options.load_format,
+        num_kv_blocks=largest // 16 + 64,
+        speculative=SpeculativeConfig(method="none"),
+    )
     made = {name: create_executor(model, dataclasses.replace(config, **_settings(name))) for name in options.kernels}
     resolved = next(iter(made.values()))[1]
     generator = random.Random(options.seed)
@@ -149,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     times: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     loops = []
     native = made["native"][0].model if "native" in made else None
-    products = Products(native, max(*options.rows, *options.prefill)) if isinstance(native, NativeModel) else None
+    products = Products(native, max([*options.rows, *options.prefill])) if isinstance(native, NativeModel) else None
     with torch.inference_mode():
         for _ in range(options.rounds):
             for kind, size, plan in plans:

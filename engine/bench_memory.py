@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.bench_mixed import percentile
-from engine.config import DEFAULT_MODEL, EngineConfig, FakeConfig, ResolvedConfig, SchedulerConfig
+from engine.config import DEFAULT_MODEL, EngineConfig, FakeConfig, ResolvedConfig, SchedulerConfig, SpeculativeConfig
 from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
 from engine.machine import machine
@@ -248,7 +248,7 @@ def _create(asked: EngineConfig) -> tuple[Executor, ResolvedConfig]:
         return create_executor(prepare_model(DEFAULT_MODEL, progress=False), asked)
     blocks = asked.num_kv_blocks or 1
     fixed: dict[str, Any] = {"max_model_len": 1 << 16, "vocab_size": 32, "eos_token_ids": (), "num_threads": 1}
-    resolved = ResolvedConfig.of(asked, num_kv_blocks=blocks, dtype="none", kernels="fake", **fixed)
+    resolved = ResolvedConfig.of(asked, num_kv_blocks=blocks, dtype="none", device="none", kernels="fake", **fixed)
     return FakeExecutor(blocks, asked.block_size, range(32), config=asked.fake), resolved
 
 
@@ -300,6 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_num_seqs=max(options.requests, 1),
         num_threads=options.num_threads,
         enable_prefix_caching=options.prefix_caching,
+        speculative=SpeculativeConfig(method="none"),  # answers then take as many steps as they have tokens
         fake=FakeConfig(token_delay_ms=options.token_delay_ms),
     )
     document = measure(load, asked, options.rounds, options.seed)

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig
+from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig, SpeculativeConfig
 from engine.core import EngineCore
 from engine.executor import create_executor
 from engine.machine import machine
@@ -25,7 +25,7 @@ from engine.request import create_request
 from engine.step import Executor, RowKind, StepPlan
 
 STREAMS, STREAM_PROMPT, STREAM_ANSWER, HEAD_START = 4, 48, 1500, 40
-PROMPTS, PROMPT_TOKENS, EVERY_S = 5, 1500, 2.0
+PROMPTS, PROMPT_TOKENS, EVERY_S = 5, 1500, 5.0
 WHOLE = 1 << 20
 """A budget that no prompt reaches: chunking is off."""
 
@@ -125,16 +125,17 @@ def with_budget(config: ResolvedConfig, budget: int) -> ResolvedConfig:
     return dataclasses.replace(config, max_num_batched_tokens=budget, max_prefill_tokens=budget)
 
 
-def measure(rounds: int, budgets: Sequence[int], seed: int) -> dict[str, Any]:
+def measure(rounds: int, budgets: Sequence[int], seed: int, every_s: float) -> dict[str, Any]:
     """All budgets in turn, round by round, with fresh prompts each time."""
-    executor, resolved = create_executor(prepare_model(DEFAULT_MODEL, progress=False), EngineConfig(max_num_seqs=16))
+    asked = EngineConfig(max_num_seqs=16, speculative=SpeculativeConfig(method="none"))  # a gap is one token's
+    executor, resolved = create_executor(prepare_model(DEFAULT_MODEL, progress=False), asked)
     cells: dict[int, list[dict[str, Any]]] = {budget: [] for budget in budgets}
     for number in range(rounds):
         for budget in budgets:
-            cells[budget].append(MixedLoad(executor, with_budget(resolved, budget), seed + number).run())
+            cells[budget].append(MixedLoad(executor, with_budget(resolved, budget), seed + number, every_s).run())
             print(budget if budget < WHOLE else "off", cells[budget][-1], flush=True)
     executor.shutdown()
-    load = {"streams": STREAMS, "prompts": PROMPTS, "prompt_tokens": PROMPT_TOKENS, "every_s": EVERY_S}
+    load = {"streams": STREAMS, "prompts": PROMPTS, "prompt_tokens": PROMPT_TOKENS, "every_s": every_s}
     summary = [{"budget": budget, **_summary(found)} for budget, found in cells.items()]
     config = dataclasses.asdict(resolved)
     return {"benchmark": "mixed_load", **machine(), "seed": seed, "rounds": rounds, "load": load} | {
@@ -172,10 +173,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m engine.bench_mixed", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budgets", type=int, nargs="*", default=[WHOLE, 512, 256, 128])
+    parser.add_argument("--every-s", type=float, default=EVERY_S, help="more than a prompt takes, or they queue")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
     parser.add_argument("--out", type=Path, help="also write the JSON document there")
     options = parser.parse_args(arguments)
-    document = measure(options.rounds, options.budgets, options.seed)
+    document = measure(options.rounds, options.budgets, options.seed, options.every_s)
     if options.out:
         options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(document))

@@ -90,7 +90,7 @@ class TimedCore(EngineCore):
         super().__init__(self._canned, config)
         self.times: Milliseconds = defaultdict(list)
         self._scheduler = timed = _TimedScheduler(config, self._blocks)
-        self._applier = Applier(timed, self._canned, takes_drafts=False)
+        self._applier = Applier(timed, self._canned)
         timed.times = self.times
         self._draw = draw
         self._churns = traffic == "churn"
@@ -137,6 +137,7 @@ def _config(traffic: str, running: int) -> ResolvedConfig:
         vocab_size=VOCAB,
         eos_token_ids=(0,),
         dtype="none",
+        device="none",
         kernels="canned",
         num_threads=1,
     )

@@ -7,11 +7,13 @@ import logging
 import os
 
 from engine.async_engine import AsyncEngine
-from engine.config import EngineConfig, ResolvedConfig
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings, refuse_gpu_settings
 from engine.core import EngineCore
+from engine.fake_adapters import FakeAdapters
 from engine.fake_executor import FakeExecutor
 from engine.grammar import Grammars
 from engine.prepare import prepare_model
+from engine.span_inputs import InputKind
 from engine.step import Executor
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,11 @@ FAKE_EOS_TOKEN_ID = 256
 FAKE_VOCAB_SIZE = 272
 FAKE_MAX_MODEL_LEN = 4096
 FAKE_NUM_KV_BLOCKS = 4096
+FAKE_IMAGES = InputKind(
+    name="image", token_id=262, side=28, min_pixels=28 * 28, max_pixels=28 * 28 * 64, chunkable=False
+)
+FAKE_EMBEDDING_BYTES = 1024
+"""What an encoded token would take."""
 _FAKE_ALPHABET = tuple(b"abcdefghijklmnopqrstuvwxyz ")
 
 
@@ -48,6 +55,13 @@ def _build_torch(model: str, config: EngineConfig) -> tuple[Executor, ResolvedCo
 
 
 def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
+    refuse_gpu_settings(config, "executor is fake")
+    if not config.fake.images:
+        refuse_encoder_settings(config, "the fake executor takes text alone unless fake.images is true")
+    if config.device == "cuda":
+        raise ConfigError("device is cuda, but executor is fake, which computes nothing.")
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype}, but executor is fake, which keeps no K and V.")
     resolved = ResolvedConfig.of(
         config,
         drafts=True,
@@ -56,9 +70,12 @@ def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
         vocab_size=FAKE_VOCAB_SIZE,
         eos_token_ids=(FAKE_EOS_TOKEN_ID,),
         dtype="none",
+        device="none",
         kernels="fake",
         num_threads=1,
         recurrent_state=config.fake.recurrent_state,
+        inputs=(FAKE_IMAGES,) if config.fake.images else (),
+        encoder_cache_tokens=int(config.encoder_cache_memory_gib * 2**30) // FAKE_EMBEDDING_BYTES,
         reasons={"kernels": "executor is fake: tokens are scripted, no model is loaded."},
     )
     reply = config.fake.reply
@@ -69,7 +86,8 @@ def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
         reply=None if reply is None else reply.encode(),
         eos_token_id=FAKE_EOS_TOKEN_ID,
         config=config.fake,
-        num_drafts=config.num_speculative_tokens or 0,
+        num_drafts=0 if resolved.looks_up_drafts else config.num_speculative_tokens or 0,
         grammars=Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID),
+        adapters=FakeAdapters() if config.max_loras else None,
     )
     return executor, resolved

@@ -14,7 +14,7 @@ class Room:
     """What a step has left for a chunk."""
 
     budget: int
-    """Prefill tokens."""
+    """Prefill, as `ChunkRule.cost` counts it."""
     tokens: int
     """Tokens of the whole step, decode rows taken off."""
     has_prefill: bool
@@ -29,8 +29,17 @@ class ChunkRule:
         self._config = config
         self._policy = config.scheduler
         self._limit = prefill_limit
+        self._halving = self._policy.chunk_halving_context or 0
         self.is_whole = self._policy.chunk_boundary == "request_local" or self._policy.chunk_owner == "engine"
         """A chunk's end is the request's own: it is taken whole or not at all."""
+
+    def cost(self, start: int, count: int) -> int:
+        """What a chunk takes of a step's prefill: its tokens, and more the longer the context that they attend to."""
+        return count + -(-count * start // self._halving) if self._halving else count
+
+    def _affordable(self, start: int, budget: int) -> int:
+        """The most tokens from `start` that cost no more than `budget`."""
+        return budget * self._halving // (self._halving + start) if self._halving else budget
 
     def size(self, request: Request, start: int, target: int, room: Room) -> int:
         """Tokens of the chunk from `start`. 0: not in this step."""
@@ -39,7 +48,10 @@ class ChunkRule:
             return remaining if remaining <= room.budget or room.is_empty else 0
         if self._policy.chunk_boundary == "request_local":
             return self._local_size(request, start, remaining, room)
-        count = min(remaining, room.budget, self._policy.long_prefill_token_threshold or remaining)
+        most = self._affordable(start, room.budget)
+        if not room.has_prefill:  # a prompt goes on, however long its context
+            most = max(most, min(self._config.block_size, room.budget))
+        count = min(remaining, most, self._policy.long_prefill_token_threshold or remaining)
         count = min(count, self._to_snapshot(start, remaining))
         if count < remaining:
             align = self._policy.chunk_align or self._config.block_size
@@ -51,10 +63,14 @@ class ChunkRule:
     def _local_size(self, request: Request, start: int, remaining: int, room: Room) -> int:
         """The longest chunk that a step holds whatever else it carries."""
         beside_decodes = self._config.max_num_batched_tokens - self._config.max_decode_tokens
-        most = min(self._limit, beside_decodes)
+        budget = min(self._limit, beside_decodes)
+        most = max(self._affordable(start, budget), min(self._config.block_size, budget))
         end = start + min(remaining, most, self._policy.long_prefill_token_threshold or most)
         own = self.outside_spans(request, start, end, most=self._config.max_atomic_span) - start
-        return own if own <= (self._span_room(room) if start + own > end else room.budget) else 0
+        if start + own > end:
+            return own if own <= self._span_room(room) else 0
+        cost = self.cost(start, own) if room.has_prefill else own
+        return own if cost <= room.budget else 0
 
     def _span_room(self, room: Room) -> int:
         """Tokens that a span may have. What is first in its step may have all of it, lest a limit that was halved for

@@ -1,17 +1,22 @@
-"""Owns the engine's two frozen configs: what was asked, and what the machine resolved.
+"""Owns the engine's two frozen configs: what was asked and what came of it. Long: each setting with its text.
 Never reads the environment or probes hardware; `engine.build` does."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
+
+from engine.span_inputs import InputKind
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MOST_DRAFTS = 4
 """Of a decode row, unless the config says otherwise: JSON's fixed parts are rarely longer, and a row of five tokens
 takes little longer than one of one."""
+
+FREE_TOKENS_ON_CPU, FREE_TOKENS_OF_INT8, FREE_TOKENS_ON_GPU = 8, 4, 128
+"""See SpeculativeConfig.free_tokens. The GPU's is a guess on the safe side: nobody has measured it."""
 
 
 class ConfigError(ValueError):
@@ -50,9 +55,48 @@ class FakeConfig:
     step_delay_ms: float = setting(0.0, "How long a step takes.", ge=0)
     token_delay_ms: float = setting(0.0, "Added to a step for each token that it computes.", ge=0)
     recurrent_state: bool = setting(False, "Act as a hybrid model, with recurrent state besides KV.")
+    images: bool = setting(False, "Act as a model that takes images.")
 
     def __post_init__(self) -> None:
         check_bounds(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Drafts that cost no model: tokens that followed before, where the newest tokens of a text stood in it before."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    method: Literal["auto", "none", "ngram", "suffix"] = setting(
+        "auto",
+        "What a decode row is drafted besides what a grammar forces: the tokens after the latest place in its prompt "
+        "and answer where its newest tokens stood (`ngram`), or after the place where most of them stood (`suffix`). "
+        "Answers are the same with any. `auto`: `suffix` with the native kernels, with which they are so to the bit, "
+        "else `none`.",
+    )
+    min_match: int = setting(2, "Fewest newest tokens that must have stood in the text before.", ge=1, le=16)
+    max_match: int = setting(4, "`ngram`: most newest tokens that are looked for, then fewer and fewer.", ge=1, le=16)
+    num_tokens: int = setting(
+        8,
+        "Most tokens that are drafted for a row; in all rows together, as many as num_speculative_tokens says.",
+        ge=1,
+    )
+    adaptive: bool = setting(
+        True,
+        "Draft as many tokens as are expected to pay, by how often a request's drafts were right and by how many rows "
+        "share the step, and so none under load. Off: always num_tokens, for measurements.",
+    )
+    free_tokens: int | None = setting(
+        None,
+        "`adaptive`: tokens of a step up to which another one takes little time, as the weights are read in any case. "
+        "Unset: 8 on a CPU, 4 where weights are in 8 bits, 128 on a GPU.",
+        ge=1,
+    )
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.method == "ngram" and self.max_match < self.min_match:
+            raise ConfigError(f"speculative.min_match ({self.min_match}) must not exceed max_match ({self.max_match}).")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +148,13 @@ class SchedulerConfig:
         1, "Most prompts of one priority that are partly computed after a step. 0: as many as there are seats.", ge=0
     )
     long_prefill_token_threshold: int = setting(0, "Most tokens of one prompt in a step. 0: no limit.", ge=0)
+    chunk_halving_context: int | None = setting(
+        None,
+        "Context at which a chunk has half as many tokens, at twice that a third, for attention to it takes time as "
+        "well: the last chunks of a long prompt then take as long as the first. 0: no less at any. Unset: where "
+        "attention costs as much as the model's matrix products.",
+        ge=0,
+    )
     chunk_align: int | None = setting(
         None, "A chunk that ends inside its prompt ends at a multiple of this position. Unset: block_size.", ge=1
     )
@@ -180,6 +231,11 @@ class SchedulerConfig:
                 "chunk_owner engine computes a prompt in one call, so chunk_boundary request_local and "
                 "long_prefill_token_threshold, which cut it, would never act."
             )
+        if self.chunk_owner == "engine" and self.chunk_halving_context:
+            raise ConfigError(
+                f"chunk_halving_context {self.chunk_halving_context} would never act with chunk_owner engine, which "
+                "computes a prompt in one call: leave it unset."
+            )
         if self.ratio_min > self.ratio_init:
             raise ConfigError(f"ratio_min ({self.ratio_min}) must not exceed ratio_init ({self.ratio_init}).")
 
@@ -196,15 +252,38 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = setting(
         "auto", "`auto` reads the checkpoint; `dummy` makes seeded random weights of its shape, for benchmarks."
     )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto",
+        "Where steps run. `auto`: on the GPU that the replica has (engine_num_gpus), else on the CPU.",
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
-        "auto", "Weights and KV cache. `auto`: bfloat16 where the CPU multiplies it natively, else float32."
+        "auto",
+        "Activations, and weights and KV cache unless these are asked for in fewer bits. `auto`: bfloat16 where the "
+        "device multiplies it natively, else float32.",
     )
     max_model_len: int | None = setting(
         None, "Longest prompt + answer, in tokens. Unset: what the checkpoint was trained for.", ge=1
     )
     block_size: int = setting(16, "Tokens in a KV block.", ge=1)
-    kv_cache_memory_gib: float = setting(2.0, "Memory for the KV cache, in GiB.", gt=0)
+    kv_cache_dtype: Literal["auto", "int8", "fp8_e4m3"] = setting(
+        "auto",
+        "What K and V are kept in, on a CPU. `int8`, `fp8_e4m3`: a byte a number, and a scale for each token and KV "
+        "head, so that about twice as many tokens fit in bfloat16's memory; fp8 by torch's operators alone. `auto`: "
+        "the type of `dtype`. What it costs in accuracy: README.",
+    )
+    kv_cache_memory_gib: float | None = setting(
+        None,
+        "Memory for the KV cache, in GiB. Unset: 2 on the CPU, and what gpu_memory_utilization leaves on a GPU.",
+        gt=0,
+    )
     num_kv_blocks: int | None = setting(None, "KV blocks; overrides kv_cache_memory_gib.", ge=1)
+    gpu_memory_utilization: float | None = setting(
+        None,
+        "Share of the GPU's memory that the engine takes: KV blocks have what weights, the largest step and captured "
+        "steps leave of it. Unset: 0.9.",
+        gt=0,
+        le=1,
+    )
     max_num_seqs: int = setting(64, "Most requests that run at a time.", ge=1)
     max_num_batched_tokens: int = setting(512, "Most tokens in a step, decode and prefill rows together.", ge=2)
     max_prefill_tokens: int | None = setting(
@@ -212,15 +291,34 @@ class EngineConfig:
     )
     max_queued_requests: int = setting(1024, "Most requests waiting to be admitted; one more is refused.", ge=0)
     enable_prefix_caching: bool = setting(True, "Reuse the KV blocks of a prompt prefix that was computed before.")
+    max_encoder_tokens: int = setting(
+        512,
+        "Most prompt tokens of images that a step encodes before its rows; a single one that has more is encoded "
+        "whole, and no other beside it.",
+        ge=1,
+    )
+    encoder_cache_memory_gib: float = setting(
+        0.25,
+        "Memory for encoded images, in GiB: one that comes again is not encoded again. What running requests need is "
+        "kept.",
+        gt=0,
+    )
+    max_loras: int = setting(
+        0,
+        "LoRA adapters that an engine has in memory at a time; the least recently used one makes room, unless requests "
+        "that run use it. 0: none are served. On the CPU, by torch's operators: not by the native kernels.",
+        ge=0,
+    )
+    max_lora_rank: int = setting(16, "Highest rank of an adapter; one that has a higher one is refused.", ge=1)
     overlap: bool = setting(
         False,
         "Plan and launch a step before the one before it is read back, so that the device never waits for Python.",
     )
     num_speculative_tokens: int | None = setting(
         None,
-        "Most tokens that a decode row carries besides its newest, drafted to follow it and verified together: what a "
-        "grammar forces. Unset: 4, or as many as leave half of a full step to prefill; 0 with overlap or recurrent "
-        "state.",
+        "Most tokens that a decode row carries besides its newest where a grammar forces what follows, to be verified "
+        "together; and, a seat, most drafted tokens of a step. Unset: 4, and fewer where decode rows would take more "
+        "than half of max_num_batched_tokens; 0 with overlap or recurrent state.",
         ge=0,
     )
     max_grammar_bytes: int = setting(2**18, "Longest grammar of an answer.", ge=1)
@@ -239,6 +337,25 @@ class EngineConfig:
         "operators; `reference`: slow, the definition of correct. `auto`: native where there is a compiler and the "
         "model's shape fits, else torch_cpu; the log says why.",
     )
+    attention: Literal["auto", "vllm_flash_attn", "triton", "torch"] = setting(
+        "auto",
+        "Attention on a GPU. `vllm_flash_attn`: that package, or `flash_attn`, or FlashAttention-3, whichever imports; "
+        "`triton`: our own; `torch`: slow, the definition of correct. `auto`: the first that runs; the log says why.",
+    )
+    cuda_graphs: Literal["auto", "none", "decode", "all"] = setting(
+        "auto",
+        "Steps that a GPU replays as captured graphs: none, those of decode rows alone, or all. `auto`: all, where the "
+        "attention can be captured.",
+    )
+    cuda_graph_decode_rows: tuple[int, ...] | None = setting(
+        None, "Rows of captured decode steps, up to max_num_seqs; a step is padded to the next. Unset: chosen."
+    )
+    cuda_graph_mixed_tokens: tuple[int, ...] | None = setting(
+        None, "Tokens of captured steps with prefill, up to max_num_batched_tokens. Unset: chosen."
+    )
+    cuda_graph_mixed_rows: tuple[int, ...] | None = setting(
+        None, "Rows of captured steps with prefill, up to max_num_seqs. Unset: chosen."
+    )
     quantize: Literal["none", "int8"] = setting(
         "none",
         "Round weight matrices as they are loaded. `int8`: a byte a weight and a scale for each output, so that half "
@@ -250,6 +367,10 @@ class EngineConfig:
         "however its prompt is cut, and after a migration. The native kernels always keep that, at no cost.",
     )
     step_trace: bool = setting(False, "Log a line for every step: its rows, its tokens, and how long it took.")
+    speculative: SpeculativeConfig = field(
+        default_factory=SpeculativeConfig,
+        metadata={"description": "Drafts that are looked up in a request's own text; see below."},
+    )
     scheduler: SchedulerConfig = field(
         default_factory=SchedulerConfig, metadata={"description": "How steps are composed; see below."}
     )
@@ -269,10 +390,22 @@ class EngineConfig:
                 "overlap plans a step before it is known how many tokens the one before gave: set "
                 "num_speculative_tokens to 0, or overlap to false."
             )
+        if (method := self.speculative.method) in ("ngram", "suffix") and (
+            self.overlap or self.num_speculative_tokens == 0
+        ):
+            why = "overlap is true" if self.overlap else "num_speculative_tokens is 0"
+            raise ConfigError(f"speculative.method is {method}, but no token is drafted where {why}.")
         if self.overlap and self.scheduler.chunk_owner == "engine":
             raise ConfigError(
                 "chunk_owner engine runs several forwards in one step; overlap launches one: choose either."
             )
+        if self.gpu_memory_utilization is not None:
+            for name in ("num_kv_blocks", "kv_cache_memory_gib"):
+                if (asked := getattr(self, name)) is not None:
+                    raise ConfigError(
+                        f"{name} is {asked}, which says how many KV blocks there are, so gpu_memory_utilization "
+                        f"({self.gpu_memory_utilization:g}) would never act: set one of the two."
+                    )
         if self.scheduler.state_snapshot_tokens % self.block_size:
             raise ConfigError(
                 f"state_snapshot_tokens ({self.scheduler.state_snapshot_tokens}) must be a multiple of block_size "
@@ -301,17 +434,46 @@ class ResolvedConfig:
     max_grammar_bytes: int
     grammar_timeout_s: float
     dtype: str
+    device: str
+    """`cpu`, or the GPU's name."""
     kernels: str
+    """On a GPU: the attention."""
     num_threads: int
     stall_timeout_s: float
+    speculative: SpeculativeConfig = SpeculativeConfig(method="none")
+    """With a method that is not `auto`, and with free_tokens."""
+    kv_cache_dtype: str = "auto"
+    """`auto`: that of `dtype`."""
     recurrent_state: bool = False
     """The model has state besides KV: requests hold state slots, and prefix hits need snapshots."""
+    drafting_limit: int | None = None
+    """Decode rows carry drafts up to so many tokens of a step together; None: to what all seats could carry."""
+    inputs: tuple[InputKind, ...] = ()
+    """What the model takes besides text."""
+    max_encoder_tokens: int = 512
+    encoder_cache_tokens: int = 0
+    """Tokens of inputs whose embeddings fit into encoder_cache_memory_gib."""
+    max_loras: int = 0
     reasons: dict[str, str] = field(default_factory=dict)
     """Setting -> why it has its value, one sentence each; logged at start."""
 
     @classmethod
-    def of(cls, asked: EngineConfig, *, drafts: bool = False, **found: Any) -> ResolvedConfig:
-        """What was asked and needs no resolving, with what was found. `drafts`: the executor makes some unasked."""
+    def of(
+        cls,
+        asked: EngineConfig,
+        *,
+        drafts: bool = False,
+        unseen_drafts: bool = False,
+        eight_bits: bool = False,
+        **found: Any,
+    ) -> ResolvedConfig:
+        """What was asked and needs no resolving, with what was found. `drafts`: the executor makes some unasked;
+        `unseen_drafts`: and answers are the same to the bit with any. `eight_bits`: weights are, in the kernels.
+
+        Raises:
+            ConfigError: drafts are asked for, and there can be none.
+        """
+        num_drafts = _num_speculative_tokens(asked, drafts and not found.get("recurrent_state"))
         return cls(
             block_size=asked.block_size,
             max_num_seqs=asked.max_num_seqs,
@@ -319,10 +481,17 @@ class ResolvedConfig:
             max_prefill_tokens=asked.max_prefill_tokens or asked.max_num_batched_tokens,
             max_queued_requests=asked.max_queued_requests,
             enable_prefix_caching=asked.enable_prefix_caching,
-            scheduler=asked.scheduler,
+            max_encoder_tokens=asked.max_encoder_tokens,
+            max_loras=asked.max_loras,
+            kv_cache_dtype=asked.kv_cache_dtype,
+            scheduler=found.pop("scheduler", asked.scheduler),
             step_trace=asked.step_trace,
             overlap=asked.overlap,
-            num_speculative_tokens=_num_speculative_tokens(asked, drafts and not found.get("recurrent_state")),
+            num_speculative_tokens=num_drafts,
+            drafting_limit=None if asked.num_speculative_tokens is not None else asked.max_num_batched_tokens // 2,
+            speculative=_speculative(
+                asked, num_drafts, unseen_drafts, _free_tokens(asked, found["device"] in ("cpu", "none"), eight_bits)
+            ),
             max_grammar_bytes=asked.max_grammar_bytes,
             grammar_timeout_s=asked.grammar_timeout_s,
             stall_timeout_s=asked.stall_timeout_s,
@@ -330,9 +499,19 @@ class ResolvedConfig:
         )
 
     @property
+    def looks_up_drafts(self) -> bool:
+        return self.speculative.method != "none" and self.num_speculative_tokens > 0 and not self.overlap
+
+    @property
     def max_decode_tokens(self) -> int:
-        """Tokens of a step whose seats all decode."""
-        return self.max_num_seqs * (1 + self.num_speculative_tokens)
+        """Of a step's decode rows together, drafts and all."""
+        return max(self.max_num_seqs, self.max_drafting_tokens)
+
+    @property
+    def max_drafting_tokens(self) -> int:
+        """Of a step's decode rows together, if any carries drafts."""
+        of_all_seats = self.max_num_seqs * (1 + self.num_speculative_tokens)
+        return of_all_seats if self.drafting_limit is None else min(of_all_seats, self.drafting_limit)
 
     @property
     def max_atomic_span(self) -> int:
@@ -349,9 +528,57 @@ class ResolvedConfig:
         return min(self.max_model_len, self.num_kv_blocks * self.block_size + 1)
 
 
+GPU_ONLY = (
+    "gpu_memory_utilization",
+    "attention",
+    "cuda_graphs",
+    "cuda_graph_decode_rows",
+    "cuda_graph_mixed_tokens",
+    "cuda_graph_mixed_rows",
+)
+
+
+def refuse_gpu_settings(config: EngineConfig, why: str) -> None:
+    """Raise ConfigError for a setting that only a GPU could follow. `why`: there is none for the engine."""
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        if spec.name in GPU_ONLY and value != spec.default:
+            raise ConfigError(f"{spec.name} is {value}, which is for a GPU, and this engine runs on none: {why}.")
+
+
+ENCODER_ONLY = ("max_encoder_tokens", "encoder_cache_memory_gib")
+
+
+def refuse_encoder_settings(config: EngineConfig, why: str) -> None:
+    """Raise ConfigError for a setting that only an encoder could follow. `why`: the engine has none."""
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        if spec.name in ENCODER_ONLY and value != spec.default:
+            raise ConfigError(f"{spec.name} is {value}, which is for models that take images: {why}.")
+
+
 def _num_speculative_tokens(asked: EngineConfig, can_draft: bool) -> int:
     if asked.num_speculative_tokens is not None:
         return asked.num_speculative_tokens
     if asked.overlap or not can_draft:
         return 0
-    return max(0, min(MOST_DRAFTS, asked.max_num_batched_tokens // (2 * asked.max_num_seqs) - 1))
+    return max(0, min(MOST_DRAFTS, asked.max_num_batched_tokens // 2 - 1))
+
+
+def _free_tokens(asked: EngineConfig, on_cpu: bool, eight_bits: bool) -> int:
+    """What SpeculativeConfig.free_tokens is where it is left unset."""
+    if not on_cpu:
+        return FREE_TOKENS_ON_GPU
+    return FREE_TOKENS_OF_INT8 if eight_bits or asked.quantize == "int8" else FREE_TOKENS_ON_CPU
+
+
+def _speculative(asked: EngineConfig, num_drafts: int, unseen: bool, free: int) -> SpeculativeConfig:
+    method = asked.speculative.method
+    if method == "auto":
+        method = "suffix" if unseen and num_drafts else "none"
+    if method != "none" and not num_drafts:
+        raise ConfigError(
+            f"speculative.method is {method}, but a step has no room for drafts, or the model's recurrent state cannot "
+            "be taken back: raise max_num_batched_tokens or num_speculative_tokens, or set method none."
+        )
+    return replace(asked.speculative, method=method, free_tokens=asked.speculative.free_tokens or free)

@@ -18,8 +18,10 @@ from engine.planner import DeferReason, Plan
 from engine.protocol import ErrorCode, Event, FinishReason, LoadSnapshot, Scheduled
 from engine.request import Request
 from engine.scheduler import Scheduler
+from engine.speculation import Speculation
 from engine.split import collect_in_chunks
 from engine.step import (
+    AdapterHost,
     Capabilities,
     Executor,
     ExecutorFatalError,
@@ -63,7 +65,10 @@ class EngineCore:
         self._executor = executor
         self._blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(config, self._blocks)
-        self._applier = Applier(self._scheduler, executor, takes_drafts=config.num_speculative_tokens > 0)
+        self._speculation = Speculation(config) if config.looks_up_drafts else None
+        self._applier = Applier(
+            self._scheduler, executor, most_forced=config.num_speculative_tokens, speculation=self._speculation
+        )
         self._clock = clock
         self._in_flight: _Launched | None = None  # with overlap: launched, and not read back yet
         self._num_steps = 0
@@ -109,6 +114,11 @@ class EngineCore:
     def compile_grammar(self) -> Callable[[str], None] | None:
         """See Capabilities.compile_grammar: what it returns may be called on any thread."""
         return self._executor.capabilities.compile_grammar
+
+    @property
+    def adapters(self) -> AdapterHost | None:
+        """See Capabilities.adapters."""
+        return self._executor.capabilities.adapters
 
     def cached_digests(self, limit: int) -> list[bytes]:
         """Up to `limit` digests of the blocks in the prefix cache; see BlockManager.cached_digests."""
@@ -220,6 +230,7 @@ class EngineCore:
         if isinstance(output, StepOutput):
             failed = dict(output.failed)
         else:
+            self._scheduler.lose_encoded(launched.step)
             output, failed = (
                 StepOutput(launched.step.step_id, ()),
                 dict.fromkeys(range(len(launched.epochs)), str(output)),
@@ -233,7 +244,16 @@ class EngineCore:
             self._scheduler.discard(scheduled)
             if row.request.epoch == epoch:
                 events.append(self._applier.fail(row.request, ErrorCode.STEP_FAILED, failed[number]))
+        self.last_step.verified += self._applier.take_verified()
+        self._draft()
         return events
+
+    def _draft(self) -> None:
+        """Drafts of all who decode, in view of each other: what grammars force is there already."""
+        if self._speculation is not None:
+            method = self._speculation.method
+            for request, drafts in self._speculation.propose(self._scheduler.decoding.values()):
+                self._scheduler.draft(request, drafts, method)
 
     def _collect(self, launched: _Launched) -> StepOutput | Exception:
         output = launched.output
@@ -271,11 +291,12 @@ class EngineCore:
 def _trace(step: ComputedStep) -> None:
     """One line a step."""
     logger.info(
-        "step=%d decode=%d prefill_requests=%d prefill_tokens=%d waiting=%d us=%d",
+        "step=%d decode=%d prefill_requests=%d prefill_tokens=%d encoded=%d waiting=%d us=%d",
         step.step_id,
         step.num_decodes,
         len(step.chunks),
         sum(step.chunks),
+        step.num_encoded,
         step.num_waiting,
         step.duration_s * 1e6,
     )
@@ -294,13 +315,21 @@ def check_capabilities(config: ResolvedConfig, can: Capabilities) -> None:
             "state_snapshot_tokens keeps recurrent state",
         ),
     )
-    for asked, able, what in needs:
-        if asked and not able:
-            raise ConfigError(f"{what}, which this model's executor cannot do.")
+    if config.max_loras and can.adapters is None:
+        raise ConfigError(f"max_loras is {config.max_loras}, and this model's executor computes no adapters.")
+    policy = config.scheduler
+    if config.inputs and (policy.chunk_owner == "engine" or policy.chunk_boundary == "request_local"):
+        raise ConfigError(
+            f"A chunk may have to end where an image begins that is not encoded yet, and chunk_owner "
+            f"{policy.chunk_owner} with chunk_boundary {policy.chunk_boundary} does not allow it."
+        )
     if can.recurrent_state and config.num_speculative_tokens:
         raise ConfigError(
             "A recurrent state cannot be taken back to before a rejected draft: set num_speculative_tokens 0."
         )
+    for asked, able, what in needs:
+        if asked and not able:
+            raise ConfigError(f"{what}, which this model's executor cannot do.")
     if can.recurrent_state and config.scheduler.chunk_owner == "engine":
         raise ConfigError(
             "chunk_owner engine does not hand a recurrent state from chunk to chunk: use chunk_owner scheduler."

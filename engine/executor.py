@@ -1,5 +1,5 @@
-"""Owns one model on one device: runs the steps that a plan describes, in order.
-Never schedules, and keeps of a request between steps only its newest token, and K and V in the blocks of the plan."""
+"""Owns one model on one device: runs the steps of plans, in order. Long: with how one is made.
+Never schedules, and keeps of a request only its newest token, K and V in the plan's blocks, and state in its slots."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.config import ConfigError, EngineConfig, ResolvedConfig
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings, refuse_gpu_settings
+from engine.device import choose_device, device_faults
 from engine.grammar import Grammars
 from engine.inputs import is_lost
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVCache, cache_dtype
 from engine.logit_controls import Within
 from engine.logprobs import prompt_logprobs, sampled_logprobs
+from engine.models.adapted import AdaptedModel, why_not_adapted
 from engine.models.computed import Computed, Model
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
 from engine.models.eager import EagerModel
 from engine.models.native import NativeModel
 from engine.protocol import TokenLogprobs
+from engine.recurrent_state import RecurrentState
 from engine.resolve import resolve, torch_dtype
 from engine.sampler import sample
 from engine.step import (
@@ -44,17 +47,22 @@ from engine.step import (
 )
 from engine.verification import Place, in_kernel_order, in_plan_order, num_accepted, sampled_places
 from engine.weights import dummy_weights, load_weights
-from kernels.choice import NATIVE, Choice, choose_kernels
+from kernels.choice import NATIVE, REFERENCE, Choice, choose_kernels
 from kernels.ops import TABLES
 
 NO_LOGIT = "The model gave no finite logit."
 NO_STATE = "The model gave no finite hidden state."
+LOST_STATE = "There is no memory for the step, and it cannot be run again: recurrent states may have moved on."
 LOST_TOKEN = "The token to go on from was not sampled: its row failed in the step before."
 
 _Masks = tuple[Within | None, dict[int, str]]
 """What grammars allow, and why rows have no mask, by row."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+
+
+class StateLostError(Exception):
+    """A step failed for want of memory, and its requests' recurrent states with it."""
 
 
 class TorchExecutor:
@@ -80,7 +88,15 @@ class TorchExecutor:
     @property
     def capabilities(self) -> Capabilities:
         compile_grammar = None if self._grammars is None else self._grammars.compile
-        return Capabilities(mixed_rows=True, overlap=True, drafts=True, compile_grammar=compile_grammar)
+        has_state = self.model.state is not None
+        return Capabilities(
+            mixed_rows=True,
+            overlap=True,
+            drafts=not has_state,
+            recurrent_state=has_state,
+            compile_grammar=compile_grammar,
+            adapters=self.model if isinstance(self.model, AdaptedModel) else None,
+        )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
@@ -89,9 +105,27 @@ class TorchExecutor:
         Raises:
             ValueError: the plan breaks the seam's contract.
             ExecutorOutOfMemoryError: there is no memory for the activations of so many tokens.
+            StateLostError: the same, of a model with recurrent state.
         """
-        with _out_of_memory():
-            self._outputs.append(self._run(plan))
+        with device_faults():
+            with self._advancing(plan):
+                output = self._run(plan)
+            self._outputs.append(output)
+
+    @contextmanager
+    def _advancing(self, plan: StepPlan) -> Iterator[None]:
+        """Copies of recurrent state around a step. It cannot be tried again once states may have moved on in place, so
+        that a want of memory fails its rows."""
+        if (state := self.model.state) is None:
+            yield
+            return
+        state.place(plan)
+        try:
+            with device_faults():
+                yield
+        except ExecutorOutOfMemoryError as error:
+            raise StateLostError(LOST_STATE) from error
+        state.save(plan)
 
     def _run(self, planned: StepPlan) -> StepOutput:
         plan, order = in_kernel_order(planned)
@@ -102,9 +136,9 @@ class TorchExecutor:
         tokens, logprobs = self._sample(plan, places, computed, within)
         scores = prompt_logprobs(plan.rows, computed.logits_at)
         failed |= {number: LOST_TOKEN for number, row in enumerate(plan.rows) if is_lost(row, self._newest)}
-        pooled = _pooled(plan, computed.hidden)
-        failed |= dict.fromkeys((number for number, of in pooled.items() if not all(map(math.isfinite, of))), NO_STATE)
-        output = _output(plan, tokens, logprobs, scores, failed)
+        pooled, without_state = pooled_by_row(plan, sum_pooled(plan, computed.hidden))
+        failed |= without_state
+        output = make_output(plan, tokens, logprobs, scores, failed)
         if within is not None:
             output = replace(output, drafts=self._forced(plan, output))
         if pooled:
@@ -211,30 +245,27 @@ class TorchExecutor:
             self._thread = threading.get_ident()
 
 
-@contextmanager
-def _out_of_memory() -> Iterator[None]:
-    """Translate torch's ways of saying that an allocation failed; the CPU allocator has no type of its own."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error):
-            raise ExecutorOutOfMemoryError(str(error)) from error
-        raise
-
-
-def _pooled(plan: StepPlan, hidden: Tensor) -> dict[int, tuple[float, ...]]:
-    """Sums of hidden states, by row. hidden: [num_tokens, hidden], of all rows"""
-    found: dict[int, tuple[float, ...]] = {}
+def sum_pooled(plan: StepPlan, hidden: Tensor) -> Tensor | None:
+    """Sums of hidden states, where they are. hidden: [num_tokens, hidden], of all rows; # [pooled rows, hidden]"""
+    sums = []
     begin = 0  # the row's first token among those of the step
-    for number, row in enumerate(plan.rows):
+    for row in plan.rows:
         if row.pool_from is not None:
-            states = hidden[begin + row.pool_from - row.start : begin + len(row.token_ids)]
-            found[number] = tuple(states.float().sum(dim=0).tolist())
+            sums.append(hidden[begin + row.pool_from - row.start : begin + len(row.token_ids)].float().sum(dim=0))
         begin += len(row.token_ids)
-    return found
+    return torch.stack(sums) if sums else None
 
 
-def _output(
+def pooled_by_row(plan: StepPlan, sums: Tensor | None) -> tuple[dict[int, tuple[float, ...]], dict[int, str]]:
+    """What `sum_pooled` found, on the host, and why rows have failed by it."""
+    if sums is None:
+        return {}, {}
+    numbers = [number for number, row in enumerate(plan.rows) if row.pool_from is not None]
+    pooled = dict(zip(numbers, map(tuple, sums.tolist()), strict=True))
+    return pooled, {number: NO_STATE for number, of in pooled.items() if not all(map(math.isfinite, of))}
+
+
+def make_output(
     plan: StepPlan,
     tokens: Mapping[int, Sequence[int | None]],
     logprobs: Mapping[int, Sequence[TokenLogprobs | None]],
@@ -279,20 +310,43 @@ def create_executor(model_dir: Path, config: EngineConfig) -> tuple[TorchExecuto
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
-        ConfigError: the config asks for more than the checkpoint or the memory can give.
+        ConfigError: the config asks for more than the checkpoint, the device or the memory can give.
     """
+    device, reason = choose_device(config)
+    if device.capability is not None:
+        from engine.device_build import create_on_device  # which builds on this file
+
+        return create_on_device(model_dir, config, device, reason)
+    refuse_gpu_settings(config, reason)
     model_config = read_model_config(model_dir)
+    if config.max_loras and (why := why_not_adapted(model_config)):
+        raise ConfigError(f"max_loras is {config.max_loras}, but {why}.")
     _keep_freed_memory()
     kernels = _kernels(model_config, config)
-    resolved = resolve(model_dir, model_config, config, kernels)
+    resolved = resolve(model_dir, model_config, config, kernels, (device, reason))
     dtype = torch_dtype(resolved.dtype)
+    if model_config.vision is not None:
+        from engine.encoder_build import create_with_encoder  # which builds on this file
+
+        return create_with_encoder(model_dir, model_config, config, resolved)
+    refuse_encoder_settings(config, f"{model_config.architecture} takes text alone")
     dummy = config.load_format == "dummy"
-    weights = dummy_weights(model_config, dtype) if dummy else load_weights(model_dir, model_config, dtype)
+    kept = kernels.name == NATIVE
+    weights = (
+        dummy_weights(model_config, dtype) if dummy else load_weights(model_dir, model_config, dtype, keep_int8=kept)
+    )
     decoder = Decoder(model_config, weights, resolved.max_model_len)
-    cache = KVCache.allocate(model_config, resolved.num_kv_blocks, resolved.block_size, dtype)
-    grammars = _grammars(model_dir, resolved)
+    kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
+    cache = KVCache.allocate(model_config, resolved.num_kv_blocks, resolved.block_size, kv_dtype)
+    grammars = read_grammars(model_dir, resolved)
     if kernels.name != NATIVE:
-        eager = EagerModel(decoder, TABLES[kernels.name], cache, resolved.block_size)
+        state = RecurrentState.allocate(model_config, resolved, dtype)
+        ops, size = TABLES[kernels.name], resolved.block_size
+        eager = (
+            AdaptedModel(decoder, ops, cache, size, max_rank=config.max_lora_rank)
+            if config.max_loras
+            else EagerModel(decoder, ops, cache, size, state)
+        )
         return TorchExecutor(eager, num_threads=resolved.num_threads, grammars=grammars), resolved
     native = NativeModel(
         decoder,
@@ -307,22 +361,40 @@ def create_executor(model_dir: Path, config: EngineConfig) -> tuple[TorchExecuto
     return TorchExecutor(native, num_threads=1, grammars=grammars), resolved
 
 
+def _unfit(model: ModelConfig, config: EngineConfig) -> str | None:
+    """Why the native kernels cannot run this model, whatever its shape."""
+    if config.max_loras:
+        return f"max_loras is {config.max_loras}, and they compute no adapters"
+    if config.kv_cache_dtype not in ("auto", "int8"):
+        return f"they keep no K and V in {config.kv_cache_dtype}"
+    if model.needs_linear_attention_pass:
+        return "linear attention and its gates are not among them"
+    return None if model.vision is None else "they have no encoder, and one position for each token"
+
+
 def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
     try:
-        inputs = (model.hidden_size, model.intermediate_size)
-        choice = choose_kernels(config.kernels, head_dim=model.head_dim, block_size=config.block_size, inputs=inputs)
+        inputs = (model.hidden_size, model.intermediate_size, *model.expert_sizes)
+        choice = choose_kernels(
+            config.kernels,
+            head_dim=model.head_dim,
+            block_size=config.block_size,
+            inputs=inputs,
+            unfit=_unfit(model, config),
+        )
     except ValueError as error:
         raise ConfigError(f"kernels is {config.kernels}. {error}") from error
-    if config.batch_invariant and not choice.batch_invariant:
-        raise ConfigError(f"batch_invariant needs the native kernels, and these are chosen: {choice.reason}.")
-    if config.quantize != "none" and choice.name != NATIVE:
-        raise ConfigError(
-            f"quantize {config.quantize} needs the native kernels, and these are chosen: {choice.reason}."
-        )
+    if config.kv_cache_dtype != "auto" and choice.name == REFERENCE:
+        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype}, and kernels reference keep K and V as they are.")
+    needs_native = {"batch_invariant": config.batch_invariant, f"quantize {config.quantize}": config.quantize != "none"}
+    for setting, asked in needs_native.items():
+        if asked and choice.name != NATIVE:
+            raise ConfigError(f"{setting} needs the native kernels, and these are chosen: {choice.reason}.")
     return choice
 
 
-def _grammars(model_dir: Path, resolved: ResolvedConfig) -> Grammars | None:
+def read_grammars(model_dir: Path, resolved: ResolvedConfig) -> Grammars | None:
+    """None where the model's directory has no tokenizer, or no token that ends an answer."""
     tokenizer = model_dir / "tokenizer.json"
     if not tokenizer.is_file() or not resolved.eos_token_ids:
         return None

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.config import FakeConfig
+from engine.fake_adapters import FakeAdapters
+from engine.fake_encoder import FakeEncoder
 from engine.protocol import TokenLogprobs
 from engine.step import (
     PENDING_TOKEN,
@@ -52,7 +54,8 @@ class _Slot:
     """What a forward pass left in a KV slot: `digest` covers every token up to and including this one."""
 
     position: int
-    token_id: int
+    number: int
+    """The token's id, or what stands for a content; see FakeEncoder."""
     digest: int
 
 
@@ -96,17 +99,20 @@ class FakeExecutor:
         eos_token_id: int = 0,
         config: FakeConfig | None = None,
         num_drafts: int = 0,
+        verifies: bool = False,
         grammars: TokenMasks | None = None,
         graph_sizes: Sequence[int] = (),
         before_step: Callable[[StepPlan], None] | None = None,
         failing: Callable[[ScheduledRequest], str | None] | None = None,
         verify_prefix: bool = False,
+        adapters: FakeAdapters | None = None,
     ) -> None:
         """`alphabet`: the tokens that hashes choose from. `num_drafts`: tokens proposed after each sampled one, a
-        quarter of them wrong. `grammars`: of byte tokens; a row within one is drafted what that forces.
-        `graph_sizes`: rows of decode steps that are counted as captured. `before_step` may raise or block, to script a
-        step's failure; `failing` says why a row fails alone.
-        `verify_prefix` checks every slot that a row builds on (O(context) a row) and not the newest one alone."""
+        quarter of them wrong; `verifies`: drafts of others are taken without any. `grammars`: of byte tokens; a row
+        within one is drafted what that forces. `graph_sizes`: rows of decode steps that are counted as captured.
+        `before_step` may raise or block, to script a step's failure; `failing` says why a row fails alone.
+        `verify_prefix` checks every slot that a row builds on (O(context) a row) and not the newest one alone.
+        `adapters`: None: rows have none."""
         self._slots: list[_Slot | None] = [None] * (num_blocks * block_size)
         self._block_size = block_size
         self._alphabet = tuple(alphabet)
@@ -114,13 +120,16 @@ class FakeExecutor:
         self._eos_token_id = eos_token_id
         self._config = config or FakeConfig()
         self._num_drafts = num_drafts
+        self._verifies = verifies
         self._grammars = grammars
         self._graph_sizes = sorted(graph_sizes)
         self._before_step = before_step
         self._failing = failing or (lambda row: None)
         self._verify_prefix = verify_prefix
+        self._adapters = adapters
         self._prompt_ends: dict[str, int] = {}  # request id -> position of its first sampled token
         self._newest: dict[str, int] = {}  # request id -> what it sampled last
+        self.encoder = FakeEncoder()
         self._states: dict[int, _State] = {}  # by state slot
         self._snapshots: dict[int, _State] = {}
         self._broken: set[str] = set()  # requests with a failed row: what builds on it fails too
@@ -130,9 +139,10 @@ class FakeExecutor:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             overlap=True,
-            drafts=self._num_drafts > 0 or self._grammars is not None,
+            drafts=self._num_drafts > 0 or self._verifies or self._grammars is not None,
             recurrent_state=self._config.recurrent_state,
             compile_grammar=None if self._grammars is None else self._grammars.compile,
+            adapters=self._adapters,
         )
 
     def launch(self, plan: StepPlan) -> None:
@@ -142,6 +152,7 @@ class FakeExecutor:
         self._place_states(plan)
         if self._before_step:
             self._before_step(plan)
+        self.encoder.prepare(plan)
         masks, unmatched = self._read_grammars(plan)
         results = [
             self._fails(row) or unmatched.get(row.request_id) or self._compute(row, masks.get(row.request_id, ()))
@@ -202,11 +213,14 @@ class FakeExecutor:
         digest = self._read_prefix(row)
         token_ids = row.token_ids if row.token_ids != (PENDING_TOKEN,) else (self._newest[row.request_id],)
         digests = []
-        for position, token_id in enumerate(token_ids, row.start):
-            digest = mix64(digest ^ mix64(token_id))
+        numbers = self.encoder.numbers(row, token_ids)
+        if self._adapters is not None:
+            numbers = self._adapters.numbers(row, numbers)
+        for position, number in enumerate(numbers, row.start):
+            digest = mix64(digest ^ mix64(number))
             digests.append(digest)
-            self._slots[self._slot_index(row, position)] = _Slot(position, token_id, digest)
-        self._consume(row, token_ids)
+            self._slots[self._slot_index(row, position)] = _Slot(position, number, digest)
+        self._consume(row, numbers)
         computed = self._answer(row, token_ids, digests, masks)
         return (
             computed if row.pool_from is None else replace(computed, pooled=_pool(digests[row.pool_from - row.start :]))
@@ -222,7 +236,7 @@ class FakeExecutor:
         digest = 0
         for position in range(row.start):
             slot = self._read_slot(row, position)
-            digest = mix64(digest ^ mix64(slot.token_id))
+            digest = mix64(digest ^ mix64(slot.number))
             if digest != slot.digest:
                 raise KvMismatchError(f"{row.request_id}: position {position} was computed after another prefix")
         return digest
@@ -243,7 +257,7 @@ class FakeExecutor:
             if row.state is not None and row.state.restore is not None:
                 self._states[row.state.slot] = self._snapshots[row.state.restore]
 
-    def _consume(self, row: ScheduledRequest, token_ids: Sequence[int]) -> None:
+    def _consume(self, row: ScheduledRequest, numbers: Sequence[int]) -> None:
         if row.state is None:
             return
         state = self._states[row.state.slot] if row.start else _ZERO_STATE
@@ -253,8 +267,8 @@ class FakeExecutor:
                 f"{row.request_id}: the state of slot {row.state.slot} is {state}, not at {row.start}"
             )
         digest = state.digest
-        for token_id in token_ids:
-            digest = mix64(digest ^ mix64(token_id))
+        for number in numbers:
+            digest = mix64(digest ^ mix64(number))
         self._states[row.state.slot] = _State(row.end, digest)
 
     def _save_states(self, plan: StepPlan) -> None:

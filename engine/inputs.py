@@ -3,7 +3,6 @@ Never loops over tokens in Python, and never infers what a row is from its lengt
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from engine.step import PENDING_TOKEN, RowKind, ScheduledRequest, StepPlan
 from engine.verification import sampled_places
+from kernels.integers import joined
 from kernels.reference import PagedRows
 
 NONE_PENDING: Mapping[str, int] = MappingProxyType({})
@@ -28,15 +28,20 @@ class StepInputs:
     slots: Tensor  # [num_tokens] int64: where each token's K and V go
     sampled_tokens: Tensor  # [sampled places] int64: tokens after which one is sampled; see sampled_places
     rows: PagedRows
+    state_slots: tuple[int, ...] = ()
+    """Of each row; of a model without recurrent state there are none."""
 
 
-def build_inputs(plan: StepPlan, block_size: int, newest: Mapping[str, int] = NONE_PENDING) -> StepInputs:
+def build_inputs(
+    plan: StepPlan, block_size: int, newest: Mapping[str, int] = NONE_PENDING, *, num_state_slots: int = 0
+) -> StepInputs:
     """Tensors of a plan in kernel order (see engine.verification). `newest`: what a request's PENDING_TOKEN stands for.
+    num_state_slots: 0: the model has no recurrent state.
 
     Raises:
         ValueError: a row breaks the seam's contract, or asks for what this executor's capabilities do not offer.
     """
-    check_plan(plan, block_size)
+    check_plan(plan, block_size, num_state_slots)
     counts = [len(row.token_ids) for row in plan.rows]
     starts = [row.start for row in plan.rows]
     ends = list(accumulate(counts))
@@ -56,6 +61,7 @@ def build_inputs(plan: StepPlan, block_size: int, newest: Mapping[str, int] = NO
             block_tables=block_tables,
             block_size=block_size,
         ),
+        state_slots=tuple(row.state.slot for row in plan.rows if row.state is not None),
     )
 
 
@@ -77,9 +83,9 @@ def fed_tokens(row: ScheduledRequest, newest: Mapping[str, int]) -> tuple[int, .
     return (newest.get(row.request_id, 0),)  # a lost row fails alone, so any token of the vocabulary will do
 
 
-def check_plan(plan: StepPlan, block_size: int) -> None:
-    """Raise ValueError where a row breaks the seam's contract."""
-    if not plan.rows or plan.state_moves:
+def check_plan(plan: StepPlan, block_size: int, num_state_slots: int = 0) -> None:
+    """Raise ValueError where a row breaks the seam's contract. num_state_slots: 0: the model has no recurrent state."""
+    if not plan.rows or (plan.state_moves and not num_state_slots):
         raise ValueError(f"Step {plan.step_id} has {'state moves' if plan.rows else 'no rows'}.")
     seen_chunk = seen_drafts = False
     for row in plan.rows:
@@ -94,14 +100,18 @@ def check_plan(plan: StepPlan, block_size: int) -> None:
             raise ValueError(f"Row {row.request_id}: drafts follow a token that is known.")
         if row.kind is not RowKind.DECODE and row.token_ids[0] == PENDING_TOKEN:
             raise ValueError(f"Row {row.request_id}: a chunk's tokens are known.")
-        _check_options(row)
+        if has_drafts and num_state_slots:
+            raise ValueError(f"Row {row.request_id}: a recurrent state cannot be taken back to before a draft.")
+        _check_options(row, num_state_slots)
         seen_drafts = seen_drafts or has_drafts
         seen_chunk = seen_chunk or row.kind is not RowKind.DECODE
 
 
-def _check_options(row: ScheduledRequest) -> None:
-    if row.state is not None:
+def _check_options(row: ScheduledRequest, num_state_slots: int) -> None:
+    if row.state is not None and not num_state_slots:
         raise ValueError(f"Row {row.request_id}: this model has no recurrent state.")
+    if num_state_slots and (row.state is None or not 0 <= row.state.slot < num_state_slots):
+        raise ValueError(f"Row {row.request_id}: state {row.state}, and there are {num_state_slots} slots.")
     if (scoring := row.scoring) is not None:
         end = scoring.first + len(scoring.token_ids)
         if not row.start <= scoring.first <= end <= row.end:
@@ -121,7 +131,4 @@ def _block_tables(plan: StepPlan, block_size: int) -> Tensor:
 
 def int_tensor(parts: Iterable[Sequence[int]]) -> Tensor:
     """All parts one after another, int64. Seven times as fast as torch.tensor, which looks at each number's type."""
-    numbers = array("q")
-    for part in parts:
-        numbers += array("q", part)
-    return torch.frombuffer(numbers, dtype=torch.int64)
+    return torch.frombuffer(joined(parts), dtype=torch.int64)

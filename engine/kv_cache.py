@@ -10,38 +10,59 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.models.config import ModelConfig
+from kernels.narrow_cache import stored_size
+
+
+def cache_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
+    """Of K and V in the cache, where the engine computes in `dtype`. asked: EngineConfig.kv_cache_dtype."""
+    return {"auto": dtype, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}[asked]
 
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """K and V of `block_size` tokens in every layer."""
-    return 2 * model.num_layers * block_size * model.num_kv_heads * model.head_dim * dtype.itemsize
+    """K and V of `block_size` tokens in every layer that attends to them, with what a narrow `dtype` has besides."""
+    row = stored_size(model.head_dim, dtype) * dtype.itemsize
+    return 2 * model.num_attention_layers * block_size * model.num_kv_heads * row
 
 
-def blocks_in(memory_gib: float, block_bytes: int) -> int:
-    """Whole blocks in that much memory.
+def blocks_in(memory_gib: float, block_bytes: int, state_bytes: int = 0) -> int:
+    """Whole blocks in what recurrent states leave of that much memory.
 
     Raises:
         ConfigError: not one fits.
     """
-    blocks = int(memory_gib * 2**30) // block_bytes
+    blocks = (int(memory_gib * 2**30) - state_bytes) // block_bytes
     if blocks < 1:
+        states = f"its recurrent states take {state_bytes} (max_num_seqs, state_snapshots), and " if state_bytes else ""
         raise ConfigError(
             f"kv_cache_memory_gib is {memory_gib} ({memory_gib * 2**30:.0f} bytes), "
-            f"but one block of this model takes {block_bytes} bytes."
+            f"but {states}one block of this model takes {block_bytes} bytes."
         )
     return blocks
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """(K, V) of each layer, each [num_blocks, block_size, kv_heads, head_dim]. Slot = block * block_size + offset."""
+    """(K, V) of each layer that has them, each [num_blocks, block_size, kv_heads, stored_size(head_dim)].
+
+    Slot = block * block_size + offset. The native kernels order the same bytes within a block in another way; see
+    kernels/cpu/native/cache.h.
+    """
 
     layers: tuple[tuple[Tensor, Tensor], ...]
 
     @classmethod
-    def allocate(cls, model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVCache:
+    def allocate(
+        cls,
+        model: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> KVCache:
         """Zeroed, which touches every page: a machine without that much memory fails at start, not under load."""
-        shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
-        return cls(
-            tuple((torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(model.num_layers))
-        )
+        shape = (num_blocks, block_size, model.num_kv_heads, stored_size(model.head_dim, dtype))
+
+        def zeros() -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(tuple((zeros(), zeros()) for _ in range(model.num_attention_layers)))

@@ -48,13 +48,15 @@ def control_logits(
 
 def _keep_within(logits: Tensor, own: Tensor, within: Within) -> None:
     """A grammar has the last word: where nothing that it allows is left, its tokens have the model's own logits."""
-    bits = (within.words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32)) & 1  # [limited rows, words, 32]
+    words = within.words.to(logits.device).unsqueeze(-1)
+    bits = (words >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1  # [limited rows, words, 32]
     refused = bits.flatten(1)[:, : logits.shape[1]] == 0
-    kept = logits[within.rows].masked_fill(refused, -torch.inf)
+    rows = within.rows.to(logits.device)
+    kept = logits[rows].masked_fill(refused, -torch.inf)
     empty = kept.amax(dim=-1) == -torch.inf
     if empty.any():
-        kept[empty] = own[within.rows[empty]].masked_fill(refused[empty], -torch.inf)
-    logits[within.rows] = kept
+        kept[empty] = own[rows[empty]].masked_fill(refused[empty], -torch.inf)
+    logits[rows] = kept
 
 
 _Controlled = Sequence[tuple[int, LogitControls]]
@@ -65,7 +67,7 @@ def _keep_allowed(logits: Tensor, controlled: _Controlled) -> None:
     found = [(number, controls.allowed_token_ids) for number, controls in controlled if controls.allowed_token_ids]
     if not found:
         return
-    at = _places(found)
+    at = _places(found, logits.device)
     kept = logits[at]
     logits[torch.tensor([number for number, _ in found])] = -torch.inf
     logits[at] = kept
@@ -75,8 +77,8 @@ def _add_bias(logits: Tensor, controlled: _Controlled) -> None:
     found = [(number, controls.logit_bias) for number, controls in controlled if controls.logit_bias]
     if not found:
         return
-    at = _places([(number, [token for token, _ in bias]) for number, bias in found])
-    logits[at] += torch.tensor([amount for _, bias in found for _, amount in bias])
+    at = _places([(number, [token for token, _ in bias]) for number, bias in found], logits.device)
+    logits[at] += torch.tensor([amount for _, bias in found for _, amount in bias], device=logits.device)
 
 
 def _penalize_repetition(logits: Tensor, controlled: _Controlled, answers: Sequence[Sequence[int]]) -> None:
@@ -88,8 +90,9 @@ def _penalize_repetition(logits: Tensor, controlled: _Controlled, answers: Seque
     ]
     if not found:
         return
-    at = _places([(number, tokens) for number, tokens, _ in found])
-    penalty = _repeated([penalty for _, _, penalty in found], [len(tokens) for _, tokens, _ in found])
+    at = _places([(number, tokens) for number, tokens, _ in found], logits.device)
+    lengths = [len(tokens) for _, tokens, _ in found]
+    penalty = _repeated([penalty for _, _, penalty in found], lengths, logits.device)
     logits[at] = torch.where(logits[at] > 0, logits[at] / penalty, logits[at] * penalty)
 
 
@@ -101,17 +104,18 @@ def _penalize_frequency(logits: Tensor, controlled: _Controlled, answers: Sequen
     ]
     if not found:
         return
-    at = _places([(number, list(counts)) for number, counts, _ in found])
+    at = _places([(number, list(counts)) for number, counts, _ in found], logits.device)
     lengths = [len(counts) for _, counts, _ in found]
-    times = int_tensor(list(counts.values()) for _, counts, _ in found)
-    frequency = _repeated([controls.frequency_penalty for _, _, controls in found], lengths)
-    logits[at] -= times * frequency + _repeated([controls.presence_penalty for _, _, controls in found], lengths)
+    times = int_tensor(list(counts.values()) for _, counts, _ in found).to(logits.device)
+    frequency = _repeated([controls.frequency_penalty for _, _, controls in found], lengths, logits.device)
+    presence = _repeated([controls.presence_penalty for _, _, controls in found], lengths, logits.device)
+    logits[at] -= times * frequency + presence
 
 
 def _ban(logits: Tensor, rows: Sequence[RowSampling], answers: Sequence[Sequence[int]]) -> None:
     found = [(number, tokens) for number, row in enumerate(rows) if (tokens := _banned(row, answers[number]))]
     if found:
-        logits[_places(found)] = -torch.inf
+        logits[_places(found, logits.device)] = -torch.inf
 
 
 def _banned(row: RowSampling, answer: Sequence[int]) -> list[int]:
@@ -123,12 +127,12 @@ def _ends_with(answer: Sequence[int], tokens: tuple[int, ...]) -> bool:
     return tuple(answer[max(len(answer) - len(tokens), 0) :]) == tokens
 
 
-def _places(found: Sequence[tuple[int, Sequence[int]]]) -> tuple[Tensor, Tensor]:
+def _places(found: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Index of tokens in logits, row by row."""
     lengths = torch.tensor([len(tokens) for _, tokens in found])
     numbers = torch.tensor([number for number, _ in found]).repeat_interleave(lengths)
-    return numbers, int_tensor(tokens for _, tokens in found)
+    return numbers.to(device), int_tensor(tokens for _, tokens in found).to(device)
 
 
-def _repeated(values: Sequence[float], lengths: Sequence[int]) -> Tensor:
-    return torch.tensor(values).repeat_interleave(torch.tensor(lengths))
+def _repeated(values: Sequence[float], lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(values).repeat_interleave(torch.tensor(lengths)).to(device)

@@ -3,7 +3,7 @@ Never sees bans, temperature or filters, and never holds the logits of more prom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
 import torch
@@ -39,6 +39,12 @@ def prompt_logprobs(
 
     logits_at: numbers of the step's tokens [n] -> their logits [n, vocab].
     """
+    scores = wanted_scores(rows)
+    return scores_by_row(scores, _in_pieces([each for row in scores.values() for each in row], logits_at))
+
+
+def wanted_scores(rows: Sequence[ScheduledRequest]) -> dict[int, list[Wanted]]:
+    """What the rows with `scoring` ask for, by row; a row of the logits is the number of a token of the step."""
     scores: dict[int, list[Wanted]] = {}
     begin = 0  # the row's first token among those of the step
     for number, row in enumerate(rows):
@@ -46,8 +52,15 @@ def prompt_logprobs(
             index = begin + scoring.first - row.start
             scores[number] = [(index + i, token, scoring.num_logprobs) for i, token in enumerate(scoring.token_ids)]
         begin += len(row.token_ids)
-    found = iter(_in_pieces([each for row in scores.values() for each in row], logits_at))
-    return {number: _all(islice(found, len(row))) for number, row in scores.items()}
+    return scores
+
+
+def scores_by_row(
+    wanted: Mapping[int, Sequence[Wanted]], found: Iterable[TokenLogprobs | None]
+) -> dict[int, tuple[TokenLogprobs, ...] | None]:
+    """`found`, one after another in the order of `wanted`, by row; None where one is missing."""
+    rest = iter(found)
+    return {number: _all(islice(rest, len(row))) for number, row in wanted.items()}
 
 
 def _all(found: Iterable[TokenLogprobs | None]) -> tuple[TokenLogprobs, ...] | None:
@@ -70,14 +83,28 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[in
 
     None for a row that has no distribution: its logits hold a NaN or +inf, or are all -inf. logits: [rows, vocab].
     """
+    return read_logprobs(find_logprobs(logits, torch.tensor(token_ids), max(counts)), token_ids, counts)
+
+
+def find_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What `read_logprobs` reads, on the logits' device and without waiting for it: the logprob of token_ids[i], and
+    ids and logprobs of the `most` most likely tokens. logits: [rows, vocab]; token_ids: [rows].
+    # [rows], [rows, most] and [rows, most]"""
     wide = logits.float()
     logprobs = wide.log_softmax(dim=-1)
-    own = logprobs.gather(1, torch.tensor(token_ids).unsqueeze(1)).squeeze(1).tolist()
-    top_ids = _most_likely(wide, min(max(counts), wide.shape[1]))  # [rows, most]
-    tops = zip(top_ids.tolist(), logprobs.gather(1, top_ids).tolist(), strict=True)
+    own = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    top_ids = _most_likely(wide, min(most, wide.shape[1]))
+    return own, top_ids, logprobs.gather(1, top_ids)
+
+
+def read_logprobs(
+    found: tuple[Tensor, Tensor, Tensor], token_ids: Sequence[int], counts: Sequence[int]
+) -> list[TokenLogprobs | None]:
+    """What `find_logprobs` found, on the host; counts[i]: how many alternatives token_ids[i] gets."""
+    own, top_ids, tops = (tensor.tolist() for tensor in found)
     return [
-        TokenLogprobs(token, value, tuple(islice(zip(*top, strict=True), count))) if value == value else None  # not NaN
-        for token, value, count, top in zip(token_ids, own, counts, tops, strict=True)
+        TokenLogprobs(token, value, tuple(islice(zip(ids, of, strict=True), count))) if value == value else None
+        for token, value, count, ids, of in zip(token_ids, own, counts, top_ids, tops, strict=True)  # NaN is not itself
     ]
 
 
@@ -88,7 +115,9 @@ def _most_likely(logits: Tensor, count: int) -> Tensor:
     are: the float's bits, made to order as the float does, above the token id counted downwards.
     """
     if not count:
-        return torch.empty(len(logits), 0, dtype=torch.int64)
+        return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
     bits = (logits + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are equal
     bits ^= (bits >> 31) & 0x7FFFFFFF
-    return bits.long().mul_(1 << 32).sub_(torch.arange(logits.shape[1])).topk(count, dim=-1).indices
+    return (
+        bits.long().mul_(1 << 32).sub_(torch.arange(logits.shape[1], device=logits.device)).topk(count, dim=-1).indices
+    )

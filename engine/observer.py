@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import prod
+from typing import NamedTuple, Protocol
 
-from engine.protocol import ErrorCode, Event, Submission
+from engine.protocol import DraftMethod, ErrorCode, Event, Submission
 from engine.step import RowKind, StepPlan
 
 
@@ -27,11 +28,24 @@ class ComputedStep:
     """Requests that waited in the engine when it was read back."""
     duration_s: float
     """With the executor, from its launch until it was read back."""
+    num_encoded: int = 0
+    """Tokens of inputs, such as images, that were encoded before the rows."""
 
     @classmethod
     def of(cls, step: StepPlan, num_waiting: int, duration_s: float) -> ComputedStep:
         chunks = tuple(len(row.token_ids) for row in step.rows if row.kind is not RowKind.DECODE)
-        return cls(step.step_id, len(step.rows) - len(chunks), chunks, step.num_tokens, num_waiting, duration_s)
+        num_decodes, encoded = len(step.rows) - len(chunks), sum(prod(work.grid) for work in step.encodes)
+        return cls(step.step_id, num_decodes, chunks, step.num_tokens, num_waiting, duration_s, encoded)
+
+
+class Verified(NamedTuple):
+    """A decode row that carried drafts was read back."""
+
+    request_id: str
+    method: DraftMethod
+    num_drafted: int
+    num_accepted: int
+    """From the first on, up to the first that would not have been sampled; also those after a token that ends it."""
 
 
 @dataclass(slots=True)
@@ -44,6 +58,13 @@ class StepFacts:
     """What it read back: one step at most, or with overlap two, where the second had nothing to wait for."""
     preempted: tuple[str, ...] = ()
     """Requests that lost their memory in it."""
+    verified: tuple[Verified, ...] = ()
+    """Drafts of the steps that were read back."""
+
+    @property
+    def num_encoded(self) -> int:
+        """Tokens of inputs that they have encoded."""
+        return sum(step.num_encoded for step in self.computed)
 
     @property
     def num_tokens(self) -> int:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from engine.block_manager import BlockManager
 from engine.chunks import ChunkRule, Room
 from engine.config import ResolvedConfig
+from engine.encoder_cache import EncoderCache, EncoderRoom
 from engine.request import Request
 from engine.reservation import Admission
 from engine.state_slots import Snapshots
@@ -89,6 +90,8 @@ class View:
     """When a step last carried decode rows, or the first decoding request was promoted."""
     num_queued_tokens: int
     """Prompt tokens that are in no step yet."""
+    encoder: EncoderCache | None = None
+    """None: the model takes text alone."""
 
 
 def make_plan(view: View, config: ResolvedConfig) -> Plan:
@@ -105,6 +108,7 @@ class _Planner:
         self._policy = config.scheduler
         self._block_size = config.block_size
         self._chunks = ChunkRule(config, view.prefill_limit)
+        self._encoder = EncoderRoom(view.encoder, config.max_encoder_tokens) if view.encoder else None
         self._rows: list[PlannedRow] = []
         self._preempted: list[Request] = []
         self._overtaken: list[Request] = []
@@ -221,16 +225,22 @@ class _Planner:
     # --- decode rows: memory for all of them first, then the rows -------------------------------------------------
 
     def _decode(self) -> None:
-        """Find victims until the rest fits, and only then build rows: a victim never has a row in the same step."""
+        """Find victims until the rest fits, and only then build rows: a victim never has a row in the same step.
+
+        Drafts are only guesses, and are all given up before anybody's memory is.
+        """
         decoding = list(_without(self._preempted, self._view.decoding.values()))
-        counts = [request.num_decode_tokens for request in decoding]
+        counts = self._with_drafts(decoding)
         growth = self._growth(decoding, counts)
+        if growth + self._elder_chunk() > self._available():
+            counts = [min(count, 1) for count in counts]
+            growth = self._growth(decoding, counts)
         while growth + self._elder_chunk() > self._available():
             victim = self._choose_victim(decoding)
             assert victim is not None, "memory ran out with nobody to take it from"
             self._preempted.append(victim)
             decoding = [request for request in decoding if request is not victim]
-            counts = [request.num_decode_tokens for request in decoding]
+            counts = [min(request.num_decode_tokens, 1) for request in decoding]
             growth = self._growth(decoding, counts)
         if self._preempted:
             self._memory = self._admission()
@@ -242,6 +252,18 @@ class _Planner:
         ]
         self._num_decodes = len(self._rows)
         self._tokens_left -= sum(counts)
+
+    def _with_drafts(self, decoding: list[Request]) -> list[int]:
+        """Tokens of each row. Where drafts are more than a step has room for, those who decode longest have theirs."""
+        counts = [request.num_decode_tokens for request in decoding]
+        excess = sum(counts) - self._config.max_drafting_tokens
+        for number in reversed(range(len(counts))):
+            if excess <= 0:
+                break
+            given_up = min(excess, max(counts[number] - 1, 0))
+            counts[number] -= given_up
+            excess -= given_up
+        return counts
 
     def _available(self) -> int:
         """Blocks at hand once this plan's victims have given up theirs."""
@@ -291,6 +313,8 @@ class _Planner:
 
     def _prefill(self, budget: int) -> None:
         """Prompts that have begun, then new ones; but before the former, those whose priority is more urgent."""
+        if not (self._view.prefilling or self._view.waiting):
+            return  # most steps of a large fleet
         budget = min(budget, self._tokens_left)
         begun = self._begun_prompts()
         if begun and not self._preempted and not self._is_aged(begun[0]):
@@ -318,7 +342,7 @@ class _Planner:
                 continue
             self._memory.grow_prompt(self._missing(request, request.scheduled + count))
             self._add_chunk(request, request.scheduled, request.target, count)
-            budget -= count
+            budget -= self._chunks.cost(request.scheduled, count)
         return budget
 
     def _next_chunk(self, request: Request, budget: int) -> int:
@@ -344,11 +368,17 @@ class _Planner:
         self._chunk_ends[request.request_id] = end
         self._tokens_left -= count
         cuts = self._chunks.cuts(request, start, target)
+        if self._encoder:
+            self._encoder.take(request, start, end)
         self._rows.append(PlannedRow(request, kind, start, count, prefix, cuts))
 
     def _chunk_size(self, request: Request, start: int, target: int, budget: int) -> int:
         room = Room(budget, self._tokens_left, bool(self._chunk_ends), not self._rows)
-        return self._chunks.size(request, start, target, room)
+        count = self._chunks.size(request, start, target, room)
+        if self._encoder is None or not request.inputs:
+            return count
+        gone = [request.request_id for request in self._preempted]
+        return self._encoder.reach(request, start, start + count, gone) - start
 
     # --- admission ------------------------------------------------------------------------------------------------
 
@@ -383,7 +413,7 @@ class _Planner:
             self._taken.update(prefix)
             self._overtaken += self._passed
             self._slack -= bool(self._passed)
-            budget -= count
+            budget -= self._chunks.cost(start, count)
             seats -= 1
         return budget
 

@@ -4,10 +4,12 @@ Never holds state, and imports nothing but the standard library, so that any pro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
+
+from engine.span_inputs import SpanInput
 
 MAX_LOGPROBS = 20
 """Most alternatives that can be asked for with a token's log-probability, as at OpenAI."""
@@ -26,6 +28,7 @@ class ErrorCode(StrEnum):
     DRAINING = "draining"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     PREPARATION_FAILED = "preparation_failed"
+    ADAPTER_UNAVAILABLE = "adapter_unavailable"
     STEP_FAILED = "step_failed"
     ENGINE_DEAD = "engine_dead"
 
@@ -62,6 +65,10 @@ class RequestRejected(EngineError):
         self.param = param
         self.limit = limit
         self.value = value
+
+
+DraftMethod = Literal["grammar", "ngram", "suffix"]
+"""Where drafted tokens are from: a grammar forces them, or they were looked up in the request's own text."""
 
 
 class FinishReason(StrEnum):
@@ -157,6 +164,18 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """LoRA weights (arXiv 2106.09685) that a request is answered with: what any engine needs to have them."""
+
+    name: str
+    """What clients call them."""
+    path: str
+    """A directory, as PEFT writes it, on the engine's machine."""
+    digest: str
+    """Names the contents of its files: other weights under the same name or path are another adapter."""
+
+
+@dataclass(frozen=True, slots=True)
 class Submission:
     """One request as the engine takes it: token ids in, token ids out. `request_id` is unique among live requests.
 
@@ -183,6 +202,10 @@ class Submission:
     """Prefixes are shared among the requests of one salt only."""
     pooling: Literal["mean", "last"] | None = None
     """Return the final hidden states of the prompt as one vector: the mean of all positions, or that of the last."""
+    inputs: tuple[SpanInput, ...] = ()
+    """What spans of the prompt stand for besides text, such as images."""
+    adapter: AdapterRef | None = None
+    """None: the model as it is."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.prompt_token_ids)
@@ -198,11 +221,16 @@ class Submission:
         for name, value in (("timeout_s", self.timeout_s), ("queue_timeout_s", self.queue_timeout_s)):
             if value is not None:
                 _require(math.isfinite(value) and value > 0, name, "a positive number of seconds", value)
-        low = 0
-        for start, end in self.atomic_spans:
-            _require(low <= start < end, "atomic_spans", f"[start, end) in order and apart, from {low} on", start)
-            low = end
-        _require(low <= len(self.prompt_token_ids), "atomic_spans", "inside the prompt", low)
+        _check_spans("atomic_spans", self.atomic_spans, num_tokens)
+        _check_spans("inputs", [(given.start, given.end) for given in self.inputs], num_tokens)
+
+
+def _check_spans(name: str, spans: Iterable[tuple[int, int]], num_tokens: int) -> None:
+    low = 0
+    for start, end in spans:
+        _require(low <= start < end, name, f"[start, end) in order and apart, from {low} on", start)
+        low = end
+    _require(low <= num_tokens, name, "inside the prompt", low)
 
 
 @dataclass(frozen=True, slots=True)

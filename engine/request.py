@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from engine.config import ResolvedConfig
+from engine.input_checks import atomic_spans, check_inputs
 from engine.prefix import ROOT, extend_chain, root_of
-from engine.protocol import ErrorCode, RequestRejected, SamplingParams, Submission, TokenLogprobs, Usage
+from engine.protocol import DraftMethod, ErrorCode, RequestRejected, SamplingParams, Submission, TokenLogprobs, Usage
+from engine.span_inputs import PlacedInput, SpanInput, place_inputs
 from engine.step import PENDING_TOKEN, LogitControls, PromptScoring, RowSampling
 
 
@@ -55,6 +57,8 @@ class Request:
     """Changes when the request loses its memory: results of rows that were launched before are not its own any more."""
     drafts: tuple[int, ...] = ()
     """Tokens that may follow, for the next decode row to verify."""
+    draft_method: DraftMethod = "grammar"
+    """Where they are from."""
     block_ids: tuple[int, ...] = ()
     block_hashes: list[bytes] = field(default_factory=list)
     prefix_root: bytes = ROOT
@@ -72,6 +76,8 @@ class Request:
     """Monotonic seconds of the arrival, or of the last chunk: how long this prompt has stood still."""
     prefix_match: tuple[int, tuple[int, ...]] = (-1, ())
     """(epoch of the caches, matched blocks): a waiting request looks its prefix up once an epoch, not once a step."""
+    adapter: str = ""
+    """The digest of the adapter that computes it; "": none does."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Entry i is of the prompt's token i + 1; grows chunk by chunk, and is None where nobody asked or it was sent."""
 
@@ -79,6 +85,9 @@ class Request:
     pooled: tuple[float, ...] = ()
     """The sum of the final hidden states below `num_pooled`, or of the last position's alone. A preemption keeps it."""
     num_pooled: int = 0
+    inputs: tuple[SpanInput, ...] = ()
+    placed_inputs: tuple[PlacedInput, ...] = ()
+    """The same, with their positions."""
 
     @property
     def num_output(self) -> int:
@@ -100,6 +109,12 @@ class Request:
         left = self.prompt_len + self.max_new - len(self.token_ids) - self.num_pending
         return 1 + len(self.drafts) if left > 0 else 0
 
+    @property
+    def most_drafts(self) -> int:
+        """How far drafts may go: as far as the answer may, but for its last token, which needs none after it."""
+        early = self.num_output < self.sampling.min_tokens  # stop tokens are banned at one position a row
+        return 0 if early else self.max_new - self.num_output - 1
+
     def usage(self, *, stop_token: bool) -> Usage:
         return Usage(self.prompt_len, self.num_output + stop_token, self.cached)
 
@@ -119,7 +134,7 @@ class Request:
         known = tuple(self.token_ids[self.scheduled : self.scheduled + count])
         if len(known) == count:
             return known
-        return known + self.drafts if known else (PENDING_TOKEN,)
+        return (known + self.drafts)[:count] if known else (PENDING_TOKEN,)
 
     def scoring(self, count: int) -> PromptScoring | None:
         """The prompt tokens that the next `count` positions predict and that have no log-probability yet."""
@@ -144,7 +159,9 @@ class Request:
 
     def extend_hashes(self, num_tokens: int, block_size: int) -> None:
         """Hash the full blocks among the first `num_tokens` tokens that are not hashed yet."""
-        extend_chain(self.block_hashes, self.token_ids, num_tokens // block_size, block_size, self.prefix_root)
+        extend_chain(
+            self.block_hashes, self.token_ids, num_tokens // block_size, block_size, self.prefix_root, self.inputs
+        )
 
 
 def create_request(submission: Submission, config: ResolvedConfig, ticket: int) -> Request:
@@ -155,11 +172,15 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
     """
     prompt, params = submission.prompt_token_ids, submission.sampling
     _check_prompt(prompt, params, config)
-    _check_spans(submission.atomic_spans, config)
+    inputs = check_inputs(submission, config)
+    spans = tuple(sorted((*submission.atomic_spans, *atomic_spans(inputs, config))))
+    _check_spans(spans, config)
     _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
     max_new = _resolve_max_new(len(prompt), params.max_tokens, config)
     stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos_token_ids))
     _check_controls(params, stops, config.vocab_size)
+    adapter = "" if submission.adapter is None else submission.adapter.digest
+    root = root_of(submission.cache_salt, adapter)
     row_sampling = RowSampling(
         temperature=params.temperature,
         top_k=params.top_k,
@@ -185,10 +206,13 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
         answer_start=len(prompt) - submission.num_answer_tokens,
         priority=submission.priority,
         tenant=submission.tenant,
-        atomic_spans=submission.atomic_spans,
-        prefix_root=root_of(submission.cache_salt),
+        atomic_spans=spans,
+        prefix_root=root,
+        adapter=adapter,
         prompt_logprobs=None if params.prompt_logprobs is None else [],
         pooling=submission.pooling,
+        inputs=inputs,
+        placed_inputs=place_inputs(inputs, root),
     )
 
 

@@ -4,46 +4,76 @@ Never allocates or loads anything: it reads a few small files and the machine's 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from engine.config import ConfigError, EngineConfig, ResolvedConfig
-from engine.kv_cache import blocks_in, bytes_per_block
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
+from engine.device import Device
+from engine.kv_cache import blocks_in, bytes_per_block, cache_dtype
 from engine.models.config import CheckpointError, ModelConfig, read_json
-from kernels.choice import Choice
+from engine.models.quantization import Quantization
+from engine.recurrent_state import state_bytes, why_so_much
+from kernels.choice import NATIVE, Choice
+from kernels.processor import cpu_flags
 
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # the last is Arm's
 
 
-def resolve(model_dir: Path, model: ModelConfig, config: EngineConfig, kernels: Choice) -> ResolvedConfig:
-    """What this machine and this checkpoint make of `config`.
+CPU_MEMORY_GIB = 2.0
+"""For KV blocks, unless the config says otherwise."""
+
+
+def resolve(
+    model_dir: Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    kernels: Choice,
+    device: tuple[Device, str],
+    blocks: tuple[int, str] | None = None,
+) -> ResolvedConfig:
+    """What this machine and this checkpoint make of `config`. device, blocks: each with the reason; None: blocks follow
+    from the config alone.
 
     Raises:
         ConfigError: a setting asks for more than the checkpoint or the memory can give.
         CheckpointError: the checkpoint's eos_token_id is not a token id.
     """
     max_model_len, length_reason = _max_model_len(model, config)
-    dtype, dtype_reason = _dtype(config)
-    num_blocks, blocks_reason = _num_blocks(model, config, dtype)
+    dtype, dtype_reason = resolve_dtype(config, device[0])
+    num_blocks, blocks_reason = blocks or _num_blocks(model, config, dtype)
     num_threads, threads_reason = _num_threads(config)
+    scheduler, halving_reason = _scheduler(model, config)
+    same_bits = kernels.name == NATIVE
     return ResolvedConfig.of(
         config,
         drafts=True,
+        unseen_drafts=same_bits,
+        eight_bits=same_bits and model.quantization is not None and all(model.quantization.by_output),
+        scheduler=scheduler,
         max_model_len=max_model_len,
         num_kv_blocks=num_blocks,
         vocab_size=model.vocab_size,
         eos_token_ids=_eos_token_ids(model_dir),
         dtype=str(dtype).removeprefix("torch."),
+        device=device[0].name,
         kernels=kernels.name,
         num_threads=num_threads,
+        recurrent_state=bool(model.linear_layers),
         reasons={
             "max_model_len": length_reason,
+            "device": device[1],
             "dtype": dtype_reason,
             "num_kv_blocks": blocks_reason,
             "num_threads": threads_reason,
             "kernels": kernels.reason,
-        },
+            "chunk_halving_context": halving_reason,
+            "speculative": _why_drafts(model, config, same_bits),
+        }
+        | ({"recurrent_state": why_so_much(model, config, dtype)} if model.linear_layers else {})
+        | ({"kv_cache_dtype": _narrow_cache(model, config, dtype)} if config.kv_cache_dtype != "auto" else {})
+        | ({"weights": _weights(model.quantization, config, dtype, same_bits)} if model.quantization else {}),
     )
 
 
@@ -55,8 +85,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def _max_model_len(model: ModelConfig, config: EngineConfig) -> tuple[int, str]:
     longest = model.rope.longest_position(model.max_position_embeddings)
     if config.max_model_len is None:
-        # Dynamic scaling costs quality at short lengths too, so it is used only where a longer context is asked for.
-        served = model.max_position_embeddings if model.rope.rope_type == "dynamic" else longest
+        served = model.rope.default_length(model.max_position_embeddings)
         return served, f"what the checkpoint was trained for (RoPE {model.rope.rope_type})"
     if config.max_model_len > longest:
         raise ConfigError(
@@ -67,9 +96,15 @@ def _max_model_len(model: ModelConfig, config: EngineConfig) -> tuple[int, str]:
     return config.max_model_len, f"asked for; the checkpoint serves up to {longest}"
 
 
-def _dtype(config: EngineConfig) -> tuple[torch.dtype, str]:
+def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str]:
+    """Of weights and KV cache, and why."""
     if config.dtype != "auto":
         return torch_dtype(config.dtype), "asked for"
+    if device.capability is not None:
+        found = f"compute capability {device.capability[0]}.{device.capability[1]}"
+        if device.capability >= (8, 0):
+            return torch.bfloat16, f"the GPU multiplies bfloat16 natively ({found})"
+        return torch.float32, f"the GPU has no bfloat16 ({found}; from 8.0 on)"
     flags = cpu_flags()
     for flag in _BF16_FLAGS:
         if flag in flags:
@@ -77,25 +112,66 @@ def _dtype(config: EngineConfig) -> tuple[torch.dtype, str]:
     return torch.float32, f"the CPU has none of {', '.join(_BF16_FLAGS)}, so bfloat16 would be emulated"
 
 
-def cpu_flags() -> frozenset[str]:
-    """Instruction set extensions as Linux names them; empty elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
-
-
 def _num_blocks(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> tuple[int, str]:
-    block_bytes = bytes_per_block(model, config.block_size, dtype)
+    block_bytes = bytes_per_block(model, config.block_size, cache_dtype(config.kv_cache_dtype, dtype))
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks, f"asked for; {config.num_kv_blocks * block_bytes / 2**30:.2f} GiB"
-    blocks = blocks_in(config.kv_cache_memory_gib, block_bytes)
-    return blocks, f"kv_cache_memory_gib {config.kv_cache_memory_gib:g} at {block_bytes} bytes a block"
+    memory_gib = CPU_MEMORY_GIB if config.kv_cache_memory_gib is None else config.kv_cache_memory_gib
+    states = state_bytes(model, config, dtype)
+    blocks = blocks_in(memory_gib, block_bytes, states)
+    less = f", less {states} bytes of recurrent state," if states else ""
+    return blocks, f"kv_cache_memory_gib {memory_gib:g}{less} at {block_bytes} bytes a block"
+
+
+def _scheduler(model: ModelConfig, config: EngineConfig) -> tuple[SchedulerConfig, str]:
+    """With the context at which attention to it costs as much as a token's matrix products."""
+    asked = config.scheduler
+    if asked.chunk_owner == "engine":
+        return asked, "chunk_owner engine does not cut prompts"
+    if asked.chunk_halving_context is not None:
+        return asked, "asked for"
+    size = model.num_heads * model.head_dim
+    projections = model.hidden_size * (2 * size + 2 * model.num_kv_heads * model.head_dim)
+    products = projections + 3 * model.hidden_size * model.multiplied_intermediate_size
+    attending = model.num_attention_layers
+    # q k and p v: two products of `size` for each token of the context, in the layers that look back.
+    context = max(1, products * model.num_layers // (2 * size * attending))
+    where = "" if attending == model.num_layers else f" in {attending} of {model.num_layers} layers"
+    return replace(asked, chunk_halving_context=context), (
+        f"a layer multiplies {products} numbers for a token, and {2 * size} for each token that it attends to{where}"
+    )
+
+
+def _why_drafts(model: ModelConfig, config: EngineConfig, same_bits: bool) -> str:
+    if model.linear_layers:
+        return "none: a recurrent state cannot be taken back to before a rejected draft"
+    if config.speculative.method != "auto":
+        return "asked for"
+    if not same_bits:
+        return "none: these kernels' sums depend on how many rows a step has, and so would near ties"
+    if config.overlap or config.num_speculative_tokens == 0:
+        return f"none: {'overlap' if config.overlap else 'num_speculative_tokens 0'}"
+    return "these kernels give the same answers to the bit with drafts, where the step has room for any"
+
+
+def _narrow_cache(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> str:
+    asked, plain = (
+        bytes_per_block(model, config.block_size, cache_dtype(each, dtype)) for each in (config.kv_cache_dtype, "auto")
+    )
+    return f"asked for; {asked} bytes a block, scales included, instead of {plain}"
+
+
+def _weights(packed: Quantization, config: EngineConfig, dtype: torch.dtype, native: bool) -> str:
+    """What is computed with of a packed checkpoint."""
+    name = str(dtype).removeprefix("torch.")
+    if config.load_format == "dummy":
+        return f"random numbers in {name}, where the checkpoint has {packed.summary}"
+    kept = [native and by_output for by_output in packed.by_output]
+    ways = ["kept in 8 bits"] * any(kept)
+    if not all(kept):
+        ways.append("rounded anew to 8 bits (quantize int8)" if config.quantize == "int8" else f"computed in {name}")
+    activations = f"; activations stay {name}, not {packed.activations}" if packed.activations else ""
+    return f"{packed.summary}: {' and '.join(ways)}{activations}"
 
 
 def _num_threads(config: EngineConfig) -> tuple[int, str]:

@@ -109,7 +109,7 @@ def _keep_top_k(scores: Tensor, rows: list[RowSampling]) -> None:
     index = torch.tensor(limited)
     counts = torch.tensor([rows[number].top_k for number in limited]).unsqueeze(1)
     largest = scores[index].topk(int(counts.max()), dim=-1).values
-    scores[index] = _keep(scores[index], largest.gather(1, counts - 1), counts)
+    scores[index] = keep_largest(scores[index], largest.gather(1, counts - 1), counts)
 
 
 def _keep_top_p(scores: Tensor, rows: list[RowSampling]) -> None:
@@ -127,12 +127,12 @@ def _keep_top_p(scores: Tensor, rows: list[RowSampling]) -> None:
         counts = (reached < target).sum(dim=-1, keepdim=True) + 1
         done = (counts <= guess).squeeze(1) if guess < scores.shape[1] else torch.ones(len(limited), dtype=torch.bool)
         counts = counts.clamp_(max=guess)
-        scores[index[done]] = _keep(subset, largest.gather(1, counts - 1), counts)[done]
+        scores[index[done]] = keep_largest(subset, largest.gather(1, counts - 1), counts)[done]
         limited = index[~done].tolist()
         guess *= NUCLEUS_GROWTH
 
 
-def _keep(scores: Tensor, threshold: Tensor, counts: Tensor) -> Tensor:
+def keep_largest(scores: Tensor, threshold: Tensor, counts: Tensor) -> Tensor:
     """The `counts` largest of each row, -inf elsewhere; of those equal to the threshold, the lowest token ids.
 
     scores: [rows, vocab]; threshold: [rows, 1], the counts-th largest score; counts: [rows, 1].

@@ -3,13 +3,17 @@ Never chooses: `engine.planner` does, from a view of these queues, and changes n
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import attrgetter
 
 from engine.block_manager import BlockManager
 from engine.config import ResolvedConfig
+from engine.encoder_cache import EncoderCache
 from engine.planner import Plan, PlannedRow, View, make_plan
+from engine.protocol import DraftMethod
 from engine.request import Request
 from engine.reservation import ReserveRatio
+from engine.span_inputs import shift_at
 from engine.state_slots import Snapshots, StateSlots
 from engine.step import RowKind, ScheduledRequest, StateUse, StepPlan
 from engine.waiting import WaitingQueue
@@ -29,6 +33,7 @@ class Scheduler:
         self._ratio = ReserveRatio(config.scheduler)
         self._states = StateSlots() if config.recurrent_state else None
         self._snapshots = Snapshots(config.scheduler.state_snapshots) if config.recurrent_state else None
+        self.encoder = EncoderCache(config.encoder_cache_tokens) if config.inputs else None
         self._promised = 0  # blocks that admitted requests may still allocate in their lives
         self._next_step_id = 0
         self._last_decode = 0.0
@@ -88,6 +93,7 @@ class Scheduler:
             prefill_limit=self._prefill_limit,
             last_decode=self._last_decode,
             num_queued_tokens=self.num_queued_tokens,
+            encoder=self.encoder,
         )
         return make_plan(view, self._config)
 
@@ -106,6 +112,11 @@ class Scheduler:
         restores = [self._snapshot(row) for row in plan.rows]  # all of them first: a save below may overwrite one
         rows = tuple(self._schedule(row, restore, now) for row, restore in zip(plan.rows, restores, strict=True))
         step = StepPlan(self._next_step_id, rows, moves)
+        if self.encoder is not None:
+            encodes = self.encoder.encodes(
+                (row.request, done.inputs) for row, done in zip(plan.rows, rows, strict=True)
+            )
+            step = replace(step, dropped=self.encoder.take_dropped(), encodes=encodes)
         self._next_step_id += 1
         return step
 
@@ -151,6 +162,9 @@ class Scheduler:
             self._state_use(row, restore) if self._states is not None else None,
             request.pool_from(row.num_tokens) if request.pooling is not None else None,
             request.answer() if sampling and sampling.controls and sampling.controls.looks_back else (),
+            self.encoder.begin(request, row.start, end) if self.encoder and request.inputs else (),
+            shift_at(request.placed_inputs, row.start) if request.inputs else 0,
+            request.adapter,
         )
         request.scheduled = end
         request.num_pending += sampling is not None
@@ -207,6 +221,7 @@ class Scheduler:
         engine is idle: what did not fit once would not fit again.
         """
         prompts = list(self.prefilling.values())
+        self.lose_encoded(step)
         for row, scheduled in zip(plan.rows, step.rows, strict=True):
             request = row.request
             request.scheduled = row.start
@@ -225,6 +240,8 @@ class Scheduler:
     def advance(self, request: Request, scheduled: ScheduledRequest, end: int) -> None:
         """Positions below `end` are computed: publish the blocks they fill, and the state that was kept at it."""
         request.computed = end
+        if self.encoder is not None and request.inputs:
+            self.encoder.advance(request, end)
         if self.waiting.shares and scheduled.sampling is not None:
             decoded = scheduled.kind is RowKind.DECODE  # with drafts, several in one row
             self.waiting.serve(request, answer_tokens=end - scheduled.start if decoded else 1)
@@ -237,17 +254,21 @@ class Scheduler:
         if scheduled.state is not None and scheduled.state.save is not None and self._snapshots is not None:
             self._snapshots.publish(scheduled.state.save, request.block_hashes[num_full - 1])
 
-    def draft(self, request: Request, drafts: tuple[int, ...]) -> None:
+    def draft(self, request: Request, drafts: tuple[int, ...], method: DraftMethod) -> None:
         """Keep what is drafted to follow, as far as the answer may still go; what was not accepted is taken back."""
         request.scheduled = request.computed
-        early = request.num_output < request.sampling.min_tokens  # stop tokens are banned at one position a row
-        most = 0 if early else min(self._config.num_speculative_tokens, request.max_new - request.num_output - 1)
-        request.drafts = drafts[:most]
+        request.drafts = drafts[: request.most_drafts]
+        request.draft_method = method
 
     def discard(self, scheduled: ScheduledRequest) -> None:
         """A row's results are nobody's: its request has ended or was preempted, or the row failed."""
         if scheduled.state is not None and scheduled.state.save is not None and self._snapshots is not None:
             self._snapshots.cancel(scheduled.state.save)
+
+    def lose_encoded(self, step: StepPlan) -> None:
+        """The step failed, and nobody knows what it has encoded of what it was to encode."""
+        if self.encoder is not None:
+            self.encoder.lose(work.digest for work in step.encodes)
 
     def release(self, request: Request) -> None:
         """The one way out, for stop, length, abort and error alike: leave the queues and give everything back."""
@@ -266,6 +287,8 @@ class Scheduler:
         self._blocks.release(request.block_ids)
         if self._states is not None:
             self._states.give_back(request.request_id)
+        if self.encoder is not None:
+            self.encoder.leave(request)
         request.block_ids = ()
         request.num_published = 0
         request.epoch += 1

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from engine.protocol import TokenLogprobs
+from engine.span_inputs import Encode, PlacedInput
 
 PENDING_TOKEN = -1
 """In a row's token ids: what this request sampled in the step before, which is not read back yet (overlap)."""
@@ -126,6 +127,12 @@ class ScheduledRequest:
     """Return the sum of the final hidden states at positions [pool_from, end); None: of none."""
     answer: tuple[int, ...] = ()
     """The answer's tokens before this row's drafts, where its controls look back; the last may be PENDING_TOKEN."""
+    inputs: tuple[PlacedInput, ...] = ()
+    """What stands in the row besides text, in order; each was encoded by this step or one before, and not dropped."""
+    position_shift: int = 0
+    """The rotary position of `start` less `start`, where no input covers it."""
+    adapter: str = ""
+    """The digest of the adapter that computes it, which the executor keeps; "": the model as it is."""
 
     @property
     def end(self) -> int:
@@ -134,12 +141,16 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass: decode rows first, then prefill chunks."""
+    """One forward pass: decode rows first, then prefill chunks; and before it, what its rows need encoded."""
 
     step_id: int
     rows: tuple[ScheduledRequest, ...]
     state_moves: tuple[tuple[int, int], ...] = ()
     """(from, to) state slots to copy, in this order, before anything else of the step."""
+    dropped: tuple[bytes, ...] = ()
+    """Digests of contents whose embeddings are not needed any more; they may be encoded again by this step."""
+    encodes: tuple[Encode, ...] = ()
+    """Contents to have embeddings ready of, after `dropped` and before the rows; kept until they are dropped."""
 
     @property
     def num_tokens(self) -> int:
@@ -212,6 +223,27 @@ def answer_tokens(row: ScheduledRequest, newest: Mapping[str, int]) -> tuple[int
     return (*row.answer[:-1], newest.get(row.request_id, 0))  # a lost row fails alone
 
 
+class AdapterError(Exception):
+    """A directory holds no adapter that this model and this engine can use. The message is for whoever named it."""
+
+
+class AdapterHost(Protocol):
+    """An executor's adapters: any thread may call it, beside the steps."""
+
+    def read(self, path: str) -> tuple[str, Any]:
+        """(the digest, the weights) of a directory on this machine, ready to be kept.
+
+        Raises:
+            AdapterError: it holds none that can be used.
+        """
+
+    def keep(self, digest: str, weights: Any) -> None:
+        """From now on rows may name it."""
+
+    def drop(self, digest: str) -> None:
+        """No row of a later plan names it."""
+
+
 class TokenMasks(Protocol):
     """What an executor asks of grammars; `engine.grammar.Grammars` is the one there is."""
 
@@ -241,11 +273,13 @@ class Capabilities:
     overlap: bool = False
     """PENDING_TOKEN: a step may be launched before the one before it is collected."""
     drafts: bool = False
-    """Proposes tokens, and verifies several in one row."""
+    """Verifies several tokens in one row, and proposes those that a grammar forces."""
     recurrent_state: bool = False
     """The model has state besides KV, which follows `StateUse`."""
     compile_grammar: Callable[[str], None] | None = None
     """Has a grammar ready before a step needs it, on any thread, or raises GrammarError. None: it keeps to none."""
+    adapters: AdapterHost | None = None
+    """None: every row is computed by the model as it is."""
 
 
 class Executor(Protocol):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,42 +14,68 @@ from torch import Tensor
 
 from engine.models.config import CheckpointError as CheckpointError
 from engine.models.config import ModelConfig, read_json
-from engine.models.parameters import DecoderWeights, allocate, checkpoint_table
+from engine.models.parameters import DecoderWeights, allocate, checkpoint_table, settle, stacked_table
+from engine.models.registry import LINES
+from engine.packed_weights import Stored, fill_packed, find_packed
 
 INDEX_FILE = "model.safetensors.index.json"
 DUMMY_SEED = 0
+CPU = torch.device("cpu")
+NO_OTHERS: Mapping[str, Tensor] = MappingProxyType({})
 _FLOATING = ("F64", "F32", "F16", "BF16")
 
 
-def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> DecoderWeights:
-    """The checkpoint's weights in `dtype`, each tensor copied straight from its file into its place.
+def load_weights(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    *,
+    others: Mapping[str, Tensor] = NO_OTHERS,
+    keep_int8: bool = False,
+) -> DecoderWeights:
+    """The checkpoint's weights in `dtype` on `device`, each tensor copied straight from its file into its place: the
+    host never holds more of the model than one tensor. `others`: tensors besides the decoder's to fill, by their names.
+    keep_int8: matrices that are stored in 8 bits with a scale for each output stay as they are.
 
     Raises:
         CheckpointError: a shard or tensor is missing, left over, corrupt, or of another shape or kind.
     """
-    weights = allocate(config, dtype)
-    missing = checkpoint_table(config, weights)
-    files = _weight_files(model_dir)
+    files, taken = _weight_files(model_dir), frozenset[str]()
+    if config.quantization is None:
+        weights = allocate(config, dtype, device)
+        missing = checkpoint_table(config, weights) | dict(others)
+    else:
+        with Stored.open(files, device) as stored:
+            packed = find_packed(stored, config.quantization)
+            kept = frozenset(module for module, packing in packed.items() if keep_int8 and packing.by_output)
+            weights = allocate(config, dtype, device, kept)
+            missing = checkpoint_table(config, weights) | dict(others)
+            taken = fill_packed(stored, packed, missing)
     for file in files:
-        _load_file(file, config, missing)
+        _load_file(file, config, missing, stacked_table(config, weights), device, taken)
     if missing:
         raise CheckpointError(
             f"{model_dir}: {_some(missing)} missing from {', '.join(file.name for file in files)}; "
             f"{config.architecture} with this config.json needs them."
         )
+    settle(config, weights)
     return weights
 
 
-def dummy_weights(config: ModelConfig, dtype: torch.dtype, seed: int = DUMMY_SEED) -> DecoderWeights:
-    """Random weights of the same shapes, the same for the same seed; activations stay near one at any depth."""
-    weights = allocate(config, dtype)
-    generator = torch.Generator().manual_seed(seed)
+def dummy_weights(
+    config: ModelConfig, dtype: torch.dtype, seed: int = DUMMY_SEED, *, device: torch.device = CPU
+) -> DecoderWeights:
+    """Random weights of the same shapes, the same for the same seed on one kind of device; activations stay near one at
+    any depth."""
+    weights = allocate(config, dtype, device)
+    generator = torch.Generator(device).manual_seed(seed)
     for name, view in checkpoint_table(config, weights).items():
         if name.endswith("norm.weight"):
             view.fill_(1.0)
         else:
             std = 1.0 / math.sqrt(view.shape[-1]) if view.dim() == 2 else 0.02
-            view.copy_(torch.empty(view.shape).normal_(0.0, std, generator=generator))
+            view.copy_(torch.empty(view.shape, device=device).normal_(0.0, std, generator=generator))
     return weights
 
 
@@ -75,17 +102,30 @@ def _indexed_files(index: Path) -> list[Path]:
     return files
 
 
-def _load_file(file: Path, config: ModelConfig, missing: dict[str, Tensor]) -> None:
-    """Fill what `file` holds and strike it from `missing`."""
+def _load_file(
+    file: Path,
+    config: ModelConfig,
+    missing: dict[str, Tensor],
+    stacked: Mapping[str, tuple[Tensor, tuple[str, ...]]],
+    device: torch.device,
+    taken: frozenset[str],
+) -> None:
+    """Fill what `file` holds and strike it from `missing`. stacked: see stacked_table. `taken`: tensors that have been
+    read."""
     try:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                found = tensors.get_slice(name)
-                if name in missing:
-                    _check(file, name, tuple(found.get_shape()), found.get_dtype(), missing[name])
-                    missing.pop(name).copy_(tensors.get_tensor(name))
+        with safe_open(file, framework="pt", device=str(device)) as tensors:
+            for stored in tensors.keys():  # noqa: SIM118 (not a dict: it has no iterator)
+                if stored in taken:
+                    continue
+                found, name = tensors.get_slice(stored), _own_name(stored, config)
+                view, parts = stacked.get(name) or (missing.get(name), (name,))
+                if view is not None and all(part in missing for part in parts):
+                    _check(file, stored, tuple(found.get_shape()), found.get_dtype(), view)
+                    view.copy_(tensors.get_tensor(stored))
+                    for part in parts:
+                        del missing[part]
                 elif not _harmless(name, config):
-                    raise CheckpointError(f"{file}: unexpected tensor {name}, which {config.architecture} has not.")
+                    raise CheckpointError(f"{file}: unexpected tensor {stored}, which {config.architecture} has not.")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is not a readable safetensors file: {error}.") from error
 
@@ -97,9 +137,16 @@ def _check(file: Path, name: str, shape: tuple[int, ...], kind: str, view: Tenso
         raise CheckpointError(f"{file}: {name} is {kind}; supported are {', '.join(_FLOATING)}.")
 
 
+def _own_name(stored: str, config: ModelConfig) -> str:
+    """As the line's table has it."""
+    nested = LINES[config.architecture].nested
+    return f"model.{stored.removeprefix(nested)}" if nested and stored.startswith(nested) else stored
+
+
 def _harmless(name: str, config: ModelConfig) -> bool:
     """Old checkpoints store the frequencies; tied ones may store lm_head although it is the embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+    frequencies, tied = name.endswith("rotary_emb.inv_freq"), name == "lm_head.weight" and config.tie_word_embeddings
+    return frequencies or tied or name.startswith(LINES[config.architecture].unused)
 
 
 def _some(names: Mapping[str, object] | list[str]) -> str:

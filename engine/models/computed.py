@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.recurrent_state import RecurrentState
 from engine.sampler import Draw
 from engine.step import StepPlan
 
@@ -31,7 +32,11 @@ class Computed:
 
 
 class Model(Protocol):
-    """A model that runs steps, with the KV cache that it reads and writes."""
+    """A model that runs steps, with the KV cache and the recurrent states that it reads and writes."""
+
+    @property
+    def state(self) -> RecurrentState | None:
+        """None: the model has none."""
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
         """Run a plan in kernel order (see engine.verification). `newest`: what a request's PENDING_TOKEN stands for.

@@ -1,41 +1,119 @@
-"""Owns the forward pass of the pre-norm decoder that Llama, Qwen2 and Qwen3 share.
+"""Owns the forward pass of the pre-norm decoder that all lines share.
 Never holds state of a request or of a step, and never says how an operation is done: that is the pass's own."""
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
+from torch import Tensor
 
 from engine.kv_cache import KVCache
-from engine.models.config import ModelConfig
-from engine.models.parameters import DecoderWeights
-from engine.models.rope import inverse_frequencies
-from kernels.forward import Array, ForwardPass, HeadShape
+from engine.models.description import LayerConfig, LinearAttention, ModelConfig
+from engine.models.parameters import DecoderWeights, LayerWeights, SharedExpertWeights
+from engine.models.rope import RopeConfig, inverse_frequencies, rotation_factors
+from engine.recurrent_state import RecurrentState
+from kernels.forward import Array, ForwardPass, HeadShape, LinearAttentionPass
 
 
 class Decoder:
-    """x = embed; each layer: x += attention(norm(x)); x += mlp(norm(x)); logits = lm_head(norm(x))."""
+    """x = scale * embed; each layer: x += post(attention(norm(x))); x += post(mlp(norm(x))); logits = lm_head(norm(x)).
+
+    Post norms are there where a line has them; layers of linear attention have that in the place of attention.
+    """
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int) -> None:
         self.config = config
         self.weights = weights
-        self._inverse_frequencies = inverse_frequencies(config.rope, config.head_dim, max_model_len)
+        self._turns = {layer.rope: self._turns_of(layer.rope, max_model_len) for layer in config.layers}
         self._heads = HeadShape(num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
-        self._scale = config.head_dim**-0.5
+        # As checkpoints were trained: rounded to the type of the embedding that it multiplies.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
 
     @property
     def dtype(self) -> torch.dtype:
         return self.weights.embedding.dtype
 
-    def forward(self, run: ForwardPass, cache: KVCache) -> Array:
-        """Write the step's K and V into the cache; the final hidden state of each token. # [num_tokens, hidden]"""
-        weights, heads, eps = self.weights, self._heads, self.config.rms_norm_eps
-        rotations = run.rotations(self._inverse_frequencies, self.config.rope.attention_factor)
-        x, residual = run.embed(weights.embedding), None  # [num_tokens, hidden]
-        for layer, kv in zip(weights.layers, cache.layers, strict=True):
+    def _turns_of(self, rope: RopeConfig | None, max_model_len: int) -> tuple[Tensor, Tensor | float]:
+        """Inverse frequencies of a rotation, and what its cos and sin are multiplied by."""
+        head_dim, device = self.config.head_dim, self.weights.embedding.device
+        if rope is None:  # angles of zero: everything stays where it is
+            return torch.zeros(head_dim // 2, device=device), 1.0
+        frequencies = inverse_frequencies(rope, head_dim, max_model_len).to(device)
+        whole = rope.rotated_size(head_dim) == head_dim
+        return frequencies, rope.attention_factor if whole else rotation_factors(rope, head_dim).to(device)
+
+    def forward(self, run: ForwardPass, cache: KVCache, state: RecurrentState | None = None) -> Array:
+        """Write the step's K and V into the cache, and advance the states of its rows; the final hidden state of each
+        token. # [num_tokens, hidden]
+
+        run: a LinearAttentionPass, too, for models with linear attention, gated attention or a shared expert.
+        """
+        config, weights, eps = self.config, self.weights, self.config.rms_norm_eps
+        caches, states = iter(cache.layers), iter(() if state is None else state.layers)
+        rotations = {rope: run.rotations(*turns) for rope, turns in self._turns.items()}
+        x, residual = run.embed(weights.embedding, self._embedding_scale), None  # [num_tokens, hidden]
+        for of, layer in zip(config.layers, weights.layers, strict=True):
             x, residual = run.add_rms_norm(x, residual, layer.input_norm, eps)
-            q = run.rotate_and_cache(run.linear(x, layer.qkv), rotations, heads, kv, layer.norms, eps)
-            x = run.linear(run.attention(q, heads, kv, self._scale), layer.output)
+            if of.linear is None:
+                x = self._attention(run, x, of, layer, rotations[of.rope], next(caches))
+            else:
+                x = self._linear_attention(run, x, of.linear, layer, next(states))
+            x = self._post_norm(run, x, layer.attention_post_norm)
             x, residual = run.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = run.linear(run.gated_linear(x, layer.gate_up), layer.down)
+            x = self._post_norm(run, self._mlp(run, x, of, layer), layer.mlp_post_norm)
         x, _ = run.add_rms_norm(x, residual, weights.norm, eps)
         return x
+
+    def _attention(
+        self,
+        run: ForwardPass,
+        x: Array,
+        of: LayerConfig,
+        layer: LayerWeights,
+        rotations: Array,
+        kv: tuple[Tensor, Tensor],
+    ) -> Array:
+        config, heads, gate = self.config, self._heads, None
+        qkv = run.linear(x, layer.qkv)
+        if config.attention_gate:
+            size = heads.num_heads * heads.head_dim
+            rest = size + 2 * heads.num_kv_heads * heads.head_dim
+            gate, qkv = _with_linear_attention(run).split(qkv, (size, rest))
+        q = run.rotate_and_cache(qkv, rotations, heads, kv, layer.norms, config.rms_norm_eps)
+        x = run.attention(q, heads, kv, config.attention_scale, of.window)
+        if gate is not None:
+            x = _with_linear_attention(run).sigmoid_gate(x, gate)
+        return run.linear(x, layer.output)
+
+    def _linear_attention(
+        self, run: ForwardPass, x: Array, of: LinearAttention, layer: LayerWeights, state: tuple[Tensor, Tensor]
+    ) -> Array:
+        """state: of the convolution, and of the delta rule."""
+        assert layer.linear is not None
+        more, heads, weights = _with_linear_attention(run), of.heads, layer.linear
+        sizes = (heads.channels, heads.value_size, heads.num_value_heads, heads.num_value_heads)
+        qkv, gate, strength, step = more.split(run.linear(x, layer.qkv), sizes)
+        qkv = more.causal_conv(qkv, weights.conv.squeeze(1), state[0])
+        x = more.delta_rule(qkv, strength, step, weights.rates, heads, state[1])
+        return run.linear(more.gated_rms_norm(x, gate, weights.norm, self.config.rms_norm_eps), layer.output)
+
+    def _add_shared(self, run: ForwardPass, x: Array, shared: SharedExpertWeights, found: Array) -> Array:
+        """What the experts gave, and the MLP that every token passes, times a gate of its own."""
+        everyones = run.linear(run.gated_linear(x, shared.gate_up, self.config.activation), shared.down)
+        return _with_linear_attention(run).sigmoid_gate(everyones, run.linear(x, shared.gate), found)
+
+    def _mlp(self, run: ForwardPass, x: Array, of: LayerConfig, layer: LayerWeights) -> Array:
+        if of.experts is not None:
+            assert layer.router is not None
+            found = run.experts(x, layer.router, layer.gate_up, layer.down, of.experts.routing)
+            return found if layer.shared is None else self._add_shared(run, x, layer.shared, found)
+        return run.linear(run.gated_linear(x, layer.gate_up, self.config.activation), layer.down)
+
+    def _post_norm(self, run: ForwardPass, x: Array, weight: Tensor | None) -> Array:
+        return x if weight is None else run.add_rms_norm(x, None, weight, self.config.rms_norm_eps)[0]
+
+
+def _with_linear_attention(run: ForwardPass) -> LinearAttentionPass:
+    """The same pass: models that need it run on no other; see engine.executor.create_executor."""
+    return cast(LinearAttentionPass, run)

@@ -1,43 +1,64 @@
 """Owns a model that runs its operations one by one, on tensors made anew in each step.
-Never keeps anything of a step but K and V."""
+Never keeps anything of a step but K and V, and recurrent states."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.inputs import build_inputs
+from engine.inputs import StepInputs, build_inputs
 from engine.kv_cache import KVCache
 from engine.models.computed import Computed
 from engine.models.decoder import Decoder
-from engine.step import StepPlan
+from engine.recurrent_state import RecurrentState
+from engine.step import ScheduledRequest, StepPlan
 from kernels.eager import EagerPass
 from kernels.ops import Ops
+from kernels.reference import StateRows
 
 
 class EagerModel:
     """An engine.models.computed.Model on the operators of `ops`."""
 
-    def __init__(self, decoder: Decoder, ops: Ops, cache: KVCache, block_size: int) -> None:
+    def __init__(
+        self, decoder: Decoder, ops: Ops, cache: KVCache, block_size: int, state: RecurrentState | None = None
+    ) -> None:
         self.decoder = decoder
         self.cache = cache
+        self.state = state
         self._ops = ops
         self._block_size = block_size
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
-        inputs = build_inputs(plan, self._block_size, newest)
-        run = EagerPass(
-            self._ops,
+        num_slots = 0 if self.state is None else self.state.num_slots
+        inputs = build_inputs(plan, self._block_size, newest, num_state_slots=num_slots)
+        run = self._pass(
+            plan.rows,
             token_ids=inputs.token_ids,
             positions=inputs.positions,
             slots=inputs.slots,
             plan=self._ops.prepare_attention(inputs.rows, self.decoder.config.num_kv_heads, self.decoder.dtype),
+            states=_state_rows(inputs),
         )
-        hidden: Tensor = self.decoder.forward(run, self.cache)
+        hidden: Tensor = self.decoder.forward(run, self.cache, self.state)
         return Computed(hidden, self._logits(hidden[inputs.sampled_tokens]), lambda index: self._logits(hidden[index]))
+
+    def _pass(self, rows: Sequence[ScheduledRequest], **step: Any) -> EagerPass:
+        """step: see EagerPass."""
+        return EagerPass(self._ops, **step)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]"""
         return F.linear(hidden, self.decoder.weights.lm_head.weight)
+
+
+def _state_rows(inputs: StepInputs) -> StateRows | None:
+    """The step's rows as layers with recurrent state see them; None: the model has none."""
+    if not inputs.state_slots:
+        return None
+    rows, index = inputs.rows, torch.tensor(inputs.state_slots)
+    return StateRows(rows.num_decode, rows.contexts, rows.counts, inputs.state_slots, index)

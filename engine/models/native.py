@@ -61,6 +61,7 @@ class NativeModel:
         self.cache = cache
         self._block_size = block_size
         self.team = Team(num_threads)
+        self.state = None  # models with recurrent state run on torch's operators
         self.busy_s = 0.0
         """What steps took in the library so far: the rest of an engine's time is Python's."""
         self._recorded = self._record(num_tokens, num_sampled)
@@ -125,7 +126,8 @@ class NativeModel:
 def _packed(weights: DecoderWeights, quantize: bool) -> DecoderWeights:
     """In the memory of `weights` itself, but for an embedding that is the LM head too: that is looked up by row."""
     tied = weights.lm_head.weight is weights.embedding
-    in_place = partial(pack, consume=True, quantize=quantize)
+    as_asked = partial(pack, quantize=quantize, dtype=weights.embedding.dtype)
+    in_place = partial(as_asked, consume=True)
     return replace(
         weights,
         layers=tuple(
@@ -138,5 +140,5 @@ def _packed(weights: DecoderWeights, quantize: bool) -> DecoderWeights:
             )
             for layer in weights.layers
         ),
-        lm_head=pack(weights.lm_head, consume=not tied, quantize=quantize),
+        lm_head=as_asked(weights.lm_head, consume=not tied),
     )

@@ -1,28 +1,58 @@
-"""Owns the decoder's weight tensors and the table from a checkpoint's names to their places in them.
-Never reads a file and never computes: `engine.weights` fills what this allocates."""
+"""Owns the decoder's weight tensors and the table from a checkpoint's names to their places. Long: every stack.
+Never reads a file: `engine.weights` fills what this allocates, and has it settled."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.models.config import ModelConfig
+from engine.models.description import LayerConfig, LinearAttention, ModelConfig
+from engine.models.registry import LINES
+from engine.models.rope import pairs_side_by_side
 from kernels.forward import Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttentionWeights:
+    """What linear attention has besides its projections."""
+
+    conv: Tensor  # [channels, 1, kernel]
+    rates: tuple[Tensor, Tensor]  # see kernels.reference.log_decay; each [value heads] float32
+    norm: Tensor  # [value_dim]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExpertWeights:
+    """An MLP that every token passes beside its experts."""
+
+    gate_up: Linear  # [2 * shared_size, hidden]
+    down: Linear  # [hidden, shared_size]
+    gate: Linear  # [1, hidden], of what it gives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One block. `qkv` and `gate_up` are stacked, so that each is one matrix product."""
+    """One block. `qkv` and `gate_up` are stacked, so that each is one matrix product.
+
+    `qkv` has, where attention is gated, the gates first; and of linear attention queries, keys, values, gates of the
+    output, write strengths and decays.
+    """
 
     input_norm: Tensor  # [hidden]
-    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]; gated: 2 * heads; linear attention: [projected, hidden]
     norms: tuple[Tensor, Tensor] | None  # of queries and of keys, each [head_dim]
-    output: Linear  # [hidden, heads * head_dim]
+    linear: LinearAttentionWeights | None
+    output: Linear  # [hidden, heads * head_dim]; of linear attention: [hidden, value_size]
+    attention_post_norm: Tensor | None  # [hidden]
     mlp_norm: Tensor  # [hidden]
-    gate_up: Linear  # [2 * intermediate, hidden]
-    down: Linear  # [hidden, intermediate]
+    router: Tensor | None  # [experts, hidden] float32
+    gate_up: Linear  # [2 * intermediate, hidden]; of experts, [experts, ...]
+    down: Linear  # [hidden, intermediate]; of experts, [experts, ...]
+    shared: SharedExpertWeights | None
+    mlp_post_norm: Tensor | None  # [hidden]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,78 +65,353 @@ class DecoderWeights:
     lm_head: Linear  # [vocab, hidden]
 
 
-def allocate(config: ModelConfig, dtype: torch.dtype) -> DecoderWeights:
-    """Tensors of the right shapes with undefined contents."""
-    embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+def allocate(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | None = None, kept: frozenset[str] = frozenset()
+) -> DecoderWeights:
+    """Tensors of the right shapes with undefined contents, on `device`; None: the CPU.
+
+    kept: modules, by their names in the checkpoint, whose weights are of int8 with a scale for each output. A matrix
+    that is stacked of several is so where all of them are."""
+    names = LINES[config.architecture].names if kept else {}
+    embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
     return DecoderWeights(
         embedding=embedding,
-        layers=tuple(_allocate_layer(config, dtype) for _ in range(config.num_layers)),
-        norm=torch.empty(config.hidden_size, dtype=dtype),
-        lm_head=Linear(embedding if config.tie_word_embeddings else torch.empty_like(embedding)),
+        layers=tuple(
+            _allocate_layer(config, layer, dtype, device, _kept_places(names, number, layer, kept))
+            for number, layer in enumerate(config.layers)
+        ),
+        norm=torch.empty(config.hidden_size, dtype=_norm_dtype(config, dtype), device=device),
+        lm_head=_allocate_head(config, embedding, "lm_head" in kept),
     )
 
 
-def _allocate_layer(config: ModelConfig, dtype: torch.dtype) -> LayerWeights:
-    hidden, intermediate, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    qkv_size = (config.num_heads + 2 * config.num_kv_heads) * head_dim
+def _allocate_head(config: ModelConfig, embedding: Tensor, kept: bool) -> Linear:
+    if config.tie_word_embeddings:
+        return Linear(embedding)
+    if not kept:
+        return Linear(torch.empty_like(embedding))
+    scales = torch.empty(len(embedding), device=embedding.device)
+    return Linear(torch.empty_like(embedding, dtype=torch.int8), scales=scales)
 
-    def new(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=dtype)
 
-    def linear(outputs: int, inputs: int, bias: bool) -> Linear:
-        return Linear(new(outputs, inputs), new(outputs) if bias else None)
+_STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+
+
+def _kept_places(names: Mapping[str, str], number: int, of: LayerConfig, kept: frozenset[str]) -> frozenset[str]:
+    """Of `qkv`, `output`, `gate_up` and `down`, those of a layer whose modules are all among `kept`."""
+    modules: dict[str, list[str]] = {}
+    for name, place in names.items():
+        if "{layer}" not in name or ("{expert}" in name) is not (of.experts is not None and place in _MLP_PLACES):
+            continue
+        numbers = range(1 if of.experts is None else of.experts.count)
+        modules.setdefault(_STACKED.get(place, place), []).extend(
+            name.replace("{layer}", str(number)).replace("{expert}", str(each)) for each in numbers
+        )
+    return frozenset(place for place, needed in modules.items() if kept.issuperset(needed))
+
+
+def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """The sum of a weight near 0 and the offset has more bits than the weight."""
+    return torch.float32 if config.norm_offset else dtype
+
+
+def _allocate_layer(
+    config: ModelConfig, of: LayerConfig, dtype: torch.dtype, device: torch.device | None, kept: frozenset[str]
+) -> LayerWeights:
+    hidden, head_dim, experts, attends = config.hidden_size, config.head_dim, of.experts, of.linear is None
+    stack = () if experts is None else (experts.count,)
+    intermediate = config.intermediate_size if experts is None else experts.intermediate_size
+
+    def linear(*shape: int, bias: bool, place: str = "") -> Linear:
+        weight = torch.empty(*shape, dtype=torch.int8 if place in kept else dtype, device=device)
+        scales = torch.empty(shape[:-1], device=device) if place in kept else None
+        return Linear(weight, torch.empty(shape[-2], dtype=dtype, device=device) if bias else None, scales)
+
+    def norm(size: int = hidden) -> Tensor:
+        return torch.empty(size, dtype=_norm_dtype(config, dtype), device=device)
 
     return LayerWeights(
-        input_norm=new(hidden),
-        qkv=linear(qkv_size, hidden, config.qkv_bias),
-        norms=(new(head_dim), new(head_dim)) if config.qk_norm else None,
-        output=linear(hidden, config.num_heads * head_dim, config.output_bias),
-        mlp_norm=new(hidden),
-        gate_up=linear(2 * intermediate, hidden, config.mlp_bias),
-        down=linear(hidden, intermediate, config.mlp_bias),
+        input_norm=norm(),
+        qkv=linear(_projected_size(config, of), hidden, bias=attends and config.qkv_bias, place="qkv"),
+        norms=(norm(head_dim), norm(head_dim)) if attends and config.qk_norm else None,
+        linear=None if of.linear is None else _allocate_linear_attention(of.linear, dtype, device),
+        output=linear(hidden, attended_size(config, of), bias=attends and config.output_bias, place="output"),
+        attention_post_norm=norm() if config.post_norms else None,
+        mlp_norm=norm(),
+        router=torch.empty(*stack, hidden, dtype=torch.float32, device=device) if stack else None,
+        gate_up=linear(*stack, 2 * intermediate, hidden, bias=config.mlp_bias, place="gate_up"),
+        down=linear(*stack, hidden, intermediate, bias=config.mlp_bias, place="down"),
+        shared=_allocate_shared(hidden, experts.shared_size, linear) if experts and experts.shared_size else None,
+        mlp_post_norm=norm() if config.post_norms else None,
     )
+
+
+def _projected_size(config: ModelConfig, of: LayerConfig) -> int:
+    """Rows of `qkv`."""
+    if of.linear is not None:
+        return of.linear.projected_size
+    return sum(qkv_sizes(config))
+
+
+def qkv_sizes(config: ModelConfig) -> list[int]:
+    """Of queries, with the gates that are stored with them, of keys, and of values."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return [2 * q if config.attention_gate else q, kv, kv]
+
+
+def attended_size(config: ModelConfig, of: LayerConfig) -> int:
+    """Columns of `output`."""
+    return config.num_heads * config.head_dim if of.linear is None else of.linear.heads.value_size
+
+
+def _allocate_linear_attention(
+    linear: LinearAttention, dtype: torch.dtype, device: torch.device | None
+) -> LinearAttentionWeights:
+    def by_head() -> Tensor:  # in float32: decays are exponentials of them
+        return torch.empty(linear.heads.num_value_heads, dtype=torch.float32, device=device)
+
+    return LinearAttentionWeights(
+        conv=torch.empty(linear.channels, 1, linear.kernel, dtype=dtype, device=device),
+        rates=(by_head(), by_head()),
+        norm=torch.empty(linear.heads.value_dim, dtype=dtype, device=device),
+    )
+
+
+def _allocate_shared(hidden: int, size: int, linear: Callable[..., Linear]) -> SharedExpertWeights:
+    return SharedExpertWeights(
+        gate_up=linear(2 * size, hidden, bias=False),
+        down=linear(hidden, size, bias=False),
+        gate=linear(1, hidden, bias=False),
+    )
+
+
+def settle(config: ModelConfig, weights: DecoderWeights) -> None:
+    """Turn what a checkpoint has stored into what the block computes with, in place."""
+    if config.norm_offset:
+        for norm in _norms(weights):
+            norm.add_(config.norm_offset)
+    for of, layer in zip(config.layers, weights.layers, strict=True):
+        if of.linear is not None:
+            assert layer.linear is not None
+            layer.linear.rates[0].exp_().neg_()
+            if of.linear.stacked_by_head:
+                _unstack_heads(of.linear, layer.qkv.weight)
+        else:
+            for stacked in (layer.qkv.weight, layer.qkv.bias, layer.qkv.scales):
+                if stacked is not None:
+                    settle_qkv(config, stacked)
+            for norm in layer.norms or ():
+                if (order := _pair_order(config, norm.device)) is not None:
+                    norm.copy_(norm[order])
+
+
+def settle_qkv(config: ModelConfig, stacked: Tensor) -> None:
+    """The outputs of a query, key and value projection, [outputs, ...], as the block orders them, in place."""
+    size, head_dim = config.num_heads * config.head_dim, config.head_dim
+    if config.attention_gate:  # from query, gate, query, gate ... to all gates, all queries
+        queries = stacked[: 2 * size]
+        by_head = queries.view(config.num_heads, 2, head_dim, *queries.shape[1:])
+        queries.copy_(by_head.flip(1).transpose(0, 1).reshape(queries.shape))
+    if (order := _pair_order(config, stacked.device)) is not None:
+        first = size if config.attention_gate else 0
+        turned = stacked[first : first + size + config.num_kv_heads * head_dim]
+        by_head = turned.view(-1, head_dim, *turned.shape[1:])
+        by_head.copy_(by_head[:, order])
+
+
+def _pair_order(config: ModelConfig, device: torch.device) -> Tensor | None:
+    """Of a head's numbers, where it is rotated in part; None: as they are stored."""
+    partial = config.rope.rotated_size(config.head_dim) < config.head_dim
+    return pairs_side_by_side(config.rope, config.head_dim).to(device) if partial else None
+
+
+def _unstack_heads(linear: LinearAttention, stacked: Tensor) -> None:
+    """From query, key, values, gates of each key head, and strengths, decays of each, to all queries, all keys ..."""
+    heads = linear.heads
+    group = heads.num_value_heads // heads.num_key_heads
+    wide = [heads.key_dim, heads.key_dim, group * heads.value_dim, group * heads.value_dim]
+    qkvz, ba = stacked[: -2 * heads.num_value_heads], stacked[-2 * heads.num_value_heads :]
+    for part, sizes in ((qkvz, wide), (ba, [group, group])):
+        by_head = part.view(heads.num_key_heads, -1, part.shape[1])
+        part.copy_(torch.cat([each.flatten(0, 1) for each in by_head.split(sizes, dim=1)]))  # type: ignore[no-untyped-call]
+
+
+def _norms(weights: DecoderWeights) -> Iterator[Tensor]:
+    yield weights.norm
+    for layer in weights.layers:
+        found = (layer.input_norm, *(layer.norms or ()), layer.attention_post_norm, layer.mlp_norm, layer.mlp_post_norm)
+        yield from (norm for norm in found if norm is not None)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+MODEL_PLACES = ("embedding", "norm", "lm_head")
+LAYER_PLACES = (
+    "input_norm", "qkv", "q", "k", "v", "q_norm", "k_norm", "output", "attention_post_norm",
+    "linear_qkvz", "linear_qkv", "linear_z", "linear_ba", "linear_b", "linear_a",
+    "linear_conv", "linear_rate", "linear_rate_bias", "linear_norm", "linear_output",
+    "mlp_norm", "router", "gate_up", "gate", "up", "down", "mlp_post_norm",
+    "shared_gate", "shared_up", "shared_down", "shared_share",
+)  # fmt: skip
+"""Where a line's tensors may go. Of a stacked matrix, a line names either the whole or its parts. Where attention is
+gated, `q` has the gates, too; `linear_*` are of layers with linear attention, where the places of attention are not."""
+_MLP_PLACES = ("gate_up", "gate", "up", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class _Bare:
+    """A tensor whose name has no `.weight`."""
+
+    tensor: Tensor
+
+
+_Place = Linear | Tensor | _Bare | None
 
 
 def checkpoint_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, Tensor]:
     """Checkpoint tensor name -> the view that it fills. Every element of `weights` is filled by exactly one name."""
-    table = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
-    if not config.tie_word_embeddings:
-        table["lm_head.weight"] = weights.lm_head.weight
-    for number, layer in enumerate(weights.layers):
-        for name, view in _layer_table(config, layer).items():
-            if view is not None:
-                table[f"model.layers.{number}.{name}"] = view
+    names = LINES[config.architecture].names
+    tied = config.tie_word_embeddings
+    model = {"embedding": weights.embedding, "norm": weights.norm, "lm_head": None if tied else weights.lm_head}
+    table = _table({name: place for name, place in names.items() if "{layer}" not in name}, model)
+    of_layers = {name: place for name, place in names.items() if "{layer}" in name}
+    for number, (of, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
+        for name, view in _layer_table(config, of, layer, of_layers).items():
+            table[name.replace("{layer}", str(number))] = view
+    named, needed = (sum(map(Tensor.numel, tensors)) for tensors in (table.values(), _tensors(config, weights)))
+    assert named == needed, f"{config.architecture} names {named} of the model's {needed} numbers"
     return table
 
 
-def _layer_table(config: ModelConfig, layer: LayerWeights) -> dict[str, Tensor | None]:
-    q, k, v = _split(layer.qkv.weight, config)
+def stacked_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
+    """Name of a tensor with all of a layer's experts -> (the view that it fills, the names of `checkpoint_table` that
+    it stands for)."""
+    line = LINES[config.architecture]
+    table: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
+    for number, (of, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
+        for name, place in line.stacked.items() if of.experts is not None else ():
+            parts = ("gate", "up") if place == "gate_up" else ("down",)
+            each = [pattern for pattern, part in line.names.items() if "{expert}" in pattern and part in parts]
+            stood_for = (
+                f"{pattern.format(layer=number, expert=expert)}.weight" for pattern in each for expert in _numbers(of)
+            )
+            linear = layer.gate_up if place == "gate_up" else layer.down
+            table[name.format(layer=number)] = linear.weight, tuple(stood_for)
+    return table
+
+
+def _numbers(of: LayerConfig) -> range:
+    return range(0 if of.experts is None else of.experts.count)
+
+
+def _tensors(config: ModelConfig, weights: DecoderWeights) -> Iterator[Tensor]:
+    yield weights.embedding
+    yield from _norms(weights)
+    linears = [] if config.tie_word_embeddings else [weights.lm_head]
+    for layer in weights.layers:
+        linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
+        if layer.router is not None:
+            yield layer.router
+        if layer.linear is not None:
+            yield from (layer.linear.conv, *layer.linear.rates, layer.linear.norm)
+        if layer.shared is not None:
+            linears += [layer.shared.gate_up, layer.shared.down, layer.shared.gate]
+    for linear in linears:
+        yield from (tensor for tensor in (linear.weight, linear.bias, linear.scales) if tensor is not None)
+
+
+def _layer_table(
+    config: ModelConfig, of: LayerConfig, layer: LayerWeights, names: Mapping[str, str]
+) -> dict[str, Tensor]:
+    places = _places(config, of, layer)
+    if of.experts is None:
+        return _table({name: place for name, place in names.items() if "{expert}" not in name}, places)
+    shared = {name: place for name, place in names.items() if "{expert}" not in name and place not in _MLP_PLACES}
+    table = _table(shared, places)
+    for number in range(of.experts.count):
+        own = _mlp_places(_of_expert(layer.gate_up, number), _of_expert(layer.down, number))
+        expert = {name.replace("{expert}", str(number)): place for name, place in names.items() if "{expert}" in name}
+        table |= _table(expert, own)
+    return table
+
+
+def _places(config: ModelConfig, of: LayerConfig, layer: LayerWeights) -> dict[str, _Place]:
     q_norm, k_norm = layer.norms or (None, None)
-    gate, up = layer.gate_up.weight.chunk(2)
-    table: dict[str, Tensor | None] = {
-        "input_layernorm.weight": layer.input_norm,
-        "self_attn.q_proj.weight": q,
-        "self_attn.k_proj.weight": k,
-        "self_attn.v_proj.weight": v,
-        "self_attn.q_norm.weight": q_norm,
-        "self_attn.k_norm.weight": k_norm,
-        "self_attn.o_proj.weight": layer.output.weight,
-        "self_attn.o_proj.bias": layer.output.bias,
-        "post_attention_layernorm.weight": layer.mlp_norm,
-        "mlp.gate_proj.weight": gate,
-        "mlp.up_proj.weight": up,
-        "mlp.down_proj.weight": layer.down.weight,
-        "mlp.down_proj.bias": layer.down.bias,
+    places: dict[str, _Place] = dict.fromkeys(LAYER_PLACES) | {
+        "input_norm": layer.input_norm,
+        "q_norm": q_norm,
+        "k_norm": k_norm,
+        "attention_post_norm": layer.attention_post_norm,
+        "mlp_norm": layer.mlp_norm,
+        "router": layer.router,
+        "mlp_post_norm": layer.mlp_post_norm,
     }
-    if layer.qkv.bias is not None:
-        parts = zip("qkv", _split(layer.qkv.bias, config), strict=True)
-        table.update({f"self_attn.{part}_proj.bias": view for part, view in parts})
-    if layer.gate_up.bias is not None:
-        table["mlp.gate_proj.bias"], table["mlp.up_proj.bias"] = layer.gate_up.bias.chunk(2)
+    if of.linear is None:
+        parts = dict(zip("qkv", _parts(layer.qkv, qkv_sizes(config)), strict=True))
+        places |= {"qkv": layer.qkv, **parts, "output": layer.output}
+    else:
+        places |= _linear_places(of.linear, layer)
+    if layer.shared is not None:
+        gate, up = _halves(layer.shared.gate_up)
+        down, share = layer.shared.down, layer.shared.gate
+        places |= {"shared_gate": gate, "shared_up": up, "shared_down": down, "shared_share": share}
+    return places if layer.router is not None else places | _mlp_places(layer.gate_up, layer.down)
+
+
+def _linear_places(linear: LinearAttention, layer: LayerWeights) -> dict[str, _Place]:
+    assert layer.linear is not None
+    heads = linear.heads
+    qkv, z, b, a = _parts(layer.qkv, [heads.channels, heads.value_size, *[heads.num_value_heads] * 2])
+    qkvz, ba = _parts(layer.qkv, [heads.channels + heads.value_size, 2 * heads.num_value_heads])
+    rate, bias = layer.linear.rates
+    return {
+        "linear_qkvz": qkvz,
+        "linear_qkv": qkv,
+        "linear_z": z,
+        "linear_ba": ba,
+        "linear_b": b,
+        "linear_a": a,
+        "linear_conv": layer.linear.conv,
+        "linear_rate": _Bare(rate),
+        "linear_rate_bias": _Bare(bias),
+        "linear_norm": layer.linear.norm,
+        "linear_output": layer.output,
+    }
+
+
+def _mlp_places(gate_up: Linear, down: Linear) -> dict[str, _Place]:
+    gate, up = _halves(gate_up)
+    return {"gate_up": gate_up, "gate": gate, "up": up, "down": down}
+
+
+def _table(names: Mapping[str, str], places: Mapping[str, _Place]) -> dict[str, Tensor]:
+    table: dict[str, Tensor] = {}
+    for name, place in names.items():
+        found = places[place]
+        if isinstance(found, Linear):
+            table[f"{name}.weight"] = found.weight
+            if found.bias is not None:
+                table[f"{name}.bias"] = found.bias
+            if found.scales is not None:
+                table[f"{name}.weight_scale"] = found.scales
+        elif isinstance(found, _Bare):
+            table[name] = found.tensor
+        elif found is not None:
+            table[f"{name}.weight"] = found
     return table
 
 
-def _split(stacked: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
-    k_first = config.num_heads * config.head_dim
-    v_first = k_first + config.num_kv_heads * config.head_dim
-    return stacked[:k_first], stacked[k_first:v_first], stacked[v_first:]
+def _halves(gate_up: Linear) -> list[Linear]:
+    return _parts(gate_up, [len(gate_up.weight) // 2] * 2)
+
+
+def _parts(stacked: Linear, sizes: list[int]) -> list[Linear]:
+    weights = stacked.weight.split(sizes)
+    biases, scales = (
+        [None] * len(sizes) if each is None else each.split(sizes) for each in (stacked.bias, stacked.scales)
+    )
+    return [Linear(*parts) for parts in zip(weights, biases, scales, strict=True)]
+
+
+def _of_expert(stacked: Linear, number: int) -> Linear:
+    return Linear(stacked.weight[number], scales=None if stacked.scales is None else stacked.scales[number])

@@ -1,27 +1,21 @@
-"""Owns the table of supported architectures: what each one's config.json leaves unsaid.
-Never holds code: the three families share one decoder block."""
+"""Owns the table of supported lines, by the architecture that a checkpoint's config.json names.
+Never describes one: each line has a file of its own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from engine.models.line import Line
+from engine.models.lines.gemma3 import GEMMA3
+from engine.models.lines.hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from engine.models.lines.llama import LLAMA
+from engine.models.lines.mistral import MISTRAL
+from engine.models.lines.moe import MIXTRAL, QWEN3_MOE
+from engine.models.lines.phi3 import PHI3
+from engine.models.lines.qwen import QWEN2, QWEN3
+from engine.models.lines.qwen_vl import QWEN2_5_VL
+from engine.models.lines.smollm3 import SMOLLM3
 
+_DENSE = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA3, SMOLLM3, PHI3)
+_WITH_EXPERTS = (QWEN3_MOE, MIXTRAL)
+_HYBRID = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """Where an architecture differs from the shared block."""
-
-    always_qkv_bias: bool = False
-    reads_attention_bias: bool = False
-    """`attention_bias` switches the bias of q, k, v and the output projection."""
-    reads_mlp_bias: bool = False
-    qk_norm: bool = False
-    """Queries and keys pass an RMS norm over head_dim before they are rotated."""
-    default_head_dim: int | None = None
-    """None: hidden_size / num_attention_heads."""
-
-
-FAMILIES = {
-    "LlamaForCausalLM": Family(reads_attention_bias=True, reads_mlp_bias=True),
-    "Qwen2ForCausalLM": Family(always_qkv_bias=True),
-    "Qwen3ForCausalLM": Family(reads_attention_bias=True, qk_norm=True, default_head_dim=128),
-}
+LINES: dict[str, Line] = {line.architecture: line for line in (*_DENSE, *_WITH_EXPERTS, *_HYBRID, QWEN2_5_VL)}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,32 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    """cos and sin are multiplied by this (YaRN); it reaches the scores squared."""
+    """cos and sin are multiplied by this (YaRN, LongRoPE); it reaches the scores squared."""
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    """What each pair's wavelength is multiplied by within the original context, and beyond it (LongRoPE)."""
+    rotated: float = 1.0
+    """Share of a head that is rotated; the rest of it, behind, is left as it is."""
+
+    def rotated_size(self, head_dim: int) -> int:
+        return int(head_dim * self.rotated)
+
+    def check(self, head_dim: int) -> None:
+        """Raise ValueError where the fields do not fit heads of that size."""
+        size = self.rotated_size(head_dim)
+        if size % 2 or not size:
+            raise ValueError(f"partial_rotary_factor {self.rotated:g} of {head_dim} is {size}: expected an even size.")
+        for name, factors in (("short_factor", self.short_factors), ("long_factor", self.long_factors)):
+            if self.rope_type == "longrope" and len(factors) != size // 2:
+                raise ValueError(f"{name} has {len(factors)} entries: expected {size // 2}, one for each rotated pair.")
+
+    def default_length(self, max_position_embeddings: int) -> int:
+        """Positions served unless more are asked for. These two cost quality at short lengths where they reach far."""
+        if self.rope_type == "dynamic":
+            return max_position_embeddings
+        if self.rope_type == "longrope":
+            return min(self.original_max_position, max_position_embeddings)
+        return self.longest_position(max_position_embeddings)
 
     def longest_position(self, max_position_embeddings: int) -> int:
         """Positions that the checkpoint can serve: YaRN, linear and dynamic scaling reach beyond its own limit."""
@@ -40,8 +65,12 @@ class RopeConfig:
         return max_position_embeddings
 
 
-def read_rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
+def read_rope(
+    config: Mapping[str, Any], max_position_embeddings: int, *, theta: float = 10000.0, partial: bool = False
+) -> RopeConfig:
     """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before) of a config.json.
+
+    theta: what a config that leaves it out means. partial: whether heads may be rotated in part.
 
     Raises:
         ValueError: the type is not one of ROPE_TYPES, or a field is missing or changes what this file computes.
@@ -51,17 +80,17 @@ def read_rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeCo
         spec["partial_rotary_factor"] = config["partial_rotary_factor"]
     spec.update(config.get("rope_scaling") or config.get("rope_parameters") or {})
     rope_type = spec.get("rope_type", spec.get("type", "default"))
-    _refuse_unknown(rope_type, spec)
+    _refuse_unknown(rope_type, spec, partial)
     original = max_position_embeddings
-    if rope_type in ("llama3", "yarn"):
+    if rope_type in ("llama3", "yarn", "longrope"):
         key = "original_max_position_embeddings"  # transformers prefers the one outside the RoPE parameters
         original = int(config.get(key) or spec.get(key) or max_position_embeddings)
     factor = spec.get("factor")
     if factor is None:
-        factor = max_position_embeddings / original if rope_type == "yarn" else 1.0
+        factor = max_position_embeddings / original if rope_type in ("yarn", "longrope") else 1.0
     return RopeConfig(
         rope_type=rope_type,
-        theta=float(spec["rope_theta"] or 10000.0),
+        theta=float(spec["rope_theta"] or theta),
         factor=float(factor),
         original_max_position=original,
         low_freq_factor=float(spec.get("low_freq_factor") or 1.0),
@@ -69,7 +98,10 @@ def read_rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeCo
         beta_fast=float(spec.get("beta_fast") or 32.0),
         beta_slow=float(spec.get("beta_slow") or 1.0),
         truncate=bool(spec.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(spec, float(factor)) if rope_type == "yarn" else 1.0,
+        attention_factor=_attention_factor(rope_type, spec, float(factor), original),
+        short_factors=tuple(map(float, spec["short_factor"])) if rope_type == "longrope" else (),
+        long_factors=tuple(map(float, spec["long_factor"])) if rope_type == "longrope" else (),
+        rotated=float(spec.get("partial_rotary_factor") or 1.0),
     )
 
 
@@ -79,10 +111,11 @@ _REQUIRED = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
 }
 
 
-def _refuse_unknown(rope_type: Any, spec: Mapping[str, Any]) -> None:
+def _refuse_unknown(rope_type: Any, spec: Mapping[str, Any], partial: bool) -> None:
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"RoPE type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
     nested = [key for key, value in spec.items() if isinstance(value, dict)]
@@ -90,17 +123,22 @@ def _refuse_unknown(rope_type: Any, spec: Mapping[str, Any]) -> None:
         raise ValueError(f"RoPE parameters per layer type ({', '.join(nested)}) are not supported, only one for all.")
     if spec.get("mrope_section"):
         raise ValueError("mrope_section (multimodal RoPE) is not supported; supported is one position per token.")
-    if spec.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+    if spec.get("partial_rotary_factor", 1.0) not in (None, 1.0) and not partial:
         raise ValueError(f"partial_rotary_factor {spec['partial_rotary_factor']} is not supported; supported is 1.0.")
     missing = [key for key in _REQUIRED[rope_type] if spec.get(key) is None]
     if missing:
         raise ValueError(f"RoPE type {rope_type!r} needs {', '.join(missing)}, which the checkpoint does not give.")
 
 
-def _yarn_attention_factor(spec: Mapping[str, Any], factor: float) -> float:
-    """Attention temperature of YaRN (arXiv 2309.00071, section 3.4), with the mscale pair that DeepSeek added."""
+def _attention_factor(rope_type: str, spec: Mapping[str, Any], factor: float, original: int) -> float:
+    """Attention temperature: of YaRN (arXiv 2309.00071, section 3.4), with the mscale pair that DeepSeek added, and of
+    LongRoPE as Phi-3 has it (arXiv 2402.13753)."""
+    if rope_type not in ("yarn", "longrope"):
+        return 1.0
     if spec.get("attention_factor") is not None:
         return float(spec["attention_factor"])
+    if rope_type == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
     def temperature(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
@@ -112,12 +150,38 @@ def _yarn_attention_factor(spec: Mapping[str, Any], factor: float) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> Tensor:
-    """Radians per position of each rotated pair. # [head_dim / 2] float32
+    """Radians per position of each pair, 0 for pairs that are not rotated. # [head_dim / 2] float32
 
     `dynamic` (NTK) scaling defines the base by the current length, so a cached key would depend on when it was
     computed. It is resolved once, for the longest length served, max(max_model_len, original): the same at every
-    position and for every request, and equal to transformers' at that length.
+    position and for every request, and equal to transformers' at that length. So is LongRoPE's choice of factors.
     """
+    size = rope.rotated_size(head_dim)
+    found = _rotated_frequencies(rope, size, max_model_len)
+    return torch.nn.functional.pad(found, (0, (head_dim - size) // 2)) if size < head_dim else found
+
+
+def rotation_factors(rope: RopeConfig, head_dim: int) -> Tensor:
+    """What each pair's cos and sin are multiplied by: those that are not rotated keep their length. # [head_dim / 2]"""
+    factors = torch.ones(head_dim // 2)
+    factors[: rope.rotated_size(head_dim) // 2] = rope.attention_factor
+    return factors
+
+
+def pairs_side_by_side(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Where each element of a head comes from, so that pairs are (i, i + head_dim / 2): # [head_dim]
+
+    Where a head of 8 is rotated in half, checkpoints have pairs (0, 2), (1, 3), and 4 to 7 are left as they are:
+    from 0, 1, 4, 5, 2, 3, 6, 7.
+    """
+    half = rope.rotated_size(head_dim) // 2
+    rest = (head_dim - 2 * half) // 2
+    first, second = torch.arange(half), torch.arange(2 * half, 2 * half + rest)
+    return torch.cat((first, second, first + half, second + rest))
+
+
+def _rotated_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> Tensor:
+    """Of the rotated part of a head. # [head_dim / 2] float32"""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base = rope.theta
     if rope.rope_type == "dynamic":
@@ -130,6 +194,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> 
         return _llama3(rope, plain)
     if rope.rope_type == "yarn":
         return _yarn(rope, plain, head_dim)
+    if rope.rope_type == "longrope":
+        factors = rope.long_factors if max_model_len > rope.original_max_position else rope.short_factors
+        return 1.0 / (torch.tensor(factors) * base**exponents)
     return plain
 
 

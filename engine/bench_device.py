@@ -1,0 +1,401 @@
+"""Owns the measurement of steps and loads on a device, against its own peaks in the same run. Long: each load.
+Never needs a server or a checkpoint: weights are dummies of real shapes. Ends with one JSON document."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import engine.models
+from engine.bench import decode_plan, measure, prefill_plan, step_of
+from engine.bench_mixed import WHOLE, MixedLoad, with_budget
+from engine.config import EngineConfig, ResolvedConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.executor import TorchExecutor, create_executor
+from engine.machine import machine
+from engine.models.config import ModelConfig
+from engine.protocol import Failed, Finished, SamplingParams, Submission, Token
+from engine.request import create_request
+from engine.resolve import torch_dtype
+from engine.step import StepPlan
+from kernels.bench import Bench, peaks
+
+SHAPES = Path(engine.models.__file__).parent / "shapes"
+
+Cell = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sizes of everything that is measured."""
+
+    decode_rows: tuple[int, ...]
+    context: int
+    """Tokens in the cache of each decode row."""
+    prefill: int
+    mixed: int
+    """Tokens of a step that holds decode rows and a chunk."""
+    chunk: int
+    """Tokens of a chunk in the loads below."""
+    long_prompt: int
+    stream_answer: int
+    requests: int
+    prompt: int
+    answer: int
+    """Of the throughput's requests, all there at once."""
+    long_every_s: float
+
+
+FULL = Load((1, 8, 64), 1024, 8192, 2048, 512, 4096, 200, 64, 512, 128, 2.0)
+SHORT = Load((1, 2), 16, 24, 16, 8, 32, 12, 3, 10, 4, 0.01)
+
+
+class DeviceBench:
+    """One model on one device."""
+
+    def __init__(self, options: Namespace) -> None:
+        self.options = options
+        self.load = SHORT if options.short else FULL
+        self.model_dir = options.model if options.model.exists() else SHAPES / str(options.model)
+        self._draw = random.Random(options.seed)
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.options.device == "cuda")
+
+    @contextmanager
+    def engine(self, *, graphs: bool = True, overlap: bool = False) -> Iterator[tuple[TorchExecutor, ResolvedConfig]]:
+        """Made anew, and gone afterwards: two of these models may be more than the device holds."""
+        load = self.load
+        asked: dict[str, Any] = {"cuda_graphs": "auto" if graphs else "none"} if self.on_gpu else {}
+        config = EngineConfig(
+            load_format="dummy",
+            device=self.options.device,
+            dtype=self.options.dtype,
+            max_num_seqs=max(load.decode_rows),
+            max_num_batched_tokens=load.prefill,
+            num_kv_blocks=self._num_blocks(),
+            num_speculative_tokens=0,
+            enable_prefix_caching=False,
+            overlap=overlap,
+            **asked,
+        )
+        executor, resolved = create_executor(self.model_dir, config)
+        try:
+            yield executor, resolved
+        finally:
+            executor.shutdown()
+
+    def _num_blocks(self) -> int:
+        load = self.load
+        rows = max(load.decode_rows) * (load.context + 1 + 64)
+        return (rows + load.prefill + load.long_prompt + load.requests * (load.prompt + load.answer)) // 16 + 512
+
+    def token(self) -> int:
+        return self._draw.randrange(100, 1000) if not self.options.short else self._draw.randrange(1, 50)
+
+    # --- single steps, against the peaks ------------------------------------------------------------------------------
+
+    def steps(self, executor: TorchExecutor, resolved: ResolvedConfig, peak: dict[str, float]) -> list[Cell]:
+        """Decode against reading all weights and the cache once; prefill against its products; a mixed step against
+        one without decode rows."""
+        load, model = self.load, executor.model.decoder.config  # type: ignore[attr-defined]
+        size = torch_dtype(resolved.dtype).itemsize
+        cells: list[Cell] = []
+        for rows in load.decode_rows:
+            plan = decode_plan(rows, load.context, resolved.block_size, self.token)
+            least_ms = bytes_read(model, rows, load.context, size) / peak["copy_gb_s"] / 1e6
+            cells.append(self._step("decode", rows, executor, plan, least_ms))
+        plan = prefill_plan(load.prefill, 0, resolved.block_size, self.token)
+        least_ms = flops(model, load.prefill, 0) / peak["matrix_gflop_s"] / 1e6
+        cells.append(self._step("prefill", load.prefill, executor, plan, least_ms))
+        alone = prefill_plan(load.mixed, 0, resolved.block_size, self.token)
+        cells.append(self._step("prefill_only", load.mixed, executor, alone, 0.0))
+        mixed = self._mixed_plan(resolved.block_size)
+        cells.append(self._step("mixed", load.mixed, executor, mixed, cells[-1]["ms_p50"]))
+        return cells
+
+    def _mixed_plan(self, block_size: int) -> StepPlan:
+        rows = max(self.load.decode_rows)
+        decode = decode_plan(rows, self.load.context, block_size, self.token).rows
+        first_free = 1 + max(block for row in decode for block in row.block_ids)
+        (chunk,) = prefill_plan(self.load.mixed - rows, 0, block_size, self.token).rows
+        moved = dataclasses.replace(chunk, request_id="chunk", block_ids=tuple(b + first_free for b in chunk.block_ids))
+        return StepPlan(0, (*decode, moved))
+
+    def _step(self, kind: str, size: int, executor: TorchExecutor, plan: StepPlan, least_ms: float) -> Cell:
+        times = measure(step_of(executor, plan), self.options.steps)
+        return {
+            "cell": kind,
+            "size": size,
+            "ms_p50": statistics.median(times),
+            "ms_min": min(times),
+            "ms_max": max(times),
+            "least_ms": least_ms,
+        }
+
+    def queued_ms(self, executor: TorchExecutor, resolved: ResolvedConfig, rows: int) -> float:
+        """A decode step's time where the next is queued before it ends, so that nothing waits for Python between."""
+        plan = decode_plan(rows, self.load.context, resolved.block_size, self.token)
+
+        def run() -> None:
+            for _ in range(4):
+                executor.launch(plan)
+            for _ in range(4):
+                executor.collect()
+
+        return statistics.median(measure(run, self.options.steps)) / 4
+
+    # --- loads --------------------------------------------------------------------------------------------------------
+
+    def host_gap(self, executor: TorchExecutor, resolved: ResolvedConfig) -> Cell:
+        """Percent of the whole loop's decode step that is not the device's."""
+        rows, steps = max(self.load.decode_rows), self.options.steps
+        queued_ms = self.queued_ms(executor, resolved, rows)
+        core = _Loop(executor, resolved, self.token)
+        for i in range(rows):
+            core.submit(f"stream {i}", self.load.context, steps + 60)
+        core.run_until(lambda: all(core.stamps.get(f"stream {i}") for i in range(rows)))
+        begun = time.perf_counter()
+        for _ in range(steps):
+            core.step()
+        loop_ms = 1000 * (time.perf_counter() - begun) / steps
+        core.end()
+        percent = max(0.0, 100 * (1 - queued_ms / loop_ms))
+        return {"cell": "host_gap", "size": rows, "loop_ms": loop_ms, "queued_ms": queued_ms, "percent": percent}
+
+    def throughput(self, executor: TorchExecutor, resolved: ResolvedConfig) -> Cell:
+        load = self.load
+        core = _Loop(executor, resolved, self.token)
+        begun = time.perf_counter()
+        for i in range(load.requests):
+            core.submit(f"request {i}", load.prompt, load.answer)
+        core.run_until(lambda: core.num_done == load.requests)
+        wall_s = time.perf_counter() - begun
+        tokens_s = load.requests * load.answer / wall_s
+        return {"cell": "throughput", "size": load.requests, "tokens_s": tokens_s, "wall_s": wall_s}
+
+    def mixed_load(self, executor: TorchExecutor, resolved: ResolvedConfig) -> list[Cell]:
+        """Four streams beside long prompts, in chunks and whole; see engine.bench_mixed."""
+        return [
+            {"cell": "mixed_load", "size": size}
+            | MixedLoad(executor, with_budget(resolved, size), self.options.seed, self.load.long_every_s).run()
+            for size in (self.load.chunk, WHOLE)
+        ]
+
+    def owner_by_graphs(self) -> list[Cell]:
+        """Who cuts a long prompt, the engine within one step or the scheduler; with captured steps and without: four
+        streams, then one long prompt."""
+        cells = []
+        for graphs in (True, False) if self.on_gpu else (False,):
+            with self.engine(graphs=graphs) as (executor, resolved):
+                for owner, limit in (("engine", self.load.chunk), ("scheduler", self.load.mixed)):
+                    config = dataclasses.replace(
+                        resolved,
+                        scheduler=SchedulerConfig(chunk_owner=owner, chunk_halving_context=0),  # type: ignore[arg-type]
+                        max_num_batched_tokens=max(limit, resolved.max_num_seqs + 1),
+                        max_prefill_tokens=limit,
+                    )
+                    cells.append(self._one_long_prompt(executor, config) | {"owner": owner, "graphs": graphs})
+        return cells
+
+    def _one_long_prompt(self, executor: TorchExecutor, config: ResolvedConfig) -> Cell:
+        streams, load = [f"stream {i}" for i in range(min(4, config.max_num_seqs - 1))], self.load
+        core = _Loop(executor, config, self.token)
+        for name in streams:
+            core.submit(name, min(64, load.prompt), load.stream_answer)
+        core.run_until(lambda: all(len(core.stamps.get(name, ())) >= 8 for name in streams))
+        before, begun = core.num_tokens, time.perf_counter()
+        core.submit("long", load.long_prompt, 1)
+        core.run_until(lambda: core.num_done == len(streams) + 1)
+        wall_s, ttft_s = time.perf_counter() - begun, core.stamps["long"][0] - begun
+        tokens = core.num_tokens - before + load.long_prompt
+        return {"cell": "owner_by_graphs", "ttft_ms": 1000 * ttft_s, "tokens_s": tokens / wall_s}
+
+    def transformers_tokens_s(self) -> Cell:
+        """transformers' own generation of as many answers at once, on random weights of the same shape."""
+        try:
+            from transformers import AutoConfig, AutoModelForCausalLM
+        except ImportError as error:
+            return {"cell": "transformers", "missing": str(error)}
+        load, device = self.load, torch.device(self.options.device)
+        config = AutoConfig.from_pretrained(self.model_dir)
+        torch.set_default_device(device)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.options.dtype)).eval()
+        finally:
+            torch.set_default_device("cpu")
+        ids = torch.randint(1, 50, (load.requests, load.prompt), device=device)
+        options = {"do_sample": False, "min_new_tokens": load.answer, "max_new_tokens": load.answer, "pad_token_id": 0}
+        times = []
+        for _ in range(2):  # the first compiles and allocates
+            begun = time.perf_counter()
+            model.generate(ids, attention_mask=torch.ones_like(ids), **options).cpu()
+            times.append(time.perf_counter() - begun)
+        tokens_s = load.requests * load.answer / times[-1]
+        return {"cell": "transformers", "size": load.requests, "tokens_s": tokens_s, "wall_s": times[-1]}
+
+
+class _Loop:
+    """An engine's loop by hand: one thread submits, steps, and stamps every token."""
+
+    def __init__(self, executor: TorchExecutor, config: ResolvedConfig, token: Callable[[], int]) -> None:
+        self._core, self._config, self._token = EngineCore(executor, config), config, token
+        self._live: list[str] = []
+        self.stamps: dict[str, list[float]] = {}
+        self.num_tokens = self.num_done = 0
+
+    def submit(self, name: str, prompt: int, answer: int) -> None:
+        ids = tuple(self._token() for _ in range(prompt))
+        params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+        self._core.submit(create_request(Submission(name, ids, params), self._config, len(self._live)))
+        self._live.append(name)
+
+    def step(self) -> None:
+        events = self._core.step()
+        now = time.perf_counter()
+        for event in events:
+            if isinstance(event, Failed):
+                raise RuntimeError(f"{event.request_id} failed: {event.message}")
+            if isinstance(event, Token):
+                self.stamps.setdefault(event.request_id, []).append(now)
+                self.num_tokens += 1
+        self.num_done += sum(isinstance(event, Finished) for event in events)
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            self.step()
+
+    def end(self) -> None:
+        for name in self._live:
+            self._core.abort(name)
+        while self._core.has_work:
+            self._core.step()
+
+
+# --- what a device must at least do ---------------------------------------------------------------------------------
+
+
+def matrix_params(model: ModelConfig) -> int:
+    """Weights that a token is multiplied with, but for the LM head."""
+    heads = ((3 if model.attention_gate else 2) * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    attention = model.num_attention_layers * heads
+    linear = sum(of.projected_size + of.heads.value_size for of in model.linear_layers)
+    return model.hidden_size * (attention + linear + model.num_layers * 3 * model.multiplied_intermediate_size)
+
+
+def bytes_read(model: ModelConfig, rows: int, context: int, item: int) -> int:
+    """By a decode step: every weight once, and K and V and the recurrent state of every row."""
+    head = model.vocab_size * model.hidden_size
+    cache = 2 * model.num_attention_layers * model.num_kv_heads * model.head_dim * rows * (context + 1)
+    states = sum(of.heads.num_value_heads * of.heads.key_dim * of.heads.value_dim for of in model.linear_layers)
+    return (matrix_params(model) + head + cache) * item + 4 * rows * states
+
+
+def flops(model: ModelConfig, tokens: int, context: int) -> int:
+    """Of one chunk's matrix products and attention; of the LM head, one row."""
+    pairs = tokens * context + tokens * (tokens + 1) // 2
+    attention = 4 * model.num_attention_layers * model.num_heads * model.head_dim * pairs
+    return 2 * matrix_params(model) * tokens + attention + 2 * model.vocab_size * model.hidden_size
+
+
+def targets(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The figures that were aimed at, and whether they were reached. What was not measured has no line."""
+    kinds: dict[str, list[Cell]] = {}
+    for cell in cells:
+        kinds.setdefault(cell["cell"], []).append(cell)
+    found: list[tuple[str, float, str, float]] = []
+    for cell in kinds.get("decode", ()):
+        what = f"decode, {cell['size']} rows: time over reading weights and cache once"
+        found.append((what, cell["ms_p50"] / cell["least_ms"], "<=", 1.3))
+    for cell in kinds.get("prefill", ()):
+        what = f"prefill of {cell['size']}: share of the matrix rate"
+        found.append((what, cell["least_ms"] / cell["ms_p50"], ">=", 0.55))
+    for cell in kinds.get("mixed", ()):
+        found.append((f"mixed step of {cell['size']} over prefill alone", cell["ms_p50"] / cell["least_ms"], "<=", 1.1))
+    for cell in kinds.get("host_gap", ()):
+        found.append(("host gap between decode steps, percent", cell["percent"], "<=", 3.0))
+    if len(gaps := kinds.get("mixed_load", [])) == 2:
+        found.append(("longest gap, chunks over whole prompts", gaps[0]["gap_max"] / gaps[1]["gap_max"], "<=", 0.3))
+    both = {(cell["owner"], cell["graphs"]): cell for cell in kinds.get("owner_by_graphs", ())}
+    if (best := both.get(("scheduler", True))) and (plain := both.get(("engine", False))):
+        what = "engine and eager, scheduler and graphs"
+        found.append((f"TTFT ratio, {what}", plain["ttft_ms"] / best["ttft_ms"], ">=", 5.0))
+        found.append((f"tokens/s ratio, {what}", best["tokens_s"] / plain["tokens_s"], ">=", 3.0))
+    theirs = [cell for cell in kinds.get("transformers", ()) if "tokens_s" in cell]
+    if theirs and (ours := kinds.get("throughput")):
+        found.append(("tokens/s over transformers' generation", ours[0]["tokens_s"] / theirs[0]["tokens_s"], ">=", 2.0))
+    return [
+        {"what": what, "value": value, "aim": f"{sign} {aim:g}", "met": value <= aim if sign == "<=" else value >= aim}
+        for what, value, sign, aim in found
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    bench = DeviceBench(options)
+    device = torch.device(options.device)
+    of_kernels = Namespace(copy_mib=options.copy_mib, matrix=options.matrix, runs=options.steps)
+    peak_of = Bench(
+        of_kernels, device, getattr(torch, options.dtype), torch.Generator(device).manual_seed(options.seed)
+    )
+    with torch.inference_mode():
+        peak = peaks(peak_of)
+        with bench.engine() as (executor, resolved):
+            cells = bench.steps(executor, resolved, peak)
+            if not options.short:  # its prompts are long, and come at real times
+                cells += bench.mixed_load(executor, resolved)
+        with bench.engine(overlap=True) as (executor, resolved):
+            cells += [bench.host_gap(executor, resolved), bench.throughput(executor, resolved)]
+        cells += bench.owner_by_graphs()
+        cells.append(bench.transformers_tokens_s())
+    aims = targets(cells)
+    for cell in cells:
+        print(" ".join(f"{k}={v:.2f}" if isinstance(v, float) else f"{k}={v}" for k, v in cell.items()))
+    for aim in aims:
+        print(f"{aim['what']}: {aim['value']:.2f} (aim {aim['aim']}): {'met' if aim['met'] else 'missed'}")
+    name = torch.cuda.get_device_name(device) if bench.on_gpu else machine()["cpu"]
+    head = {"benchmark": "engine_device", **machine(), "device": name, "torch": torch.__version__}
+    result = {**head, "model": bench.model_dir.name, "short": options.short, "seed": options.seed}
+    document = json.dumps(
+        {**result, "peaks": peak, "config": dataclasses.asdict(resolved), "cells": cells, "targets": aims}, default=str
+    )
+    if options.out:
+        options.out.write_text(document + "\n")
+    print(document)
+
+
+def _options(arguments: Sequence[str] | None) -> Namespace:
+    parser = argparse.ArgumentParser(prog="python -m engine.bench_device", description=__doc__)
+    names = ", ".join(sorted(path.name for path in SHAPES.iterdir()))
+    parser.add_argument(
+        "--model", type=Path, default=Path("llama-3.1-8b"), help=f"a directory with config.json, or: {names}"
+    )
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--steps", type=int, default=20, help="of a cell")
+    parser.add_argument("--copy-mib", type=int, default=512, help="what the copy's peak is measured on")
+    parser.add_argument("--matrix", type=int, default=8192, help="rows and columns of the product's peak")
+    parser.add_argument("--short", action="store_true", help="little of everything, to see that all works")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU that torch can use here; --device cpu --short shows that all works")
+    return options
+
+
+if __name__ == "__main__":
+    main()

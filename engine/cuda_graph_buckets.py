@@ -1,0 +1,129 @@
+"""Owns the sizes that steps are captured in, and which of them a step runs in, padded up to it.
+Never captures anything: the same answer can be had without a GPU."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from engine.config import ConfigError
+
+Scope = Literal["none", "decode", "all"]
+
+SMALLEST_MIXED_TOKENS = 64
+FEW_ROWS = 8
+"""Mixed steps of a few rows have buckets of their own: a row of padding costs attention a block table to look at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The size of a captured step: a step of no more tokens and no more rows runs in it."""
+
+    num_tokens: int
+    num_rows: int
+    decode: bool
+    """One token a row, all of them decode rows."""
+
+    @property
+    def name(self) -> str:
+        """As metrics have it."""
+        return f"decode {self.num_rows}" if self.decode else f"mixed {self.num_tokens}x{self.num_rows}"
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """All sizes of one engine, each ascending. A mixed step has a bucket for each pair of tokens and rows."""
+
+    decode_rows: tuple[int, ...] = ()
+    mixed_tokens: tuple[int, ...] = ()
+    mixed_rows: tuple[int, ...] = ()
+
+    @property
+    def all(self) -> tuple[Bucket, ...]:
+        """Largest first: the memory that the largest capture takes serves the smaller ones."""
+        decode = [Bucket(rows, rows, True) for rows in self.decode_rows]
+        mixed = [Bucket(tokens, rows, False) for tokens in self.mixed_tokens for rows in self.mixed_rows]
+        return tuple(sorted(decode + mixed, key=lambda bucket: (-bucket.num_tokens, -bucket.num_rows)))
+
+    def find(self, *, num_tokens: int, num_rows: int, decode: bool) -> Bucket | str:
+        """The smallest bucket that a step fits, or why there is none. `decode`: all rows are, with one token each."""
+        if decode:
+            rows = _at_least(self.decode_rows, num_rows)
+            return Bucket(rows, rows, True) if rows is not None else f"more than {_last(self.decode_rows)} decode rows"
+        if not self.mixed_tokens:
+            return "prefill rows or drafts"
+        tokens, rows = _at_least(self.mixed_tokens, num_tokens), _at_least(self.mixed_rows, num_rows)
+        if tokens is None:
+            return f"more than {_last(self.mixed_tokens)} tokens"
+        return Bucket(tokens, rows, False) if rows is not None else f"more than {_last(self.mixed_rows)} rows"
+
+
+def plan_buckets(
+    scope: Scope,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    decode_rows: Sequence[int] | None = None,
+    mixed_tokens: Sequence[int] | None = None,
+    mixed_rows: Sequence[int] | None = None,
+) -> Buckets:
+    """Buckets for every step that such an engine can plan. What is None is chosen here.
+
+    Raises:
+        ConfigError: the sizes asked for are not ascending, or leave steps without a bucket.
+    """
+    if scope == "none":
+        return Buckets()
+    decode = _checked("cuda_graph_decode_rows", decode_rows, _row_sizes(max_num_seqs), "max_num_seqs", max_num_seqs)
+    if scope == "decode":
+        return Buckets(decode)
+    tokens = _checked(
+        "cuda_graph_mixed_tokens",
+        mixed_tokens,
+        _token_sizes(max_num_batched_tokens),
+        "max_num_batched_tokens",
+        max_num_batched_tokens,
+    )
+    few = (FEW_ROWS, max_num_seqs) if max_num_seqs > FEW_ROWS else (max_num_seqs,)
+    return Buckets(decode, tokens, _checked("cuda_graph_mixed_rows", mixed_rows, few, "max_num_seqs", max_num_seqs))
+
+
+def _row_sizes(most: int) -> tuple[int, ...]:
+    """1, 2, 4, then every eighth row, and beyond 256 every sixteenth of the size: padding stays a small share."""
+    sizes = [1, 2, 4]
+    while sizes[-1] < most:
+        sizes.append((sizes[-1] // 8 + 1) * 8 if sizes[-1] < 256 else sizes[-1] + sizes[-1] // 16 // 8 * 8)
+    return (*(size for size in sizes if size < most), most)
+
+
+def _token_sizes(most: int) -> tuple[int, ...]:
+    """Each half as large again as the one before, by turns 4/3 and 3/2: padding adds at most half."""
+    sizes, size = [], SMALLEST_MIXED_TOKENS
+    while size < most:
+        sizes += [size, size * 3 // 2]
+        size *= 2
+    return (*(size for size in sizes if size < most), most)
+
+
+def _checked(name: str, asked: Sequence[int] | None, chosen: tuple[int, ...], limit: str, most: int) -> tuple[int, ...]:
+    if asked is None:
+        return chosen
+    if not asked or asked[0] < 1 or any(one >= other for one, other in pairwise(asked)):
+        raise ConfigError(f"{name} is {list(asked)}: expected positive sizes, each larger than the one before.")
+    if asked[-1] < most:
+        raise ConfigError(
+            f"{name} ends at {asked[-1]}, but {limit} is {most}: larger steps would have no graph. Add {most}."
+        )
+    return tuple(asked)
+
+
+def _at_least(sizes: Sequence[int], size: int) -> int | None:
+    index = bisect_left(sizes, size)
+    return sizes[index] if index < len(sizes) else None
+
+
+def _last(sizes: Sequence[int]) -> int:
+    return sizes[-1] if sizes else 0

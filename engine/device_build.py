@@ -1,0 +1,219 @@
+"""Owns the start of an engine on a device: weights, a step of the largest size, KV blocks in what is left, captures.
+Never computes a request's step, and never guesses what can be measured."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings
+from engine.cuda_graph_buckets import Buckets, plan_buckets
+from engine.device import Device
+from engine.device_executor import DeviceExecutor
+from engine.device_memory import MemoryUse, check_blocks_fit, check_states_fit, kv_blocks_that_fit
+from engine.device_model import DeviceModel
+from engine.executor import StateLostError, read_grammars
+from engine.kv_cache import KVCache, blocks_in, bytes_per_block
+from engine.models.config import ModelConfig, read_model_config
+from engine.models.decoder import Decoder
+from engine.recurrent_state import RecurrentState, state_bytes
+from engine.resolve import resolve, resolve_dtype
+from engine.step import ExecutorOutOfMemoryError, RowKind, RowSampling, ScheduledRequest, StateUse, StepPlan
+from engine.weights import dummy_weights, load_weights
+from kernels.choice import Choice, choose_attention
+from kernels.ops import Ops
+
+logger = logging.getLogger(__name__)
+
+GPU_MEMORY_UTILIZATION = 0.9
+"""Unless the config says otherwise."""
+
+
+def create_on_device(
+    model_dir: Path, config: EngineConfig, device: Device, reason: str
+) -> tuple[DeviceExecutor, ResolvedConfig]:
+    """Load the checkpoint of `model_dir` straight to `device` and make it ready to run. reason: for the device.
+
+    Raises:
+        CheckpointError: the checkpoint is broken or not supported.
+        ConfigError: the config asks for more than the checkpoint, the device or its memory can give.
+    """
+    _refuse_cpu_settings(config)
+    model = read_model_config(model_dir)
+    if model.vision is not None:
+        raise ConfigError(f"{model.architecture} runs on the CPU alone, and device is {device.name}: set device cpu.")
+    refuse_encoder_settings(config, f"{model.architecture} takes text alone")
+    if config.max_loras:
+        raise ConfigError(f"max_loras is {config.max_loras}, but adapters run on the CPU alone: set device cpu.")
+    dtype, _ = resolve_dtype(config, device)
+    attention, ops = _attention(model, config, device, dtype)
+    buckets, why_graphs = _buckets(config, device, attention, ops, model)
+    measured_later = (1, "measured once the weights are loaded")
+    resolved = resolve(model_dir, model, config, attention, (device, reason), measured_later)
+    resolved = replace(resolved, reasons=resolved.reasons | {"cuda_graphs": why_graphs})
+    start = _Start(model, config, resolved, device, ops, buckets, dtype)
+    free, total = device.memory()
+    where = device.torch_device
+    dummy = config.load_format == "dummy"
+    weights = dummy_weights(model, dtype, device=where) if dummy else load_weights(model_dir, model, dtype, where)
+    device.release_unused()
+    decoder = Decoder(model, weights, resolved.max_model_len)
+    loaded = device.memory()[0]
+    use = start.measure(decoder, MemoryUse(total=total, others=total - free, weights=free - loaded, activations=0))
+    num_blocks, why_blocks = start.num_blocks(use)
+    resolved = replace(resolved, num_kv_blocks=num_blocks, reasons=resolved.reasons | {"num_kv_blocks": why_blocks})
+    built = start.model(decoder, num_blocks)
+    if buckets.all:
+        built.capture(buckets)
+    grammars = read_grammars(model_dir, resolved)
+    return DeviceExecutor(built, device, num_threads=resolved.num_threads, grammars=grammars), resolved
+
+
+class _Start:
+    """What the steps of a start have in common."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        resolved: ResolvedConfig,
+        device: Device,
+        ops: Ops,
+        buckets: Buckets,
+        dtype: torch.dtype,
+    ) -> None:
+        self._model, self._config, self._resolved = model, config, resolved
+        self._device, self._ops, self._buckets, self._dtype = device, ops, buckets, dtype
+        self._block_bytes = bytes_per_block(model, config.block_size, dtype)
+        self._spare_blocks = 1 if buckets.all else 0  # for the padding of captured steps
+
+    def model(self, decoder: Decoder, num_blocks: int) -> DeviceModel:
+        """With a KV cache of `num_blocks`, and those that are nobody's."""
+        block_size, device = self._resolved.block_size, self._device
+        num_blocks += self._spare_blocks
+        cache = KVCache.allocate(self._model, num_blocks, block_size, self._dtype, device.torch_device)
+        return DeviceModel(
+            decoder,
+            self._ops,
+            cache,
+            device,
+            block_size=block_size,
+            max_model_len=self._resolved.max_model_len,
+            state=RecurrentState.allocate(self._model, self._resolved, self._dtype, device.torch_device),
+        )
+
+    def measure(self, decoder: Decoder, use: MemoryUse) -> MemoryUse:
+        """What the largest step takes, and what captures keep, on a KV cache that is just large enough."""
+        plan = largest_step(self._resolved)
+        use = replace(use, states=state_bytes(self._model, self._resolved, self._dtype))
+        check_states_fit(use)
+        probe = self.model(decoder, len(plan.rows[0].block_ids))
+        before = self._device.memory()[0]
+        executor = DeviceExecutor(probe, self._device, num_threads=self._resolved.num_threads)
+        try:
+            executor.launch(plan)
+            executor.collect()
+        except (ExecutorOutOfMemoryError, StateLostError) as error:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self._resolved.max_num_batched_tokens}, but the GPU has no memory for a "
+                f"step of that many tokens beside the weights: {use.text()}."
+            ) from error
+        # torch keeps the memory of this step for the next ones, so what is free now is free whatever they are.
+        after = self._device.memory()[0]
+        use = replace(use, activations=max(0, before - after))
+        if self._buckets.all:
+            probe.capture(self._buckets)
+            use = replace(use, graphs=max(0, after - self._device.memory()[0]))
+        executor.shutdown()
+        del probe
+        self._device.release_unused()
+        logger.info("device memory: %s", use.text())
+        return use
+
+    def num_blocks(self, use: MemoryUse) -> tuple[int, str]:
+        config, spare = self._config, self._spare_blocks
+        asked, why = config.num_kv_blocks, "asked for"
+        if asked is None and config.kv_cache_memory_gib is not None:
+            asked = blocks_in(config.kv_cache_memory_gib, self._block_bytes, use.states)
+            less = f", less {use.states} bytes of recurrent state," if use.states else ""
+            why = f"kv_cache_memory_gib {config.kv_cache_memory_gib:g}{less} at {self._block_bytes} bytes a block"
+        if asked is not None:
+            check_blocks_fit(use, self._block_bytes, asked, spare_blocks=spare)
+            return asked, f"{why}; {use.text()}"
+        utilization = config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+        found = kv_blocks_that_fit(use, utilization, self._block_bytes, spare_blocks=spare)
+        return found, f"what gpu_memory_utilization {utilization:g} leaves; {use.text()}"
+
+
+def largest_step(config: ResolvedConfig) -> StepPlan:
+    """As many tokens, rows and samples as a step may have, each of the samples by the dearest way."""
+    sampling = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.0, seed=0, num_logprobs=1)
+    num_rows = config.max_num_seqs
+    longest = min(config.max_num_batched_tokens - num_rows + 1, config.max_model_len)
+    blocks = tuple(range(-(-longest // config.block_size)))
+    left, rows = config.max_num_batched_tokens, []
+    for number in range(num_rows):
+        count = max(1, min(longest, left - (num_rows - number - 1)))
+        left -= count
+        state = StateUse(number) if config.recurrent_state else None
+        rows.append(ScheduledRequest(f"row {number}", RowKind.LAST, 0, (0,) * count, blocks, sampling, state=state))
+    return StepPlan(0, tuple(rows))
+
+
+def _refuse_cpu_settings(config: EngineConfig) -> None:
+    for name, plain in (
+        ("kernels", "auto"),
+        ("quantize", "none"),
+        ("kv_cache_dtype", "auto"),
+        ("batch_invariant", False),
+    ):
+        if (asked := getattr(config, name)) != plain:
+            raise ConfigError(
+                f"{name} is {asked}, which is for the CPU's kernels, and this engine runs on a GPU: leave it out, or "
+                "set device to cpu."
+            )
+
+
+def _attention(model: ModelConfig, config: EngineConfig, device: Device, dtype: torch.dtype) -> tuple[Choice, Ops]:
+    try:
+        return choose_attention(
+            config.attention,
+            dtype=dtype,
+            head_dim=model.head_dim,
+            block_size=config.block_size,
+            capability=device.capability,
+        )
+    except ValueError as error:
+        raise ConfigError(f"attention is {config.attention}. {error}") from error
+
+
+def _buckets(
+    config: EngineConfig, device: Device, attention: Choice, ops: Ops, model: ModelConfig
+) -> tuple[Buckets, str]:
+    sizes = {name: getattr(config, f"cuda_graph_{name}") for name in ("decode_rows", "mixed_tokens", "mixed_rows")}
+    problem = None
+    if not ops.capturable:
+        problem = f"{attention.name} attention cannot be captured"
+    elif not device.captures:
+        problem = f"{device.name} captures nothing"
+    elif model.expert_sizes:
+        problem = "mixtures of experts wait for the device"
+    elif model.linear_layers and not ops.states_capturable:
+        problem = "linear attention by torch's operators reads its rows on the host"
+    scope = config.cuda_graphs
+    if problem is not None and scope not in ("auto", "none"):
+        raise ConfigError(f"cuda_graphs is {scope}, but {problem}.")
+    reason = f"none: {problem}" if problem else "all: the attention can be captured" if scope == "auto" else "asked for"
+    if scope == "auto":
+        scope = "all" if problem is None else "none"
+    unused = [name for name in sizes if scope == "none" or (scope == "decode" and name != "decode_rows")]
+    for name in unused:
+        if sizes[name] is not None:
+            raise ConfigError(f"cuda_graph_{name} is {list(sizes[name])}, but cuda_graphs is {scope} ({reason}).")
+    buckets = plan_buckets(
+        scope, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens, **sizes
+    )
+    return buckets, f"{reason}; {len(buckets.all)} sizes"

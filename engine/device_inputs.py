@@ -1,0 +1,140 @@
+"""Owns how a step reaches the device: its integers in one piece, padded to a captured size where there is one.
+Never looks at values that are on the device already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from engine.cuda_graph_buckets import Bucket
+from engine.inputs import StepInputs, int_tensor
+from kernels.paged import DeviceRows, DeviceStateRows
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInputs:
+    """Views of a packed step; see engine.inputs.StepInputs. Those of a captured step hold each replay's numbers."""
+
+    token_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
+    slots: Tensor  # [num_tokens] int64
+    numbers: Tensor  # int64: block tables, first tokens, lengths, first keys and state slots of the rows
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each part of a packed step lies: token ids, positions, slots, block tables, and four lists by row."""
+
+    num_tokens: int
+    num_rows: int
+    width: int
+    """Of the block tables."""
+    has_states: bool = False
+    """Whether rows have state slots; the last list is empty otherwise."""
+
+    @property
+    def size(self) -> int:
+        return 3 * self.num_tokens + sum(self._of_rows)
+
+    @property
+    def _of_rows(self) -> tuple[int, int, int, int, int]:
+        states = self.num_rows if self.has_states else 0
+        return self.num_rows * self.width, self.num_rows + 1, self.num_rows, self.num_rows + 1, states
+
+    def split(self, packed: Tensor) -> DeviceInputs:
+        """packed: [size] int64"""
+        tokens = packed[: 3 * self.num_tokens].view(3, self.num_tokens)
+        return DeviceInputs(tokens[0], tokens[1], tokens[2], packed[3 * self.num_tokens : self.size])
+
+    def rows(self, numbers: Tensor, block_size: int, *, num_decode: int, max_count: int, max_length: int) -> DeviceRows:
+        """Rows that read `numbers`, converted to int32 here. A captured step does so itself, in each replay."""
+        tables = numbers[: self._of_rows[0]].view(self.num_rows, self.width)
+        parts = numbers.to(torch.int32).split(self._of_rows)  # type: ignore[no-untyped-call]
+        return DeviceRows(
+            num_decode=num_decode,
+            contexts=(),
+            counts=(),
+            block_tables=tables,
+            block_size=block_size,
+            first_tokens=parts[1],
+            lengths=parts[2],
+            first_keys=parts[3],
+            tables=parts[0].view(self.num_rows, self.width),
+            max_count=max_count,
+            max_length=max_length,
+        )
+
+    def state_slots(self, numbers: Tensor) -> Tensor:
+        """# [num_rows] int64, -1 for a row of padding"""
+        return numbers[len(numbers) - self.num_rows :]
+
+    def states(self, numbers: Tensor, rows: DeviceRows) -> DeviceStateRows | None:
+        """The same rows as layers with recurrent state see them; None: the model has none."""
+        if not self.has_states:
+            return None
+        return DeviceStateRows(
+            num_decode=rows.num_decode,
+            contexts=(),
+            counts=(),
+            slots=(),
+            index=self.state_slots(numbers),
+            first_tokens=rows.first_tokens,
+            lengths=rows.lengths,
+            max_count=rows.max_count,
+        )
+
+
+def layout_of(inputs: StepInputs) -> Layout:
+    """Without padding."""
+    num_rows, width = inputs.rows.block_tables.shape
+    return Layout(len(inputs.token_ids), num_rows, width, bool(inputs.state_slots))
+
+
+def bucket_layout(bucket: Bucket, block_size: int, max_model_len: int, *, has_states: bool = False) -> Layout:
+    """Of a captured step: a mixed one has a row more, which holds the tokens of padding."""
+    longest = max(max_model_len, 1 if bucket.decode else bucket.num_tokens)
+    num_rows, width = bucket.num_rows + (not bucket.decode), -(-longest // block_size)
+    return Layout(bucket.num_tokens, num_rows, width, has_states)
+
+
+def pack(inputs: StepInputs, layout: Layout, *, decode: bool = False, padding_block: int = 0) -> Tensor:
+    """The step as `layout` has it, on the host. # [layout.size] int64
+
+    Padding lives in `padding_block`, which no request has, and in no state slot (-1). `decode`: a row of padding has a
+    token:
+
+        rows     | the step's | padding: 1 token each |
+    otherwise the last row has all tokens of padding, and those before it none:
+        rows     | the step's | padding: 0 tokens ... | layout.num_tokens - the step's tokens |
+    """
+    rows, spare = inputs.rows, layout.num_rows - len(inputs.rows.counts)
+    counts, lengths = list(rows.counts), [sum(pair) for pair in zip(rows.contexts, rows.counts, strict=True)]
+    padding = layout.num_tokens - len(inputs.token_ids)
+    added = [1] * spare if decode else [0] * (spare - 1) + [padding] * (spare > 0)
+    assert sum(added) == padding, "the step fits the layout"
+    positions = torch.arange(padding) * (not decode)
+    tables = torch.full((layout.num_rows, layout.width), padding_block)
+    tables[: len(counts), : rows.block_tables.shape[1]] = rows.block_tables
+    return torch.cat(
+        [
+            inputs.token_ids,
+            torch.zeros(padding, dtype=torch.int64),
+            inputs.positions,
+            positions,
+            inputs.slots,
+            padding_block * rows.block_size + positions % rows.block_size,
+            tables.flatten(),
+            _integers(accumulate([*counts, *added], initial=0)),
+            _integers([*lengths, *added]),
+            _integers(accumulate([*lengths, *added], initial=0)),
+            *([_integers([*inputs.state_slots, *[-1] * spare])] if layout.has_states else []),
+        ]
+    )
+
+
+def _integers(numbers: Sequence[int] | accumulate[int]) -> Tensor:
+    return int_tensor([list(numbers)])

@@ -1,0 +1,81 @@
+"""Owns the arithmetic of a device's memory: what is left for KV blocks once all else has its part.
+Never asks a device: it is given what was measured, in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import ConfigError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """What was measured on one device before KV blocks were allocated. Bytes."""
+
+    total: int
+    others: int
+    """In use when the engine came: other processes, and the driver."""
+    weights: int
+    activations: int
+    """The most that the largest step took beyond weights."""
+    states: int = 0
+    """Of recurrent state, all slots and snapshots."""
+    graphs: int = 0
+    """What captured steps keep."""
+
+    @property
+    def taken(self) -> int:
+        """Before the first KV block."""
+        return self.others + self.weights + self.activations + self.states + self.graphs
+
+    def text(self) -> str:
+        """Every part in GiB."""
+        parts = {
+            "others": self.others,
+            "weights": self.weights,
+            "activations of the largest step": self.activations,
+            **({"recurrent states": self.states} if self.states else {}),
+            "graphs": self.graphs,
+        }
+        held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+        return f"{held} of {self.total / GIB:.2f} GiB"
+
+
+def check_states_fit(use: MemoryUse) -> None:
+    """Raise ConfigError where the device has no memory for the recurrent states of all seats and snapshots."""
+    left = use.total - use.taken + use.states
+    if use.states > left:
+        raise ConfigError(
+            f"recurrent states of max_num_seqs requests and state_snapshots snapshots take {use.states / GIB:.2f} GiB, "
+            f"but {left / GIB:.2f} GiB are left: {use.text()}."
+        )
+
+
+def kv_blocks_that_fit(use: MemoryUse, utilization: float, block_bytes: int, *, spare_blocks: int = 0) -> int:
+    """KV blocks in what `utilization` of the device leaves; `spare_blocks` of them are not the scheduler's.
+
+        0 ... others ... weights ... activations ... states ... graphs ... KV blocks ... utilization * total ... total
+
+    Raises:
+        ConfigError: not one fits; it says what takes the memory.
+    """
+    left = int(use.total * utilization) - use.taken
+    blocks = left // block_bytes - spare_blocks
+    if blocks < 1:
+        raise ConfigError(
+            f"gpu_memory_utilization {utilization:g} leaves {left / GIB:.2f} GiB for KV blocks of {block_bytes} bytes, "
+            f"of which at least {spare_blocks + 1} are needed: {use.text()}."
+        )
+    return blocks
+
+
+def check_blocks_fit(use: MemoryUse, block_bytes: int, num_blocks: int, *, spare_blocks: int = 0) -> None:
+    """Of a number of blocks that was asked for: raise ConfigError where the device has no memory for them."""
+    need = (num_blocks + spare_blocks) * block_bytes
+    left = use.total - use.taken
+    if need > left:
+        raise ConfigError(
+            f"num_kv_blocks {num_blocks} takes {need / GIB:.2f} GiB, but {left / GIB:.2f} GiB are left: {use.text()}."
+        )

@@ -1,0 +1,97 @@
+"""Owns the decision how many drafted tokens a step carries, and for which rows: as many as are expected to pay.
+Never reads a clock and keeps nothing: it is arithmetic on chances, on plain counts and on a curve of costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+CHEAP, DEAR = 0.4, 1.15
+"""What another token adds to the time of a step of one token, times `free_tokens`: below that many, and above. The
+default model on two cores: 16.3 ms for 1 row, 23.8 for 8, 42.8 for 16, 78.6 for 32 (README, how long a step takes).
+The step from 8 to 9 is the steepest, half a step of one row: a second block of rows begins (MAX_ROWS, kernels)."""
+START = 0.06
+"""What the first drafted token of a step costs besides: rows of several tokens are a second kind of row."""
+MARGIN = 1.25
+"""A token is drafted if it is expected to yield this much more than it costs: chances are guesses."""
+KEPT = 0.9
+"""No row is to be slower than this, of what it would be in a step without drafts: not even one that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """How long a step takes, as a multiple of one with a single token."""
+
+    free_tokens: int
+    """Up to so many tokens, reading the weights takes longer than computing with them."""
+
+    def of(self, num_tokens: int) -> float:
+        beyond = max(0, num_tokens - self.free_tokens)
+        return 1 + (CHEAP * (num_tokens - 1 - beyond) + DEAR * beyond) / self.free_tokens
+
+
+class Wish(NamedTuple):
+    """What may be drafted for one row."""
+
+    chance: float
+    """That a drafted token is right, those before it being right; 0 to 1."""
+    most: int
+    """Tokens that may be drafted; at least 1."""
+
+
+def may_pay(num_tokens: int, costs: Costs) -> bool:
+    """Whether any draft could pay beside `num_tokens`, were it right for certain."""
+    return _pays(1.0, num_tokens, num_tokens, costs, first=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What the step carries already."""
+
+    num_rows: int
+    """Decode rows, those with a wish for drafts included."""
+    num_forced: int
+    """Tokens that are drafted already. They are taken for right."""
+    num_bare: int
+    """Decode rows that have no draft and no wish for one."""
+
+
+def choose_lengths(wishes: Sequence[Wish], beside: Beside, room: int, costs: Costs) -> list[int]:
+    """How many tokens to draft for each of the wishes: `room` at most. O(room * wishes).
+
+    The likeliest token first, as long as tokens a second are expected to rise; then as many are taken back as it takes
+    that no row is slowed down beyond KEPT.
+    """
+    lengths, gains = [0] * len(wishes), [0.0] * len(wishes)
+    heap = [(-wish.chance, number) for number, wish in enumerate(wishes)]
+    heapify(heap)
+    chosen: list[int] = []
+    num_fair = 0
+    tokens = beside.num_rows + beside.num_forced
+    expected = float(tokens)
+    slowest = costs.of(tokens) / KEPT
+    while heap and len(chosen) < room:
+        gain, number = -heap[0][0], heappop(heap)[1]
+        if not _pays(gain, tokens, expected, costs, first=not chosen):
+            break
+        chosen.append(number)
+        lengths[number] += 1
+        gains[number] += gain
+        tokens, expected = tokens + 1, expected + gain
+        if lengths[number] < wishes[number].most:
+            heappush(heap, (-gain * wishes[number].chance, number))
+        least_gain = 0.0 if beside.num_bare else min(gains)
+        if costs.of(tokens) + START <= slowest * (1 + least_gain):
+            num_fair = len(chosen)
+    for number in chosen[num_fair:]:
+        lengths[number] -= 1
+    return lengths
+
+
+def _pays(gain: float, tokens: int, expected: float, costs: Costs, *, first: bool) -> bool:
+    """Whether `gain` more tokens beside `expected` ones are worth another token of a step of `tokens`."""
+    now = costs.of(tokens)
+    price = costs.of(tokens + 1) - now + (START if first else 0.0)
+    return gain * now >= MARGIN * price * expected

@@ -1,0 +1,103 @@
+"""Owns a model whose rows may each be computed with a LoRA adapter of their own (arXiv 2106.09685).
+Never touches a number of a row that has none: it is what the same step gives without adapters, to the bit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache import KVCache
+from engine.models.adapter_files import STACKS, Delta, Deltas, read_adapter
+from engine.models.decoder import Decoder
+from engine.models.description import ModelConfig
+from engine.models.eager import EagerModel
+from engine.step import ScheduledRequest
+from kernels.eager import EagerPass
+from kernels.forward import Linear
+from kernels.low_rank import Tokens, add_low_rank
+from kernels.ops import Ops
+
+
+def why_not_adapted(model: ModelConfig) -> str | None:
+    """Why a model can have no adapters; None if it can."""
+    if model.vision is not None:
+        return "adapters are not served for models with an encoder"
+    if model.needs_linear_attention_pass:
+        return "adapters are not served for linear attention and its gates"
+    return None
+
+
+class AdaptedModel(EagerModel):
+    """An EagerModel, and the engine.step.AdapterHost of its adapters."""
+
+    def __init__(self, decoder: Decoder, ops: Ops, cache: KVCache, block_size: int, *, max_rank: int) -> None:
+        super().__init__(decoder, ops, cache, block_size)
+        self._max_rank = max_rank
+        self._adapters: dict[str, Mapping[int, Delta]] = {}  # by digest; of each, by the identity of a Linear
+        self._linears = {
+            (number, stack): getattr(layer, stack)
+            for number, layer in enumerate(decoder.weights.layers)
+            for stack in STACKS
+        }
+
+    def read(self, path: str) -> tuple[str, Deltas]:
+        return read_adapter(Path(path), self.decoder.config, self.decoder.dtype, self._max_rank)
+
+    def keep(self, digest: str, weights: Deltas) -> None:
+        self._adapters[digest] = {id(self._linears[place]): delta for place, delta in weights.items()}
+
+    def drop(self, digest: str) -> None:
+        del self._adapters[digest]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all adapters in memory."""
+        kept = (delta for deltas in self._adapters.values() for delta in deltas.values())
+        return sum(delta.a.nbytes + delta.b.nbytes for delta in kept)
+
+    def _pass(self, rows: Sequence[ScheduledRequest], **step: Any) -> EagerPass:
+        groups = tokens_by_adapter(rows)
+        if lost := next((digest for digest in groups if digest not in self._adapters), None):
+            raise ValueError(f"A row needs the adapter {lost}, which was not kept.")
+        if not groups:
+            return super()._pass(rows, **step)
+        return AdaptedPass(self._ops, [(self._adapters[digest], of) for digest, of in groups.items()], **step)
+
+
+class AdaptedPass(EagerPass):
+    """An EagerPass with adapters on some of its tokens; each token has one at most."""
+
+    def __init__(self, ops: Ops, adapters: Sequence[tuple[Mapping[int, Delta], Tokens]], **step: Any) -> None:
+        super().__init__(ops, **step)
+        self._adapters = adapters
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        y = super().linear(x, linear)
+        for deltas, tokens in self._adapters:
+            if (delta := deltas.get(id(linear))) is not None:
+                add_low_rank(y, x, delta.a, delta.b, tokens)
+        return y
+
+
+def tokens_by_adapter(rows: Sequence[ScheduledRequest]) -> dict[str, Tokens]:
+    """Digest -> the tokens of its rows, among those of the step."""
+    begins = accumulate((len(row.token_ids) for row in rows[:-1]), initial=0)
+    spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for row, begin in zip(rows, begins, strict=True):
+        if row.adapter:
+            spans[row.adapter].append((begin, begin + len(row.token_ids)))
+    return {digest: _joined(found) for digest, found in spans.items()}
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> Tokens:
+    """A slice where nothing lies between them: it needs no copies."""
+    first, last = spans[0][0], spans[-1][1]
+    if last - first == sum(end - begin for begin, end in spans):
+        return slice(first, last)
+    return torch.cat([torch.arange(begin, end) for begin, end in spans])

@@ -1,0 +1,210 @@
+"""Owns the reading of a LoRA adapter as PEFT writes it, into what each stacked matrix of a decoder gets added.
+Never guesses: what is not computed as the adapter was trained is refused by the name of its key or tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from engine.models.description import LayerConfig, ModelConfig
+from engine.models.parameters import attended_size, qkv_sizes, settle_qkv
+from engine.models.registry import LINES
+from engine.step import AdapterError
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+STACKS = ("qkv", "output", "gate_up", "down")
+"""The matrices of a layer that adapters add to, as LayerWeights names them."""
+_PREFIX = "base_model.model."
+_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_READ = ("peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights")
+# Of training, or told by the tensors' names.
+_HARMLESS = (
+    "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
+    "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "eva_config",
+    "megatron_core", "runtime_config", "qalora_group_size",
+)  # fmt: skip
+_NEUTRAL: tuple[object, ...] = (None, False, "none", [], {})
+_PLAIN_STARTS: tuple[object, ...] = (True, False, None, "gaussian", "eva")
+"""Of `init_lora_weights`: with the others, the base model is changed too while the adapter is trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one stacked matrix gets: y += (x a^T) b^T."""
+
+    a: Tensor  # [ranks, inputs], those of the matrix's parts one after another
+    b: Tensor  # [outputs, ranks], each part's rank beside its own outputs, and zero elsewhere; with the scale
+
+
+Deltas = Mapping[tuple[int, str], Delta]
+"""By layer and stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a module of the checkpoint is: outputs [first, first + outputs) of a layer's stack."""
+
+    layer: int
+    stack: str
+    first: int
+    outputs: int
+    inputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaling:
+    rank: int
+    scale: float
+
+
+def read_adapter(directory: Path, model: ModelConfig, dtype: torch.dtype, max_rank: int) -> tuple[str, Deltas]:
+    """(the digest of its files, what it adds). max_rank: the highest that is allowed.
+
+    Raises:
+        AdapterError: there is none, or it asks for what is not computed, or it is for a model of another shape.
+    """
+    if not os.path.isdir(directory):  # Path's own raises for names that are too long
+        raise AdapterError("There is no such directory on the engine's machine: expected an adapter there.")
+    config, weights = _bytes_of(directory / CONFIG_FILE), _bytes_of(directory / WEIGHTS_FILE)
+    digest = blake2b(len(config).to_bytes(8, "little") + config + weights, digest_size=16).hexdigest()
+    scaling = _read_config(config, max_rank)
+    try:
+        tensors = load(weights)
+    except SafetensorError as error:
+        raise AdapterError(f"{WEIGHTS_FILE} is not a readable safetensors file: {error}.") from error
+    return digest, _deltas(_by_module(tensors, model, scaling), model, dtype, scaling)
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise AdapterError(f"{path.name} cannot be read: {error.strerror}.") from error
+
+
+def _read_config(raw: bytes, max_rank: int) -> _Scaling:
+    try:
+        config = json.loads(raw)
+    except ValueError as error:
+        raise AdapterError(f"{CONFIG_FILE} is not JSON: {error}.") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise AdapterError(f"{CONFIG_FILE}: peft_type must be LORA, the only kind of adapter that is served.")
+    for key, value in config.items():
+        if key not in (*_READ, *_HARMLESS) and value not in _NEUTRAL:
+            raise AdapterError(f"{CONFIG_FILE}: {key} is {_short(value)}, and adapters with that are not served.")
+    if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
+        raise AdapterError(
+            f"{CONFIG_FILE}: init_lora_weights is {_short(config['init_lora_weights'])}, which changes the base model: "
+            "save the adapter converted to plain LoRA."
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise AdapterError(f"{CONFIG_FILE}: r is {_short(rank)}: expected a rank of at least 1.")
+    if rank > max_rank:
+        raise AdapterError(f"{CONFIG_FILE}: r is {rank}, and this engine takes ranks up to {max_rank} (max_lora_rank).")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+        raise AdapterError(f"{CONFIG_FILE}: lora_alpha is {_short(alpha)}: expected a number.")
+    return _Scaling(rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+_Pair = tuple[Tensor, Tensor]
+
+
+def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scaling) -> dict[_Place, _Pair]:
+    """The two factors of each module's part."""
+    places = _places(model)
+    sides: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in sorted(tensors.items()):  # the same mistake is named first, every time
+        found = _TENSOR.fullmatch(name)
+        module = found["module"].removeprefix(_PREFIX) if found else name
+        if found is None or module not in places:
+            raise AdapterError(
+                f"{name} adapts what {model.architecture} has no adapters for here: they may be on the "
+                f"projections of attention and of dense MLPs."
+            )
+        _check(name, tensor, found["side"], places[module], scaling)
+        sides[module][found["side"]] = tensor
+    if not sides:
+        raise AdapterError(f"{WEIGHTS_FILE} holds no tensor.")
+    for module, pair in sides.items():
+        if len(pair) < 2:
+            raise AdapterError(f"{module} has lora_{next(iter(pair))} and not the other factor.")
+    return {places[module]: (pair["A"], pair["B"]) for module, pair in sides.items()}
+
+
+def _check(name: str, tensor: Tensor, side: str, place: _Place, scaling: _Scaling) -> None:
+    want = (scaling.rank, place.inputs) if side == "A" else (place.outputs, scaling.rank)
+    if tuple(tensor.shape) != want:
+        raise AdapterError(f"{name} has shape {list(tensor.shape)}, but r and this model's shape say {list(want)}.")
+    if not tensor.is_floating_point() or not bool(tensor.float().isfinite().all()):
+        raise AdapterError(f"{name} holds what is not a finite number.")
+
+
+def _places(model: ModelConfig) -> dict[str, _Place]:
+    """Module -> its place, of all modules that may be adapted."""
+    found = {}
+    for name, kind in LINES[model.architecture].names.items():
+        if "{layer}" not in name or "{expert}" in name:
+            continue
+        for number, of in enumerate(model.layers):
+            if (place := _layer_places(model, of, number).get(kind)) is not None:
+                found[name.replace("{layer}", str(number))] = place
+    return found
+
+
+def _layer_places(model: ModelConfig, of: LayerConfig, number: int) -> dict[str, _Place]:
+    hidden, sizes = model.hidden_size, qkv_sizes(model)
+    places = {"qkv": _Place(number, "qkv", 0, sum(sizes), hidden)}
+    for i, part in enumerate("qkv"):
+        places[part] = _Place(number, "qkv", sum(sizes[:i]), sizes[i], hidden)
+    places["output"] = _Place(number, "output", 0, hidden, attended_size(model, of))
+    if of.experts is None:
+        wide = model.intermediate_size
+        places |= {
+            "gate_up": _Place(number, "gate_up", 0, 2 * wide, hidden),
+            "gate": _Place(number, "gate_up", 0, wide, hidden),
+            "up": _Place(number, "gate_up", wide, wide, hidden),
+            "down": _Place(number, "down", 0, hidden, wide),
+        }
+    return places
+
+
+def _deltas(pairs: Mapping[_Place, _Pair], model: ModelConfig, dtype: torch.dtype, scaling: _Scaling) -> Deltas:
+    stacks: defaultdict[tuple[int, str], list[tuple[_Place, _Pair]]] = defaultdict(list)
+    for place, pair in sorted(pairs.items(), key=lambda item: (item[0].layer, item[0].stack, item[0].first)):
+        stacks[place.layer, place.stack].append((place, pair))
+    return {key: _stacked(key[1], parts, model, dtype, scaling) for key, parts in stacks.items()}
+
+
+def _stacked(
+    stack: str, parts: list[tuple[_Place, _Pair]], model: ModelConfig, dtype: torch.dtype, scaling: _Scaling
+) -> Delta:
+    outputs = sum(qkv_sizes(model)) if stack == "qkv" else 2 * model.intermediate_size
+    b = torch.zeros(outputs if stack in ("qkv", "gate_up") else model.hidden_size, scaling.rank * len(parts))
+    for number, (place, (_, part)) in enumerate(parts):
+        columns = slice(number * scaling.rank, (number + 1) * scaling.rank)
+        b[place.first : place.first + place.outputs, columns] = part.float() * scaling.scale
+    if stack == "qkv":
+        settle_qkv(model, b)
+    a = torch.cat([first.to(dtype) for _, (first, _) in parts])
+    return Delta(a, b.to(dtype))

@@ -1,0 +1,124 @@
+"""Owns a decoder whose prompts have spans that an encoder fills: embeddings by content, and positions of three parts.
+Never decides what is encoded or dropped: plans say it, and a row whose input is not there breaks their contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.inputs import build_inputs
+from engine.kv_cache import KVCache
+from engine.models.computed import Computed
+from engine.models.decoder import Decoder
+from engine.models.vision import VisionEncoder
+from engine.span_inputs import Grid
+from engine.step import StepPlan
+from kernels.eager import EagerPass
+from kernels.ops import Ops
+
+
+class Filled(NamedTuple):
+    """Tokens [begin, end) of a step have these embeddings, and not those of their ids. # [end - begin, hidden]"""
+
+    begin: int
+    end: int
+    embeddings: Tensor
+
+
+class EncodingModel:
+    """An engine.models.computed.Model on the operators of `ops`, for a model with an encoder."""
+
+    def __init__(self, decoder: Decoder, encoder: VisionEncoder, ops: Ops, cache: KVCache, block_size: int) -> None:
+        self.decoder = decoder
+        self.encoder = encoder
+        self.cache = cache
+        self.state = None
+        self.encoded: dict[bytes, Tensor] = {}
+        """What plans have had encoded and not dropped: content's digest -> [tokens, hidden]."""
+        self._ops = ops
+        self._block_size = block_size
+        pairs = torch.tensor(encoder.config.position_sections)
+        self._section_of_pair = torch.arange(3).repeat_interleave(pairs)  # [head_dim / 2]
+
+    def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
+        for digest in plan.dropped:
+            self.encoded.pop(digest, None)
+        for work in plan.encodes:
+            self.encoded[work.digest] = self.encoder.encode(work.grid, work.data)
+        inputs = build_inputs(plan, self._block_size, newest)
+        positions = rotary_positions(plan, inputs.positions)
+        run = SectionedPass(
+            self._ops,
+            token_ids=inputs.token_ids,
+            positions=positions[self._section_of_pair].T,
+            slots=inputs.slots,
+            plan=self._ops.prepare_attention(inputs.rows, self.decoder.config.num_kv_heads, self.decoder.dtype),
+            filled=self._filled(plan),
+        )
+        hidden: Tensor = self.decoder.forward(run, self.cache)
+        return Computed(hidden, self._logits(hidden[inputs.sampled_tokens]), lambda index: self._logits(hidden[index]))
+
+    def _filled(self, plan: StepPlan) -> list[Filled]:
+        found = []
+        for row, begin in zip(plan.rows, _row_begins(plan), strict=True):
+            for one in row.inputs:
+                if one.digest not in self.encoded:
+                    raise ValueError(f"Row {row.request_id}: its input at {one.start} was not encoded.")
+                first, last = max(one.start, row.start), min(one.end, row.end)
+                embeddings = self.encoded[one.digest][first - one.start : last - one.start]
+                found.append(Filled(begin + first - row.start, begin + last - row.start, embeddings))
+        return found
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]"""
+        return F.linear(hidden, self.decoder.weights.lm_head.weight)
+
+
+class SectionedPass(EagerPass):
+    """An EagerPass whose pairs of a head are each rotated by a position of their own. positions: [num_tokens, pairs]"""
+
+    def __init__(self, ops: Ops, *, filled: Sequence[Filled], **step: Any) -> None:
+        super().__init__(ops, **step)
+        self._filled = filled
+
+    def embed(self, table: Tensor, scale: float = 1.0) -> Tensor:
+        found = super().embed(table, scale)
+        for begin, end, embeddings in self._filled:
+            found[begin:end] = embeddings
+        return found
+
+    def rotations(self, inverse_frequencies: Tensor, factors: Tensor | float) -> tuple[Tensor, Tensor]:
+        angles = self._positions.to(torch.float32) * inverse_frequencies
+        return angles.cos() * factors, angles.sin() * factors
+
+
+def rotary_positions(plan: StepPlan, indices: Tensor) -> Tensor:
+    """Frame, row and column of each token: those of text are all its index, shifted by what stands before it.
+    indices: [num_tokens], of each token in its request; # [3, num_tokens] int64"""
+    counts = torch.tensor([len(row.token_ids) for row in plan.rows])
+    shifts = torch.tensor([row.position_shift for row in plan.rows]).repeat_interleave(counts)
+    positions = (indices + shifts).repeat(3, 1)
+    for row, begin in zip(plan.rows, _row_begins(plan), strict=True):
+        for one in row.inputs:
+            first, last = max(one.start, row.start), min(one.end, row.end)
+            place, end = begin - row.start, begin + len(row.token_ids)
+            of_input = _grid_positions(one.grid)[:, first - one.start : last - one.start]
+            positions[:, place + first : place + last] = one.position + of_input
+            positions[:, place + last : end] = indices[place + last : end] + one.shift_after
+    return positions
+
+
+def _grid_positions(grid: Grid) -> Tensor:
+    """# [3, frames * rows * columns]"""
+    places = torch.meshgrid(*(torch.arange(size) for size in grid), indexing="ij")
+    return torch.stack([place.flatten() for place in places])
+
+
+def _row_begins(plan: StepPlan) -> list[int]:
+    """Each row's first token among those of the step."""
+    return list(accumulate((len(row.token_ids) for row in plan.rows[:-1]), initial=0))

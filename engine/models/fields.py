@@ -1,0 +1,146 @@
+"""Owns what lines read from a config.json alike: sizes, windows, and the refusal of what nobody computes.
+Never knows a line: each says what is different about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.models.description import Experts, LayerConfig, ModelConfig
+from engine.models.rope import RopeConfig, read_rope
+from kernels.forward import Routing
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+Fields = Mapping[str, Any]
+Windows = Sequence[int | None]
+"""Of each layer; see LayerConfig."""
+
+
+def integer(raw: Fields, key: str, default: int | None = None) -> int:
+    """A positive number. Raises ValueError where it is none."""
+    value = raw.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} is {value!r}: expected a positive integer.")
+    return value
+
+
+def read_decoder(
+    raw: Fields,
+    *,
+    head_dim: int | None = None,
+    tied: bool = False,
+    eps: float = 1e-6,
+    rope: RopeConfig | None = None,
+    ropes: Sequence[RopeConfig | None] | None = None,
+    windows: Windows | None = None,
+) -> ModelConfig:
+    """The pre-norm decoder of Llama without biases: what lines start from.
+
+    head_dim, tied, eps: what a config that leaves them out means; head_dim None: hidden_size / num_attention_heads.
+    rope: None: the config's own. ropes, windows: of each layer; None: `rope` in each, and no window in any.
+
+    Raises:
+        ValueError: a field is missing or of the wrong kind, sizes do not fit together, or a window was not expected.
+    """
+    if windows is None:
+        refuse_windows(raw)
+    hidden_size, num_heads = integer(raw, "hidden_size"), integer(raw, "num_attention_heads")
+    num_kv_heads = raw.get("num_key_value_heads") or num_heads
+    head_dim = raw.get("head_dim") or head_dim or hidden_size // num_heads
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise ValueError(
+            f"{num_heads} attention heads, {num_kv_heads} KV heads of size {head_dim} do not fit together: "
+            "expected a multiple of the KV heads, and an even size."
+        )
+    num_layers, positions = integer(raw, "num_hidden_layers"), integer(raw, "max_position_embeddings")
+    rope = rope or read_rope(raw, positions)
+    rope.check(head_dim)
+    longest = rope.longest_position(positions)
+    layers = zip(ropes or [rope] * num_layers, windows or [None] * num_layers, strict=True)
+    return ModelConfig(
+        vocab_size=integer(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=integer(raw, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(raw.get("rms_norm_eps", eps)),
+        max_position_embeddings=positions,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", tied)),
+        attention_scale=head_dim**-0.5,
+        rope=rope,
+        # A window that is longer than any text would cost the kernels for full attention.
+        layers=tuple(
+            LayerConfig(rope=of_layer, window=window if window is not None and window < longest else None)
+            for of_layer, window in layers
+        ),
+    )
+
+
+def read_experts(*, count: int, intermediate_size: int, routing: Routing, shared_size: int = 0) -> Experts:
+    """Raises ValueError where a token has more experts than there are."""
+    if routing.per_token > count:
+        raise ValueError(f"num_experts_per_tok is {routing.per_token}, but there are {count} experts.")
+    return Experts(count=count, intermediate_size=intermediate_size, routing=routing, shared_size=shared_size)
+
+
+def sparse_layers(raw: Fields, layers: Sequence[LayerConfig], experts: Experts) -> tuple[LayerConfig, ...]:
+    """`experts` in every `decoder_sparse_step`-th layer, but in those that `mlp_only_layers` names."""
+    step, dense = integer(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    return tuple(
+        layer if number in dense or (number + 1) % step else replace(layer, experts=experts)
+        for number, layer in enumerate(layers)
+    )
+
+
+def expect(raw: Fields, key: str, *supported: Any) -> None:
+    """Raise ValueError where `key` is there and none of `supported`, of which the first is what is computed."""
+    found = raw.get(key, supported[0])
+    if found not in supported:
+        raise ValueError(f"{key} {found!r} is not supported; supported is {supported[0]!r}.")
+
+
+def expect_silu(raw: Fields) -> None:
+    expect(raw, "hidden_act", "silu", "swish")
+
+
+def refuse_windows(raw: Fields) -> None:
+    """Of a line whose layers see all tokens."""
+    expect_kinds(raw, FULL)
+    if raw.get("sliding_window") is not None and raw.get("use_sliding_window", True):
+        raise ValueError(f"sliding_window {raw['sliding_window']} is in use and not supported; full attention is.")
+
+
+def expect_kinds(raw: Fields, *supported: str) -> None:
+    """Raise ValueError where `layer_types` names other kinds of layers."""
+    others = sorted({str(kind) for kind in raw.get("layer_types") or []} - set(supported))
+    if others:
+        raise ValueError(f"layer_types {', '.join(others)} are not supported; supported is {', '.join(supported)}.")
+
+
+def one_window(raw: Fields, window: int | None) -> Windows:
+    """Of layers that all see the same number of tokens."""
+    expect_kinds(raw, FULL if window is None else SLIDING)
+    return [_checked(window)] * integer(raw, "num_hidden_layers")
+
+
+def windows_by_kind(raw: Fields, kinds: Sequence[str], window: int | None) -> Windows:
+    """Of each layer: `window` where its kind is SLIDING. kinds: what a config without `layer_types` means."""
+    expect_kinds(raw, FULL, SLIDING)
+    found = raw.get("layer_types") or kinds
+    if len(found) != integer(raw, "num_hidden_layers"):
+        raise ValueError(f"layer_types names {len(found)} layers, but there are {raw['num_hidden_layers']}.")
+    if window is None and SLIDING in found:
+        raise ValueError("layer_types has sliding_attention, but there is no sliding_window in use.")
+    return [_checked(window) if kind == SLIDING else None for kind in found]
+
+
+def _checked(window: Any) -> int | None:
+    if window is None:
+        return None
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"sliding_window is {window!r}: expected a positive integer.")
+    return window

@@ -1,0 +1,65 @@
+"""Owns Qwen2.5-VL (arXiv 2502.13923): Qwen2's decoder with a frame, a row and a column for each token, and an encoder.
+Never holds more than the description: `engine.models.vision` computes what is before the decoder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from engine.models.description import ModelConfig
+from engine.models.fields import Fields, expect, integer
+from engine.models.line import LLAMA_NAMES, Line
+from engine.models.lines.qwen import QWEN2
+from engine.models.vision_config import VisionConfig
+
+
+def _qwen2_5_vl(raw: Fields) -> ModelConfig:
+    """Published checkpoints have the decoder's fields at the top, transformers 5 writes them as `text_config`."""
+    nested: Fields = raw.get("text_config") or {}
+    text = {key: value for key, value in raw.items() if key not in ("text_config", "vision_config")} | dict(nested)
+    text["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings") or nested.get("tie_word_embeddings"))
+    key = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
+    rope = dict(text.get(key) or {})
+    sections = rope.pop("mrope_section", (16, 24, 24))
+    for name in ("type", "rope_type"):
+        if rope.get(name) == "mrope":
+            rope[name] = "default"
+    config = QWEN2.describe({"rope_theta": 1e6} | text | {key: rope})
+    if len(sections) != 3 or sum(sections) != config.head_dim // 2:
+        raise ValueError(f"mrope_section is {sections}: expected three numbers that sum up to {config.head_dim // 2}.")
+    return replace(config, vision=_vision(raw, tuple(sections), config.hidden_size))
+
+
+def _vision(raw: Fields, sections: tuple[Any, ...], hidden_size: int) -> VisionConfig:
+    found: Fields = raw.get("vision_config") or {}
+    expect(found, "hidden_act", "silu")
+    rope = found.get("rope_parameters") or {}
+    expect(rope, "rope_type", "axial", "default")
+    channels = integer(found, "in_channels", found.get("in_chans") or 3)
+    expect({"in_channels": channels}, "in_channels", 3)
+    config = VisionConfig(
+        depth=integer(found, "depth", 32),
+        hidden_size=integer(found, "hidden_size", 3584),
+        intermediate_size=integer(found, "intermediate_size", 3420),
+        num_heads=integer(found, "num_heads", 16),
+        channels=channels,
+        patch_size=integer(found, "patch_size", integer(found, "spatial_patch_size", 14)),
+        temporal_patch_size=integer(found, "temporal_patch_size", 2),
+        merge_size=integer(found, "spatial_merge_size", 2),
+        window_size=integer(found, "window_size", 112),
+        full_attention=tuple(found.get("fullatt_block_indexes", (7, 15, 23, 31))),
+        output_size=integer(found, "out_hidden_size", 3584),
+        rope_theta=float(rope.get("rope_theta") or 10000.0),
+        token_id=integer(raw, "image_token_id", 151655),
+        position_sections=(int(sections[0]), int(sections[1]), int(sections[2])),
+    )
+    if config.hidden_size % config.num_heads or config.head_dim % 4 or config.window_size % config.side:
+        raise ValueError(
+            f"vision_config has {config.num_heads} heads of hidden_size {config.hidden_size}, and windows of "
+            f"{config.window_size} for tokens of {config.side} pixels: they do not fit together."
+        )
+    expect({"out_hidden_size": config.output_size}, "out_hidden_size", hidden_size)
+    return config
+
+
+QWEN2_5_VL = Line("Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl, LLAMA_NAMES)

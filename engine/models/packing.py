@@ -1,0 +1,254 @@
+"""Owns the layouts of packed matrices: which tensors a checkpoint stores in a weight's place, and what they stand for.
+Never rounds: a weight is (q - zero) * scale in float32, as its format defines it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+INT8, INT32, FP8 = "I8", "I32", "F8_E4M3"
+"""As safetensors spells types."""
+_SCALES = ("F16", "BF16", "F32")
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which four bits of an int32 hold each of eight outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor that a checkpoint stores in a weight's place."""
+
+    shape: tuple[int, ...]
+    """Axes of one may be left out."""
+    kinds: tuple[str, ...]
+    optional: bool = False
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return [size for size in shape if size != 1] == [size for size in self.shape if size != 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A matrix as its parts give it; it is values * scales, each output's and input's own."""
+
+    values: Tensor
+    """[outputs, inputs] float32: q - zero"""
+    scales: Tensor
+    """[rows, columns] float32"""
+    rows: Tensor
+    """[outputs]: which row of the scales"""
+    columns: Tensor
+    """[inputs]: which column of the scales"""
+
+    def weight(self) -> Tensor:
+        """# [outputs, inputs] float32"""
+        return self.values * self.scales[self.rows][:, self.columns]
+
+    def by_output(self) -> tuple[Tensor, Tensor]:
+        """The values [outputs, inputs] int8, and a scale for each output.
+
+        Raises:
+            ValueError: a value has no place in 8 bits.
+        """
+        if self.values.min() < -128 or self.values.max() > 127:
+            raise ValueError("a value less its zero point is beyond 8 bits")
+        return self.values.to(torch.int8), self.scales[self.rows, 0]
+
+
+class Packing(Protocol):
+    """How one matrix is stored. Sizes are [outputs, inputs] of the weight that it stands for."""
+
+    @property
+    def summary(self) -> str:
+        """For people."""
+
+    @property
+    def main(self) -> str:
+        """The part that holds the values."""
+
+    @property
+    def by_output(self) -> bool:
+        """Whether it is 8 bits with one scale for each output, which can be computed with as it is."""
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+        """Name -> what is stored. Raises ValueError where no such matrix can be packed in this way."""
+
+    def unpack(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> Unpacked:
+        """parts: as `parts` says. Raises ValueError where numbers contradict each other; it begins with the part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Values as they are, or several in an int32, and a scale for each cell of a grid: `compressed-tensors`, `fp8`."""
+
+    summary: str
+    kind: str
+    """INT8 or FP8: one value each; INT32: as many of `bits` as there is room for, the first one lowest."""
+    bits: int = 8
+    cell: tuple[int | None, int | None]
+    """Outputs and inputs that share a scale; None: all."""
+    scale: str = "weight_scale"
+    zero_points: bool = False
+    ordered: bool = False
+    """`weight_g_idx` says which scale an input has."""
+
+    @property
+    def main(self) -> str:
+        return "weight_packed" if self.kind == INT32 else "weight"
+
+    @property
+    def by_output(self) -> bool:
+        return self.kind != FP8 and self.bits == 8 and self.cell[1] is None and self.cell[0] in (1, None)
+
+    @property
+    def _per_int(self) -> int:
+        return 32 // self.bits
+
+    def _sizes(self, outputs: int, inputs: int) -> tuple[int, int]:
+        return -(-outputs // (self.cell[0] or outputs)), -(-inputs // (self.cell[1] or inputs))
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+        rows, columns = self._sizes(outputs, inputs)
+        found = {self.scale: Part((rows, columns), _SCALES)}
+        optional = not self.zero_points
+        if self.kind != INT32:
+            found["weight"] = Part((outputs, inputs), (self.kind,))
+            if self.kind == INT8:
+                found["weight_zero_point"] = Part((rows, columns), (INT8,), optional)
+        else:
+            found["weight_packed"] = Part((outputs, -(-inputs // self._per_int)), (INT32,))
+            found["weight_shape"] = Part((2,), (INT32, "I64"))
+            found["weight_zero_point"] = Part((-(-rows // self._per_int), columns), (INT32,), optional)
+        if self.ordered:
+            found["weight_g_idx"] = Part((inputs,), (INT32, "I64"))
+        return found
+
+    def unpack(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> Unpacked:
+        sizes = self._sizes(outputs, inputs)
+        values, zeros = parts[self.main], parts.get("weight_zero_point")
+        if self.kind == INT32:
+            if (stored := parts["weight_shape"].tolist()) != [outputs, inputs]:
+                raise ValueError(f"weight_shape is {stored}, but config.json says {[outputs, inputs]}")
+            values = self._from_int32(values)[:, :inputs]
+            zeros = None if zeros is None else self._from_int32(zeros.view(-1, sizes[1]).T)[:, : sizes[0]].T
+        rows = torch.arange(outputs, device=values.device) // (self.cell[0] or outputs)
+        columns = torch.arange(inputs, device=values.device) // (self.cell[1] or inputs)
+        if self.ordered and not bool((parts["weight_g_idx"] == -1).all()):
+            columns = checked_groups("weight_g_idx", parts["weight_g_idx"], sizes[1])
+        wide = values.float()
+        if zeros is not None:
+            wide = wide - zeros.reshape(sizes).float()[rows][:, columns]
+        return Unpacked(wide, parts[self.scale].float().view(sizes), rows, columns)
+
+    def _from_int32(self, packed: Tensor) -> Tensor:
+        """[rows, n] -> [rows, n * per_int], signed: they are stored with half their range added."""
+        return bits_of(packed, self.bits).flatten(1) - (1 << self.bits - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gptq:
+    """[inputs, outputs], several inputs in an int32 (arXiv 2210.17323)."""
+
+    bits: int
+    group_size: int | None
+    """None: all inputs."""
+    ordered: bool
+    """Groups are of inputs by importance, and `g_idx` says which is whose."""
+    zeros_less_one: bool
+    """Zero points are stored less one, as the format's first version has them."""
+
+    @property
+    def summary(self) -> str:
+        return f"gptq {self.bits} bit, {_inputs_a_scale(self.group_size)}"
+
+    @property
+    def main(self) -> str:
+        return "qweight"
+
+    @property
+    def by_output(self) -> bool:
+        return self.bits == 8 and self.group_size is None
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+        per_int, groups = 32 // self.bits, -(-inputs // (self.group_size or inputs))
+        for name, size in (("inputs", inputs), ("outputs", outputs)):
+            if size % per_int:
+                raise ValueError(f"{size} {name} do not fill int32s of {per_int}")
+        return {
+            "qweight": Part((inputs // per_int, outputs), (INT32,)),
+            "qzeros": Part((groups, outputs // per_int), (INT32,)),
+            "scales": Part((groups, outputs), _SCALES),
+            "g_idx": Part((inputs,), (INT32, "I64"), optional=not self.ordered),
+        }
+
+    def unpack(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> Unpacked:
+        qweight, scales = parts["qweight"], parts["scales"].float().view(-1, outputs).T
+        columns = torch.arange(inputs, device=qweight.device) // (self.group_size or inputs)
+        if "g_idx" in parts:
+            columns = checked_groups("g_idx", parts["g_idx"], scales.shape[1])
+        values = bits_of(qweight.view(-1, outputs).T, self.bits).flatten(1)
+        zeros = bits_of(parts["qzeros"].view(scales.shape[1], -1), self.bits).flatten(1)
+        if self.zeros_less_one:  # of 0, all bits are set
+            zeros = (zeros + 1) & (1 << self.bits) - 1
+        rows = torch.arange(outputs, device=qweight.device)
+        return Unpacked((values - zeros.T[:, columns]).float(), scales, rows, columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Awq:
+    """[inputs, outputs] of 4 bits, eight outputs in an int32 in an order of its own (arXiv 2306.00978, `gemm`)."""
+
+    group_size: int | None
+
+    @property
+    def summary(self) -> str:
+        return f"awq 4 bit, {_inputs_a_scale(self.group_size)}"
+
+    @property
+    def main(self) -> str:
+        return "qweight"
+
+    @property
+    def by_output(self) -> bool:
+        return False
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+        groups = -(-inputs // (self.group_size or inputs))
+        if outputs % 8:
+            raise ValueError(f"{outputs} outputs do not fill int32s of 8")
+        return {
+            "qweight": Part((inputs, outputs // 8), (INT32,)),
+            "qzeros": Part((groups, outputs // 8), (INT32,)),
+            "scales": Part((groups, outputs), _SCALES),
+        }
+
+    def unpack(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> Unpacked:
+        qweight = parts["qweight"].view(inputs, -1)
+        rows = torch.arange(outputs, device=qweight.device)
+        columns = torch.arange(inputs, device=qweight.device) // (self.group_size or inputs)
+        values, zeros = (
+            bits_of(each.view(-1, outputs // 8), 4)[..., list(_AWQ_ORDER)].flatten(1).T
+            for each in (qweight, parts["qzeros"])
+        )
+        scales = parts["scales"].float().view(-1, outputs).T
+        return Unpacked((values - zeros[:, columns]).float(), scales, rows, columns)
+
+
+def bits_of(packed: Tensor, bits: int) -> Tensor:
+    """[...] int32 -> [..., 32 / bits] int32, the lowest bits first, none of them negative."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
+    return packed.unsqueeze(-1) >> shifts & (1 << bits) - 1
+
+
+def checked_groups(name: str, found: Tensor, count: int) -> Tensor:
+    """Raises ValueError where it names a group that there is not."""
+    if bool((found < 0).any()) or bool((found >= count).any()):
+        raise ValueError(f"{name} names groups {int(found.min())} to {int(found.max())}, and there are {count}")
+    return found.long()
+
+
+def _inputs_a_scale(size: int | None) -> str:
+    return "a scale for each output" if size is None else f"a scale for {size} inputs of an output"

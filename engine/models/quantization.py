@@ -1,0 +1,238 @@
+"""Owns the reading of a config.json's `quantization_config`: which packing a matrix has.
+Never guesses: what would be unpacked to other weights is refused by name, with the list of what is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.models.packing import FP8, INT8, INT32, Awq, Gptq, Grid, Packing
+
+Fields = Mapping[str, Any]
+
+SUPPORTED = (
+    "compressed-tensors (int-quantized, float-quantized, naive-quantized, pack-quantized), fp8, gptq (4 and 8 bit), "
+    "awq (4 bit, gemm)"
+)
+_WEIGHTS_OF = {
+    "int-quantized": (INT8, "int", (8,)),
+    "float-quantized": (FP8, "float", (8,)),
+    "pack-quantized": (INT32, "int", (4, 8)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """Packings of a checkpoint. Which of the matrices they cover are packed, its tensors say themselves."""
+
+    groups: tuple[tuple[tuple[str, ...], Packing], ...]
+    """Targets, and their packing. A target is a module's name, a pattern `re:...` or `Linear`, which are all."""
+    ignored: tuple[str, ...] = ()
+    """The same, of what has none."""
+    activations: str = ""
+    """What the checkpoint would have activations rounded to; empty: to nothing."""
+
+    def packing(self, module: str) -> Packing | None:
+        """Of a matrix's module, by its name in the checkpoint. None: it is not packed."""
+        if any(_matches(target, module) for target in self.ignored):
+            return None
+        for exact in (True, False):
+            for targets, packing in self.groups:
+                if any(_matches(target, module) if exact else target == "Linear" for target in targets):
+                    return packing
+        return None
+
+    @property
+    def by_output(self) -> tuple[bool, ...]:
+        """Of each packing, whether it can be computed with as it is."""
+        return tuple(packing.by_output for _, packing in self.groups)
+
+    @property
+    def summary(self) -> str:
+        return " and ".join(dict.fromkeys(packing.summary for _, packing in self.groups))
+
+
+def read_quantization(raw: Fields) -> Quantization | None:
+    """None where weights are stored as they are.
+
+    Raises:
+        ValueError: the method, or a variant of it, is not read.
+    """
+    nested = raw.get("text_config") or {}
+    found = raw.get("quantization_config") or nested.get("quantization_config") or raw.get("compression_config")
+    if not found:
+        return None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"quantization_config is {found!r}: expected an object.")
+    method = found.get("quant_method", "compressed-tensors" if "config_groups" in found else "unknown")
+    if method not in _METHODS:
+        raise ValueError(f"quantization_config ({method}) is not supported; supported are {SUPPORTED}.")
+    return _METHODS[method](found)
+
+
+def _gptq(found: Fields) -> Quantization:
+    bits = _one_of(found, "gptq", "bits", 4, 8)
+    version = _one_of(found, "gptq", "checkpoint_format", "gptq", "gptq_v2")
+    _one_of(found, "gptq", "is_marlin_format", False)
+    _one_of(found, "gptq", "pack_dtype", "int32", "torch.int32")
+    _none_of(found, "gptq", "dynamic")
+    packing = Gptq(
+        bits=bits,
+        group_size=_group_size(found, "gptq", "group_size"),
+        ordered=bool(found.get("desc_act")),
+        zeros_less_one=version == "gptq",
+    )
+    return Quantization(groups=((("Linear",), packing),))
+
+
+def _awq(found: Fields) -> Quantization:
+    _one_of(found, "awq", "w_bit" if "w_bit" in found else "bits", 4)
+    _one_of({"version": str(found.get("version") or "gemm").lower()}, "awq", "version", "gemm")
+    _one_of(found, "awq", "zero_point", True)
+    size = _group_size(found, "awq", "q_group_size" if "q_group_size" in found else "group_size")
+    return Quantization(groups=((("Linear",), Awq(group_size=size)),))
+
+
+def _fp8(found: Fields) -> Quantization:
+    _one_of(found, "fp8", "fmt", "e4m3", "float8_e4m3fn")
+    scheme = _one_of(found, "fp8", "activation_scheme", "dynamic", "static")
+    block = found.get("weight_block_size")
+    if block is None:
+        packing = Grid(summary="fp8 e4m3, a scale for each matrix", kind=FP8, cell=(None, None))
+    else:
+        rows, columns = _block(block, "fp8: weight_block_size")
+        summary = f"fp8 e4m3, blocks of {rows} x {columns}"
+        packing = Grid(summary=summary, kind=FP8, cell=(rows, columns), scale="weight_scale_inv")
+    return Quantization(groups=((("Linear",), packing),), activations=f"fp8 ({scheme})")
+
+
+def _compressed_tensors(found: Fields) -> Quantization:
+    method = "compressed-tensors"
+    for key in ("kv_cache_scheme", "transform_config"):
+        _none_of(found, method, key)
+    _one_of(found.get("sparsity_config") or {}, method, "format", "dense")
+    groups = found.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ValueError(f"quantization_config ({method}): config_groups is {groups!r}: expected its groups.")
+    read, activations = [], ""
+    for name, group in groups.items():
+        where = f"{method}, {name}"
+        stored_as = group.get("format") or found.get("format")
+        read.append((_patterns(group.get("targets") or (), where), _grid(group.get("weights") or {}, stored_as, where)))
+        inputs = group.get("input_activations")
+        if inputs:
+            kind = "fp" if inputs.get("type") == "float" else "int"
+            activations = f"{kind}{inputs.get('num_bits', 8)} ({'dynamic' if inputs.get('dynamic') else 'static'})"
+        _none_of(group, where, "output_activations")
+    return Quantization(
+        groups=tuple(read), ignored=_patterns(found.get("ignore") or (), method), activations=activations
+    )
+
+
+_METHODS: dict[str, Callable[[Fields], Quantization]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+}
+
+
+def _grid(weights: Fields, stored_as: Any, where: str) -> Grid:
+    """Of a group's `weights`."""
+    kind_of = _one_of(weights, where, "type", "int", "float")
+    if stored_as == "naive-quantized":  # each value in a type of its own, as the other two
+        stored_as = f"{kind_of}-quantized"
+    if stored_as not in _WEIGHTS_OF:
+        raise ValueError(
+            f"quantization_config ({where}): format is {stored_as!r}; supported are {', '.join(_WEIGHTS_OF)} and "
+            "naive-quantized."
+        )
+    kind, type_name, widths = _WEIGHTS_OF[stored_as]
+    _one_of(weights, f"{where}, {stored_as}", "type", type_name)
+    bits = _one_of(weights, f"{where}, {stored_as}", "num_bits", *widths)
+    _one_of(weights, where, "dynamic", False)
+    symmetric = _one_of(weights, where, "symmetric", *((True,) if kind == FP8 else (True, False)))
+    # `weight` and `static`: inputs are stored in the order of their groups, as without.
+    order = _one_of(weights, where, "actorder", None, "weight", "static", "group", "dynamic", True, False)
+    cell, shared = _cell(weights, where)
+    ordered = order in ("group", "dynamic", True) and cell[1] is not None
+    if ordered and cell[0] != 1:
+        raise ValueError(f"quantization_config ({where}): actorder {order!r} of blocks; supported is that of groups.")
+    return Grid(
+        summary=f"compressed-tensors {stored_as} {bits} bit, {shared}",
+        kind=kind,
+        bits=bits,
+        cell=cell,
+        zero_points=not symmetric,
+        ordered=ordered,
+    )
+
+
+def _cell(weights: Fields, where: str) -> tuple[tuple[int | None, int | None], str]:
+    """Outputs and inputs that share a scale; the same for people."""
+    size = weights.get("group_size")
+    default = "group" if size is not None and size > 0 else "channel" if size == -1 else "tensor"
+    strategy = weights.get("strategy") or default
+    if strategy == "tensor":
+        return (None, None), "a scale for each matrix"
+    if strategy == "channel":
+        return (1, None), "a scale for each output"
+    if strategy == "group":
+        found = _group_size(weights, where, "group_size")
+        return (1, found), f"a scale for {found} inputs of an output"
+    if strategy == "block":
+        rows, columns = _block(weights.get("block_structure"), f"{where}: block_structure")
+        return (rows, columns), f"blocks of {rows} x {columns}"
+    raise ValueError(
+        f"quantization_config ({where}): strategy is {strategy!r}; supported are tensor, channel, group, block."
+    )
+
+
+def _group_size(found: Fields, where: str, key: str) -> int | None:
+    """None: all inputs."""
+    size = found.get(key, 128)
+    if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+        raise ValueError(f"quantization_config ({where}): {key} is {size!r}: expected a positive integer, or -1.")
+    return None if size == -1 else size
+
+
+def _block(found: Any, where: str) -> tuple[int, int]:
+    sizes = re.findall(r"\d+", found) if isinstance(found, str) else found  # "128x128" in old checkpoints
+    if not isinstance(sizes, list) or len(sizes) != 2 or any(int(size) < 1 for size in sizes):
+        raise ValueError(f"quantization_config ({where} is {found!r}): expected two positive integers.")
+    return int(sizes[0]), int(sizes[1])
+
+
+def _one_of(found: Fields, where: str, key: str, *supported: Any) -> Any:
+    """The field, where it is one of them; the first where it is left out."""
+    value = found.get(key, supported[0])
+    if value is None and None not in supported:
+        value = supported[0]
+    if not any(value is each if isinstance(each, bool) else value == each for each in supported):
+        raise ValueError(
+            f"quantization_config ({where}): {key} is {value!r}; supported {'is' if len(supported) == 1 else 'are'} "
+            f"{', '.join(str(each) for each in supported)}."
+        )
+    return value
+
+
+def _none_of(found: Fields, where: str, key: str) -> None:
+    if value := found.get(key):
+        raise ValueError(f"quantization_config ({where}): {key} is {str(value)[:80]}, which is not supported.")
+
+
+def _patterns(targets: Any, where: str) -> tuple[str, ...]:
+    for target in targets:
+        if not isinstance(target, str):
+            raise ValueError(f"quantization_config ({where}): {target!r} is no name of a module.")
+        try:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"quantization_config ({where}): {target!r} is no pattern: {error}.") from error
+    return tuple(targets)
+
+
+def _matches(target: str, module: str) -> bool:
+    return re.match(target[3:], module) is not None if target.startswith("re:") else target == module

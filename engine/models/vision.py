@@ -1,0 +1,106 @@
+"""Owns the image encoder of Qwen2.5-VL (arXiv 2502.13923): pixels of one image to embeddings of its tokens.
+Never keeps anything of an image, and never sees two at once: what it gives depends on nothing else."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.vision_config import PixelConfig, VisionConfig
+from engine.models.vision_weights import VisionLayer, VisionWeights
+from engine.span_inputs import Grid
+from kernels.forward import Linear
+from kernels.ops import Ops
+
+NORM_EPS = 1e-6
+
+
+class VisionEncoder:
+    """x = patches; each layer: x += attention(norm(x)); x += mlp(norm(x)); tokens = merger(x)."""
+
+    def __init__(self, config: VisionConfig, pixels: PixelConfig, weights: VisionWeights, ops: Ops) -> None:
+        self.config = config
+        self._weights = weights
+        self._ops = ops
+        self._mean, self._std = torch.tensor(pixels.mean), torch.tensor(pixels.std)
+        self._scale = pixels.scale
+        half = config.head_dim // 2  # of which one half is rotated by the patch's row, the other by its column
+        self._frequencies = config.rope_theta ** (-torch.arange(0, half, 2, dtype=torch.float32) / half)
+
+    def encode(self, grid: Grid, data: bytes) -> Tensor:
+        """data: [rows * side, columns * side, 3] of uint8. # [rows * columns, output]"""
+        _, rows, columns = grid
+        order, windows = self._windows(rows, columns)
+        patches = self._patches(rows, columns, data).to(self._weights.patches.dtype)
+        x = F.linear(patches, self._weights.patches.flatten(1))  # [patches, hidden]
+        x = self._permuted(x, order)
+        rotations = tuple(self._permuted(part, order) for part in self._rotations(rows, columns))
+        for number, layer in enumerate(self._weights.layers):
+            spans = [len(x)] if number in self.config.full_attention else windows
+            x = x + self._attention(self._norm(x, layer.attention_norm), layer, rotations, spans)
+            x = x + self._mlp(self._norm(x, layer.mlp_norm), layer)
+        return self._merge(x)[torch.argsort(order)]
+
+    def _patches(self, rows: int, columns: int, data: bytes) -> Tensor:
+        """Normalised, those of one token one after another. # [patches, patch_values] float32"""
+        config = self.config
+        merge, size = config.merge_size, config.patch_size
+        pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        pixels = pixels.view(rows, merge, size, columns, merge, size, config.channels)
+        values = (pixels.float() * self._scale - self._mean) / self._std
+        values = values.permute(0, 3, 1, 4, 6, 2, 5)  # [rows, columns, merge, merge, channels, size, size]
+        values = values.unsqueeze(5).expand(*values.shape[:5], config.temporal_patch_size, size, size)
+        return values.reshape(-1, config.patch_values)
+
+    def _windows(self, rows: int, columns: int) -> tuple[Tensor, list[int]]:
+        """Tokens in the order of their windows [rows * columns], and how many patches each window has."""
+        side = self.config.window_size // self.config.side
+        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        window = (row // side * -(-columns // side) + column // side).flatten()
+        order = torch.argsort(window, stable=True)
+        counts = torch.bincount(window) * self.config.merge_size**2
+        return order, counts.tolist()
+
+    def _permuted(self, of_patches: Tensor, order: Tensor) -> Tensor:
+        """of_patches: [patches, size], those of one token together."""
+        by_token = of_patches.view(len(order), -1, of_patches.shape[-1])
+        return by_token[order].flatten(0, 1)
+
+    def _rotations(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """cos and sin by a patch's row and column, each [patches, head_dim / 2] float32."""
+        merge = self.config.merge_size
+        places = torch.meshgrid(torch.arange(rows * merge), torch.arange(columns * merge), indexing="ij")
+        angles = []
+        for place in places:
+            by_token = place.view(rows, merge, columns, merge).transpose(1, 2).flatten()
+            angles.append(by_token.unsqueeze(1) * self._frequencies)
+        both = torch.cat(angles, dim=1)
+        return both.cos(), both.sin()
+
+    def _attention(self, x: Tensor, layer: VisionLayer, rotations: tuple[Tensor, ...], spans: list[int]) -> Tensor:
+        """Within each of `spans`, numbers of neighbouring patches. # [patches, hidden]"""
+        cos, sin = rotations
+        by_head = _linear(x, layer.qkv).view(len(x), 3 * self.config.num_heads, self.config.head_dim)
+        q_and_k, v = by_head[:, : 2 * self.config.num_heads], by_head[:, 2 * self.config.num_heads :]
+        q, k = self._ops.rope(q_and_k, cos, sin).chunk(2, dim=1)
+        parts = [
+            F.scaled_dot_product_attention(*(part.transpose(0, 1) for part in window)).transpose(0, 1)
+            for window in zip(*(torch.split(part, spans) for part in (q, k, v)), strict=True)
+        ]
+        return _linear(torch.cat(parts).flatten(1), layer.output)
+
+    def _mlp(self, x: Tensor, layer: VisionLayer) -> Tensor:
+        return _linear(F.silu(_linear(x, layer.gate)) * _linear(x, layer.up), layer.down)
+
+    def _merge(self, x: Tensor) -> Tensor:
+        """# [tokens, output]"""
+        x = self._norm(x, self._weights.merger_norm).view(-1, self._weights.merger_in.weight.shape[1])
+        return _linear(F.gelu(_linear(x, self._weights.merger_in)), self._weights.merger_out)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._ops.rms_norm(x, weight, NORM_EPS)
+
+
+def _linear(x: Tensor, linear: Linear) -> Tensor:
+    return F.linear(x, linear.weight, linear.bias)

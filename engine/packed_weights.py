@@ -1,0 +1,171 @@
+"""Owns the filling of weights that a checkpoint has packed, each matrix from the several tensors that stand for it.
+Never knows a format (`engine.models.packing` does), and never takes a tensor that does not fit: it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.models.config import CheckpointError
+from engine.models.packing import FP8, INT8, Packing, Part
+from engine.models.quantization import Quantization
+
+_NARROW = (INT8, FP8, "F8_E5M2")
+_UNUSED = ("input_scale", "input_zero_point", "output_scale", "activation_scale_ub")
+"""How activations would be rounded, which stay as they are."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """All tensors of a checkpoint, none of them read."""
+
+    files: Mapping[str, tuple[Path, Any]]
+    """Name -> the file that holds it, and that file opened."""
+
+    @classmethod
+    @contextmanager
+    def open(cls, files: Sequence[Path], device: torch.device) -> Iterator[Stored]:
+        """Raises: CheckpointError: a file is no readable safetensors file."""
+        found: dict[str, tuple[Path, Any]] = {}
+        with ExitStack() as opened:
+            for file in files:
+                tensors = _reading(file, partial(safe_open, file, framework="pt", device=str(device)))
+                names: list[str] = opened.enter_context(tensors).keys()
+                found |= dict.fromkeys(names, (file, tensors))
+            yield cls(found)
+
+    def kind(self, name: str) -> str:
+        """As safetensors spells it."""
+        file, tensors = self.files[name]
+        return str(_reading(file, lambda: tensors.get_slice(name).get_dtype()))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        file, tensors = self.files[name]
+        return tuple(_reading(file, lambda: tensors.get_slice(name).get_shape()))
+
+    def read(self, name: str) -> Tensor:
+        file, tensors = self.files[name]
+        found: Tensor = _reading(file, lambda: tensors.get_tensor(name))
+        return found
+
+
+def _reading(file: Path, read: Callable[[], _T]) -> _T:
+    try:
+        return read()
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is not a readable safetensors file: {error}.") from error
+
+
+def find_packed(stored: Stored, quantization: Quantization) -> dict[str, Packing]:
+    """Modules whose weights are packed, by their names in the checkpoint: those that have any part of a packing.
+
+    Raises:
+        CheckpointError: a module is packed, and the config says that it is not.
+    """
+    parts = {
+        part
+        for _, packing in quantization.groups
+        for part in packing.parts(*_ANY_SIZE)
+        if part != "weight"  # it may be one that is not packed
+    }
+    found: dict[str, Packing] = {}
+    for name, (file, _) in stored.files.items():
+        module, _, part = name.rpartition(".")
+        if part not in parts and not (part == "weight" and stored.kind(name) in _NARROW):
+            continue
+        packing = quantization.packing(module)
+        if packing is None:
+            raise CheckpointError(f"{file}: {name} is of a packed matrix, but quantization_config leaves {module} out.")
+        found[module] = packing
+    return found
+
+
+_ANY_SIZE = (32, 32)
+"""Of a matrix: the parts' names do not depend on it."""
+
+
+def fill_packed(stored: Stored, packed: Mapping[str, Packing], missing: dict[str, Tensor]) -> frozenset[str]:
+    """Fill the weights of `packed` that `missing` has, and strike them from it; the names of what they were made of.
+
+    A view of int8 gets the values as they are stored, and `weight_scale` beside it their scales.
+
+    Raises:
+        CheckpointError: a part is missing, of another shape or type, or contradicts another.
+    """
+    taken: set[str] = set()
+    for module, packing in packed.items():
+        view = missing.pop(f"{module}.weight", None)
+        if view is None:
+            continue  # whoever reads the other tensors says whether it may be left over
+        if view.dim() != 2:
+            raise CheckpointError(f"{module} is packed ({packing.summary}), but its weight is no matrix.")
+        parts, names = _read_parts(stored, module, packing, view)
+        try:
+            unpacked = packing.unpack(parts, *view.shape)
+            if view.dtype == torch.int8:
+                values, scales = unpacked.by_output()
+                missing.pop(f"{module}.weight_scale").copy_(scales)
+                view.copy_(values)
+            else:
+                view.copy_(unpacked.weight())
+        except ValueError as error:
+            raise CheckpointError(f"{_file(stored, module, packing)}: {module}.{error} ({packing.summary}).") from error
+        taken |= names | _leftovers(stored, module, missing)
+    return frozenset(taken)
+
+
+def _read_parts(stored: Stored, module: str, packing: Packing, view: Tensor) -> tuple[dict[str, Tensor], set[str]]:
+    """The parts of one matrix, by their own names, and all of these in full."""
+    try:
+        wanted = packing.parts(*view.shape)
+    except ValueError as error:
+        raise CheckpointError(f"{module} cannot be packed ({packing.summary}): {error}.") from error
+    parts: dict[str, Tensor] = {}
+    for part, expected in wanted.items():
+        name = f"{module}.{part}"
+        if name in stored.files:
+            _check(stored, name, expected, packing)
+            parts[part] = stored.read(name)
+            if parts[part].dtype.is_floating_point and not bool(parts[part].float().isfinite().all()):
+                raise CheckpointError(f"{stored.files[name][0]}: {name} has numbers that are not finite.")
+        elif not expected.optional:
+            raise CheckpointError(
+                f"{_file(stored, module, packing)}: {name} is missing, which {packing.summary} needs for "
+                f"{module}.{packing.main}."
+            )
+    return parts, {f"{module}.{part}" for part in parts}
+
+
+def _check(stored: Stored, name: str, expected: Part, packing: Packing) -> None:
+    shape, kind, file = stored.shape(name), stored.kind(name), stored.files[name][0]
+    if not expected.fits(shape):
+        raise CheckpointError(
+            f"{file}: {name} has shape {list(shape)}, but {packing.summary} has {list(expected.shape)}."
+        )
+    if kind not in expected.kinds:
+        raise CheckpointError(f"{file}: {name} is {kind}; {packing.summary} has {', '.join(expected.kinds)}.")
+
+
+def _leftovers(stored: Stored, module: str, missing: Mapping[str, Tensor]) -> set[str]:
+    """What a module has besides, and what changes nothing: scales of activations, and a bias of zeros where the model
+    has none, which some packers write for every matrix."""
+    found = {f"{module}.{name}" for name in _UNUSED} & stored.files.keys()
+    bias = f"{module}.bias"
+    if bias in stored.files and bias not in missing and not bool(stored.read(bias).any()):
+        found.add(bias)
+    return found
+
+
+def _file(stored: Stored, module: str, packing: Packing) -> str:
+    """Where a matrix is, or any part of it."""
+    parts = [packing.main, *packing.parts(*_ANY_SIZE)]
+    return str(next(stored.files[name][0] for part in parts if (name := f"{module}.{part}") in stored.files))

@@ -1,0 +1,95 @@
+"""Owns the memory of recurrent state: a slot for each running request, and snapshots, in every layer that has states.
+Never knows whose a slot is: the scheduler deals in their numbers, and a plan says what to copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig, ResolvedConfig, SchedulerConfig
+from engine.models.description import ModelConfig
+from engine.step import StepPlan
+
+
+def bytes_per_slot(model: ModelConfig, dtype: torch.dtype) -> int:
+    """One request's state in every layer; 0 for a model that has none. dtype: of activations."""
+    return sum(
+        (of.kernel - 1) * of.channels * dtype.itemsize
+        + of.heads.num_value_heads * of.heads.key_dim * of.heads.value_dim * torch.float32.itemsize
+        for of in model.linear_layers
+    )
+
+
+def num_snapshots(scheduler: SchedulerConfig) -> int:
+    return scheduler.state_snapshots if scheduler.state_snapshot_tokens else 0
+
+
+def state_bytes(model: ModelConfig, config: EngineConfig | ResolvedConfig, dtype: torch.dtype) -> int:
+    """Of all slots and snapshots."""
+    return bytes_per_slot(model, dtype) * (config.max_num_seqs + num_snapshots(config.scheduler))
+
+
+def why_so_much(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> str:
+    """What the states take, and whether prefixes can be found again."""
+    size, snapshots = bytes_per_slot(model, dtype), num_snapshots(config.scheduler)
+    stride = config.scheduler.state_snapshot_tokens
+    kept = f"{snapshots} snapshots, one every {stride} tokens, which prefix hits start from"
+    none = "no snapshots, and so no prefix hits: state_snapshot_tokens is 0"
+    return (
+        f"{size} bytes for each of {config.max_num_seqs} requests, and {kept if snapshots else none}; "
+        f"{state_bytes(model, config, dtype) / 2**30:.2f} GiB"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """Slots 0 to num_slots - 1 are those of running requests, and snapshots lie behind them.
+
+    What a slot holds before its request's first token is read by nobody: a row that starts at 0 starts from zeros.
+    """
+
+    conv: Tensor  # [layers, slots, kernel - 1, channels]: a request's last inputs of the convolution
+    delta: Tensor  # [layers, slots, value heads, key_dim, value_dim] float32
+    num_slots: int
+
+    @classmethod
+    def allocate(
+        cls, model: ModelConfig, config: ResolvedConfig, dtype: torch.dtype, device: torch.device | None = None
+    ) -> RecurrentState | None:
+        """Zeroed, which touches every page, as KVCache does; None for a model that has no states."""
+        layers = model.linear_layers
+        if not layers:
+            return None
+        of, num_slots = layers[0], config.max_num_seqs
+        slots = num_slots + num_snapshots(config.scheduler)
+        heads = of.heads
+        return cls(
+            torch.zeros(len(layers), slots, of.kernel - 1, of.channels, dtype=dtype, device=device),
+            torch.zeros(len(layers), slots, heads.num_value_heads, heads.key_dim, heads.value_dim, device=device),
+            num_slots,
+        )
+
+    @property
+    def layers(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """(convolution's, delta rule's) of each layer, by slot."""
+        return tuple(zip(self.conv.unbind(), self.delta.unbind(), strict=True))
+
+    def place(self, plan: StepPlan) -> None:
+        """The copies that come before all else of a step. They take no memory, for want of which one could fail."""
+        for source, target in plan.state_moves:
+            self._copy(source, target)
+        for row in plan.rows:
+            if row.state is not None and row.state.restore is not None:
+                self._copy(self.num_slots + row.state.restore, row.state.slot)
+
+    def save(self, plan: StepPlan) -> None:
+        """Keep the states after the step that its rows ask to be kept."""
+        for row in plan.rows:
+            if row.state is not None and row.state.save is not None:
+                self._copy(row.state.slot, self.num_slots + row.state.save)
+
+    def _copy(self, source: int, target: int) -> None:
+        for states in (self.conv, self.delta):
+            states[:, target].copy_(states[:, source])
