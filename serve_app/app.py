@@ -26,7 +26,7 @@ def build(args: AppSettings) -> Application:
         request_router_config=router_config(args.routing, args.engine),
         health_check_period_s=args.health_check_period_s,
         health_check_timeout_s=args.health_check_timeout_s,
-        ray_actor_options={"num_cpus": args.engine_num_cpus, "num_gpus": args.engine_num_gpus},
+        ray_actor_options=args.engine_resources,
         **deployment_options(args),
     )(EngineReplica)
     ingress = serve.deployment(

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import logging
 import os
+from importlib import import_module
 from typing import Any
 
 import ray
@@ -19,9 +20,10 @@ from engine.async_engine import AsyncEngine
 from engine.build import build_engine
 from engine.config import EngineConfig, ResolvedConfig
 from engine.prepare import prepare_model
-from engine.protocol import EngineError, ErrorCode, Failed, LoadSnapshot, SamplingParams
+from engine.protocol import AdapterRef, EngineError, ErrorCode, Failed, LoadSnapshot, SamplingParams
+from serve_app.adapters.names import AdapterNames
+from serve_app.adapters.shelf import NamedAdapters
 from serve_app.admission.gate import Gate
-from serve_app.api.ingress import create_app
 from serve_app.api.live import LiveRequests
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys
@@ -32,6 +34,8 @@ from serve_app.channel.migration import Migration
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.channel.token_sender import TokenSender
 from serve_app.engine_client import ServedModel
+from serve_app.images.intake import ImageIntake
+from serve_app.images.settings import ImageSettings
 from serve_app.metrics.activity import IngressActivity
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.ingress_recorder import IngressRecorder
@@ -43,6 +47,10 @@ from serve_app.routing.stats import RoutingReporter
 from serve_app.scaling.signals import EngineSignals
 from serve_app.settings import AppSettings
 from serve_app.tracing.export import make_tracer
+
+HTTP_API = "serve_app.api.ingress"
+"""Imported where it runs, while the engine loads: it is most of what there is to import, and neither the builder of the
+application nor an engine replica, which a start waits for, needs any of it."""
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +103,11 @@ class EngineReplica:
 
     async def __init__(self, settings: AppSettings) -> None:  # type: ignore[misc]
         log_as_serve_does()
-        engine = share_threads(settings.engine, settings.most_engines)
+        engine = share_threads(settings.replica_engine, settings.most_engines)
         self._engine = await asyncio.to_thread(build_engine, settings.model, engine)
         await warm_up(self._engine)
+        self._adapters = NamedAdapters(self._engine)
+        await self._adapters.load_all(settings.lora_adapters)
         config = self._engine.config
         self._signals = EngineSignals(
             settings.signals,
@@ -150,6 +160,25 @@ class EngineReplica:
         """See EngineClient.activity; every engine replica is asked."""
         return encode(self._recorder.activity(self._replica_id, self._engine.load(), after.get(self._replica_id)))
 
+    async def adapters(self) -> list[AdapterRef]:
+        """What each ingress replica asks all engine replicas for when it starts."""
+        return self._adapters.known
+
+    async def load_adapter(self, name: str, path: str) -> tuple[str, AdapterRef | EngineError]:
+        """See EngineClient.load_adapter; every engine replica is told. A refusal is returned, not raised."""
+        try:
+            return self._replica_id, await self._adapters.load(name, path)
+        except EngineError as error:
+            return self._replica_id, error
+
+    async def restore_adapter(self, name: str, before: AdapterRef | None) -> None:
+        """Undo a load that another engine replica refused."""
+        self._adapters.restore(name, before)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See EngineClient.unload_adapter; every engine replica is told."""
+        self._adapters.unload(name)
+
     async def reset_prefix_cache(self) -> int:
         return await self._engine.reset_prefix_cache()
 
@@ -175,6 +204,7 @@ class IngressReplica:
         log_as_serve_does()
         self._settings = settings
         self._tokenizer, created = await asyncio.to_thread(_load_tokenizer, settings)
+        await asyncio.to_thread(import_module, HTTP_API)
         resolved: ResolvedConfig = await engine.resolved_config.remote()
         counts = ChannelCounts()
         receiver = TokenReceiver(ray.util.get_node_ip_address(), settings.max_unread_tokens, counts)
@@ -187,7 +217,7 @@ class IngressReplica:
         calls = engine.options(_by_reference=False)
         may_sleep = settings.autoscaling is not None and settings.autoscaling.min_replicas == 0
         self._client = HandleClient(
-            calls, others, receiver, migration, lambda: self._gate.num_waiting, may_sleep=may_sleep
+            calls, others, receiver, migration, lambda: self._gate.num_waiting, may_sleep=may_sleep, large=engine
         )
         self._gate = Gate(settings.gate_policy, num_engines)
         self._recorder = IngressRecorder(self._gate, counts)
@@ -203,10 +233,14 @@ class IngressReplica:
             tool_parser=_tool_parser(settings, self._tokenizer),
             pooling=None if settings.pooling == "none" else settings.pooling,
             reasoning_parser=None if settings.reasoning_parser == "none" else settings.reasoning_parser,
+            images=_image_intake(settings, resolved),
         )
+        self._adapters = AdapterNames(self._model, await self._client.adapters() if resolved.max_loras else ())
         spare_garbage_collections()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
+        from serve_app.api.ingress import create_app
+
         return create_app(
             self._client,
             self._tokenizer,
@@ -221,6 +255,8 @@ class IngressReplica:
             recorder=self._recorder,
             trace=self._tracer,
             engine_load=engine_load,
+            adapters=self._adapters,
+            allow_lora_updates=self._settings.allow_lora_updates,
         )
 
     def _use_new_engines(self) -> None:
@@ -238,6 +274,13 @@ class IngressReplica:
     async def abort(self, name: str) -> bool:
         """See EngineClient.abort; every ingress replica is asked."""
         return self._live.abort(name) > 0
+
+    async def set_adapter(self, name: str, adapter: AdapterRef | None) -> None:
+        """See EngineClient.load_adapter and unload_adapter; every ingress replica is told. None: it ends."""
+        if adapter is None:
+            self._adapters.remove(name)
+        else:
+            self._adapters.put(adapter)
 
     async def set_draining(self, draining: bool) -> None:
         """See EngineClient.drain_all; every ingress replica is told."""
@@ -266,9 +309,16 @@ def _tool_parser(settings: AppSettings, tokenizer: Tokenizer) -> str | None:
     return suggest_tool_parser(tokenizer.chat_template.source) if tokenizer.chat_template else None
 
 
+def _image_intake(settings: AppSettings, resolved: ResolvedConfig) -> ImageIntake | None:
+    kind = next((kind for kind in resolved.inputs if kind.name == "image"), None)
+    if kind is None and settings.images != ImageSettings():
+        raise ValueError(f"images is set in the settings, but {settings.model_id} takes none: leave it out.")
+    return None if kind is None else ImageIntake(kind, settings.images)
+
+
 def _load_tokenizer(settings: AppSettings) -> tuple[Tokenizer, int]:
     """The model's tokenizer, and when the model was made: the same time in every replica."""
     if settings.engine.executor == "fake":
-        return Tokenizer.byte_level(), 0
+        return Tokenizer.byte_level(images=settings.engine.fake.images), 0
     path = prepare_model(settings.model, weights=settings.engine.load_format != "dummy")
     return Tokenizer.from_dir(path), int((path / "config.json").stat().st_mtime)

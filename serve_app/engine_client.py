@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from engine.protocol import ErrorCode, Event, LoadSnapshot, Submission
+from engine.protocol import AdapterRef, ErrorCode, Event, LoadSnapshot, Submission
+from serve_app.images.intake import ImageIntake
 from serve_app.metrics.activity import FleetActivity
 from serve_app.metrics.exposition import Scrape
 
@@ -84,6 +85,22 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def load_adapter(self, name: str, path: str) -> AdapterRef:
+        """Have every engine load an adapter, or none, and every other ingress replica know it by its name.
+
+        Raises:
+            EngineError: an engine refuses it, or a replica did not answer.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have all replicas forget it; requests that run keep it until they end.
+
+        Raises:
+            EngineError: a replica did not answer.
+        """
+        ...
+
     async def reset_prefix_cache(self) -> list[int]:
         """Have each engine forget the cached prefixes that no live request holds; how many blocks that were.
 
@@ -107,3 +124,9 @@ class ServedModel:
     """How it marks what it thinks: a name of serve_app.parsing.reasoning; None: it does not."""
     pooling: Literal["mean", "last"] | None = None
     """How a text's hidden states become its embedding; None: it makes none."""
+    images: ImageIntake | None = None
+    """Reads images as the model takes them; None: it takes none."""
+    adapter: AdapterRef | None = None
+    """What answers under this name; None: the model as it is."""
+    base: str | None = None
+    """With an adapter: the model's own name."""

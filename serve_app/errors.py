@@ -79,6 +79,7 @@ ENGINE_RULES: dict[ErrorCode, _Rule] = {
     ErrorCode.PREPARATION_FAILED: _Rule(
         500, "server_error", "preparation_failed", None, "The server failed to prepare the prompt."
     ),
+    ErrorCode.ADAPTER_UNAVAILABLE: _Rule(503, "server_error", "adapter_unavailable", retry=True),
     ErrorCode.STEP_FAILED: _Rule(500, "server_error", "step_failed", None, "The engine failed to compute a step."),
     ErrorCode.ENGINE_DEAD: _Rule(503, "server_error", "engine_dead", None, "The engine is not running.", retry=True),
 }

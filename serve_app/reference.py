@@ -12,7 +12,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from engine.config import EngineConfig, FakeConfig, SchedulerConfig
+from engine.config import EngineConfig, FakeConfig, SchedulerConfig, SpeculativeConfig
+from serve_app.images.settings import ImageSettings
 from serve_app.metrics.catalogue import BY_NAME, MISSING, MISSING_HELP
 from serve_app.settings import (
     AdmissionSettings,
@@ -40,9 +41,11 @@ def render() -> str:
         ("`args.routing`: which engine takes a request", _model_rows(RoutingSettings)),
         ("`args.admission`: what is let in, and what waits", _model_rows(AdmissionSettings)),
         ("`args.tracing`: spans of requests", _model_rows(TracingSettings)),
+        ("`args.images`: images in requests", _model_rows(ImageSettings)),
         ("`args.auth`: keys", _model_rows(AuthSettings)),
         ("`args.auth.keys`: an API key", _model_rows(ApiKey)),
         ("`args.engine`: each engine", _dataclass_rows(EngineConfig)),
+        ("`args.engine.speculative`: drafts that are looked up", _dataclass_rows(SpeculativeConfig)),
         ("`args.engine.scheduler`: how steps are composed", _dataclass_rows(SchedulerConfig)),
         ("`args.engine.fake`: the scripted executor", _dataclass_rows(FakeConfig)),
     ]

@@ -3,12 +3,15 @@ Never holds a default twice: the engine's own settings are engine.config.EngineC
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.config import DEFAULT_MODEL, EngineConfig
+from serve_app.adapters.name import AdapterName
 from serve_app.admission.limits import GatePolicy, Limits
+from serve_app.images.settings import ImageSettings
 from serve_app.scaling.autoscaler import ScalingSettings
 from serve_app.scaling.signals import SignalSettings
 
@@ -42,6 +45,12 @@ class RoutingSettings(BaseModel):
     request_tokens: int = Field(
         default=64,
         description="What a running or waiting request adds to a load, besides its prompt tokens to compute.",
+        ge=0,
+    )
+    adapter_tokens: int = Field(
+        default=512,
+        description="What it counts that an engine has to read a request's LoRA adapter first, in prompt tokens to "
+        "compute: engines that have it are chosen while they have no more to do than that.",
         ge=0,
     )
 
@@ -171,6 +180,16 @@ class AppSettings(BaseModel):
         None, description="The `model` that clients ask for. Unset: `model` itself.", min_length=1
     )
     engine: EngineConfig = Field(default_factory=EngineConfig, description="Settings of each engine; see below.")
+    lora_adapters: dict[AdapterName, str] = Field(
+        default_factory=dict,
+        description="LoRA adapters that are served from the start, name: directory as PEFT writes it, on the engines' "
+        "machines. Clients ask for `name`, or `<model>:name`. They need engine.max_loras.",
+    )
+    allow_lora_updates: bool = Field(
+        False,
+        description="Let whoever has the admin key load and unload adapters while the server runs, from any directory "
+        "that an engine can read.",
+    )
     engine_replicas: int = Field(
         1,
         description="Engines, each in a process of its own. With `autoscaling`: how many to start with, at each change "
@@ -183,7 +202,12 @@ class AppSettings(BaseModel):
     engine_num_cpus: float = Field(
         0.5, description="CPUs that Ray reserves for an engine replica; it does not bound its threads.", ge=0
     )
-    engine_num_gpus: float = Field(0, description="GPUs that Ray reserves for an engine replica.", ge=0)
+    engine_num_gpus: float = Field(
+        0, description="GPUs that Ray reserves for an engine replica, which then sees no other: 0 or 1.", ge=0
+    )
+    engine_accelerator_type: str | None = Field(
+        None, description="The kind of GPU that an engine replica needs, as Ray names it, such as `H100`. Unset: any."
+    )
     ingress_replicas: int = Field(1, description="HTTP replicas: tokenization, templates, streaming.", ge=1)
     ingress_num_cpus: float = Field(0.25, description="CPUs that Ray reserves for an ingress replica.", ge=0)
     drain_timeout_s: float = Field(
@@ -232,8 +256,44 @@ class AppSettings(BaseModel):
     tracing: TracingSettings = Field(
         default_factory=TracingSettings, description="OpenTelemetry spans of requests; see below."
     )
+    images: ImageSettings = Field(
+        default_factory=ImageSettings, description="Images in requests, for models that take any; see below."
+    )
     auth: AuthSettings = Field(default_factory=AuthSettings, description="API keys and the admin key; see below.")
     max_body_bytes: int = Field(4 * 1024 * 1024, description="Largest request body; a larger one is a 413.", ge=1024)
+
+    @model_validator(mode="after")
+    def _adapters_have_room(self) -> Self:
+        asked = {"lora_adapters": bool(self.lora_adapters), "allow_lora_updates": self.allow_lora_updates}
+        for name, is_set in asked.items():
+            if is_set and not self.engine.max_loras:
+                raise ValueError(f"{name} is set, but engine.max_loras is 0, with which no adapter is served.")
+        if self.model_id in self.lora_adapters:
+            raise ValueError(f"lora_adapters has one named {self.model_id}, which is the model's own name.")
+        return self
+
+    @model_validator(mode="after")
+    def _an_engine_has_one_gpu_or_none(self) -> Self:
+        gpus, device = self.engine_num_gpus, self.engine.device
+        if gpus != int(gpus):
+            raise ValueError(
+                f"engine_num_gpus is {gpus:g}, but an engine measures and takes the memory of a whole GPU: two that "
+                "share one would each take gpu_memory_utilization of it. Use 1, or 0 for the CPU."
+            )
+        if gpus > 1:
+            raise ValueError(
+                f"engine_num_gpus is {gpus:g}, but an engine runs on one GPU: use 1, and engine_replicas for more GPUs."
+            )
+        if gpus and (device == "cpu" or self.engine.executor == "fake"):
+            why = "device is cpu" if device == "cpu" else "executor is fake"
+            raise ValueError(f"engine_num_gpus is 1, but {why}: Ray would hold a GPU that nobody uses.")
+        if not gpus and device == "cuda":
+            raise ValueError("device is cuda, but engine_num_gpus is 0: Ray hides all GPUs from the engine. Use 1.")
+        if not gpus and self.engine_accelerator_type is not None:
+            raise ValueError(
+                f"engine_accelerator_type is {self.engine_accelerator_type}, but engine_num_gpus is 0: use 1."
+            )
+        return self
 
     @model_validator(mode="after")
     def _starts_within_bounds(self) -> Self:
@@ -256,6 +316,18 @@ class AppSettings(BaseModel):
         """What engines measure their reports against. They report without `autoscaling`, too: Serve's own config may
         scale them."""
         return self.autoscaling or SignalSettings()
+
+    @property
+    def replica_engine(self) -> EngineConfig:
+        """`engine`, where a replica that holds a GPU does not fall back to the CPU."""
+        return dataclasses.replace(self.engine, device="cuda") if self.engine_num_gpus else self.engine
+
+    @property
+    def engine_resources(self) -> dict[str, float | str]:
+        """What Ray reserves for an engine replica, as its `ray_actor_options`."""
+        options: dict[str, float | str] = {"num_cpus": self.engine_num_cpus, "num_gpus": self.engine_num_gpus}
+        kind = self.engine_accelerator_type
+        return options if kind is None else options | {"accelerator_type": kind}
 
     @property
     def model_id(self) -> str:

@@ -20,7 +20,7 @@ from serve_app.auth import Keys, NeedsAdminKey
 from serve_app.engine_client import EngineClient
 from serve_app.errors import ApiError
 
-_MAX_BODY_BYTES = 4096
+MAX_BODY_BYTES = 4096
 
 
 class AbortRequest(StrictModel):
@@ -37,7 +37,7 @@ class Admin:
     live: LiveRequests
 
     async def abort(self, request: Request) -> Response:
-        body = await read_json_body(request.scope, request.receive, _MAX_BODY_BYTES)
+        body = await read_json_body(request.scope, request.receive, MAX_BODY_BYTES)
         name = parse_request(AbortRequest, body).request_id
         here = self.live.abort(name)
         if not await self.client.abort(name) and not here:

@@ -191,6 +191,10 @@ class Model(Shape):
     owned_by: str
     max_model_len: int
     """Longest prompt and answer together, in tokens."""
+    parent: str | None = None
+    """Of an adapter: the model that it is for."""
+    root: str | None = None
+    """The same: it is for no other adapter."""
 
 
 class ModelList(Shape):

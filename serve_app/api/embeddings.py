@@ -56,6 +56,7 @@ async def prepare_embeddings(
             SamplingParams(max_tokens=0),
             priority=request.priority or 0,
             pooling=model.pooling,
+            adapter=model.adapter,
         )
         groups.append([Prepared(submission, tokenizer.detokenizer())])
     return groups

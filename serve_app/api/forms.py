@@ -60,14 +60,19 @@ class Asked(Generic[RequestT]):
 
     def renamed(self, error: ApiError) -> ApiError:
         """The error in the body's words."""
-        param, message = error.param, error.message
-        for ours, theirs in self.names.items():
-            if param is not None and ours in param:
-                param, message = param.replace(ours, theirs, 1), message.replace(ours, theirs, 1)
-        headers, details = error.headers, error.details
-        return ApiError(
-            error.status, message, type=error.type, param=param, code=error.code, headers=headers, details=details
-        )
+        return renamed(error, self.names)
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The error by other names of fields: ours -> theirs."""
+    param, message = error.param, error.message
+    for ours, theirs in names.items():
+        if param is not None and ours in param:
+            param, message = param.replace(ours, theirs, 1), message.replace(ours, theirs, 1)
+    headers, details = error.headers, error.details
+    return ApiError(
+        error.status, message, type=error.type, param=param, code=error.code, headers=headers, details=details
+    )
 
 
 @dataclass(frozen=True, slots=True)

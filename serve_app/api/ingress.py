@@ -19,6 +19,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from engine.protocol import EngineError, RequestRejected
+from serve_app.adapters.names import AdapterNames
+from serve_app.adapters.routes import AdapterRoutes
 from serve_app.admission.gate import Gate, Visit
 from serve_app.api.about import about_routes
 from serve_app.api.activity import activity_route
@@ -51,7 +53,7 @@ from serve_app.api.thoughts import ThoughtCounter
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys, NeedsKey, tenant_of
 from serve_app.engine_client import EngineClient, ServedModel
-from serve_app.errors import ApiError, clip, model_not_found, to_api_error
+from serve_app.errors import ApiError, clip, to_api_error
 from serve_app.metrics.exposition import CONTENT_TYPE, expose
 from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.middleware import FACTS, TIMES, MeasuresRequests
@@ -116,21 +118,23 @@ class _Generate(Generic[RequestT]):
         session = session_of(headers.get(SESSION_HEADER), request.prompt_cache_key)
         facts = passage.facts
         facts.request, facts.session, facts.answer_id = request, session, passage.request_id
+        model = self._context.adapters.served(request.model)
         try:
-            choices = facts.choices = await self._start(request, passage, session)
+            choices = facts.choices = await self._start(request, passage, session, model)
         except ApiError as error:
             raise asked.renamed(error) from error
+        answering = Answering(passage.request_id, self._context.tokenizer, model, choices)
         try:
-            await self._send(asked, choices, passage, scope, receive, send)
+            await self._send(asked, answering, scope, receive, send)
         except RequestRejected as error:
             if error.param != "grammar":
                 raise
             raise asked.renamed(refused(choices.constrained_by, error.message)) from error
 
     async def _send(
-        self, asked: Asked[RequestT], choices: Choices, passage: _Passage, scope: Scope, receive: Receive, send: Send
+        self, asked: Asked[RequestT], answering: Answering, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        form = asked.form(Answering(passage.request_id, self._context.tokenizer, self._context.model, choices))
+        form, choices = asked.form(answering), answering.choices
         if asked.request.stream:
             await send_stream(send, choices, form.frames())
         else:
@@ -141,12 +145,10 @@ class _Generate(Generic[RequestT]):
             made = await run_sized(size, lambda: JSONResponse(form.body(pieces)))
             await made(scope, receive, send)
 
-    async def _start(self, request: RequestT, passage: _Passage, session: str | None) -> Choices:
+    async def _start(self, request: RequestT, passage: _Passage, session: str | None, model: ServedModel) -> Choices:
         """Prepare the request, and wait for places with the engines."""
         context, visit, life = self._context, passage.visit, passage.life
-        if request.model != context.model.id:
-            raise model_not_found(request.model, context.model.id)
-        groups = await self._prepare(request, passage.request_id, context.tokenizer, context.model)
+        groups = await self._prepare(request, passage.request_id, context.tokenizer, model)
         num_tokens = sum(len(group[0].submission.prompt_token_ids) for group in groups)
         with life.bound(), passage.times.at_gate():
             await visit.dispatched(num_tokens, sum(map(len, groups)))
@@ -189,6 +191,7 @@ class _Context:
     max_body_bytes: int
     gate: Gate
     live: LiveRequests
+    adapters: AdapterNames
     engine_load: Callable[[], EngineLoad | None]
 
     def thoughts(self, ready: Prepared) -> ThoughtCounter | None:
@@ -199,12 +202,10 @@ class _Context:
         return ThoughtCounter(reasoning_parser(self.model.reasoning_parser, end))
 
     async def list_models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model_json(self.model)]})
+        return JSONResponse({"object": "list", "data": list(map(model_json, self.adapters.listed()))})
 
     async def get_model(self, request: Request) -> Response:
-        if request.path_params["model_id"] != self.model.id:
-            raise model_not_found(request.path_params["model_id"], self.model.id)
-        return JSONResponse(model_json(self.model))
+        return JSONResponse(model_json(self.adapters.served(request.path_params["model_id"])))
 
     async def health(self, _: Request) -> Response:
         """Liveness: an engine answers. It may drain: whoever restarted it for that would cut what is to finish."""
@@ -265,12 +266,15 @@ def create_app(
     recorder: IngressRecorder | None = None,
     trace: Trace | None = None,
     engine_load: Callable[[], EngineLoad | None] = lambda: None,
+    adapters: AdapterNames | None = None,
+    allow_lora_updates: bool = False,
 ) -> Starlette:
     """Build the app. It has no state of its own besides its arguments, so that replicas are interchangeable. Without
     `gate` it lets everything in; without `keys` anybody may use it, and nobody may use the admin routes; without
-    `trace` no request is described; without `engine_load` load balancers are told nothing."""
-    keys, gate = keys or Keys(), gate or Gate()
-    context = _Context(client, tokenizer, model, max_body_bytes, gate, live or LiveRequests(), engine_load)
+    `trace` no request is described; without `engine_load` load balancers are told nothing. `adapters` is what may
+    change, by the routes for it or by other replicas."""
+    keys, gate, adapters = keys or Keys(), gate or Gate(), adapters or AdapterNames(model)
+    context = _Context(client, tokenizer, model, max_body_bytes, gate, live or LiveRequests(), adapters, engine_load)
     guard = [Middleware(NeedsKey, keys=keys)]
     generating = [
         Middleware(GenerationResponses, keep_alive_s=sse_keep_alive_s, report=context.load_report),
@@ -290,7 +294,7 @@ def create_app(
             Route("/v1/responses", responses, methods=["POST"], middleware=generating),
             Route("/v1/messages", messages, methods=["POST"], middleware=generating),
             Route("/v1/embeddings", embeddings, methods=["POST"], middleware=generating),
-            CountTokens(tokenizer, model, max_body_bytes).route(guard),
+            CountTokens(tokenizer, model, max_body_bytes, adapters).route(guard),
             Route("/v1/models", context.list_models, middleware=guard),
             Route("/v1/models/{model_id:path}", context.get_model, middleware=guard),
             Route("/health", context.health),
@@ -299,9 +303,10 @@ def create_app(
             Route("/load", context.load, middleware=guard),
             activity_route(client, model.id),
             page_route(),
-            *TextRoutes(tokenizer, model, max_body_bytes).routes(guard),
+            *TextRoutes(tokenizer, model, max_body_bytes, adapters).routes(guard),
             *about_routes(keys),
             *Admin(client, context.gate, context.live).routes(keys),
+            *AdapterRoutes(client, adapters, model.id, allow_lora_updates).routes(keys),
         ],
         middleware=[Middleware(RequestGuard, stall_timeout_s=client_stall_timeout_s, names_responses=names_responses)],
         exception_handlers={HTTPException: _http_error, ApiError: _api_error, EngineError: _api_error},

@@ -6,29 +6,15 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
-from pydantic import AfterValidator, Field, Tag, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from serve_app.api.content_parts import Content, ImagePart, shown
 from serve_app.api.strict_model import StrictModel, Unsupported
-from serve_app.api.unions import text_or_list_of
 
 MAX_TOOLS = 128
 _NEVER: tuple[Any, ...] = ()
 FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
-
-
-class TextPart(StrictModel):
-    unsupported: ClassVar[Unsupported] = dict.fromkeys(
-        ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal"), _NEVER
-    )
-    type: Literal["text"]
-    text: str
-
-
-Parts = Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
-Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[Parts, Tag("<list>")], text_or_list_of("a string or a list of text parts")
-]
 
 
 def _read_arguments(text: str) -> Any:
@@ -87,25 +73,32 @@ class Message(StrictModel):
     @model_validator(mode="after")
     def _says_something(self) -> Message:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            text = "should be a string or a list of text parts, but for an assistant's message with tool_calls"
+            text = "should be a string or a list of parts, but for an assistant's message with tool_calls"
             raise PydanticCustomError("missing", "{text}", {"text": text, "field": "content"})
         for name in ("tool_calls", "reasoning", "reasoning_content"):
             if getattr(self, name) and self.role != "assistant":
                 text = f"only allowed in an assistant's message, but the role is {self.role}"
                 raise PydanticCustomError("role", "{text}", {"text": text, "field": name})
+        if self.images and self.role != "user":
+            text = f"image parts are only allowed in a user's message, but the role is {self.role}"
+            raise PydanticCustomError("role", "{text}", {"text": text, "field": "content"})
         return self
 
-    def for_template(self) -> dict[str, Any]:
-        """Parts become one string, a line each: most templates know no others."""
+    @property
+    def images(self) -> list[tuple[int, ImagePart]]:
+        """With their places in `content`."""
         parts = self.content if isinstance(self.content, list) else ()
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in parts)
+        return [(place, part) for place, part in enumerate(parts) if isinstance(part, ImagePart)]
+
+    def for_template(self) -> dict[str, Any]:
         told = {
             "name": self.name,
             "tool_calls": [call.for_template() for call in self.tool_calls] if self.tool_calls else None,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content or self.reasoning,
         }
-        return {"role": self.role, "content": text} | {key: value for key, value in told.items() if value is not None}
+        also = {key: value for key, value in told.items() if value is not None}
+        return {"role": self.role, "content": shown(self.content)} | also
 
 
 class FunctionDefinition(StrictModel):

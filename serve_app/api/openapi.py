@@ -18,7 +18,7 @@ Json = dict[str, Any]
 _ERRORS = {
     400: "The request is wrong; the error names the field.",
     401: "The key is missing or unknown.",
-    403: "The admin routes are closed: the server's config has no admin key.",
+    403: "The server's config has no admin key, or does not allow what is asked.",
     404: "There is no model, or no live request, of that name.",
     413: "The body is too large.",
     415: "The body is no JSON, or encoded.",

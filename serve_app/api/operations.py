@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from serve_app.adapters.routes import LoadAdapterRequest, UnloadAdapterRequest
 from serve_app.api import activity
 from serve_app.api import answer_schema as answers
 from serve_app.api.admin import AbortRequest
@@ -96,6 +97,14 @@ def _admin(name: str, summary: str, answer: type[BaseModel]) -> Operation:
     )
 
 
+def _adapters(verb: str, summary: str, body: type[BaseModel]) -> Operation:
+    errors = (*_BODY, 403, 503) if verb == "load" else (*_BODY, 403, 404, 503)
+    path = f"/v1/{verb}_lora_adapter"
+    return Operation(
+        method="post", path=path, summary=summary, body=body, errors=errors, needs="admin key", media_type="text/plain"
+    )
+
+
 _CHAT = "Answer a conversation, whole or as a stream."
 _COMPLETE = "Continue a text, whole or as a stream."
 _RESPOND = "Answer items, whole or as a stream; nothing is kept."
@@ -130,10 +139,10 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=(*_BODY, 404, 429, 503, 504),
         parameters=_HEADERS,
     ),
-    Operation(path="/v1/models", summary="The served model, in a list.", answer=answers.ModelList),
+    Operation(path="/v1/models", summary="The served model and its adapters.", answer=answers.ModelList),
     Operation(
         path="/v1/models/{model_id}",
-        summary="The served model.",
+        summary="The served model, or an adapter.",
         answer=answers.Model,
         errors=(404,),
         parameters=(_MODEL_ID,),
@@ -174,6 +183,8 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=answers.Aborted,
         errors=(*_BODY, 404, 503),
     ),
+    _adapters("load", "Serve an adapter from now on, at every engine.", LoadAdapterRequest),
+    _adapters("unload", "Serve an adapter no longer; requests that run keep it.", UnloadAdapterRequest),
     _admin("drain", "Finish what runs, and refuse new requests.", answers.Draining),
     _admin("resume", "Take new requests again.", answers.Draining),
     _admin("reset_prefix_cache", "Forget the prefixes that no live request holds.", answers.DroppedBlocks),

@@ -205,10 +205,11 @@ def usage_json(usage: Usage, reasoning_tokens: int | None) -> Json:
 
 def model_json(model: ServedModel) -> Json:
     """`max_model_len` is vLLM's addition, which clients read to size their prompts."""
-    return {
+    told: Json = {
         "id": model.id,
         "object": "model",
         "created": model.created,
         "owned_by": model.owned_by,
         "max_model_len": model.max_model_len,
     }
+    return told if model.base is None else told | {"parent": model.base, "root": model.base}

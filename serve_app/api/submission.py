@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.protocol import SamplingParams, Submission
+from engine.span_inputs import SpanInput
 from serve_app.api.chat_reader import markers, prompt_end
 from serve_app.api.chat_template import CALLERS_NAMES, TemplateFailed
 from serve_app.api.constraint import Constraint, constraint_of
 from serve_app.api.detokenizer import Detokenizer
 from serve_app.api.echo import Echo, read_prompt
+from serve_app.api.image_prompt import EncodedChat, place_images, read_images
 from serve_app.api.offload import run_sized
 from serve_app.api.schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
 from serve_app.api.tokenizer import Tokenizer
@@ -46,27 +48,33 @@ async def prepare_chat(
         ApiError, RequestRejected: the request cannot be served as asked.
     """
     prompt = await encode_conversation(request, tokenizer, model)
+    if prompt.inputs and request.truncate_prompt_tokens is not None:
+        text = "A conversation with images is not truncated: leave truncate_prompt_tokens out."
+        raise ApiError(400, text, param="truncate_prompt_tokens", code="invalid_value")
     constraint = await constraint_of(request, tokenizer, model)
     wanted = request.max_completion_tokens or request.max_tokens
-    maker = _Maker(request, request_id, tokenizer, model, wanted, None, constraint)
-    return [[await maker.prepared(prompt, None, "messages", index) for index in range(request.num_choices)]]
+    maker = _Maker(request, request_id, tokenizer, model, wanted, None, constraint, prompt.inputs)
+    token_ids, indices = prompt.token_ids, range(request.num_choices)
+    return [[await maker.prepared(token_ids, None, "messages", index) for index in indices]]
 
 
 async def encode_conversation(
     request: ChatRequest, tokenizer: Tokenizer, model: ServedModel, *, add_special_tokens: bool = False
-) -> list[int]:
+) -> EncodedChat:
     """The prompt that a chat's answer follows. `add_special_tokens`: besides those that the template writes.
 
     Raises:
-        ApiError: the model's chat template does not take it.
+        ApiError: the model's chat template does not take it, or an image is refused.
     """
+    images = await read_images(request.messages, model)
     messages = [message.for_template() for message in request.messages]
     options = _template_options(request, tokenizer, model) | {"add_special_tokens": add_special_tokens}
     size = sum(len(str(value)) for message in messages for value in message.values()) + len(str(options))
     try:
-        return await run_sized(size, lambda: tokenizer.encode_chat(messages, **options))
+        token_ids = await run_sized(size, lambda: tokenizer.encode_chat(messages, **options))
     except TemplateFailed as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from error
+    return EncodedChat(token_ids) if model.images is None else place_images(token_ids, images, model.images.kind)
 
 
 def _template_options(request: ChatRequest, tokenizer: Tokenizer, model: ServedModel) -> dict[str, Any]:
@@ -136,6 +144,7 @@ class _Maker:
     default: int | None
     """Tokens of an answer, where none were asked for; None is as many as the context holds."""
     constraint: Constraint | None
+    inputs: tuple[SpanInput, ...] = ()
 
     async def prepared(self, prompt: list[int], text: str | None, param: str, index: int) -> Prepared:
         """The answer that is choice `index` of the response. `text`: the prompt's, where it was given as text."""
@@ -156,6 +165,8 @@ class _Maker:
                 sampling,
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt or "",
+                inputs=self.inputs,
+                adapter=self.model.adapter,
             ),
             detokenizer,
             request.stops,

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from serve_app.adapters.names import AdapterNames
 from serve_app.api.asgi import read_json_body
 from serve_app.api.offload import run_sized
 from serve_app.api.schema import ModelT, parse_request
@@ -19,7 +20,7 @@ from serve_app.api.submission import encode_conversation
 from serve_app.api.text_schema import DetokenizeRequest, TokenizeMessages, TokenizePrompt, TokenizeRequest
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
-from serve_app.errors import ApiError, model_not_found
+from serve_app.errors import ApiError
 
 Json = dict[str, Any]
 
@@ -29,6 +30,7 @@ class TextRoutes:
     tokenizer: Tokenizer
     model: ServedModel
     max_body_bytes: int
+    adapters: AdapterNames
 
     async def tokenize(self, request: Request) -> Response:
         asked = (await self._read(request, TokenizeRequest)).root
@@ -56,9 +58,10 @@ class TextRoutes:
     async def _encode(self, asked: TokenizePrompt | TokenizeMessages) -> list[int]:
         if isinstance(asked, TokenizeMessages):
             chat, special = asked.as_chat(self.model.id), bool(asked.add_special_tokens)
-            return await encode_conversation(chat, self.tokenizer, self.model, add_special_tokens=special)
-        prompt, special = asked.prompt, asked.add_special_tokens is not False
-        return await run_sized(len(prompt), lambda: self.tokenizer.encode(prompt, add_special_tokens=special))
+            prompt = await encode_conversation(chat, self.tokenizer, self.model, add_special_tokens=special)
+            return prompt.token_ids
+        text, special = asked.prompt, asked.add_special_tokens is not False
+        return await run_sized(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=special))
 
     def _tokens_json(self, tokens: list[int], asked: TokenizePrompt | TokenizeMessages) -> Json:
         answer: Json = {"count": len(tokens), "max_model_len": self.model.max_model_len, "tokens": tokens}
@@ -74,8 +77,8 @@ class TextRoutes:
         return {"prompt": self.tokenizer.decode(tokens)}
 
     def _check_model(self, asked: str | None) -> None:
-        if asked is not None and asked != self.model.id:
-            raise model_not_found(asked, self.model.id)
+        if asked is not None:
+            self.adapters.served(asked)
 
     def routes(self, guard: Sequence[Middleware]) -> list[Route]:
         handlers = {"/tokenize": self.tokenize, "/detokenize": self.detokenize}

@@ -16,11 +16,14 @@ from serve_app.api.chat_template import ChatTemplate, TemplateFailed
 from serve_app.api.detokenizer import Detokenizer
 
 _BYTE_LEVEL_SPECIALS = ("<eos>", "<|system|>", "<|developer|>", "<|user|>", "<|assistant|>", "<|tool|>")
+_BYTE_LEVEL_IMAGE = "<|image|>"
 # Calls as Hermes models write them.
 _BYTE_LEVEL_TEMPLATE = (
     "{% if tools %}<|system|>Tools: {{ tools | tojson }}. Call one as "
     '<tool_call>{"name": ..., "arguments": {...}}</tool_call>.<eos>{% endif %}'
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content or '' }}"
+    "{% for message in messages %}<|{{ message.role }}|>{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content or [] %}"
+    "{% if part.type == 'image' %}<|image|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
     "{% for call in message.tool_calls or [] %}"
     "<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>"
     "{% endfor %}<eos>{% endfor %}"
@@ -74,12 +77,13 @@ class Tokenizer:
         return cls(core, template, eos, bos)
 
     @classmethod
-    def byte_level(cls) -> Tokenizer:
-        """A tokenizer of 262 tokens that needs no files: token id = byte, then `<eos>` (256) and one per role."""
+    def byte_level(cls, *, images: bool = False) -> Tokenizer:
+        """A tokenizer of 262 tokens that needs no files: token id = byte, then `<eos>` (256) and one per role; with
+        `images`, one more that stands for an image."""
         core = tokenizers.Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         core.decoder = decoders.ByteLevel()
-        core.add_special_tokens(list(_BYTE_LEVEL_SPECIALS))
+        core.add_special_tokens([*_BYTE_LEVEL_SPECIALS, *((_BYTE_LEVEL_IMAGE,) if images else ())])
         return cls(core, ChatTemplate(_BYTE_LEVEL_TEMPLATE, {"eos_token": "<eos>"}), core.token_to_id("<eos>"))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from grpc.aio import AioRpcError
@@ -12,7 +13,16 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from engine.protocol import EngineError, ErrorCode, Event, FinishReason, LoadSnapshot, RequestRejected, Submission
+from engine.protocol import (
+    AdapterRef,
+    EngineError,
+    ErrorCode,
+    Event,
+    FinishReason,
+    LoadSnapshot,
+    RequestRejected,
+    Submission,
+)
 from serve_app.channel.engine_call import EngineCall
 from serve_app.channel.frames import MalformedFrame, decode_frame
 from serve_app.channel.migration import Attempt, Migration
@@ -27,6 +37,10 @@ from serve_app.routing.engine_count import num_engines
 T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 5.0
+MOST_BY_VALUE = 2 * 2**20
+"""Bytes of inputs in a call by value: Serve's replicas take messages of 4 MiB, the rest of the call included."""
+LOAD_TIMEOUT_S = 60.0
+"""How long the engines may take to read an adapter."""
 STOP_GRACE_S = 1.0
 """How long a stopped request may take to return its answer before its call is cancelled: it needs one message."""
 
@@ -46,11 +60,13 @@ class HandleClient:
         num_waiting: Callable[[], int] = lambda: 0,
         *,
         may_sleep: bool = False,
+        large: DeploymentHandle | None = None,
     ) -> None:
         """`ingress` is the handle of the deployment that this replica belongs to. `num_waiting`: requests that wait in
         this replica to be streamed from here. `may_sleep`: having no engine replica is healthy, as one starts when
-        something is asked for."""
+        something is asked for. `large`: for calls that are larger than `engine` takes; None: it takes any."""
         self._engine = engine
+        self._large = large or engine
         self._ingress = ingress
         self._receiver = receiver
         self._migration = migration
@@ -77,7 +93,8 @@ class HandleClient:
         stream = self._receiver.open(submission.request_id)
         call = EngineCall(submission, stream.stream_id, address, session, avoid, num_waiting)
         try:
-            return _HandleAttempt(self._engine, call, self._receiver, stream, self._attempts)
+            engine = self._engine if _input_bytes(submission) <= MOST_BY_VALUE else self._large
+            return _HandleAttempt(engine, call, self._receiver, stream, self._attempts)
         except BaseException:
             self._receiver.close(stream)
             raise
@@ -109,6 +126,40 @@ class HandleClient:
     async def reset_prefix_cache(self) -> list[int]:
         return list(await self._ask_engines("reset_prefix_cache"))
 
+    async def adapters(self) -> list[AdapterRef]:
+        """Those of all engine replicas: one that started late may know of the config's alone.
+
+        Raises:
+            EngineError: a replica did not answer.
+        """
+        return [adapter for known in await _broadcast(self._engine, "adapters") for adapter in known]
+
+    async def load_adapter(self, name: str, path: str) -> AdapterRef:
+        if num_engines() == 0:
+            await self._wake()
+        before = next((known for known in await self.adapters() if known.name == name), None)
+        try:
+            loaded = await _broadcast(self._engine, "load_adapter", name, path, timeout_s=LOAD_TIMEOUT_S)
+            adapter = same_adapter(dict(loaded))
+        except EngineError:
+            with suppress(EngineError):  # a replica that does not answer now is told what it lacks by requests
+                await _broadcast(self._engine, "restore_adapter", name, before)
+            raise
+        await _broadcast(self._ingress, "set_adapter", name, adapter)
+        return adapter
+
+    async def unload_adapter(self, name: str) -> None:
+        await _broadcast(self._ingress, "set_adapter", name, None)
+        await self._ask_engines("unload_adapter", name)
+
+    async def _wake(self) -> None:
+        """Have an engine replica started, where none is: a broadcast starts none."""
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                await self._engine.check_health.remote()
+        except (RayError, AioRpcError, DeploymentUnavailableError, TimeoutError) as error:
+            raise EngineError(ErrorCode.ENGINE_DEAD, "No engine replica answers.") from error
+
     async def metrics(self) -> Scrape:
         (engines, no_engine), (ingresses, no_ingress) = await asyncio.gather(
             self._gather_engines("metrics", ReplicaSamples), gather(self._ingress, "metrics", ReplicaSamples)
@@ -126,9 +177,9 @@ class HandleClient:
         # Where none is, a broadcast would wait for the first to start.
         return ([], 0) if num_engines() == 0 else await gather(self._engine, method, kind, *arguments)
 
-    async def _ask_engines(self, method: str) -> list[Any]:
+    async def _ask_engines(self, method: str, *arguments: object) -> list[Any]:
         # Where none is, a broadcast would wait for the first to start.
-        return [] if num_engines() == 0 else await _broadcast(self._engine, method)
+        return [] if num_engines() == 0 else await _broadcast(self._engine, method, *arguments)
 
     def end(self) -> None:
         """End every stream, and those that come, with a DRAINING error, after what they have already."""
@@ -206,14 +257,40 @@ async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream) ->
         stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The call to the engine replica ended without an answer."))
 
 
-async def _broadcast(handle: DeploymentHandle, method: str, *arguments: object) -> list[Any]:
+def _input_bytes(submission: Submission) -> int:
+    return sum(len(given.data) for given in submission.inputs)
+
+
+def same_adapter(answers: Mapping[str, AdapterRef | EngineError]) -> AdapterRef:
+    """What all engine replicas have loaded. answers: by replica.
+
+    Raises:
+        EngineError: one has refused it, or they have different ones.
+    """
+    refused = {name: answer for name, answer in answers.items() if isinstance(answer, EngineError)}
+    if refused:
+        first = next(iter(refused.values()))
+        if len(refused) == len(answers):
+            raise first
+        text = f"The engine replicas {', '.join(refused)} of {len(answers)} refuse it, so it was not loaded: {first}"
+        raise RequestRejected(ErrorCode.INVALID_PARAMETER, text, "lora_path")
+    loaded = [answer for answer in answers.values() if isinstance(answer, AdapterRef)]
+    if len({adapter.digest for adapter in loaded}) > 1:
+        text = f"lora_path holds different files on the machines of {', '.join(answers)}, so it was not loaded."
+        raise RequestRejected(ErrorCode.INVALID_PARAMETER, text, "lora_path")
+    return loaded[0]
+
+
+async def _broadcast(
+    handle: DeploymentHandle, method: str, *arguments: object, timeout_s: float = HEALTH_TIMEOUT_S
+) -> list[Any]:
     """Each replica's answer, of those that run.
 
     Raises:
         EngineError: one did not answer.
     """
     try:
-        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return list(await handle.broadcast(method, *arguments).results_async())
     except (RayError, AioRpcError, TimeoutError) as error:
         raise EngineError(ErrorCode.ENGINE_DEAD, "A replica does not answer.") from error

@@ -33,6 +33,8 @@ FIRST_BACKOFF_S = 0.05
 """Before the second attempt; it doubles with each."""
 _ELSEWHERE = frozenset({ErrorCode.ENGINE_DEAD, ErrorCode.DRAINING})
 """Failures of a replica. Those of a request would follow it to every other."""
+_FULL = frozenset({ErrorCode.QUEUE_FULL, ErrorCode.ADAPTER_UNAVAILABLE})
+"""These turn a new request away, but not one that was accepted before."""
 
 
 class Attempt(Protocol):
@@ -74,8 +76,7 @@ class _Progress:
         return self.asked.sampling.max_tokens - len(self.token_ids)
 
     def can_move(self, error: EngineError) -> bool:
-        # A full queue turns a new request away, but not one that was accepted before.
-        return error.code in _ELSEWHERE or (error.code is ErrorCode.QUEUE_FULL and self.num_attempts > 1)
+        return error.code in _ELSEWHERE or (error.code in _FULL and self.num_attempts > 1)
 
     def lost_engine(self, error: EngineError) -> bool:
         """Whether it ends for want of another replica, and not for what a first one would have said, too."""

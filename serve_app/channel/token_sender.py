@@ -58,7 +58,7 @@ class TokenSender:
             RequestRejected: the engine refuses the request.
             EngineError: the engine is dead, or the ingress went away.
         """
-        await self._engine.compile_grammar(call.submission)
+        await self._engine.make_ready(call.submission)
         peer = self._peers.get(call.channel)
         if peer is None or peer.lost.done():
             peer = _Peer(self._context, call.channel, self._engine, self._replica_id, self._observe)

@@ -82,6 +82,26 @@ ENGINE = (
     _engine_counter(
         "vllm:admission_rejections", "Requests that the engine did not take: `queue_full` or `draining`.", ("reason",)
     ),
+    _engine_counter("vllm:spec_decode_num_drafts", "Decode rows that carried drafted tokens."),
+    _engine_counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were verified."),
+    _engine_counter("vllm:spec_decode_num_accepted_tokens", "Of those, tokens that were right."),
+    _engine_counter(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "The same by their place in the draft, from 0 on.",
+        ("position",),
+    ),
+    _engine_counter("chunkserve:encoded_tokens", "Prompt tokens of images that were encoded; others had been before."),
+    _engine_counter(
+        "chunkserve:draft_tokens",
+        "Drafted tokens by where they are from (`grammar`: forced; `ngram`, `suffix`: looked up), and whether they "
+        "were `accepted` or `rejected`.",
+        ("method", "result"),
+    ),
+    _engine_counter(
+        "chunkserve:graph_steps",
+        "Steps on a GPU with captured steps: `hit` and which one, or `miss` and why none fitted.",
+        ("result", "graph"),
+    ),
     _engine_histogram(
         "vllm:time_to_first_token_seconds",
         "From a request's arrival in the engine to its first token.",
@@ -115,6 +135,9 @@ ENGINE = (
         "vllm:request_params_max_tokens",
         "`max_tokens`; where a client gave none, what the ingress put in its place.",
         buckets=TOKENS,
+    ),
+    _engine_histogram(
+        "chunkserve:request_accepted_draft_tokens", "Tokens of the answer that were drafted.", buckets=TOKENS
     ),
     _engine_histogram("vllm:request_num_preemptions", "Times that the request lost its memory.", buckets=COUNTS),
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.config import ResolvedConfig
-from engine.observer import StepFacts
+from engine.observer import StepFacts, Verified
 from engine.protocol import (
     ErrorCode,
     Event,
@@ -30,6 +30,7 @@ from serve_app.metrics.values import Histogram, Sample
 _ENDS = ("stop", "length", "abort", "error")
 _REFUSALS = (ErrorCode.QUEUE_FULL, ErrorCode.DRAINING)
 """Those of the engine. Others are of the request, wherever it goes."""
+_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,7 @@ class _Life:
     last_token: float = 0.0
     cached_tokens: int = 0
     num_preemptions: int = 0
+    accepted_drafts: int = 0
 
 
 class EngineRecorder:
@@ -64,6 +66,11 @@ class EngineRecorder:
             self._count("vllm:request_success", 0, reason)
         for code in _REFUSALS:
             self._count("vllm:admission_rejections", 0, code)
+        for position in range(_longest_draft(config)):
+            self._count(_PER_POSITION, 0, str(position))
+        for method in ("grammar", config.speculative.method) if config.looks_up_drafts else ("grammar",):
+            for result in ("accepted", "rejected"):
+                self._count("chunkserve:draft_tokens", 0, method, result)
         longest = config.max_model_len
         self._histograms = {m.name: Histogram(m.bounds(longest)) for m in ENGINE if m.kind == "histogram"}
 
@@ -72,7 +79,7 @@ class EngineRecorder:
         with self._lock:
             counters = [Sample(name, labels, count) for (name, labels), count in self._counts.items()]
             histograms = [Sample(name, (), found.snapshot()) for name, found in self._histograms.items()]
-        return (*self._gauges(load), *counters, *histograms)
+        return (*self._gauges(load), *counters, *_graph_steps(load), *histograms)
 
     def activity(self, engine: str, load: LoadSnapshot, after: int | None) -> EngineActivity:
         """What the engine of that name does just now; see StepsSnapshot.activity."""
@@ -82,7 +89,8 @@ class EngineRecorder:
 
     def _gauges(self, load: LoadSnapshot) -> list[Sample]:
         config = self._config
-        cache = (config.block_size, config.num_kv_blocks, config.dtype, config.enable_prefix_caching)
+        kept_in = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+        cache = (config.block_size, config.num_kv_blocks, kept_in, config.enable_prefix_caching)
         by_reason = "vllm:num_requests_waiting_by_reason"
         return [
             Sample("vllm:num_requests_running", (), load.num_running),
@@ -109,8 +117,11 @@ class EngineRecorder:
         with self._lock:
             if facts.num_tokens:
                 self._observe("vllm:iteration_tokens_total", facts.num_tokens)
+            self._count("chunkserve:encoded_tokens", facts.num_encoded)
             if facts.preempted:
                 self._preempted(facts.preempted)
+            for verified in facts.verified:
+                self._drafted(verified)
             since = self._take(events, facts.started, now)
             generated = sum(since.values())
             since.pop(now, None)  # first tokens, and all but the first of several in one step
@@ -153,6 +164,17 @@ class EngineRecorder:
             if (life := self._lives.get(request_id)) is not None:
                 life.num_preemptions += 1
 
+    def _drafted(self, row: Verified) -> None:
+        self._count("vllm:spec_decode_num_drafts", 1)
+        self._count("vllm:spec_decode_num_draft_tokens", row.num_drafted)
+        self._count("vllm:spec_decode_num_accepted_tokens", row.num_accepted)
+        for position in range(row.num_accepted):
+            self._count(_PER_POSITION, 1, str(position))
+        self._count("chunkserve:draft_tokens", row.num_accepted, row.method, "accepted")
+        self._count("chunkserve:draft_tokens", row.num_drafted - row.num_accepted, row.method, "rejected")
+        if (life := self._lives.get(row.request_id)) is not None:
+            life.accepted_drafts += row.num_accepted
+
     def _scheduled(self, life: _Life, event: Scheduled, started: float) -> None:
         life.scheduled, life.cached_tokens = started, event.cached_tokens
         if self._config.enable_prefix_caching:
@@ -186,6 +208,7 @@ class EngineRecorder:
         self._observe("vllm:request_prompt_tokens", life.prompt_tokens)
         self._observe("vllm:request_prefill_kv_computed_tokens", life.prompt_tokens - life.cached_tokens)
         self._observe("vllm:request_generation_tokens", num_answer)
+        self._observe("chunkserve:request_accepted_draft_tokens", life.accepted_drafts)
         self._observe("vllm:request_num_preemptions", life.num_preemptions)
         if life.max_tokens is not None:
             self._observe("vllm:request_params_max_tokens", life.max_tokens)
@@ -195,3 +218,17 @@ class EngineRecorder:
 
     def _observe(self, name: str, value: float, times: int = 1) -> None:
         self._histograms[name].observe(value, times)
+
+
+def _longest_draft(config: ResolvedConfig) -> int:
+    looked_up = config.speculative.num_tokens if config.looks_up_drafts else 0
+    return max(1, config.num_speculative_tokens, looked_up)
+
+
+def _graph_steps(load: LoadSnapshot) -> list[Sample]:
+    """None for an engine without captured steps."""
+    return [
+        Sample("chunkserve:graph_steps", (result, name), count)
+        for result, found in (("hit", load.graph_hits), ("miss", load.graph_misses))
+        for name, count in found.items()
+    ]

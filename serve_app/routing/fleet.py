@@ -3,9 +3,9 @@ Never decides where a request goes, and never asks a replica; for one thread."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve_app.routing.engine_load import EngineLoad
 from serve_app.routing.prefix_index import PrefixIndex
@@ -16,9 +16,8 @@ FLIGHT_S = 0.1
 two machines' clocks apart. To count a request twice spreads load; to miss it would pile up load."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
-    """What a replica has to do."""
+class ReplicaLoad(NamedTuple):
+    """What a replica has to do. A tuple, for the same reason as a Candidate."""
 
     num_requests: int = 0
     """Running and waiting."""
@@ -36,6 +35,8 @@ class _Sent:
     num_tokens: int
     keys: tuple[bytes, ...]
     at: float
+    adapter: bytes = b""
+    """The key of its adapter; b"" if it has none."""
 
 
 @dataclass(slots=True)
@@ -47,16 +48,50 @@ class _Replica:
     """Those that it does."""
     num_ended: int = 0
     """Requests that the report counts and that have ended since."""
+    # The sum of the report and of the fresh ones: kept, because each request asks it of every replica.
+    num_requests: int = 0
+    num_promised_tokens: int = 0
+    """Of the fresh ones."""
+    num_free_tokens: int | None = None
+    """As the report has it."""
+    left: float = 0.0
+    """Prompt tokens that were still to compute at `at`: the report's and the fresh ones, less what the engine computed
+    between them."""
+    at: float = 0.0
+    rate: float = 0.0
+
+    def sum_up(self, block_size: int) -> None:
+        """After a change of the report, or the end of an attempt."""
+        self.num_promised_tokens, self.num_requests = 0, 0
+        self.left, self.at, self.rate, self.num_free_tokens = 0.0, 0.0, 0.0, None
+        if report := self.report:
+            self.left, self.at, self.rate = report.num_queued_tokens, report.taken_at_s, report.prefill_tokens_per_s
+            self.num_requests = max(report.num_requests - self.num_ended, 0)
+            self.num_free_tokens = report.num_free_blocks * block_size
+        for sent in self.fresh.values():
+            self.add(sent)
+
+    def add(self, sent: _Sent) -> None:
+        """One more fresh attempt, to the sum."""
+        self.num_requests += 1
+        self.num_promised_tokens += sent.num_tokens
+        self.left = self.num_queued_tokens(sent.at) + sent.num_tokens
+        self.at = max(self.at, sent.at)
+
+    def holds(self, adapter: bytes) -> bool:
+        """Whether it has the adapter, or is about to for a request that was sent there."""
+        sent = (*self.fresh.values(), *self.counted.values())
+        reported = self.report is not None and adapter in self.report.adapter_keys
+        return reported or any(one.adapter == adapter for one in sent)
 
     def num_queued_tokens(self, now: float) -> float:
-        """Prompt tokens still to compute: the report's and the fresh ones, less what the engine computed meanwhile."""
-        left, at, rate = 0.0, now, 0.0
-        if self.report:
-            left, at, rate = self.report.num_queued_tokens, self.report.taken_at_s, self.report.prefill_tokens_per_s
-        for sent in self.fresh.values():
-            left = max(left - rate * max(sent.at - at, 0), 0) + sent.num_tokens
-            at = max(at, sent.at)
-        return max(left - rate * max(now - at, 0), 0)
+        """Prompt tokens still to compute: `left`, less what the engine has computed since."""
+        left = self.left - self.rate * (now - self.at) if now > self.at else self.left
+        return left if left > 0 else 0.0
+
+
+_NOBODY = _Replica()
+"""What is known of a replica of which nothing is known."""
 
 
 class Fleet:
@@ -92,6 +127,7 @@ class Fleet:
         for attempt, sent in list(replica.fresh.items()):
             if sent.at <= until:
                 replica.counted[attempt] = replica.fresh.pop(attempt)
+        replica.sum_up(self._block_size)
         self._index.report(
             replica_id,
             report.prefix_keys,
@@ -118,22 +154,31 @@ class Fleet:
 
     def load(self, replica_id: str, now: float) -> ReplicaLoad:
         """`now` is wall clock, in seconds, as are all times here."""
-        replica = self._replicas.get(replica_id)
-        if replica is None:
-            return ReplicaLoad()
-        num_queued_tokens = int(replica.num_queued_tokens(now))
-        if (report := replica.report) is None:
-            return ReplicaLoad(len(replica.fresh), num_queued_tokens)
-        promised = sum(sent.num_tokens for sent in replica.fresh.values())
-        return ReplicaLoad(
-            num_requests=max(report.num_requests - replica.num_ended, 0) + len(replica.fresh),
-            num_queued_tokens=num_queued_tokens,
-            num_free_tokens=max(report.num_free_blocks * self._block_size - promised, 0),
-        )
+        return self.loads((replica_id,), now)[0]
+
+    def loads(self, replica_ids: Iterable[str], now: float) -> list[ReplicaLoad]:
+        """Of each, in that order."""
+        replicas = [self._replicas.get(replica_id, _NOBODY) for replica_id in replica_ids]
+        return [
+            ReplicaLoad(
+                replica.num_requests,
+                int(replica.num_queued_tokens(now)) if replica.left else 0,
+                None if (free := replica.num_free_tokens) is None else max(free - replica.num_promised_tokens, 0),
+            )
+            for replica in replicas
+        ]
 
     def num_cached_tokens(self, replica_id: str, keys: Sequence[bytes]) -> int:
         """Leading tokens of a prompt that the replica is believed to have computed."""
         return self._index.match(replica_id, keys) * self._block_size
+
+    def holders(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """The replicas of which `num_cached_tokens` is not 0, and what it is."""
+        return {name: count * self._block_size for name, count in self._index.holders(keys).items()}
+
+    def holds_adapter(self, replica_id: str, adapter: bytes) -> bool:
+        """Whether the replica is believed to have the adapter of that key in memory."""
+        return self._replicas.get(replica_id, _NOBODY).holds(adapter)
 
     # --- what this router sends: open, place as often as it takes, close ----------------------------------------------
 
@@ -141,7 +186,15 @@ class Fleet:
         """A request is looking for a replica."""
         self._attempts[attempt] = None
 
-    def place(self, attempt: str, replica_id: str, num_tokens: int, keys: tuple[bytes, ...], now: float) -> None:
+    def place(
+        self,
+        attempt: str,
+        replica_id: str,
+        num_tokens: int,
+        keys: tuple[bytes, ...],
+        now: float,
+        adapter: bytes = b"",
+    ) -> None:
         """It goes to this replica, to compute `num_tokens`: from now on, other requests see it there.
 
         Ignored for an attempt that is not open, of whose end nobody would tell.
@@ -151,14 +204,15 @@ class Fleet:
         self._withdraw(attempt)
         if (replica := self._replicas.get(replica_id)) is None:
             return
-        self._attempts[attempt] = replica.fresh[attempt] = _Sent(replica_id, num_tokens, keys, now)
+        self._attempts[attempt] = replica.fresh[attempt] = sent = _Sent(replica_id, num_tokens, keys, now, adapter)
+        replica.add(sent)
         self._index.add(replica_id, keys, now)
 
     def confirm(self, attempt: str, replica_id: str, now: float) -> None:
         """It was sent to this replica, wherever it was placed."""
         sent = self._attempts.get(attempt)
         if sent is not None and sent.replica_id != replica_id:
-            self.place(attempt, replica_id, sent.num_tokens, sent.keys, now)
+            self.place(attempt, replica_id, sent.num_tokens, sent.keys, now, sent.adapter)
 
     def close(self, attempt: str) -> None:
         """It has ended in any way. Ignored for an unknown one."""
@@ -174,3 +228,4 @@ class Fleet:
         if replica.fresh.pop(attempt, None) is None:
             del replica.counted[attempt]
             replica.num_ended += 1
+        replica.sum_up(self._block_size)

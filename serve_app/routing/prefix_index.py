@@ -4,19 +4,29 @@ Never holds tokens, and is never certain: a wrong belief costs a recomputed pref
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from engine.prefix import extend_chain, root_of
+from engine.span_inputs import SpanInput
 
 KEY_BYTES = 8
 """Of a block's digest. An engine shares KV by the whole digest; a collision of these sends a request to a replica
 that turns out to lack its prefix."""
 
 
-def prefix_keys(token_ids: Sequence[int], block_size: int, max_blocks: int, salt: str = "") -> tuple[bytes, ...]:
-    """Keys of the first full blocks of a prompt, at most `max_blocks`: what an engine would name them."""
+def prefix_keys(
+    token_ids: Sequence[int],
+    block_size: int,
+    max_blocks: int,
+    salt: str = "",
+    inputs: Sequence[SpanInput] = (),
+    adapter: str = "",
+) -> tuple[bytes, ...]:
+    """Keys of the first full blocks of a prompt, at most `max_blocks`: what an engine would name them. adapter: the
+    digest of what computes them."""
     chain: list[bytes] = []
-    extend_chain(chain, token_ids, min(len(token_ids) // block_size, max_blocks), block_size, root_of(salt))
+    num_blocks = min(len(token_ids) // block_size, max_blocks)
+    extend_chain(chain, token_ids, num_blocks, block_size, root_of(salt, adapter), inputs)
     return tuple(digest[:KEY_BYTES] for digest in chain)
 
 
@@ -37,8 +47,14 @@ class PrefixIndex:
 
     def match(self, replica_id: str, keys: Sequence[bytes]) -> int:
         """How many leading blocks of a prompt the replica holds."""
-        known = self._known.get(replica_id, OrderedDict())
-        return next((depth for depth, key in enumerate(keys) if key not in known), len(keys))
+        return _depth(self._known.get(replica_id, {}), keys)
+
+    def holders(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """The replicas that hold leading blocks of a prompt, and how many: few of a thousand hold even the first."""
+        if not keys:
+            return {}
+        first = keys[0]
+        return {replica_id: _depth(known, keys) for replica_id, known in self._known.items() if first in known}
 
     def add(self, replica_id: str, keys: Sequence[bytes], now: float) -> None:
         """A prompt was sent to the replica at `now`, in seconds."""
@@ -66,6 +82,10 @@ class PrefixIndex:
 
     def forget(self, replica_id: str) -> None:
         self._known.pop(replica_id, None)
+
+
+def _depth(known: Container[bytes], keys: Sequence[bytes]) -> int:
+    return next((depth for depth, key in enumerate(keys) if key not in known), len(keys))
 
 
 def _refresh(known: OrderedDict[bytes, float], keys: Sequence[bytes], at: float) -> None:

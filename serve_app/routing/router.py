@@ -16,11 +16,10 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from engine.config import EngineConfig
 from serve_app.channel.engine_call import EngineCall
 from serve_app.routing import overlap
+from serve_app.routing.chooser import Chooser
 from serve_app.routing.engine_count import num_engines, set_num_engines
 from serve_app.routing.engine_load import set_engine_load
-from serve_app.routing.fleet import Fleet
-from serve_app.routing.placement import Ask, Bound, Candidate, rank, two_choices
-from serve_app.routing.prefix_index import prefix_keys
+from serve_app.routing.placement import Candidate, two_choices
 from serve_app.settings import RoutingSettings
 
 __all__ = ["EngineRouter", "num_engines", "router_config"]
@@ -47,12 +46,10 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         self, *, block_size: int, routing: Mapping[str, Any] | None = None, random: Random | None = None
     ) -> None:
         """Called by Serve with the `request_router_kwargs`. `block_size` is the engines', in tokens."""
-        self._block_size = block_size
-        self._routing = RoutingSettings(**(routing or {}))
-        self._bound = Bound(self._routing.load_factor, self._routing.slack_tokens)
         self._random = random or Random()
-        self._fleet = Fleet(block_size, self._routing.index_blocks)
-        self._expected: dict[str, dict[str, int]] = {}  # attempt -> replica -> prompt tokens cached there
+        self._chooser = Chooser(RoutingSettings(**(routing or {})), block_size, self._random)
+        self._fleet = self._chooser.fleet
+        self._expected: dict[str, dict[str, int]] = {}  # attempt -> replica -> prompt tokens cached there, if any
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -76,35 +73,17 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         ready = {replica.replica_id.unique_id for replica in self.select_available_replicas(candidate_replicas)}
         call = pending_request.args[0] if pending_request is not None and pending_request.args else None
         if pending_request is not None and isinstance(call, EngineCall):
-            ranks = self._place(pending_request.metadata.internal_request_id, call, list(by_id), ready)
+            ranks = self._place(pending_request.metadata.internal_request_id, call, list(by_id), by_id.keys() - ready)
         else:
             ranks = two_choices([Candidate(name, full=name not in ready) for name in by_id], self._random)
         return [[by_id[name] for name in names] for names in ranks]
 
-    def _place(self, attempt: str, call: EngineCall, names: list[str], ready: set[str]) -> list[list[str]]:
-        """Rank the replicas, and count the request where it goes if nothing comes between: requests that are placed
-        before it gets there must see it."""
-        prompt, salt = call.submission.prompt_token_ids, call.submission.cache_salt
-        keys = prefix_keys(prompt, self._block_size, self._routing.prefix_blocks, salt)
-        now = time.time()
-        candidates = {name: self._candidate(name, keys, now, full=name not in ready) for name in names}
-        self._expected[attempt] = {name: found.num_cached_tokens for name, found in candidates.items()}
-        ask = Ask(len(prompt), call.session, frozenset(call.avoid))
-        ranks = rank(ask, list(candidates.values()), self._bound, self._random)
-        if ranks:
-            first = candidates[ranks[0][0]]
-            self._fleet.place(attempt, first.replica_id, first.num_new_tokens(len(prompt)), keys, now)
-        return ranks
-
-    def _candidate(self, name: str, keys: tuple[bytes, ...], now: float, *, full: bool) -> Candidate:
-        load = self._fleet.load(name, now)
-        return Candidate(
-            name,
-            load_tokens=load.num_queued_tokens + load.num_requests * self._routing.request_tokens,
-            num_cached_tokens=self._fleet.num_cached_tokens(name, keys),
-            num_free_tokens=load.num_free_tokens,
-            full=full,
+    def _place(self, attempt: str, call: EngineCall, names: list[str], full: set[str]) -> list[list[str]]:
+        choice = self._chooser.place(
+            attempt, call.submission, names, time.time(), session=call.session, avoid=call.avoid, full=full
         )
+        self._expected[attempt] = choice.num_cached_tokens
+        return choice.ranks
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False

@@ -15,7 +15,7 @@ from serve_app.routing.prefix_index import KEY_BYTES
 _FORMAT = 1
 """Raised when the meaning changes: in a rolling update, routers and engines of two versions meet."""
 
-_NEWS = ("requests", "queued_tokens", "free_blocks", "cached_blocks", "prefixes")
+_NEWS = ("requests", "queued_tokens", "free_blocks", "cached_blocks", "prefixes", "adapters")
 """What makes an idle engine's stats new. A queue is always news: routers expect it to become shorter."""
 
 
@@ -44,12 +44,26 @@ class RoutingReport:
     """Of cached blocks, heads of prefixes first."""
     all_prefixes: bool
     """Whether those are all that are cached."""
+    adapter_keys: frozenset[bytes] = frozenset()
+    """Of the LoRA adapters in memory; see adapter_key."""
+
+
+def adapter_key(digest: str) -> bytes:
+    """What stands for an adapter's digest in reports."""
+    return bytes.fromhex(digest)[:KEY_BYTES]
 
 
 def encode(
-    load: LoadSnapshot, digests: Sequence[bytes], *, limit: int, prefill_tokens_per_s: float, taken_at_s: float
+    load: LoadSnapshot,
+    digests: Sequence[bytes],
+    *,
+    limit: int,
+    prefill_tokens_per_s: float,
+    taken_at_s: float,
+    adapters: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The return value of `record_routing_stats`. `digests` are those of `AsyncEngine.cached_digests(limit)`.
+    """The return value of `record_routing_stats`. `digests` are those of `AsyncEngine.cached_digests(limit)`, and
+    `adapters` the digests of its adapters.
 
     Serve pickles it, keeps it in its controller and sends it, with those of all other replicas, to every router each
     time that one of them changes: hence bytes, and few of them.
@@ -67,6 +81,7 @@ def encode(
         "cached_blocks": load.num_held_blocks + load.num_evictable_blocks,
         "prefixes": b"".join(digest[:KEY_BYTES] for digest in digests),
         "all_prefixes": len(digests) < limit,
+        "adapters": b"".join(sorted(map(adapter_key, adapters))),
     }
 
 
@@ -88,7 +103,14 @@ class RoutingReporter:
             return self._last
         load = self._engine.load()
         rate = self._prefill_tokens_per_s()
-        fresh = encode(load, digests, limit=self._limit, prefill_tokens_per_s=rate, taken_at_s=time.time())
+        fresh = encode(
+            load,
+            digests,
+            limit=self._limit,
+            prefill_tokens_per_s=rate,
+            taken_at_s=time.time(),
+            adapters=self._engine.adapters.loaded,
+        )
         if fresh["queued_tokens"] or any(fresh[name] != self._last.get(name) for name in _NEWS):
             self._last = fresh
         return self._last
@@ -103,7 +125,6 @@ def decode(stats: Mapping[str, Any]) -> RoutingReport | None:
     """What `encode` packed; None for a replica that has reported nothing yet, or in another version's format."""
     if stats.get("format") != _FORMAT:
         return None
-    prefixes: bytes = stats["prefixes"]
     return RoutingReport(
         taken_at_s=stats["taken_at_s"],
         num_requests=stats["requests"],
@@ -114,6 +135,11 @@ def decode(stats: Mapping[str, Any]) -> RoutingReport | None:
         num_held_blocks=stats.get("held_blocks", 0),
         num_free_blocks=stats["free_blocks"],
         max_cached_blocks=stats["cached_blocks"],
-        prefix_keys=tuple(prefixes[i : i + KEY_BYTES] for i in range(0, len(prefixes), KEY_BYTES)),
+        prefix_keys=_keys(stats["prefixes"]),
         all_prefixes=stats["all_prefixes"],
+        adapter_keys=frozenset(_keys(stats.get("adapters", b""))),
     )
+
+
+def _keys(packed: bytes) -> tuple[bytes, ...]:
+    return tuple(packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES))

@@ -19,6 +19,8 @@ OFFERED_WINDOW_S = 20
 """Over which offered prefill tokens are averaged."""
 _THROUGHPUT_MEMORY_S = 60.0
 """After this much time with prefill work, what was measured before counts for 1/e."""
+_BEST_MEMORY_S = 3600.0
+"""The same, of how much better than now it was."""
 
 
 class SignalSettings(BaseModel):
@@ -26,7 +28,12 @@ class SignalSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    ttft_target_ms: float = Field(default=2000, description="Time to first token that requests are to have.", gt=0)
+    ttft_target_ms: float = Field(
+        default=2000,
+        description="Time to first token that requests are to have; a prompt that takes longer than this by itself, "
+        "which no replica can change, may take twice its own time.",
+        gt=0,
+    )
     prefill_tokens_per_s: float = Field(
         default=1000, description="Prefill throughput of an engine that has not measured its own yet.", gt=0
     )
@@ -109,6 +116,8 @@ class _Throughput:
         self._step_tokens = step_tokens
         self._since_s, self._stretch_tokens = 0.0, 0
         self._tokens, self._seconds = 0.0, 0.0
+        self.best_tokens_per_s = 0.0
+        """The highest that the mean was, of late: that of the engine when it had little else to do. 0 at first."""
 
     def begin(self, now_s: float) -> None:
         """A prompt waits, and none did before."""
@@ -122,6 +131,8 @@ class _Throughput:
         kept = math.exp(-seconds / _THROUGHPUT_MEMORY_S)
         self._tokens = self._tokens * kept + self._stretch_tokens
         self._seconds = self._seconds * kept + seconds
+        mean = self._tokens / self._seconds if self._seconds > 0 else 0.0
+        self.best_tokens_per_s = mean + max(0.0, self.best_tokens_per_s - mean) * math.exp(-seconds / _BEST_MEMORY_S)
         self.begin(now_s)
 
     def tokens_per_s(self, default: float) -> float:
@@ -133,8 +144,8 @@ class EngineSignals:
     """Follows every request of one engine up to its first token. All methods are called on one event loop.
 
     Time to first token runs from `submitted` to the first token, or to the end of an answer without one. A request is
-    judged when it gets there, once it has waited for longer than the target, or when it is refused for want of room:
-    the last two are misses. A request that ends within the target and without an answer is not judged.
+    judged when it gets there, once it has waited for longer than it may, or when it is refused for want of room:
+    the last two are misses. A request that ends before and without an answer is not judged.
 
     Prefill throughput is that of the engine as it is: decoding beside it, waiting for memory or a seat all lower it, so
     that queued tokens divided by it are the seconds until they are computed.
@@ -154,7 +165,7 @@ class EngineSignals:
         self._max_num_seqs = max_num_seqs
         self._block_size = block_size
         self._clock = clock
-        self._waiting: dict[str, _Waiting] = {}  # in order of arrival; as many as the engine takes
+        self._waiting: dict[str, _Waiting] = {}  # as many as the engine takes
         self._throughput = _Throughput(step_tokens)
         self._offered = _Window(OFFERED_WINDOW_S)
         self._judged = _Window(ATTAINMENT_WINDOW_S)
@@ -227,8 +238,8 @@ class EngineSignals:
 
     def _first_token(self, request_id: str, waiting: _Waiting) -> None:
         now_s = self._clock()
+        self._judge(now_s, in_time=not self._is_late(waiting, now_s))  # by what others took, not by its own time
         self._throughput.computed(now_s, waiting.prompt_tokens - waiting.cached_tokens)
-        self._judge(now_s, in_time=not self._is_late(waiting, now_s))
         del self._waiting[request_id]
 
     def _judge(self, now_s: float, *, in_time: bool) -> None:
@@ -236,14 +247,17 @@ class EngineSignals:
         self._in_time.add(now_s, int(in_time))
 
     def _is_late(self, waiting: _Waiting, now_s: float) -> bool:
-        return (now_s - waiting.since_s) * 1000 > self._settings.ttft_target_ms
+        return now_s - waiting.since_s > self._allowed_s(waiting)
+
+    def _allowed_s(self, waiting: _Waiting) -> float:
+        """The target; twice its own time for a prompt that an idle engine could not compute by then: more replicas
+        shorten its wait and nothing else."""
+        target_s, best = self._settings.ttft_target_ms / 1000, self._throughput.best_tokens_per_s
+        alone_s = (waiting.prompt_tokens - waiting.cached_tokens) / best if best else 0.0
+        return 2 * alone_s if alone_s > target_s else target_s
 
     def _attainment(self, now_s: float) -> tuple[float, float]:
-        late = 0
-        for waiting in self._waiting.values():
-            if not self._is_late(waiting, now_s):
-                break
-            late += 1
+        late = sum(self._is_late(waiting, now_s) for waiting in self._waiting.values())
         judged = self._judged.total(now_s) + late
         return judged, self._in_time.total(now_s) / judged if judged else 1.0
 

@@ -29,6 +29,31 @@ class TextBlock(_Block):
     text: str
 
 
+class Base64Source(StrictModel):
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class UrlSource(StrictModel):
+    type: Literal["url"]
+    url: str = Field(min_length=1)
+    """http or https, of a host that the server's settings list."""
+
+
+Source = Annotated[
+    Annotated[Base64Source, Tag("<base64>")] | Annotated[UrlSource, Tag("<url>")],
+    by_type(("base64", "url"), "a source of type base64 or url; others are not supported"),
+]
+
+
+class ImageBlock(_Block):
+    """An image, for models that take any, in a message of the user."""
+
+    type: Literal["image"]
+    source: Source
+
+
 class ThinkingBlock(StrictModel):
     """What the assistant thought."""
 
@@ -61,19 +86,20 @@ class ToolResultBlock(_Block):
     """The model reads `Error: ` before the content."""
 
 
-_BLOCKS = ("text", "thinking", "tool_use", "tool_result")
+_BLOCKS = ("text", "image", "thinking", "tool_use", "tool_result")
 Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    by_type(_BLOCKS, "a block of type text, thinking, tool_use or tool_result; others are not supported"),
+    by_type(_BLOCKS, "a block of type text, image, thinking, tool_use or tool_result; others are not supported"),
 ]
 Blocks = Annotated[list[Block], Field(min_length=1, fail_fast=True)]
 Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Blocks, Tag("<list>")], text_or_list_of("a string or a list of blocks")
 ]
-_ONLY_IN = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
+_ONLY_IN = {"image": "user", "thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
 
 
 class AnthropicMessage(StrictModel):
@@ -84,10 +110,10 @@ class AnthropicMessage(StrictModel):
     def _blocks_are_in_their_place(self) -> AnthropicMessage:
         for block in self.blocks:
             if _ONLY_IN.get(block.type, self.role) != self.role:
-                text = f"a {block.type} block is only allowed in a message of the {_ONLY_IN[block.type]}"
+                text = f"a block of type {block.type} is only allowed in a message of the {_ONLY_IN[block.type]}"
                 raise PydanticCustomError("role", "{text}", {"text": text, "field": "content"})
         return self
 
     @property
-    def blocks(self) -> list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]:
+    def blocks(self) -> list[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]:
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content

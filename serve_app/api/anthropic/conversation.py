@@ -4,11 +4,20 @@ Never renders it, and knows no model but for how it thinks."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
-from serve_app.api.anthropic.blocks import AnthropicMessage, TextBlock, ThinkingBlock, ToolResultBlock, ToolUseBlock
+from serve_app.api.anthropic.blocks import (
+    AnthropicMessage,
+    ImageBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    UrlSource,
+)
 from serve_app.api.anthropic.schema import (
     CountTokensRequest,
     MessagesRequest,
@@ -17,6 +26,7 @@ from serve_app.api.anthropic.schema import (
     Tool,
     ToolChoice,
 )
+from serve_app.api.image_prompt import image_names
 from serve_app.api.schema import ChatRequest
 from serve_app.api.strict_model import UNSUPPORTED
 from serve_app.api.tokenizer import Tokenizer
@@ -88,18 +98,29 @@ def _of_assistant(message: AnthropicMessage) -> Json:
 def _of_user(message: AnthropicMessage) -> list[Json]:
     """A chat has a message for each result of a tool, and others for the texts around them."""
     told: list[Json] = []
-    texts: list[str] = []
+    shown: list[TextBlock | ImageBlock] = []
     for block in message.blocks:
         if isinstance(block, ToolResultBlock):
-            told += [*_user(texts), _result(block)]
-            texts = []
-        elif isinstance(block, TextBlock):
-            texts.append(block.text)
-    return told + _user(texts)
+            told += [*_user(shown), _result(block)]
+            shown = []
+        elif isinstance(block, TextBlock | ImageBlock):
+            shown.append(block)
+    return told + _user(shown)
 
 
-def _user(texts: list[str]) -> list[Json]:
-    return [{"role": "user", "content": "\n".join(texts)}] if texts else []
+def _user(shown: Sequence[TextBlock | ImageBlock]) -> list[Json]:
+    texts = [block for block in shown if isinstance(block, TextBlock)]
+    if len(texts) == len(shown):
+        return [{"role": "user", "content": _joined(texts)}] if texts else []
+    return [{"role": "user", "content": [_part(block) for block in shown]}]
+
+
+def _part(block: TextBlock | ImageBlock) -> Json:
+    if isinstance(block, TextBlock):
+        return {"type": "text", "text": block.text}
+    source = block.source
+    url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _result(block: ToolResultBlock) -> Json:
@@ -131,14 +152,21 @@ def _format(given: OutputFormat) -> Json:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": given.schema_}}
 
 
-def names_of(request: CountTokensRequest) -> dict[str, str]:
-    """What a chat request calls otherwise."""
+def names_of(request: CountTokensRequest, chat: ChatRequest) -> dict[str, str]:
+    """What the chat with the same answer calls otherwise."""
+    images = [
+        f"messages.{number}.content.{place}.source"
+        for number, message in enumerate(request.messages)
+        for place, block in enumerate(message.blocks)
+        if isinstance(block, ImageBlock)
+    ]
     output = "output_config.format" if request.output_format is None else "output_format"
     return {
         "response_format.json_schema.schema": f"{output}.schema",
         "response_format": output,
         ".function.parameters": ".input_schema",
         ".function.name": ".name",
+        **image_names(chat.messages, images),
     }
 
 

@@ -11,15 +11,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from serve_app.api.anthropic.conversation import as_chat
+from serve_app.adapters.names import AdapterNames
+from serve_app.api.anthropic.conversation import as_chat, names_of
 from serve_app.api.anthropic.schema import CountTokensRequest
 from serve_app.api.asgi import read_json_body
+from serve_app.api.forms import renamed
 from serve_app.api.offload import run_sized
 from serve_app.api.schema import ChatRequest, parse_request
 from serve_app.api.submission import encode_conversation
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
-from serve_app.errors import model_not_found
+from serve_app.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +29,21 @@ class CountTokens:
     tokenizer: Tokenizer
     model: ServedModel
     max_body_bytes: int
+    adapters: AdapterNames
 
     async def answer(self, request: Request) -> Response:
         body = await read_json_body(request.scope, request.receive, self.max_body_bytes)
-        chat = await run_sized(len(body), lambda: self._read(body))
-        if chat.model != self.model.id:
-            raise model_not_found(chat.model, self.model.id)
-        prompt = await encode_conversation(chat, self.tokenizer, self.model)
-        return JSONResponse({"input_tokens": len(prompt)})
+        given, chat = await run_sized(len(body), lambda: self._read(body))
+        self.adapters.served(chat.model)
+        try:
+            prompt = await encode_conversation(chat, self.tokenizer, self.model)
+        except ApiError as error:
+            raise renamed(error, names_of(given, chat)) from error
+        return JSONResponse({"input_tokens": len(prompt.token_ids)})
 
-    def _read(self, body: bytes) -> ChatRequest:
-        return as_chat(parse_request(CountTokensRequest, body), self.tokenizer, self.model)
+    def _read(self, body: bytes) -> tuple[CountTokensRequest, ChatRequest]:
+        given = parse_request(CountTokensRequest, body)
+        return given, as_chat(given, self.tokenizer, self.model)
 
     def route(self, guard: Sequence[Middleware]) -> Route:
         return Route("/v1/messages/count_tokens", self.answer, methods=["POST"], middleware=guard)

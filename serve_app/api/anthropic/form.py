@@ -43,4 +43,4 @@ class MessageForm:
 def read_messages(body: bytes, *, tokenizer: Tokenizer, model: ServedModel) -> Asked[ChatRequest]:
     given = parse_request(MessagesRequest, body)
     request = as_chat(given, tokenizer, model)
-    return Asked(request, lambda answering: MessageForm(answering, request), names_of(given))
+    return Asked(request, lambda answering: MessageForm(answering, request), names_of(given, request))

@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from serve_app.api.responses.items import CallItem, Item, ItemText, MessageItem, OutputItem, ReasoningItem
+from serve_app.api.image_prompt import image_names
+from serve_app.api.responses.items import CallItem, Item, ItemImage, ItemText, MessageItem, OutputItem, ReasoningItem
 from serve_app.api.responses.schema import (
     ChosenFunction,
     ChosenTools,
@@ -71,7 +72,7 @@ def _add(messages: list[Json], item: Item) -> None:
         case MessageItem(role="assistant"):
             _turn(messages, after=("content", "tool_calls"))["content"] = _text(item.content)
         case MessageItem():
-            messages.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _parts(item.content)})
         case ReasoningItem():
             thoughts = "\n".join(thought.text for thought in item.content or item.summary or ())
             _turn(messages, after=("content", "tool_calls"))["reasoning_content"] = thoughts
@@ -89,8 +90,34 @@ def _turn(messages: list[Json], after: Sequence[str] = ()) -> Json:
     return messages[-1]
 
 
-def _text(content: str | Sequence[ItemText]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _text(content: str | Sequence[ItemText | ItemImage]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content if isinstance(part, ItemText))
+
+
+def _parts(content: str | Sequence[ItemText | ItemImage]) -> str | list[Json]:
+    if isinstance(content, str) or not any(isinstance(part, ItemImage) for part in content):
+        return _text(content)
+    return [
+        {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
+        if isinstance(part, ItemImage)
+        else {"type": "text", "text": part.text}
+        for part in content
+    ]
+
+
+def names_of(request: ResponsesRequest, chat: ChatRequest) -> dict[str, str]:
+    """What the chat with the same answer calls otherwise."""
+    items = () if isinstance(request.input, str) else request.input
+    images = [
+        f"input.{number}.content.{place}.image_url"
+        for number, item in enumerate(items)
+        if isinstance(item, MessageItem)
+        for place, part in enumerate(item.content)
+        if isinstance(part, ItemImage)
+    ]
+    return NAMES | image_names(chat.messages, images)
 
 
 def _call(item: CallItem) -> Json:

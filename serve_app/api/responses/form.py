@@ -10,7 +10,7 @@ from serve_app.api.blocks import BlockReader
 from serve_app.api.completion import Piece
 from serve_app.api.forms import Asked
 from serve_app.api.responses.answer import Answer
-from serve_app.api.responses.conversation import NAMES, as_chat, with_strictness
+from serve_app.api.responses.conversation import as_chat, names_of, with_strictness
 from serve_app.api.responses.frames import ResponseFrames
 from serve_app.api.responses.response import Json
 from serve_app.api.responses.schema import ResponsesRequest
@@ -36,4 +36,6 @@ class ResponseForm:
 def read_response(body: bytes, *, model: ServedModel) -> Asked[ChatRequest]:
     given = with_strictness(parse_request(ResponsesRequest, body), model)
     request = as_chat(given)
-    return Asked(request, lambda on: ResponseForm(Answer(given, on), BlockReader(on.reader(request))), NAMES)
+    return Asked(
+        request, lambda on: ResponseForm(Answer(given, on), BlockReader(on.reader(request))), names_of(given, request)
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from serve_app.api.messages import JsonObject
 from serve_app.api.strict_model import StrictModel, Unsupported
@@ -23,10 +24,30 @@ class ItemText(StrictModel):
     text: str
 
 
-_PARTS = "a string or a list of input_text or output_text parts"
-Content = Annotated[
+class ItemImage(StrictModel):
+    """An image, for models that take any, in a message of the user."""
+
+    unsupported: ClassVar[Unsupported] = {"file_id": (), "prompt_cache_breakpoint": ()}
+    type: Literal["input_image"]
+    image_url: str = Field(min_length=1)
+    """`data:image/png;base64,...`, or an http or https URL of a host that the server's settings list."""
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+_PART_TYPES = ("input_text", "output_text", "input_image")
+Part = Annotated[
+    Annotated[ItemText, Tag("<input_text>")]
+    | Annotated[ItemText, Tag("<output_text>")]
+    | Annotated[ItemImage, Tag("<input_image>")],
+    by_type(_PART_TYPES, f"a part of type {', '.join(_PART_TYPES)}; others are not supported"),
+]
+TextContent = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[ItemText], Field(fail_fast=True), Tag("<list>")],
-    text_or_list_of(_PARTS),
+    text_or_list_of("a string or a list of input_text or output_text parts"),
+]
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<list>")],
+    text_or_list_of("a string or a list of input_text, output_text or input_image parts"),
 ]
 
 
@@ -35,6 +56,13 @@ class MessageItem(_Item):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
+
+    @model_validator(mode="after")
+    def _images_are_the_users(self) -> MessageItem:
+        if self.role != "user" and any(isinstance(part, ItemImage) for part in self.content):
+            text = f"input_image parts are only allowed in a user's message, but the role is {self.role}"
+            raise PydanticCustomError("role", "{text}", {"text": text, "field": "content"})
+        return self
 
 
 class CallItem(_Item):
@@ -50,7 +78,7 @@ class OutputItem(_Item):
     unsupported: ClassVar[Unsupported] = {"caller": ({"type": "direct"},)}
     type: Literal["function_call_output"]
     call_id: str
-    output: Content
+    output: TextContent
 
 
 class Thought(StrictModel):

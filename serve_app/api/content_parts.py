@@ -1,0 +1,60 @@
+"""Owns the parts of which a message's content is made, and what a chat template is shown of them.
+Never reads an image; `serve_app.images` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, Tag
+
+from serve_app.api.strict_model import StrictModel, Unsupported
+from serve_app.api.unions import by_type, text_or_list_of
+
+_NEVER: tuple[Any, ...] = ()
+
+
+class TextPart(StrictModel):
+    unsupported: ClassVar[Unsupported] = dict.fromkeys(
+        ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal"), _NEVER
+    )
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(StrictModel):
+    url: str = Field(min_length=1)
+    """`data:image/png;base64,...`, or an http or https URL of a host that the server's settings list."""
+    detail: Literal["auto", "low", "high"] | None = None
+    """`low`: scaled to at most 512 x 512 pixels; otherwise to what the model and the server take."""
+
+
+class ImagePart(StrictModel):
+    """An image, for models that take any, in a message of the user."""
+
+    unsupported: ClassVar[Unsupported] = dict.fromkeys(("text", "uuid"), _NEVER)
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")],
+    by_type(("text", "image_url"), "a part of type text or image_url; others are not supported"),
+]
+Parts = Annotated[list[Part], Field(min_length=1, fail_fast=True)]
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[Parts, Tag("<list>")], text_or_list_of("a string or a list of parts")
+]
+
+
+def shown(content: str | Sequence[TextPart | ImagePart] | None) -> str | list[dict[str, str]]:
+    """Texts become one string, a line each: most templates know no parts. Beside images they are parts."""
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return content or ""
+    if any(isinstance(part, ImagePart) for part in content):
+        return [{"type": "text", "text": part.text} if isinstance(part, TextPart) else IMAGE for part in content]
+    return "\n".join(part.text for part in content if isinstance(part, TextPart))
+
+
+IMAGE = {"type": "image"}
+"""As templates of models with images know it; the pixels are not theirs."""

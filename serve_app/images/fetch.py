@@ -1,0 +1,121 @@
+"""Owns images that a server elsewhere has: which may be asked, and for how long, how much and what of it is read.
+Never follows a redirect, and never asks an address that is not meant for everybody unless the settings list it."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import ssl
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+import h11
+
+from serve_app.images.refusal import ImageRefused, check_size, check_type
+
+SETTING = "images.allowed_hosts"
+_PORTS = {"http": 80, "https": 443}
+_READ_BYTES = 1 << 16
+_CONTEXT = ssl.create_default_context()
+
+
+@dataclass(frozen=True, slots=True)
+class Fetcher:
+    allowed_hosts: Collection[str]
+    """`host`, with its scheme's own port, or `host:port`."""
+    max_bytes: int
+    timeout_s: float
+    """From the look-up of the name to the last byte."""
+
+    async def fetch(self, url: str) -> bytes:
+        """The file at an http or https URL.
+
+        Raises:
+            ImageRefused: the settings do not allow it, or the server gives no image in time.
+        """
+        target, port = self._allowed(url)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await self._read(target, port)
+        except TimeoutError:
+            text = f"its server took longer than {self.timeout_s:g} s (images.fetch_timeout_s)"
+            raise ImageRefused(text) from None
+        except (OSError, h11.RemoteProtocolError, UnicodeError) as error:
+            raise ImageRefused(f"its server did not answer: {type(error).__name__}") from error
+
+    def _allowed(self, url: str) -> tuple[SplitResult, int]:
+        try:
+            target = urlsplit(url)
+            port = target.port or _PORTS[target.scheme]
+        except (ValueError, KeyError) as error:
+            raise ImageRefused("its URL is none") from error
+        host = target.hostname or ""
+        names = {f"{host}:{port}"} | ({host} if port == _PORTS[target.scheme] else set())
+        if names.isdisjoint(self.allowed_hosts):
+            raise ImageRefused(f"its host {host[:100]!r} at port {port} is not listed in {SETTING}")
+        if target.username is not None or target.password is not None:
+            raise ImageRefused("its URL has a user or a password")
+        return target, port
+
+    async def _read(self, target: SplitResult, port: int) -> bytes:
+        host = target.hostname or ""
+        address = await self._address(host, port)
+        secure = _CONTEXT if target.scheme == "https" else None
+        # By the address that was checked: the name might have another the next time.
+        reader, writer = await asyncio.open_connection(
+            address, port, ssl=secure, server_hostname=host if secure else None
+        )
+        try:
+            connection = h11.Connection(h11.CLIENT)
+            writer.write(_request(connection, target))
+            await writer.drain()
+            return await self._body(connection, reader)
+        finally:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    async def _address(self, host: str, port: int) -> str:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        address = str(found[0][4][0])
+        listed = address in self.allowed_hosts or f"{address}:{port}" in self.allowed_hosts
+        if not listed and not ipaddress.ip_address(address.partition("%")[0]).is_global:
+            raise ImageRefused(f"its host has a private address, which is not listed in {SETTING}")
+        return address
+
+    async def _body(self, connection: h11.Connection, reader: asyncio.StreamReader) -> bytes:
+        body = bytearray()
+        while True:
+            event = connection.next_event()
+            if event is h11.NEED_DATA:
+                connection.receive_data(await reader.read(_READ_BYTES))
+            elif isinstance(event, h11.Response):
+                self._check(event)
+            elif isinstance(event, h11.Data):
+                body += event.data
+                check_size(len(body), self.max_bytes)
+            elif not isinstance(event, h11.InformationalResponse):
+                return bytes(body)
+
+    def _check(self, response: h11.Response) -> None:
+        if response.status_code in range(300, 400):
+            raise ImageRefused(f"its server answered with a redirect ({response.status_code}), and none is followed")
+        if response.status_code != 200:
+            raise ImageRefused(f"its server answered with status {response.status_code}")
+        headers = {name: value.decode("latin-1") for name, value in response.headers}
+        check_type(headers.get(b"content-type", "").partition(";")[0].strip().lower())
+        length = headers.get(b"content-length", "")
+        check_size(int(length) if length.isdecimal() else 0, self.max_bytes)
+
+
+def _request(connection: h11.Connection, target: SplitResult) -> bytes:
+    path = (target.path or "/") + (f"?{target.query}" if target.query else "")
+    headers = [("Host", target.netloc), ("Accept", "image/*"), ("Accept-Encoding", "identity"), ("Connection", "close")]
+    try:
+        request = connection.send(h11.Request(method="GET", target=path, headers=headers))
+    except h11.LocalProtocolError as error:
+        raise ImageRefused("its URL has characters that are not written as such in one") from error
+    return (request or b"") + (connection.send(h11.EndOfMessage()) or b"")

@@ -1,0 +1,84 @@
+"""Owns the reading of a request's images, off the event loop, within the limits of the settings.
+Never keeps an image, and never holds the loop for one: files are fetched by it, and decoded beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.span_inputs import InputKind
+from serve_app.errors import ApiError
+from serve_app.images.data_url import SCHEME, read_data_url
+from serve_app.images.fetch import Fetcher
+from serve_app.images.pixels import LOW_DETAIL_PIXELS, Pixels, read_pixels
+from serve_app.images.refusal import ImageRefused, check_size
+from serve_app.images.settings import ImageSettings
+
+DECODERS = 2
+"""Threads: a decoded image has three bytes for each pixel, and so many are in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedImage:
+    """`param` names it in the request."""
+
+    url: str
+    param: str
+    detail: Literal["auto", "low", "high"] = "auto"
+
+
+class ImageIntake:
+    """Of a model that takes images, which are inputs of `kind`."""
+
+    def __init__(self, kind: InputKind, settings: ImageSettings) -> None:
+        self.kind = kind
+        self._settings = settings
+        self._most_pixels = min(kind.max_pixels, settings.max_tokens * kind.side**2)
+        self._fetcher = Fetcher(
+            [host.lower() for host in settings.allowed_hosts], settings.max_bytes, settings.fetch_timeout_s
+        )
+        self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="image-decoder")
+
+    async def read(self, images: Sequence[AskedImage]) -> list[Pixels]:
+        """In their order, each fetched and decoded beside the others.
+
+        Raises:
+            ApiError: there are too many, or one is refused; it names which, the limit and the value.
+        """
+        if len(images) > (most := self._settings.max_per_request):
+            text = f"The request has {len(images)} images, and at most {most} are taken (images.max_per_request)."
+            raise ApiError(400, text, param=images[most].param, code="invalid_value")
+        try:
+            async with asyncio.TaskGroup() as group:
+                reading = [group.create_task(self._read(image)) for image in images]
+        except* ApiError as refused:
+            first = refused.exceptions[0]
+        else:
+            return [task.result() for task in reading]
+        raise first
+
+    async def _read(self, asked: AskedImage) -> Pixels:
+        try:
+            if asked.url[: len(SCHEME)].lower() == SCHEME:
+                return await self._decoded(asked, None)
+            if asked.url[:8].lower().startswith(("http://", "https://")):
+                return await self._decoded(asked, await self._fetcher.fetch(asked.url))
+            raise ImageRefused("its URL begins with none of data:, http:// and https://")
+        except ImageRefused as error:
+            raise ApiError(400, f"{asked.param}: the image is refused: {error}.", param=asked.param) from error
+
+    async def _decoded(self, asked: AskedImage, fetched: bytes | None) -> Pixels:
+        """`fetched`: the file; None: it is in the URL."""
+        limits = self._settings
+        most = min(self._most_pixels, LOW_DETAIL_PIXELS) if asked.detail == "low" else self._most_pixels
+        most = max(most, self.kind.min_pixels)
+
+        def work() -> Pixels:
+            file = read_data_url(asked.url, limits.max_bytes) if fetched is None else fetched
+            check_size(len(file), limits.max_bytes)
+            return read_pixels(file, self.kind, max_decoded=limits.max_pixels, max_shown=most)
+
+        return await asyncio.get_running_loop().run_in_executor(self._decoders, work)

@@ -1,0 +1,83 @@
+"""Owns a router's way from one request to the replicas that it is to try: what is known of each now, and their ranks.
+Never learns anything but what it places itself; the fleet takes the reports."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable
+from dataclasses import dataclass
+from random import Random
+
+from engine.protocol import Submission
+from serve_app.routing.fleet import Fleet
+from serve_app.routing.placement import Ask, Bound, Candidate, rank
+from serve_app.routing.prefix_index import prefix_keys
+from serve_app.routing.stats import adapter_key
+from serve_app.settings import RoutingSettings
+
+_NOBODY: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where one request is to go."""
+
+    ranks: list[list[str]]
+    """Replica ids; see placement.rank."""
+    num_cached_tokens: dict[str, int]
+    """Of its prompt, those that are expected in a replica's cache; replicas where it is none are left out."""
+
+
+class Chooser:
+    """Chooses for one router. Its time grows with the replicas: a millisecond or two for a thousand."""
+
+    def __init__(self, routing: RoutingSettings, block_size: int, random: Random) -> None:
+        """`block_size` is the engines', in tokens."""
+        self._routing = routing
+        self._block_size = block_size
+        self._bound = Bound(routing.load_factor, routing.slack_tokens)
+        self._random = random
+        self.fleet = Fleet(block_size, routing.index_blocks)
+
+    def place(
+        self,
+        attempt: str,
+        submission: Submission,
+        names: Collection[str],
+        now: float,
+        *,
+        session: str | None = None,
+        avoid: Iterable[str] = (),
+        full: Container[str] = (),
+    ) -> Choice:
+        """Rank the replicas of these names, and count the request where it goes if nothing comes between: requests that
+        are placed before it gets there must see it.
+
+        `now`: wall clock, in seconds. `full`: those that take no request now. `attempt` was opened in the fleet.
+        """
+        prompt = submission.prompt_token_ids
+        adapter = "" if submission.adapter is None else submission.adapter.digest
+        salt, inputs = submission.cache_salt, submission.inputs
+        keys = prefix_keys(prompt, self._block_size, self._routing.prefix_blocks, salt, inputs, adapter)
+        cached = self.fleet.holders(keys)
+        ask = Ask(len(prompt), session, frozenset(avoid))
+        weight, needs = self._routing.request_tokens, adapter_key(adapter)
+        lack = {name for name in names if not self.fleet.holds_adapter(name, needs)} if needs else _NOBODY
+        candidates = [
+            Candidate(
+                name,
+                num_queued_tokens + weight * num_requests,
+                cached.get(name, 0),
+                num_free_tokens,
+                self._routing.adapter_tokens if name in lack else 0,
+                name in full,
+            )
+            for name, (num_requests, num_queued_tokens, num_free_tokens) in zip(
+                names, self.fleet.loads(names, now), strict=True
+            )
+        ]
+        ranks = rank(ask, candidates, self._bound, self._random)
+        if ranks:
+            first = ranks[0][0]
+            num_new_tokens = ask.num_new_tokens(cached.get(first, 0))
+            self.fleet.place(attempt, first, num_new_tokens, keys, now, needs)
+        return Choice(ranks, cached)
