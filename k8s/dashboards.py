@@ -1,0 +1,411 @@
+"""Owns the Grafana dashboards. Long: every panel is a list of queries. `python -m k8s.dashboards` writes their JSON.
+Never holds a layout: panels stand three in a row, in the order of the list."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from k8s.validate.manifests import K8S
+
+DIRECTORY = K8S / "monitoring" / "dashboards"
+_WIDTH, _HEIGHT, _COLUMNS = 8, 8, 24
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One graph: queries with their legends, and what a reader is to see in it."""
+
+    title: str
+    text: str
+    unit: str
+    """Of Grafana: s, short, percentunit, reqps."""
+    queries: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    name: str
+    title: str
+    panels: Sequence[Panel]
+
+
+def _quantiles(metric: str, *shares: float, by: str = "") -> tuple[tuple[str, str], ...]:
+    """A histogram's quantiles, over all replicas, or for each value of a label."""
+    labels, legend = (f"le, {by}", f" {{{{{by}}}}}") if by else ("le", "")
+    rate = f"sum by ({labels}) (rate({metric}_bucket[$__rate_interval]))"
+    return tuple((f"histogram_quantile({share}, {rate})", f"p{100 * share:g}{legend}") for share in shares)
+
+
+def _rate(metric: str, by: str = "", **labels: str) -> str:
+    chosen = ",".join(f'{name}="{value}"' for name, value in labels.items())
+    return f"sum{f' by ({by})' if by else ''} (rate({metric}{f'{{{chosen}}}' if chosen else ''}[$__rate_interval]))"
+
+
+def _share(part: str, whole: str) -> str:
+    return f"{_rate(part)} / {_rate(whole)}"
+
+
+ENGINE = Dashboard(
+    "engine",
+    "chunkserve / engines",
+    (
+        Panel(
+            "Requests",
+            "Running, and waiting in an engine, by engine.",
+            "short",
+            (
+                ("vllm:num_requests_running", "running {{engine}}"),
+                ("vllm:num_requests_waiting", "waiting {{engine}}"),
+            ),
+        ),
+        Panel(
+            "KV blocks in use",
+            "Near 1, requests wait for memory or are preempted.",
+            "percentunit",
+            (("vllm:kv_cache_usage_perc", "{{engine}}"),),
+        ),
+        Panel(
+            "Preemptions",
+            "Running requests that lost their memory: work that is done again.",
+            "ops",
+            ((_rate("vllm:num_preemptions_total", "engine"), "{{engine}}"),),
+        ),
+        Panel(
+            "Tokens",
+            "Computed of prompts, taken from the prefix cache, and sampled.",
+            "short",
+            (
+                (_rate("vllm:prompt_tokens_total"), "prompts"),
+                (_rate("vllm:prompt_tokens_cached_total"), "of these, cached"),
+                (_rate("vllm:generation_tokens_total"), "answers"),
+            ),
+        ),
+        Panel(
+            "Gaps between tokens",
+            "What a reader of a stream sees; a long prompt elsewhere must not show here.",
+            "s",
+            _quantiles("vllm:inter_token_latency_seconds", 0.5, 0.99),
+        ),
+        Panel(
+            "Tokens of a step",
+            "Full steps are prefill-bound, small ones decode-bound.",
+            "short",
+            _quantiles("vllm:iteration_tokens_total", 0.5, 0.99),
+        ),
+        Panel(
+            "Steps",
+            "An engine with requests and no steps stands still.",
+            "ops",
+            ((_rate("vllm:iteration_tokens_total_count", "engine"), "{{engine}}"),),
+        ),
+        Panel(
+            "Prefix cache hits",
+            "Share of the looked-up prompt tokens that were there.",
+            "percentunit",
+            ((_share("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"), "hits"),),
+        ),
+        Panel(
+            "Time in the engine",
+            "Before the first step, to the first token, and from there to the last: medians.",
+            "s",
+            (
+                *((q, "queue") for q, _ in _quantiles("vllm:request_queue_time_seconds", 0.5)),
+                *((q, "prefill") for q, _ in _quantiles("vllm:request_prefill_time_seconds", 0.5)),
+                *((q, "decode") for q, _ in _quantiles("vllm:request_decode_time_seconds", 0.5)),
+            ),
+        ),
+        Panel(
+            "Drafts",
+            "Drafted tokens that were verified, and those of them that were right.",
+            "short",
+            (
+                (_rate("vllm:spec_decode_num_draft_tokens_total"), "drafted"),
+                (_rate("vllm:spec_decode_num_accepted_tokens_total"), "accepted"),
+            ),
+        ),
+        Panel(
+            "How requests end",
+            "By reason; `abort` is mostly clients that left.",
+            "reqps",
+            ((_rate("vllm:request_success_total", "finished_reason"), "{{finished_reason}}"),),
+        ),
+    ),
+)
+
+SERVING = Dashboard(
+    "serving",
+    "chunkserve / serving path",
+    (
+        Panel(
+            "Requests by outcome",
+            "`error` has what clients did wrong, too.",
+            "reqps",
+            ((_rate("chunkserve:requests_total", "outcome"), "{{outcome}}"),),
+        ),
+        Panel(
+            "Refused",
+            "429 and 503, by the error's code.",
+            "reqps",
+            ((_rate("chunkserve:admission_rejections_total", "reason"), "{{reason}}"),),
+        ),
+        Panel(
+            "Requests inside",
+            "All that live, and those of them that wait at the gate.",
+            "short",
+            (
+                ("sum(chunkserve:num_requests_live)", "live"),
+                ("sum(chunkserve:num_requests_waiting)", "at the gate"),
+            ),
+        ),
+        Panel(
+            "First token",
+            "From arrival at the ingress.",
+            "s",
+            _quantiles("chunkserve:time_to_first_token_seconds", 0.5, 0.95, 0.99),
+        ),
+        Panel(
+            "Where the time goes",
+            "Medians: at the gate, with the engines, and the server's own overhead.",
+            "s",
+            (
+                *((q, "gate") for q, _ in _quantiles("chunkserve:request_gate_time_seconds", 0.5)),
+                *((q, "engines") for q, _ in _quantiles("chunkserve:request_engine_time_seconds", 0.5)),
+                *((q, "overhead") for q, _ in _quantiles("chunkserve:request_overhead_seconds", 0.5)),
+            ),
+        ),
+        Panel(
+            "Whole requests",
+            "From arrival to the last byte.",
+            "s",
+            _quantiles("chunkserve:e2e_request_latency_seconds", 0.5, 0.95),
+        ),
+        Panel(
+            "Moves",
+            "Answers that went on at another engine, and those that found none.",
+            "ops",
+            (
+                (_rate("chunkserve:migrations_total"), "moved"),
+                (_rate("chunkserve:migrations_failed_total"), "lost"),
+            ),
+        ),
+        Panel(
+            "Token channel",
+            "Answers with a lost frame, and those completed from the call instead.",
+            "ops",
+            (
+                (_rate("chunkserve:channel_gaps_total"), "gaps"),
+                (_rate("chunkserve:channel_completions_total"), "completed by the call"),
+            ),
+        ),
+        Panel(
+            "Prefix affinity",
+            "Share of the prompt tokens that the router expected in the chosen engine's cache.",
+            "percentunit",
+            ((_share("chunkserve:router_overlap_tokens_total", "chunkserve:router_prompt_tokens_total"), "expected"),),
+        ),
+        Panel(
+            "Deadlines missed",
+            "Requests without a whole answer at their deadline.",
+            "ops",
+            ((_rate("chunkserve:deadline_misses_total"), "missed"),),
+        ),
+        Panel(
+            "Replicas that do not answer",
+            "A scrape asks every replica; these did not answer it in 3 s.",
+            "short",
+            (("chunkserve:replicas_missing", "{{deployment}}"),),
+        ),
+        Panel(
+            "Scrape",
+            "Above 10 s, Prometheus gives up.",
+            "s",
+            (('scrape_duration_seconds{job="chunkserve"}', "duration"),),
+        ),
+    ),
+)
+
+AUTOSCALING = Dashboard(
+    "autoscaling",
+    "chunkserve / autoscaling",
+    (
+        Panel(
+            "Engines",
+            "Wanted by the policy, set as target, and answering.",
+            "short",
+            (
+                ('max(ray_serve_autoscaling_desired_replicas{deployment="Engine"})', "wanted"),
+                ('max(ray_serve_autoscaling_target_replicas{deployment="Engine"})', "target"),
+                ("count(vllm:kv_cache_usage_perc)", "answering"),
+            ),
+        ),
+        Panel(
+            "Ray nodes",
+            "Active, and asked for of Kubernetes.",
+            "short",
+            (
+                ("sum by (NodeType) (autoscaler_active_nodes)", "active {{NodeType}}"),
+                ("sum by (NodeType) (autoscaler_pending_nodes)", "pending {{NodeType}}"),
+            ),
+        ),
+        Panel(
+            "Failed nodes",
+            "Nodes that ended before they were removed.",
+            "short",
+            (("sum by (NodeType) (autoscaler_recently_failed_nodes)", "{{NodeType}}"),),
+        ),
+        Panel(
+            "What asks for more: seats",
+            "Running requests, and all that wait.",
+            "short",
+            (
+                ("sum(vllm:num_requests_running)", "running"),
+                ("sum(vllm:num_requests_waiting) + sum(chunkserve:num_requests_waiting)", "waiting"),
+            ),
+        ),
+        Panel(
+            "What asks for more: KV",
+            "Share of KV blocks in use: fullest and mean engine.",
+            "percentunit",
+            (
+                ("max(vllm:kv_cache_usage_perc)", "fullest"),
+                ("avg(vllm:kv_cache_usage_perc)", "mean"),
+            ),
+        ),
+        Panel(
+            "What asks for more: prompts",
+            "Prompt tokens a second that were not in the cache.",
+            "short",
+            ((f"{_rate('vllm:prompt_tokens_total')} - {_rate('vllm:prompt_tokens_cached_total')}", "to compute"),),
+        ),
+        Panel(
+            "Balance",
+            "Running requests of the fullest engine over the mean: 1 is even.",
+            "short",
+            (("max(vllm:num_requests_running) / avg(vllm:num_requests_running)", "fullest / mean"),),
+        ),
+        Panel(
+            "GPU",
+            "Utilization and memory of Ray's nodes.",
+            "percent",
+            (
+                ("avg(ray_node_gpus_utilization)", "utilization"),
+                ("100 * sum(ray_node_gram_used) / (sum(ray_node_gram_used) + sum(ray_node_gram_available))", "memory"),
+            ),
+        ),
+        Panel(
+            "Age of what the policy sees",
+            "Delay of the replicas' reports; above stale_after_s nothing is removed.",
+            "ms",
+            (
+                ("max(ray_serve_autoscaling_replica_metrics_delay_ms)", "replicas"),
+                ("max(ray_serve_autoscaling_handle_metrics_delay_ms)", "handles"),
+            ),
+        ),
+    ),
+)
+
+SLO = Dashboard(
+    "slo",
+    "chunkserve / SLO",
+    (
+        Panel(
+            "Good requests",
+            "Neither broken off nor refused for want of room; 99.5 % are to be.",
+            "percentunit",
+            (
+                ("1 - chunkserve:bad_requests:ratio_rate5m", "5 minutes"),
+                ("1 - chunkserve:bad_requests:ratio_rate1h", "hour"),
+                ("1 - chunkserve:bad_requests:ratio_rate6h", "6 hours"),
+            ),
+        ),
+        Panel(
+            "Budget burn",
+            "Multiples of the rate that uses the budget up in its 30 days: 14.4 pages, 3 is a ticket.",
+            "short",
+            (
+                ("chunkserve:bad_requests:ratio_rate5m / 0.005", "5 minutes"),
+                ("chunkserve:bad_requests:ratio_rate1h / 0.005", "hour"),
+                ("chunkserve:bad_requests:ratio_rate6h / 0.005", "6 hours"),
+            ),
+        ),
+        Panel(
+            "First tokens in time",
+            "Within 2.5 s; 95 % are to be.",
+            "percentunit",
+            (
+                ("1 - chunkserve:late_first_tokens:ratio_rate5m", "5 minutes"),
+                ("1 - chunkserve:late_first_tokens:ratio_rate1h", "hour"),
+            ),
+        ),
+        Panel(
+            "Gaps in time",
+            "Tokens within 200 ms of the one before; 99 % are to be.",
+            "percentunit",
+            (("1 - chunkserve:slow_gaps:ratio_rate30m", "30 minutes"),),
+        ),
+        Panel(
+            "Streams lost",
+            "That found no other engine, in 10 minutes; more than 3 page.",
+            "short",
+            (("sum(increase(chunkserve:migrations_failed_total[10m]))", "lost"),),
+        ),
+        Panel(
+            "Alerts",
+            "What fires now.",
+            "short",
+            (('ALERTS{alertname=~"Chunkserve.*", alertstate="firing"}', "{{alertname}}"),),
+        ),
+    ),
+)
+
+DASHBOARDS = (ENGINE, SERVING, AUTOSCALING, SLO)
+
+
+def document(dashboard: Dashboard) -> dict[str, Any]:
+    """What Grafana imports."""
+    source = {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus", "hide": 0}
+    return {
+        "uid": f"chunkserve-{dashboard.name}",
+        "title": dashboard.title,
+        "tags": ["chunkserve"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": [source]},
+        "panels": [_panel(i, panel) for i, panel in enumerate(dashboard.panels)],
+    }
+
+
+def _panel(i: int, panel: Panel) -> dict[str, Any]:
+    return {
+        "id": i + 1,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.text,
+        "datasource": _SOURCE,
+        "gridPos": {"h": _HEIGHT, "w": _WIDTH, "x": i * _WIDTH % _COLUMNS, "y": i * _WIDTH // _COLUMNS * _HEIGHT},
+        "fieldConfig": {"defaults": {"unit": panel.unit, "custom": {"spanNulls": False}}, "overrides": []},
+        "targets": [
+            {"refId": chr(ord("A") + j), "datasource": _SOURCE, "expr": query, "legendFormat": legend}
+            for j, (query, legend) in enumerate(panel.queries)
+        ],
+    }
+
+
+def text(dashboard: Dashboard) -> str:
+    return json.dumps(document(dashboard), indent=1) + "\n"
+
+
+def main() -> None:
+    """Write every dashboard where the manifests take it from."""
+    for dashboard in DASHBOARDS:
+        (DIRECTORY / f"{dashboard.name}.json").write_text(text(dashboard))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Owns the end of a worker pod: Ray is told that the node goes, and the pod is held until nothing of Serve is on it.
+Never ends a process. What is left at the deadline is the kubelet's, which kills it when the grace period is over."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+POLL_S = 1.0
+_OF_SERVE = ("ray::ServeReplica", "ray::HAProxyManager", "ray::ProxyActor")
+"""Process titles of what carries requests. Serve ends a proxy when its last connection is over, so a stream that
+passes through this node to a replica on another one holds the pod, too."""
+
+
+class DrainError(RuntimeError):
+    """The node's end could not be announced. The message says why."""
+
+
+def serving(proc: Path = Path("/proc")) -> list[str]:
+    """The titles of this container's processes that carry requests, in order of their process ids.
+
+    Read from the process table and not from Ray: it answers when the head is gone, too, and needs no token.
+    """
+    found = []
+    for directory in sorted((path for path in proc.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)):
+        try:
+            title = (directory / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace").strip()
+        except OSError:  # it ended meanwhile
+            continue
+        if title.startswith(_OF_SERVE):
+            found.append(title)
+    return found
+
+
+def announce(address: str, node_ip: str, deadline_s: float) -> str:
+    """Tell the GCS at `address` (host:port) that the node with this IP is taken away in `deadline_s` seconds, and
+    return the node's id. Serve then starts replacements elsewhere, and ends this node's replicas when they are idle.
+
+    Raises:
+        DrainError: the GCS does not answer, does not know the node, or does not accept.
+    """
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # here: a second, which --help need not take
+    from ray.core.generated import autoscaler_pb2
+
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    end_ms = int((time.time() + deadline_s) * 1000)
+    try:
+        gcs = GcsClient(address=address)
+        node_id = _node_id(gcs, node_ip)
+        accepted, why = gcs.drain_node(node_id, reason, "the pod is being deleted", end_ms)
+    except DrainError:
+        raise
+    except (
+        Exception
+    ) as error:  # of many classes, Ray's and gRPC's; a fault of Ray's must not keep the pod from being held
+        raise DrainError(f"{address}: {type(error).__name__}: {error}") from error
+    if not accepted:
+        raise DrainError(f"{address} does not accept it: {why}")
+    return node_id
+
+
+def _node_id(gcs: object, node_ip: str) -> str:
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+    nodes = gcs.get_all_node_info(timeout=10)  # type: ignore[attr-defined]
+    alive = [node for node in nodes.values() if node.state == GcsNodeInfo.ALIVE and not node.is_head_node]
+    ids = [node.node_id.hex() for node in alive if node.node_manager_address == node_ip]
+    if len(ids) != 1:
+        known = sorted(node.node_manager_address for node in alive)
+        raise DrainError(f"{len(ids)} worker nodes have the address {node_ip}; there are {', '.join(known) or 'none'}")
+    return str(ids[0])
+
+
+def hold(
+    deadline_s: float,
+    *,
+    look: Callable[[], list[str]] = serving,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[str]:
+    """Return when two looks in a row find nothing that serves, or at the deadline; what is then left is returned."""
+    end_s = clock() + deadline_s
+    empty_before = False
+    while True:
+        left = look()
+        if (empty_before and not left) or clock() >= end_s:
+            return left
+        empty_before = not left
+        sleep(min(POLL_S, max(0.0, end_s - clock())))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 0 if the pod is empty, 1 if it is not at the deadline. A hook's output is lost: in a pod, `--log` is the
+    first process's standard output, which is the pod's log."""
+    parser = argparse.ArgumentParser(prog="python -m k8s.drain", description="Empty this worker node; for preStop.")
+    parser.add_argument("--deadline-s", type=float, required=True, help="seconds; below the pod's grace period")
+    parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help="GCS, host:port (RAY_ADDRESS)")
+    parser.add_argument("--log", type=Path, help="a file for what is said, besides standard error, which nobody keeps")
+    parser.add_argument("--node-ip", default=os.environ.get("POD_IP"), help="this node's address (POD_IP)")
+    options = parser.parse_args(arguments)
+    if not options.address or not options.node_ip:
+        parser.error("--address and --node-ip are needed: neither RAY_ADDRESS with POD_IP nor the options say them")
+    if options.deadline_s <= 0:
+        parser.error(f"--deadline-s must be > 0, but it is {options.deadline_s:g}")
+    try:
+        _say(options.log, f"node {announce(options.address, options.node_ip, options.deadline_s)} drains")
+    except DrainError as error:
+        # The head may have gone before us. What runs here may still come to its end, so the pod is held all the same.
+        _say(options.log, f"the end of this node could not be announced: {error}")
+    left = hold(options.deadline_s)
+    _say(options.log, f"left at the deadline: {', '.join(left)}" if left else "nothing of Serve is left here")
+    return 1 if left else 0
+
+
+def _say(log: Path | None, what: str) -> None:
+    print(f"drain: {what}", file=sys.stderr, flush=True)
+    if log is not None:
+        with log.open("a") as file:
+            file.write(f"drain: {what}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

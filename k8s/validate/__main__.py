@@ -1,0 +1,97 @@
+"""Owns `python -m k8s.validate`: every build through every check, one line for each finding.
+Never passes when a check could not be made."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+import yaml
+
+from k8s.validate import (
+    alerts,
+    builds,
+    core_objects,
+    cross_checks,
+    metric_names,
+    operator_rules,
+    pods,
+    ray_crd,
+    serve_config,
+    tools,
+)
+from k8s.validate.manifests import BUILDS, K8S, MONITORING, OVERLAYS, Doc, Finding, read
+
+
+def check_objects(docs: list[Doc], *, with_crd: bool = True) -> list[Finding]:
+    """Every object by itself. Raises CrdMissing."""
+    found: list[Finding] = []
+    for doc in docs:
+        is_ours = doc.get("kind") == "RayService"
+        wrong = (ray_crd.check(doc) if with_crd else []) if is_ours else core_objects.check(doc)
+        found += wrong
+        if wrong:
+            continue  # the rest reads fields, and takes them for what the schema says
+        if is_ours:
+            found += [*operator_rules.check(doc), *serve_config.check(doc)]
+        found += pods.check(doc)
+    return found
+
+
+def check_build(docs: list[Doc], *, with_crd: bool = True) -> list[Finding]:
+    """The objects of one build, and, where each is right, whether they fit together. Raises CrdMissing."""
+    return check_objects(docs, with_crd=with_crd) or cross_checks.check(docs)
+
+
+def _check_all() -> list[Finding]:
+    built = {name: builds.build(name) for name in BUILDS}
+    docs = {name: read(text) for name, text in built.items()}
+    found = [
+        Finding(f"{name}: {one.where}", one.field, one.problem) for name in OVERLAYS for one in check_build(docs[name])
+    ]
+    # The monitors select pods of another build: every overlay's.
+    for name in OVERLAYS:
+        found += [one for one in check_build([*docs[name], *docs[MONITORING]]) if one not in found]
+    found += _check_examples()
+    found += [*builds.check_copies(built), *metric_names.check(), *alerts.check(), *alerts.check_with_promtool()]
+    linted = tools.run("hadolint", "--no-color", K8S / "Dockerfile")
+    return found + [Finding("Dockerfile", "", line) for line in linted.stdout.splitlines()]
+
+
+def _check_examples() -> list[Finding]:
+    """The README's own overlay, and all components at once: they are made to be combined."""
+    (example,) = re.findall(r"```yaml\n(.*?)```", (K8S / "README.md").read_text(), re.DOTALL)
+    components = sorted(path.name for path in (K8S / "components").iterdir())
+    everything = {"resources": ["../gpu"], "components": [f"../../components/{name}" for name in components]}
+    texts = {"README.md's overlay": example, "all components": yaml.safe_dump(everything)}
+    return [
+        Finding(f"{name}: {one.where}", one.field, one.problem)
+        for name, text in texts.items()
+        for one in check_build(read(builds.build_example(text)))
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 0 if all is well, 1 with a line on standard error for each finding, or for what is missing to check."""
+    parser = argparse.ArgumentParser(
+        prog="python -m k8s.validate", description="Check the manifests without a cluster."
+    )
+    parser.add_argument("--render", action="store_true", help="write the builds that tests read, and check nothing")
+    try:
+        if parser.parse_args(arguments).render:
+            builds.render()
+            return 0
+        found = _check_all()
+    except (tools.ToolMissing, ray_crd.CrdMissing, builds.BuildError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    for one in found:
+        print(one, file=sys.stderr)
+    if not found:
+        print(f"{len(BUILDS)} builds are valid: {', '.join(BUILDS)}")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""Owns what no schema sees: whether the parts of one build fit each other: places, times, names, labels.
+Never checks an object by itself; what is wrong there is found before."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Iterator
+
+from k8s.validate.manifests import (
+    LONGEST_STREAM,
+    MADE_BY_HAND,
+    OURS,
+    ROOT,
+    Doc,
+    Finding,
+    Group,
+    at,
+    groups,
+    name_of,
+    of_kind,
+)
+from k8s.validate.pods import PodTemplate, containers, drain_deadline_s, pod_templates
+from k8s.validate.serve_config import FIELD, config_of, settings_of
+from serve_app.settings import AppSettings
+
+_Problems = Iterator[tuple[str, str]]
+_HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
+
+
+def check(docs: list[Doc]) -> list[Finding]:
+    """What does not fit in one build. Its RayService has passed the checks of its own."""
+    found: list[Finding] = []
+    for doc in of_kind(docs, "RayService"):
+        settings = settings_of(doc)
+        problems = (
+            *_front(doc),
+            *_capacity(doc, settings),
+            *_placement(doc),
+            *_times(doc, settings),
+            *_images(doc),
+            *_model(doc, docs, settings),
+        )
+        found += [Finding(name_of(doc), path, problem) for path, problem in problems]
+    for doc in docs:
+        found += [
+            Finding(name_of(doc), path, problem) for path, problem in (*_references(doc, docs), *_selects(doc, docs))
+        ]
+    return found
+
+
+def _front(doc: Doc) -> _Problems:
+    if config_of(doc).get("proxy_location") != "EveryNode":
+        yield f"{FIELD}: proxy_location", "must be EveryNode: a worker without a proxy is never Ready"
+    if at(doc, "spec.excludeHeadPodFromServeSvc") is not True:
+        yield "spec.excludeHeadPodFromServeSvc", "must be true: the head has no replica"
+
+
+def _capacity(doc: Doc, settings: AppSettings) -> _Problems:
+    """Whether the nodes that there may be hold the replicas that there may be, each replica on one of them."""
+    workers = groups(doc)[1:]
+    if settings.autoscaling is not None and not at(doc, "spec.rayClusterConfig.enableInTreeAutoscaling"):
+        yield "spec.rayClusterConfig.enableInTreeAutoscaling", "must be true where the engines scale"
+    most = sum(group.spec["maxReplicas"] * _engines_on(group, settings) for group in workers)
+    if most < settings.most_engines:
+        yield (
+            f"{FIELD}: args.autoscaling.max_replicas",
+            f"is {settings.most_engines}, but the workers hold {most} engines",
+        )
+    few = settings.engine_replicas if settings.autoscaling is None else settings.autoscaling.min_replicas
+    fewest = sum(group.spec["minReplicas"] * _engines_on(group, settings) for group in workers)
+    if few > fewest:
+        yield (
+            f"{FIELD}: args.autoscaling.min_replicas",
+            f"is {few}, but the least number of workers holds {fewest} engines",
+        )
+    cpus = sum(group.spec["minReplicas"] * float(group.start_params.get("num-cpus", "0")) for group in workers)
+    needed = few * settings.engine_num_cpus + settings.ingress_replicas * settings.ingress_num_cpus
+    if needed > cpus:
+        yield (
+            f"{FIELD}: args.ingress_replicas",
+            f"with the fewest engines needs {needed:g} CPUs, the fewest workers have {cpus:g}",
+        )
+
+
+def _engines_on(group: Group, settings: AppSettings) -> int:
+    """Engines that one node of the group holds."""
+    has = {name: float(group.start_params.get(name, "0")) for name in ("num-cpus", "num-gpus")}
+    takes = {"num-cpus": settings.engine_num_cpus, "num-gpus": settings.engine_num_gpus}
+    return min((math.floor(has[name] / takes[name]) for name in has if takes[name] > 0), default=0)
+
+
+def _placement(doc: Doc) -> _Problems:
+    labels = [at(group.spec, "labels", {}) for group in groups(doc)]
+    for application in config_of(doc).get("applications", []):
+        for deployment in application.get("deployments", []):
+            wanted = at(deployment, "ray_actor_options.label_selector", {})
+            if wanted and not any(wanted.items() <= has.items() for has in labels):
+                yield f"{FIELD}: deployments.{deployment['name']}.label_selector", f"no group has the labels {wanted}"
+
+
+def _times(doc: Doc, settings: AppSettings) -> _Problems:
+    """The longest stream <= Serve's drain < the hook's < the kubelet's; and nothing around them ends sooner."""
+    # Serve kills a replica some seconds after its drain; app.py says how many.
+    from serve_app.app import _DRAIN_MARGIN_S
+
+    longest = float(at(doc, "metadata.annotations", {}).get(LONGEST_STREAM, "nan"))
+    drain = settings.drain_timeout_s
+    if not longest <= drain:
+        yield f"{FIELD}: args.drain_timeout_s", f"must be >= {LONGEST_STREAM} ({longest:g}), but it is {drain:g}"
+    deadlines = [0.0]
+    for group in groups(doc)[1:]:
+        deadline, grace = drain_deadline_s(group) or 0.0, at(group.pod, "terminationGracePeriodSeconds", 30)
+        path = f"{group.path}.template.spec"
+        if deadline < drain + _DRAIN_MARGIN_S:
+            where = f"{path}.containers[0].lifecycle.preStop.exec.command"
+            yield where, f"must give Serve its {drain + _DRAIN_MARGIN_S:g} s, but it gives {deadline:g}"
+        if grace <= deadline:
+            yield f"{path}.terminationGracePeriodSeconds", f"must be > the hook's {deadline:g}, but it is {grace}"
+        hard_stop = float(group.env().get(_HARD_STOP, 0))
+        if hard_stop < deadline:
+            yield (
+                f"{path}.containers[0].env",
+                f"{_HARD_STOP} must be >= the hook's {deadline:g}, but it is {hard_stop:g}",
+            )
+        deadlines.append(deadline)
+    if (delay := at(doc, "spec.rayClusterDeletionDelaySeconds", 60)) < max(deadlines):
+        path = "spec.rayClusterDeletionDelaySeconds"
+        yield path, f"must be >= the hook's {max(deadlines):g}, or an upgrade cuts streams, but it is {delay}"
+
+
+def _images(doc: Doc) -> _Problems:
+    """One image everywhere, of the Ray that the operator is told of and that the project is written against."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (pin,) = [
+        found[1]
+        for line in project["optional-dependencies"]["serve"]
+        if (found := re.match(r"ray\[serve\]==(\S+)", line))
+    ]
+    version = at(doc, "spec.rayClusterConfig.rayVersion")
+    if version != pin:
+        yield "spec.rayClusterConfig.rayVersion", f"must be {pin}, as pyproject.toml pins it, but it is {version}"
+    tag = f"{project['version']}-ray{pin}"
+    images = {}
+    for pod in pod_templates(doc):
+        for where, container in containers(pod):
+            images[where] = image = str(container.get("image"))
+            if image.rpartition(":")[2] != tag:
+                yield f"{where}.image", f"must have the tag {tag}, but it is {image}"
+    if len(set(images.values())) > 1:
+        yield (
+            f"{list(images)[-1]}.image",
+            f"all pods must have one image, but there are {', '.join(sorted(set(images.values())))}",
+        )
+
+
+def _model(doc: Doc, docs: list[Doc], settings: AppSettings) -> _Problems:
+    """What is served, waited for and downloaded is the same; and engines only read it."""
+    for group in groups(doc)[1:]:
+        path = f"{group.path}.template.spec"
+        for i, container in enumerate(group.pod.get("initContainers", [])):
+            awaited = at(container, "command", [""])[-1]
+            if container.get("name") == "await-model" and awaited != settings.model:
+                yield f"{path}.initContainers[{i}].command", f"waits for {awaited}, but {settings.model} is served"
+        for i, mount in enumerate(at(group.ray_container, "volumeMounts", [])):
+            if mount["name"] == "models" and mount.get("readOnly") is not True:
+                yield f"{path}.containers[0].volumeMounts[{i}].readOnly", "must be true: engines only read the cache"
+        if str(group.env().get("HF_HUB_OFFLINE")) != "1":
+            yield f"{path}.containers[0].env", "HF_HUB_OFFLINE must be 1: engines start from the cache alone"
+    for job in of_kind(docs, "Job"):
+        filled = at(job, "spec.template.spec.containers[0].command", [""])[-1]
+        if filled != settings.model:
+            yield f"{FIELD}: args.model", f"is {settings.model}, but {name_of(job)} downloads {filled}"
+
+
+def _references(doc: Doc, docs: list[Doc]) -> _Problems:
+    """Secrets, ConfigMaps and claims that a pod names are in the build, or said to be made by hand."""
+    there = {name_of(other).lower() for other in docs}
+    by_hand = set(at(doc, "metadata.annotations", {}).get(MADE_BY_HAND, "").split())
+    for pod in pod_templates(doc):
+        for path, reference in _named(pod):
+            if reference not in there | by_hand:
+                yield path, f"{reference} is neither in this build nor named in {MADE_BY_HAND}"
+    redis = at(doc, "spec.rayClusterConfig.gcsFaultToleranceOptions", {})
+    secret = at(redis, "redisPassword.valueFrom.secretKeyRef.name")
+    if secret is not None and f"secret/{secret}" not in there | by_hand:
+        path = "spec.rayClusterConfig.gcsFaultToleranceOptions.redisPassword.valueFrom.secretKeyRef.name"
+        yield path, f"secret/{secret} is neither in this build nor named in {MADE_BY_HAND}"
+    host = re.fullmatch(r"rediss?://([^.:/]+):\d+", str(redis.get("redisAddress", "")))
+    if host is not None and f"service/{host[1]}" not in there:
+        path = "spec.rayClusterConfig.gcsFaultToleranceOptions.redisAddress"
+        yield path, f"no Service of this build is named {host[1]}"
+
+
+def _named(pod: PodTemplate) -> Iterator[tuple[str, str]]:
+    claims = {"persistentVolumeClaim.claimName": "persistentvolumeclaim", "secret.secretName": "secret"}
+    for i, volume in enumerate(pod.spec.get("volumes", [])):
+        for path, kind in (claims | {"configMap.name": "configmap"}).items():
+            if (name := at(volume, path)) is not None:
+                yield f"{pod.path}.volumes[{i}].{path}", f"{kind}/{name}"
+    for where, container in containers(pod):
+        for i, entry in enumerate(container.get("env", [])):
+            for path, kind in {"secretKeyRef": "secret", "configMapKeyRef": "configmap"}.items():
+                if (name := at(entry, f"valueFrom.{path}.name")) is not None:
+                    yield f"{where}.env[{i}].valueFrom.{path}.name", f"{kind}/{name}"
+
+
+def _selects(doc: Doc, docs: list[Doc]) -> _Problems:
+    """A selector is of labels that we set ourselves, and finds a pod of this build."""
+    path = {
+        "PodDisruptionBudget": "spec.selector.matchLabels",
+        "NetworkPolicy": "spec.podSelector.matchLabels",
+        "Service": "spec.selector",
+        "PodMonitor": "spec.selector.matchLabels",
+    }.get(str(doc.get("kind")))
+    if path is None:
+        return
+    wanted = at(doc, path, {})
+    found = [pod for other in docs for pod in pod_templates(other) if wanted.items() <= pod.labels.items()]
+    for label in wanted:
+        if not label.startswith(OURS):
+            yield f"{path}.{label}", f"is not ours ({OURS}...): the operator's labels change with every upgrade"
+    if not wanted or not found:
+        yield path, f"selects no pod of this build: {wanted}"
+    if doc["kind"] == "PodDisruptionBudget":
+        yield from _budget(doc, docs)
+    if doc["kind"] == "PodMonitor":
+        yield from _scraped_ports(doc, found)
+
+
+def _budget(doc: Doc, docs: list[Doc]) -> _Problems:
+    least = at(doc, "spec.minAvailable")
+    if at(doc, "spec.maxUnavailable") is not None or not isinstance(least, int):
+        yield "spec.minAvailable", f"must be an integer, and maxUnavailable unset: Ray's pods have no scale ({least!r})"
+        return
+    wanted = at(doc, "spec.selector.matchLabels", {})
+    workers = [group for service in of_kind(docs, "RayService") for group in groups(service)[1:]]
+    few = sum(group.spec["minReplicas"] for group in workers if wanted.items() <= group.labels.items())
+    if few and least >= few:
+        yield (
+            "spec.minAvailable",
+            f"must be < the fewest workers ({few}), or no node can ever be emptied, but it is {least}",
+        )
+
+
+def _scraped_ports(doc: Doc, pods: list[PodTemplate]) -> _Problems:
+    named = {
+        port.get("name") for pod in pods for _, container in containers(pod) for port in container.get("ports", [])
+    }
+    for i, endpoint in enumerate(at(doc, "spec.podMetricsEndpoints", [])):
+        if endpoint["port"] not in named:
+            yield f"spec.podMetricsEndpoints[{i}].port", f"no selected pod has a port named {endpoint['port']}"

@@ -1,0 +1,132 @@
+"""Owns reading manifests: documents in, places in them by path, findings out.
+Never judges what it reads; the modules beside it do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Doc = dict[str, Any]
+
+K8S = Path(__file__).parents[1]
+ROOT = K8S.parent
+RENDERED = K8S / "rendered"
+OVERLAYS = tuple(sorted(path.parent.name for path in (K8S / "overlays").glob("*/kustomization.yaml")))
+MONITORING = "monitoring"
+BUILDS = {**{name: K8S / "overlays" / name for name in OVERLAYS}, MONITORING: K8S / MONITORING}
+"""What users apply: name -> directory of its kustomization."""
+
+OURS = "chunkserve/"
+"""Prefix of the labels and annotations that are this project's."""
+MADE_BY_HAND = f"{OURS}made-by-hand"
+"""Annotation: kind/name of objects that are no part of the manifests, because they hold secrets."""
+FEATURE_GATES = f"{OURS}feature-gates"
+"""Annotation: gates of the operator that are off in its defaults, and must be on for this RayService."""
+LONGEST_STREAM = f"{OURS}longest-stream-seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong, and where."""
+
+    where: str
+    """The object: kind/name, or a file."""
+    field: str
+    """Path inside it, as in `spec.template.spec.containers[0].image`; empty for the whole."""
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.field}: {self.problem}" if self.field else f"{self.where}: {self.problem}"
+
+
+def read(text: str) -> list[Doc]:
+    """The documents of a YAML stream, in its order."""
+    return [doc for doc in yaml.load_all(text, Loader=yaml.CSafeLoader) if doc is not None]
+
+
+def name_of(doc: Doc) -> str:
+    return f"{doc.get('kind')}/{(doc.get('metadata') or {}).get('name')}"
+
+
+def of_kind(docs: list[Doc], kind: str) -> Iterator[Doc]:
+    return (doc for doc in docs if doc.get("kind") == kind)
+
+
+def at(value: Any, path: str, default: Any = None) -> Any:
+    """What stands at `a.b[0].c`, or `default` if a part of the path is not there."""
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+        try:
+            value = value[int(index)] if index else value[name]
+        except (KeyError, IndexError, TypeError):
+            return default
+    return default if value is None else value
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A pod template of a RayService: the head's, or a worker group's."""
+
+    name: str
+    """`head`, or the group's name."""
+    path: str
+    """Of the group, from the RayService."""
+    spec: Doc
+
+    @property
+    def is_head(self) -> bool:
+        return self.name == "head"
+
+    @property
+    def template(self) -> Doc:
+        return dict(at(self.spec, "template", {}))
+
+    @property
+    def pod(self) -> Doc:
+        return dict(at(self.template, "spec", {}))
+
+    @property
+    def ray_container(self) -> Doc:
+        """The first: that is the one that KubeRay starts Ray in."""
+        return dict(at(self.pod, "containers[0]", {}))
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(at(self.template, "metadata.labels", {}))
+
+    @property
+    def start_params(self) -> dict[str, str]:
+        return dict(at(self.spec, "rayStartParams", {}))
+
+    def env(self) -> dict[str, Any]:
+        """Of the Ray container: name -> value, or where it comes from."""
+        return {
+            entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in at(self.ray_container, "env", [])
+        }
+
+
+def groups(ray_service: Doc) -> list[Group]:
+    """The head first, then the worker groups in their order."""
+    base = "spec.rayClusterConfig"
+    head = Group("head", f"{base}.headGroupSpec", at(ray_service, f"{base}.headGroupSpec", {}))
+    workers = at(ray_service, f"{base}.workerGroupSpecs", [])
+    return [head] + [
+        Group(str(spec.get("groupName", i)), f"{base}.workerGroupSpecs[{i}]", spec) for i, spec in enumerate(workers)
+    ]
+
+
+_UNITS: dict[str, float] = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12} | {
+    f"{letter}i": 1024**power for power, letter in enumerate("KMGT", start=1)
+}
+
+
+def quantity(text: Any) -> float:
+    """A Kubernetes quantity as a number: `500m` is 0.5, `1Gi` is 2**30. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(m|k|[MGT]|[KMGT]i)?", str(text))
+    if match is None:
+        raise ValueError(f"{text!r} is no quantity")
+    return float(match[1]) * _UNITS[match[2] or ""]

@@ -1,0 +1,137 @@
+"""Owns what every pod of ours keeps to: rights, resources, probes, and what a worker does before it ends.
+Never looks at two objects at once; `cross_checks` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from k8s.validate.manifests import Doc, Finding, Group, at, groups, name_of, quantity
+
+REQUIRED_ENV = (
+    "RAY_SERVE_ENABLE_HA_PROXY",
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP",
+)
+"""What `serve run` sets, and a cluster that it does not start must have in its environment (README)."""
+GPU = "nvidia.com/gpu"
+DRAIN = ["python", "-m", "k8s.drain", "--deadline-s"]
+
+_Problems = Iterator[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class PodTemplate:
+    """A pod that some object makes: where its spec is in the object, and what it is."""
+
+    path: str
+    spec: Doc
+    labels: dict[str, str]
+
+
+def pod_templates(doc: Doc) -> list[PodTemplate]:
+    """Of a RayService, the head's and each worker group's; of a Job, StatefulSet or Deployment, its one."""
+    if doc.get("kind") == "RayService":
+        return [PodTemplate(f"{group.path}.template.spec", group.pod, group.labels) for group in groups(doc)]
+    spec = at(doc, "spec.template.spec")
+    return (
+        [] if spec is None else [PodTemplate("spec.template.spec", spec, at(doc, "spec.template.metadata.labels", {}))]
+    )
+
+
+def check(doc: Doc) -> list[Finding]:
+    """What breaks our own rules in the pods that an object makes."""
+    problems = [problem for pod in pod_templates(doc) for problem in (*_rights(pod), *_memory(pod))]
+    if doc.get("kind") == "RayService":
+        for group in groups(doc):
+            problems += [*_environment(group, doc), *(_head(group) if group.is_head else _worker(group))]
+    return [Finding(name_of(doc), path, problem) for path, problem in problems]
+
+
+def containers(pod: PodTemplate) -> Iterator[tuple[str, Doc]]:
+    for kind in ("initContainers", "containers"):
+        for i, container in enumerate(pod.spec.get(kind, [])):
+            yield f"{pod.path}.{kind}[{i}]", container
+
+
+def _rights(pod: PodTemplate) -> _Problems:
+    path = f"{pod.path}.securityContext"
+    if at(pod.spec, "securityContext.runAsNonRoot") is not True:
+        yield f"{path}.runAsNonRoot", "must be true"
+    if at(pod.spec, "securityContext.seccompProfile.type") != "RuntimeDefault":
+        yield f"{path}.seccompProfile.type", "must be RuntimeDefault"
+    for where, container in containers(pod):
+        if at(container, "securityContext.allowPrivilegeEscalation") is not False:
+            yield f"{where}.securityContext.allowPrivilegeEscalation", "must be false"
+        if at(container, "securityContext.capabilities.drop") != ["ALL"]:
+            yield f"{where}.securityContext.capabilities.drop", "must be [ALL]"
+
+
+def _memory(pod: PodTemplate) -> _Problems:
+    """A pod that may take more memory than it asked for is the first to be killed when the node runs out of it."""
+    for where, container in containers(pod):
+        requests, limits = at(container, "resources.requests", {}), at(container, "resources.limits", {})
+        for resource in ("memory", GPU):
+            if requests.get(resource) != limits.get(resource) or (resource == "memory" and resource not in limits):
+                asked, most = requests.get(resource), limits.get(resource)
+                yield f"{where}.resources.limits.{resource}", f"must be the request, {asked}, but it is {most}"
+        if "cpu" in limits:
+            yield f"{where}.resources.limits.cpu", "must not be set: a step loop that is throttled stalls every stream"
+
+
+def _environment(group: Group, doc: Doc) -> _Problems:
+    path = f"{group.path}.template.spec.containers[0].env"
+    env, of_head = group.env(), groups(doc)[0].env()
+    for name in REQUIRED_ENV:
+        if name not in env:
+            yield path, f"{name} is missing"
+    for name in sorted({*env, *of_head}):
+        if name.startswith("RAY_SERVE_") and env.get(name) != of_head.get(name):
+            yield path, f"{name} is {env.get(name)!r} here and {of_head.get(name)!r} on the head"
+
+
+def _head(group: Group) -> _Problems:
+    if (cpus := group.start_params.get("num-cpus")) != "0":
+        yield (
+            f"{group.path}.rayStartParams.num-cpus",
+            f'must be "0", so that no replica is on the head, but it is {cpus!r}',
+        )
+
+
+def _worker(group: Group) -> _Problems:
+    pod, container = group.pod, group.ray_container
+    path = f"{group.path}.template.spec"
+    if pod.get("automountServiceAccountToken") is not False:
+        yield f"{path}.automountServiceAccountToken", "must be false: a worker has nothing to ask of Kubernetes"
+    probe = at(container, "readinessProbe.httpGet", {})
+    if probe.get("path") != "/-/healthz":
+        where = f"{path}.containers[0].readinessProbe.httpGet.path"
+        yield where, f"must be /-/healthz, of this node's proxy, but it is {probe.get('path')}"
+    ports = {port.get("name") for port in container.get("ports", [])}
+    if isinstance(probe.get("port"), str) and probe["port"] not in ports:
+        yield f"{path}.containers[0].readinessProbe.httpGet.port", f"no port of this container is named {probe['port']}"
+    if drain_deadline_s(group) is None:
+        yield f"{path}.containers[0].lifecycle.preStop.exec.command", f"must be {' '.join(DRAIN)} and seconds"
+    yield from _start_params(group)
+
+
+def _start_params(group: Group) -> _Problems:
+    """What Ray is told that a node has, against what Kubernetes gives it."""
+    requests = at(group.ray_container, "resources.requests", {})
+    for name, resource in (("num-cpus", "cpu"), ("num-gpus", GPU)):
+        told, given = float(group.start_params.get(name, "0")), quantity(requests.get(resource, "0"))
+        if told > given or (name == "num-gpus" and told != given):
+            yield (
+                f"{group.path}.rayStartParams.{name}",
+                f"says {told:g}, but the container requests {given:g} {resource}",
+            )
+
+
+def drain_deadline_s(group: Group) -> float | None:
+    """What the preStop hook gives Serve to empty the node; None if it does something else."""
+    command: list[Any] = at(group.ray_container, "lifecycle.preStop.exec.command", [])
+    return float(command[len(DRAIN)]) if command[: len(DRAIN)] == DRAIN and len(command) > len(DRAIN) else None

@@ -1,0 +1,85 @@
+"""Owns `serveConfigV2`, to Kubernetes a string: held against Ray Serve's schema, and its `args` against our settings.
+Never builds an application."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from k8s.validate.manifests import Doc, Finding, at, name_of
+from serve_app.front.preflight import our_applications
+from serve_app.settings import AppSettings
+
+FIELD = "spec.serveConfigV2"
+
+
+def config_of(doc: Doc) -> Doc:
+    """The Serve config inside a RayService. Raises yaml.YAMLError, or ValueError if it is no mapping."""
+    config = yaml.safe_load(at(doc, FIELD, ""))
+    if not isinstance(config, dict):
+        raise ValueError("must be a Serve config")
+    return config
+
+
+def settings_of(doc: Doc) -> AppSettings:
+    """The settings of our application; there is one. Raises ValueError if there is not."""
+    applications = dict(our_applications(config_of(doc)))
+    if len(applications) != 1:
+        raise ValueError(f"must have one application of ours, but it has {len(applications)}")
+    (args,) = applications.values()
+    return AppSettings.model_validate(args)
+
+
+def check(doc: Doc) -> list[Finding]:
+    """What Serve, or our application's builder, would refuse, by the field inside the string."""
+    from ray.serve.schema import ServeDeploySchema  # here: it takes seconds
+
+    try:
+        config = config_of(doc)
+        ServeDeploySchema.model_validate(config)
+    except ValidationError as error:
+        return _findings(doc, "", error)
+    except (yaml.YAMLError, ValueError) as error:
+        return [Finding(name_of(doc), FIELD, str(error))]
+    if unknown := list(_unknown(ServeDeploySchema, config, "")):
+        return [
+            Finding(name_of(doc), f"{FIELD}: {path}", "is no field of Serve's, which ignores it") for path in unknown
+        ]
+    try:
+        settings_of(doc)
+    except ValidationError as error:
+        return _findings(doc, "args.", error)
+    except ValueError as error:
+        return [Finding(name_of(doc), FIELD, str(error))]
+    return []
+
+
+def _unknown(model: type[BaseModel], value: Doc, path: str) -> Iterator[str]:
+    """Paths of keys that Serve's models do not have. Some of them take, and drop, what they do not know."""
+    for name, item in value.items():
+        here = f"{path}.{name}".lstrip(".")
+        if name not in model.model_fields:
+            yield here
+            continue
+        for inner in _models_in(model.model_fields[name].annotation):
+            for i, one in enumerate(item if isinstance(item, list) else [item]):
+                if isinstance(one, dict):
+                    yield from _unknown(inner, one, f"{here}[{i}]" if isinstance(item, list) else here)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The one model that a field's type speaks of, if there is one."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)][:1]
+
+
+def _findings(doc: Doc, prefix: str, error: ValidationError) -> list[Finding]:
+    return [Finding(name_of(doc), f"{FIELD}: {prefix}{_path(one['loc'])}", one["msg"]) for one in error.errors()]
+
+
+def _path(parts: tuple[Any, ...]) -> str:
+    return ".".join(map(str, parts))
