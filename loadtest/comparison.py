@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loadtest.panels import Spread
 from loadtest.peer_servers import SERVERS
 
 OURS = "chunkserve"
@@ -15,8 +16,6 @@ VLLM = ("vllm", "vllm-512")
 RAY_LLM = "ray-llm"
 
 Document = dict[str, Any]
-Spread = tuple[float, float, float]
-"""Median, least and most over the rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +82,7 @@ def by_round(document: Document, server: str, row: Row) -> dict[int, float]:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
+    """Of the rounds; the first is their median."""
     return (statistics.median(values), min(values), max(values)) if values else None
 
 

@@ -6,11 +6,24 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from loadtest.client import Connection, post, stamped_events
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 600.0
+
+
+def completion_body(prompt: str, tokens: int) -> dict[str, Any]:
+    """What is asked, of any model: greedy, exactly so many tokens, streamed, with the server's own count of them."""
+    return {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +104,8 @@ class Client:
 
     async def ask(self, prompt: str, tokens: int) -> Exchange:
         """Exactly so many tokens, greedily. What goes wrong is in the answer's `error`."""
-        request = post(HOST, self._port, "/v1/completions", self._body(prompt, tokens))
+        body = {"model": self._model, **completion_body(prompt, tokens)}
+        request = post(HOST, self._port, "/v1/completions", body)
         sent, reads, error = time.monotonic(), list[tuple[float, bytes]](), None
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -118,17 +132,6 @@ class Client:
                 return connection
         _, connection = await asyncio.get_running_loop().create_connection(Connection, HOST, self._port)
         return connection
-
-    def _body(self, prompt: str, tokens: int) -> dict[str, object]:
-        return {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
 
     async def __aenter__(self) -> Client:
         return self

@@ -57,8 +57,8 @@ class Closed:
 
     async def run(self, client: Client, seed: int) -> Outcome:
         draw = random.Random(seed)
-        head = _text(draw, self.shared)
-        prompts = [f"{head} {_text(draw, self.prompt)}".strip() for _ in range(self.requests)]
+        head = text(draw, self.shared)
+        prompts = [f"{head} {text(draw, self.prompt)}".strip() for _ in range(self.requests)]
         exchanges: list[Exchange] = []
 
         async def ask_on() -> None:
@@ -92,14 +92,14 @@ class Mixed:
 
     async def run(self, client: Client, seed: int) -> Outcome:
         draws = [random.Random(f"{seed} {i}") for i in range(self.streams + 1)]
-        prompts = [_text(draws[-1], self.long_prompt) for _ in range(self.long_requests)]
+        prompts = [text(draws[-1], self.long_prompt) for _ in range(self.long_requests)]
         streams: list[Exchange] = []
         is_over = asyncio.Event()
 
         async def stream_on(draw: random.Random) -> None:
             """A fast server ends a stream before the last long prompt comes, which would then disturb nobody."""
             while not is_over.is_set():
-                streams.append(await client.ask(_text(draw, self.prompt), self.answer))
+                streams.append(await client.ask(text(draw, self.prompt), self.answer))
 
         started = time.monotonic()
         running = [asyncio.ensure_future(stream_on(draw)) for draw in draws[:-1]]
@@ -146,7 +146,8 @@ async def _run(scenario: Scenario, port: int, model: str, seed: int) -> Outcome:
         return await scenario.run(client, seed)
 
 
-def _text(draw: random.Random, words: int) -> str:
+def text(draw: random.Random, words: int) -> str:
+    """Frequent words, each about a token."""
     return " ".join(draw.choices(_WORDS, k=words))
 
 

@@ -18,7 +18,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from itertools import cycle, islice
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import yaml
@@ -28,6 +30,9 @@ SERVE = Path(sys.executable).with_name("serve")
 START_TIMEOUT_S = 180
 STOP_TIMEOUT_S = 90
 GONE_TIMEOUT_S = 30
+PORTS = range(20_000, 30_000)
+"""Those that no process is given by chance: below what Linux hands out by itself (from 32768, where Ray's agent also
+takes 52365), above Ray's workers (to 19999), and outside Serve's direct ingress (from 30000)."""
 
 _KINDS = (  # the first that a command line contains; Ray names its workers after what they run
     ("/bin/haproxy", "haproxy"),
@@ -225,10 +230,17 @@ def haproxy_environment() -> Iterator[dict[str, str]]:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """One of `PORTS` that nobody listens on, and that this process was not given lately.
+
+    Raises: RuntimeError: all are taken."""
+    for port in islice(_in_turn, len(PORTS)):
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"no port of {PORTS.start} to {PORTS.stop - 1} is free")
+
+
+_in_turn = cycle(SystemRandom().sample(PORTS, len(PORTS)))
 
 
 def machine() -> dict[str, str]:

@@ -1,0 +1,100 @@
+"""Owns the command that runs a named load: it starts Locust with its workers, ends it, and passes on the result.
+Never runs Locust in its own process: gevent changes the standard library of the process that it is in."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import urllib.parse
+from collections.abc import Sequence
+from pathlib import Path
+
+from loadtest.options import add_options, goal_from, plan_from
+from loadtest.server import ROOT, ended, free_port
+
+URL = "http://127.0.0.1:8000"
+LOCUSTFILE = ROOT / "loadtest" / "locustfile.py"
+USAGE = 2
+"""Exit code of an option that makes no sense; those of a run are in slo.py."""
+
+_OWN = ("--url", "--workers", "--expect-workers", "--worker-of", "--port")
+
+
+def parser(prog: str = "python -m loadtest.load") -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog=prog, description=__doc__, allow_abbrev=False)
+    made.add_argument("--url", default=URL, help="of the server")
+    made.add_argument("--workers", type=int, default=1, help="processes that send")
+    made.add_argument("--expect-workers", type=int, default=0, help="so many of other machines, instead of --workers")
+    made.add_argument("--worker-of", default="", metavar="HOST[:PORT]", help="be a worker of the master there")
+    made.add_argument("--port", type=int, default=5557, help="at which workers of other machines find this one")
+    add_options(made)
+    return made
+
+
+def without(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The arguments but for options of these names, and their values."""
+    other = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        other.add_argument(name)
+    return other.parse_known_args(arguments)[1]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a load: its exit code. Raises SystemExit with USAGE if the arguments make none."""
+    options = parser().parse_args(arguments)
+    check(options)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        command_of(options, arguments),
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,  # Locust reads keys from a terminal
+        start_new_session=True,
+    )
+    with ended(process):
+        return process.wait()
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises: SystemExit: with USAGE and the reason, before anything is started."""
+    try:
+        if urllib.parse.urlsplit(options.url).scheme not in ("http", "https"):
+            raise ValueError(f"--url begins with http:// or https://, not {options.url!r}")
+        if options.workers < 1 or options.expect_workers < 0:
+            raise ValueError("--workers is 1 or more")
+        goal_from(options)
+        if not options.worker_of:  # a worker gets its load from the master
+            plan_from(options)
+    except (ValueError, OSError) as wrong:
+        print(f"{options.scenario}: {wrong}", file=sys.stderr)
+        raise SystemExit(USAGE) from wrong
+
+
+def command_of(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
+    """Locust's. What is not this command's own option is the Locust file's."""
+    command = [sys.executable, "-m", "locust", "--locustfile", str(LOCUSTFILE), "--headless", "--only-summary"]
+    command += ["--host", options.url, "--loglevel", "WARNING"]
+    if options.worker_of:
+        host, _, port = options.worker_of.partition(":")
+        return [*command, "--worker", "--master-host", host, "--master-port", port or str(options.port)]
+    workers = options.expect_workers or options.workers
+    command += ["--users", str(workers), "--spawn-rate", str(workers)]
+    command += ["--json-file", str(Path(options.out) / "locust")]  # instead of tables of rounded figures
+    if options.expect_workers:
+        command += ["--master", "--master-bind-port", str(options.port), "--expect-workers", str(workers)]
+    elif workers > 1:
+        port = str(free_port())  # several loads of one machine do not meet
+        command += ["--processes", str(workers), "--master-bind-port", port, "--master-port", port]
+    return [*command, *without(arguments, _OWN)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):  # Locust is ended, too
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Owns a run's report: its JSON document, its page, and whether it passed.
+Never measures, and never calls a run passed whose generator lagged: its figures would not be the server's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadtest.histogram import Histogram
+from loadtest.page import page
+from loadtest.plan import Plan
+from loadtest.slo import exit_code, misses
+from loadtest.tally import Figures, Second, Tally
+
+SCHEMA = 1
+"""Of the document; whoever reads it looks at this first."""
+MOST_INTERVALS = 120
+"""Of the course of a run; a longer one has longer intervals."""
+CURVE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
+"""The shares at which a distribution is written down."""
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """What the load generator itself did, and what it may."""
+
+    workers: int
+    cpu_percent: float
+    """Of a core, of the busiest worker."""
+    max_cpu_percent: float
+    max_lag_ms: float
+
+
+@dataclass(slots=True)
+class Course:
+    """What happened beside the requests."""
+
+    broken: list[str] = field(default_factory=list)
+    """Why the run is not whole: a worker that was lost, a command that failed."""
+    unsettled: list[str] = field(default_factory=list)
+    """What the server held after the load, or why that could not be seen."""
+    happened: list[tuple[float, str]] = field(default_factory=list)
+    """Seconds from the beginning, and the command that ran."""
+
+
+def document_of(
+    plan: Plan, tally: Tally, generator: Generator, course: Course, settings: Mapping[str, Any]
+) -> Document:
+    points = {point.name: tally.figures(point.name) for point in plan.points}
+    kinds = {name: {kind: tally.figures(name, kind) for kind in tally.kinds(name)} for name in points}
+    judged = points if plan.judged is None else {name: found.get(plan.judged, {}) for name, found in kinds.items()}
+    saturated = saturation(points, generator)
+    missed = [*misses(plan.limits, judged), *broken_promises(plan, points), *unanswered(plan, kinds), *course.unsettled]
+    whole = tally.whole()
+    return {
+        "schema": SCHEMA,
+        "settings": dict(settings),
+        "goal": {name: getattr(tally.goal, name) for name in ("ttft_ms", "tpot_ms", "e2e_ms")},
+        "limits": [f"{limit.figure}{limit.sign}{limit.bound:g}" for limit in plan.limits],
+        "judged": plan.judged,
+        "exit_code": exit_code(course.broken, saturated, missed),
+        "broken": list(course.broken),
+        "saturated": saturated,
+        "missed": missed,
+        "notes": list(plan.notes),
+        "happened": [{"at_s": at, "command": command} for at, command in course.happened],
+        "generator": {"workers": generator.workers, "cpu_percent": generator.cpu_percent},
+        "plan": dict(plan.series),
+        "x_label": plan.x_label,
+        "points": [
+            {
+                "name": point.name,
+                "x": point.x,
+                "line": point.line,
+                "figures": points[point.name],
+                "kinds": kinds[point.name],
+            }
+            for point in plan.points
+        ],
+        "errors": dict(whole.errors.most_common(20)),
+        "finish_reasons": dict(whole.finish_reasons),
+        "intervals": list(intervals(tally.seconds)),
+        "distributions": {name: curve(histogram) for name, histogram in whole.times.items() if histogram},
+    }
+
+
+def saturation(points: Mapping[str, Figures], generator: Generator) -> list[str]:
+    """Why the generator was too slow for its figures to be the server's."""
+    found = [
+        f"{name}: the generator sent late: p99 {figures['lag_p99_ms']:.1f} ms, beyond {generator.max_lag_ms:g} ms"
+        for name, figures in points.items()
+        if figures.get("lag_p99_ms", 0.0) > generator.max_lag_ms
+    ]
+    if generator.cpu_percent > generator.max_cpu_percent:
+        took, most = generator.cpu_percent, generator.max_cpu_percent
+        found.append(f"a worker took {took:.0f} % of a core, beyond {most:g} %: use more workers")
+    return found
+
+
+def broken_promises(plan: Plan, points: Mapping[str, Figures]) -> Iterator[str]:
+    """What the plan asks of its points together, and no limit of one point can say."""
+    if plan.retry_after:
+        for name, figures in points.items():
+            if figures.get("retry_after_share", 1.0) < 1.0:
+                yield f"{name}: {100 * figures['retry_after_share']:.0f} % of the refusals say when to come again"
+    if plan.no_collapse is not None:
+        (first, begun), *later = ((name, figures.get("goodput_per_s", 0.0)) for name, figures in points.items())
+        if not begun:
+            yield f"{first}: no goodput, of which something could be left"
+        for name, goodput in later:
+            if goodput < plan.no_collapse * begun:
+                yield f"{name}: goodput {goodput:.2f}/s, less than {plan.no_collapse:g} of {begun:.2f}/s at {first}"
+
+
+def unanswered(plan: Plan, kinds: Mapping[str, Mapping[str, Figures]]) -> Iterator[str]:
+    """Kinds of requests of which not one was answered, though others may have been fast: long prompts that are all
+    refused disturb nobody."""
+    for point in plan.points:
+        for kind in dict.fromkeys(source.kind for source in point.sources):
+            figures = kinds[point.name].get(kind, {})
+            if not figures.get("ok", 0) + figures.get("cancelled", 0):
+                yield f"{point.name}: no request of kind {kind} was answered"
+
+
+def intervals(seconds: Mapping[int, Second]) -> Iterator[dict[str, float]]:
+    """The course of a run: rates and percentiles of intervals of whole seconds, empty ones left out."""
+    if not seconds:
+        return
+    width = -(-(max(seconds) + 1) // MOST_INTERVALS)
+    merged: dict[int, Second] = {}
+    for at, second in seconds.items():
+        merged.setdefault(at // width, Second()).merge(second)
+    for number, found in sorted(merged.items()):
+        rates = {f"{name}_per_s": found.counts.get(name, 0) / width for name in ("offered", "good", "tokens")}
+        yield {"at_s": number * width, "seconds": width, **rates, **dict(_percentiles(found.times))}
+
+
+def _percentiles(times: Mapping[str, Histogram]) -> Iterator[tuple[str, float]]:
+    for name, histogram in times.items():
+        if histogram:
+            p50, p99 = histogram.percentiles((0.5, 0.99))
+            yield from ((f"{name}_p50_ms", p50), (f"{name}_p99_ms", p99))
+
+
+def curve(histogram: Histogram) -> list[tuple[float, float]]:
+    """Shares of 1, and the milliseconds that such a share of the values does not exceed."""
+    return list(zip(CURVE, histogram.percentiles(CURVE), strict=True))
+
+
+def write(document: Document, out: Path) -> None:
+    """report.json and report.html, in a folder that is made if need be."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / "report.html").write_text(page(document))
+
+
+def verdict(document: Document) -> list[str]:
+    """Lines for a terminal: what the run found, and what is wrong with it."""
+    lines = [line for point in document["points"] for line in _point_lines(point)]
+    for name in ("broken", "saturated", "missed"):
+        lines += [f"{name}: {reason}" for reason in document[name]]
+    return [*lines, "passed" if document["exit_code"] == 0 else f"failed, with code {document['exit_code']}"]
+
+
+def _point_lines(point: Mapping[str, Any]) -> Sequence[str]:
+    figures = point["figures"]
+    counts = ", ".join(f"{name} {figures[name]:.0f}" for name in ("offered", "good", "failed", "rejected", "cancelled"))
+    times = [
+        f"{title} p50 {figures[f'{name}_p50_ms']:.1f} p99 {figures[f'{name}_p99_ms']:.1f} ms"
+        for name, title in (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2e", "E2E"), ("lag", "lag"))
+        if f"{name}_p99_ms" in figures
+    ]
+    return [f"{point['name']}: {counts}; goodput {figures.get('goodput_per_s', 0.0):.2f}/s", *(f"  {t}" for t in times)]

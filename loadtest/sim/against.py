@@ -1,0 +1,151 @@
+"""Owns the comparison of a live load's report with the same load simulated: percentiles of TTFT and TPOT, by point.
+Never asks a server and fits nothing: step times are those of the engine alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from loadtest.marks import with_text
+from loadtest.report import SCHEMA, Document
+from loadtest.sim import load
+from loadtest.sim.plots import README
+from loadtest.sim.step_time import measured
+from loadtest.sim.studies import RESULTS, current_commit
+from loadtest.sim.validation import ENGINE
+from loadtest.slo import BROKEN, MISSED, PASSED, SATURATED
+
+KEPT = RESULTS / "sim_against_live.json"
+TIMES = {"ttft": "TTFT, ms", "tpot": "TPOT, ms"}
+SHARES = ("p50", "p90", "p99")
+WITHIN = 1.75
+"""A simulated percentile is the measured one within this factor, either way."""
+_COUNTS = ("offered", "ok", "prompt_tokens", "output_tokens")
+_OF_THE_PLAN = (
+    *("scenario", "seconds", "warm_up", "rate", "rates", "clients", "arrivals", "cv", "lengths", "longest", "trace"),
+    *("do", "goal", "seed"),
+)
+"""Settings of a report that say what was asked. What is done to a deployment (`do`) is refused by the simulation."""
+
+
+def options_of(live: Document, deployment: Sequence[str]) -> argparse.Namespace:
+    """Those of `make simulate` that ask what the live load asked; `deployment`: what it was asked of.
+
+    Raises:
+        ValueError: no report of a load, one whose figures are not the server's, or a simulated one.
+    """
+    if live.get("schema") != SCHEMA:
+        raise ValueError(f"schema {live.get('schema')} is not {SCHEMA}, that of a load's report.json")
+    if live["exit_code"] in (SATURATED, BROKEN):
+        raise ValueError(f"the live run failed with code {live['exit_code']}: {[*live['broken'], *live['saturated']]}")
+    if "deployment" in live:
+        raise ValueError("the report is of a simulated load: there is nothing live in it")
+    settings = live["settings"]
+    asked = [(name, settings[name]) for name in _OF_THE_PLAN if settings[name] not in (None, "")]
+    words = [word for name, value in asked for word in (f"--{name.replace('_', '-')}", str(value))]
+    return load.parser().parse_args([*words, *deployment])
+
+
+def rows(live: Document, simulated: Document) -> Iterator[dict[str, Any]]:
+    """One for each point and each of TIMES: how much was asked and answered, and each percentile in milliseconds.
+
+    Raises:
+        ValueError: the points differ.
+    """
+    names = [[point["name"] for point in document["points"]] for document in (live, simulated)]
+    if names[0] != names[1]:
+        raise ValueError(f"the live load has the points {names[0]}, the simulated one {names[1]}")
+    for one, other in zip(live["points"], simulated["points"], strict=True):
+        both = {"measured": one["figures"], "simulated": other["figures"]}
+        counts = {name: {side: found[name] for side, found in both.items()} for name in _COUNTS}
+        for time in TIMES:
+            yield {"point": one["name"], "time": time, "counts": counts, "ms": dict(_percentiles(time, both))}
+
+
+def _percentiles(time: str, both: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Without those that a side lacks: answers of one token have no TPOT."""
+    for share in SHARES:
+        found = {side: figures.get(f"{time}_{share}_ms", 0.0) for side, figures in both.items()}
+        if all(found.values()):
+            yield share, {**found, "ratio": found["simulated"] / found["measured"]}
+
+
+def compare(live: Document, deployment: Sequence[str], within: float = WITHIN) -> Document:
+    """Simulate what was asked live, and hold one against the other.
+
+    Raises:
+        ValueError: as `options_of`, `rows` and `load.check`, or nothing was answered.
+    """
+    options = options_of(live, deployment)
+    found = list(rows(live, load.run(options)))
+    ratios = [cell["ratio"] for row in found for cell in row["ms"].values()]
+    if not ratios:
+        raise ValueError("nothing was answered, so there is nothing to compare")
+    step_time, error = measured()
+    return {
+        "live": live["settings"],
+        "simulated": {name: getattr(options, name) for name in ("replicas", "router", "engine")},
+        "step_time": {"measured_in": "loadtest/results/engine_step.json", **asdict(step_time), "largest_error": error},
+        "commit": current_commit(),
+        "within": within,
+        "largest_factor": max(max(ratio, 1 / ratio) for ratio in ratios),
+        "rows": found,
+    }
+
+
+def table(compared: Document) -> str:
+    """measured → simulated, and how much more or less that is."""
+    lines = [f"| measured → simulated | {' | '.join(SHARES)} |", "|---" * (1 + len(SHARES)) + "|"]
+    for row in compared["rows"]:
+        cells = [_cell(row["ms"].get(share)) for share in SHARES]
+        lines.append(f"| {row['point']}: {TIMES[row['time']]} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", told(compared)])
+
+
+def _cell(found: Mapping[str, float] | None) -> str:
+    if found is None:
+        return "–"
+    return f"{found['measured']:.0f} → {found['simulated']:.0f} ({100 * (found['ratio'] - 1):+.0f} %)"
+
+
+def told(compared: Document) -> str:
+    """Whether it is within what was asked, in a sentence."""
+    most, within = compared["largest_factor"], compared["within"]
+    kept = "as was asked" if most <= within else "which is more than was asked"
+    return f"The farthest is off by a factor of {most:.2f}, where {within:g} was asked: {kept}."
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m loadtest.sim.against", description=__doc__, allow_abbrev=False)
+    made.add_argument("report", type=Path, help="report.json of `make load`")
+    load.add_deployment(made)
+    made.set_defaults(engine=",".join(f"{name}={value}" for name, value in ENGINE.items()))
+    made.add_argument("--within", type=float, default=WITHIN, help="factor by which a percentile may be off")
+    made.add_argument(
+        "--out", type=Path, help="a JSON file instead of the kept one; README's table is not written then"
+    )
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    made = parser()
+    options = made.parse_args(arguments)
+    deployment = ["--replicas", str(options.replicas), "--router", options.router, "--engine", options.engine]
+    try:
+        compared = compare(json.loads(options.report.read_text()), deployment, options.within)
+    except (ValueError, OSError) as wrong:
+        made.error(str(wrong))
+    (options.out or KEPT).write_text(json.dumps(compared, indent=1) + "\n")
+    if options.out is None:
+        README.write_text(with_text(README.read_text(), "against", table(compared)))
+    print(table(compared))
+    sys.exit(PASSED if compared["largest_factor"] <= compared["within"] else MISSED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Owns one call of a simulated request to one replica, as serve_app.channel.migration makes them.
+Never goes on elsewhere after a failure; migration does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from engine.protocol import TERMINAL, EngineError, Event, Submission
+from loadtest.sim.deployment import Deployment
+from loadtest.sim.recording import Recording
+from loadtest.sim.replica import Replica
+
+
+class SimulatedAttempt:
+    """Events are kept until they are taken. Their reader is woken for the first and the last of them only: when each
+    token came is in the recording, and a task for each of them would be most of the simulation's work."""
+
+    def __init__(
+        self, deployment: Deployment, submission: Submission, avoid: Sequence[str], recording: Recording
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._deployment = deployment
+        self._submission = submission
+        self._avoid = avoid
+        self._recording = recording
+        self._replica: Replica | None = None
+        self._events: list[Event] = []
+        self._failure: EngineError | None = None
+        self._is_over = False
+        self._num_taken = 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def replica_id(self) -> str | None:
+        return self._replica.name if self._replica else None
+
+    async def take(self) -> list[Event]:
+        """The next events; raises EngineError when the replica has gone and all that came from it was taken."""
+        if self._replica is None:
+            await self._place()
+        while not self._is_due:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+            self._waiter = None
+        if not self._events and self._failure is not None:
+            raise self._failure
+        events, self._events = self._events, []
+        self._num_taken += len(events)
+        return events
+
+    @property
+    def _is_due(self) -> bool:
+        return self._is_over or self._failure is not None or bool(self._events and not self._num_taken)
+
+    async def _place(self) -> None:
+        name = self._submission.request_id
+        self._replica = await self._deployment.place(name, self._submission, self._avoid)
+        self._replica.submit(self._submission, self, self._recording.num_waiting_outside)
+
+    def close(self, *, complete: bool = False) -> None:
+        self._deployment.ended(self._submission.request_id)
+        if self._replica is not None and not self._is_over and self._failure is None:
+            self._replica.abort(self._submission.request_id)
+
+    # --- called by the replica --------------------------------------------------------------------------------------
+
+    def receive(self, event: Event, at_s: float) -> None:
+        self._recording.note(event, at_s)
+        self._events.append(event)
+        self._is_over = self._is_over or isinstance(event, TERMINAL)
+        if self._waiter is not None:
+            self._wake()
+
+    def fail(self, error: EngineError) -> None:
+        self._failure = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and self._is_due and not self._waiter.done():
+            self._waiter.set_result(None)

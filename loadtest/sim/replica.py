@@ -1,0 +1,170 @@
+"""Owns one simulated engine replica: the real EngineCore, steps that take simulated time, what it reports.
+Never chooses what runs or where; the core does, and whoever submits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any, Protocol
+
+from engine.config import ResolvedConfig
+from engine.core import EngineCore
+from engine.protocol import (
+    TERMINAL,
+    EngineError,
+    ErrorCode,
+    Event,
+    LoadSnapshot,
+    RequestRejected,
+    Scheduled,
+    Submission,
+)
+from engine.request import create_request
+from loadtest.sim.executor import TimedExecutor
+from loadtest.sim.step_time import StepTime
+from serve_app.routing.stats import encode
+from serve_app.scaling.memory import StampedReport
+from serve_app.scaling.signals import EngineSignals, SignalSettings
+
+
+class Sink(Protocol):
+    """Who reads a request's events."""
+
+    def receive(self, event: Event, at_s: float) -> None:
+        """`at_s`: when its step began for Scheduled, and when its step ended for all others."""
+        ...
+
+    def fail(self, error: EngineError) -> None:
+        """The replica goes away; no event follows."""
+        ...
+
+
+class Replica:
+    """Steps for as long as it has work. A step is planned and computed when it begins; its events come when it ends,
+    and what arrives meanwhile is in the plan of the next one."""
+
+    def __init__(
+        self,
+        name: str,
+        zone: int,
+        config: ResolvedConfig,
+        step_time: StepTime,
+        ends: Mapping[str, int],
+        signals: SignalSettings,
+        on_empty: Callable[[Replica], None] = lambda replica: None,
+    ) -> None:
+        """`ends`: see TimedExecutor. `on_empty` is called when the last request of a draining replica has left."""
+        self.name, self.zone = name, zone
+        self.config = config
+        self._loop = asyncio.get_running_loop()
+        self._executor = TimedExecutor(step_time, ends)
+        self._core = EngineCore(self._executor, config, clock=self._loop.time)
+        self._signals = EngineSignals(
+            signals,
+            max_num_seqs=config.max_num_seqs,
+            step_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+            clock=self._loop.time,
+        )
+        self._sinks: dict[str, Sink] = {}
+        self._tickets = count()
+        self._step: asyncio.Handle | None = None
+        self._on_empty = on_empty
+        self.is_draining = False
+        self.num_steps, self.num_computed_tokens, self.num_preemptions, self.busy_s = 0, 0, 0, 0.0
+
+    @property
+    def num_ongoing(self) -> int:
+        """Requests that are with it, running and waiting."""
+        return len(self._sinks)
+
+    def submit(self, submission: Submission, sink: Sink, num_waiting_outside: int = 0) -> None:
+        """Take a request; its events go to `sink` until the terminal one, or until `abort`.
+
+        Raises:
+            RequestRejected: as the engine does, for what never fits and for a full queue.
+        """
+        limit = self.config.max_num_seqs + self.config.max_queued_requests
+        if self.is_draining:
+            raise RequestRejected(ErrorCode.DRAINING, f"{self.name} is draining.")
+        if len(self._sinks) >= limit:
+            raise RequestRejected(ErrorCode.QUEUE_FULL, f"{self.name} holds {limit} requests.", limit=limit)
+        request = create_request(submission, self.config, next(self._tickets))
+        num_tokens = len(submission.prompt_token_ids)
+        self._signals.submitted(submission.request_id, num_tokens, "ingress", num_waiting_outside)
+        self._sinks[submission.request_id] = sink
+        self._core.submit(request)
+        if self._step is None:  # whoever comes at the same moment is in the same step
+            self._step = self._loop.call_soon(self._begin_step)
+
+    def abort(self, request_id: str) -> None:
+        """Its reader has left. Ignored for one that has ended."""
+        if self._sinks.pop(request_id, None) is not None:
+            self._core.abort(request_id)
+            self._signals.ended(request_id)
+            self._check_empty()
+
+    def _begin_step(self) -> None:
+        executor = self._executor
+        executor.seconds = 0.0
+        events = self._core.step()
+        facts = self._core.last_step
+        self.num_steps += 1
+        self.num_computed_tokens += facts.num_tokens
+        self.num_preemptions += len(facts.preempted)
+        self.busy_s += executor.seconds
+        self._step = self._loop.call_later(executor.seconds, self._end_step, events, self._loop.time())
+
+    def _end_step(self, events: list[Event], began_s: float) -> None:
+        self._step, now_s = None, self._loop.time()
+        self._signals.observe(events)
+        sinks = self._sinks
+        for event in events:
+            sink = sinks.get(event.request_id)
+            if sink is None:  # its reader left while the step ran
+                continue
+            if isinstance(event, TERMINAL):
+                del sinks[event.request_id]
+            sink.receive(event, began_s if isinstance(event, Scheduled) else now_s)
+        if self._core.has_work:
+            self._begin_step()
+        if self.is_draining:
+            self._check_empty()
+
+    # --- the end of it ----------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take no more requests; those that are here go on."""
+        self.is_draining = True
+        self._check_empty()
+
+    def _check_empty(self) -> None:
+        if self.is_draining and not self._sinks:
+            self._on_empty(self)
+
+    def stop(self, code: ErrorCode) -> None:
+        """End now: everybody who is here learns `code`, and the step that runs is lost."""
+        if self._step is not None:
+            self._step.cancel()
+        sinks, self._sinks = list(self._sinks.values()), {}
+        for sink in sinks:
+            sink.fail(EngineError(code, f"{self.name} is gone."))
+
+    # --- what it tells ----------------------------------------------------------------------------------------------
+
+    def load(self) -> LoadSnapshot:
+        """As of its last step, the one that runs included."""
+        return self._core.load()
+
+    def report(self) -> StampedReport:
+        return StampedReport(self._loop.time(), self._signals.report(self.load()))
+
+    def routing_stats(self, published_blocks: int) -> dict[str, Any]:
+        return encode(
+            self.load(),
+            self._core.cached_digests(published_blocks),
+            limit=published_blocks,
+            prefill_tokens_per_s=self._signals.prefill_tokens_per_s,
+            taken_at_s=self._loop.time(),
+        )

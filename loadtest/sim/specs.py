@@ -1,0 +1,249 @@
+"""Owns the studies' runs: what each one simulates, as plain values, and how such values become a simulation.
+Never runs more than one, and keeps no result."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from engine.config import SchedulerConfig
+from loadtest.report import write
+from loadtest.sim.routers import ROUTERS
+from loadtest.sim.scalers import EngineLoad, Scaler
+from loadtest.sim.scenario import Scenario, engine_config
+from loadtest.sim.simulation import Happening, simulate
+from loadtest.sim.step_time import ATTENTION_CONTEXT, measured
+from loadtest.sim.summary import figures, report
+from loadtest.sim.traces import TRACES, trace_jobs
+from loadtest.sim.workload import Job, poisson, thinned, window
+from loadtest.sim.world import World
+from loadtest.slo import Goal
+from loadtest.tally import Figures
+from serve_app.scaling.autoscaler import ScalingSettings
+
+Spec = dict[str, Any]
+"""A run: JSON values only, so that it names itself in the results."""
+
+LONG_PROMPTS = Goal(ttft_ms=10_000, tpot_ms=500)
+"""What two cores can do with prompts of thousands of tokens."""
+QUICK = Goal(ttft_ms=1000, tpot_ms=150)
+"""For prompts of a hundred."""
+GOALS = {
+    "autoscaling": LONG_PROMPTS,
+    "routing": LONG_PROMPTS,
+    "reservation": QUICK,
+    "scale": QUICK,
+    "disruption": QUICK,
+}
+SERVE_TARGETS = (2, 4, 8)
+SHARES = {"azure_conv": 0.12, "azure_code": 0.1, "mooncake_conv": 0.08, "mooncake_synth": 0.08}
+"""Of each trace's requests, so that a handful of replicas serve them."""
+SPEEDS = {"azure_conv": 1, "azure_code": 1, "mooncake_conv": 16, "mooncake_synth": 16}
+"""How many times as fast as measured the engines are. Two cores compute Mooncake's prompts in minutes."""
+FAST = {"block_size": 64, "num_kv_blocks": 4096, "max_num_batched_tokens": 2048, "max_prefill_tokens": 2048}
+MOST_REPLICAS = 16
+DISRUPTED = {"none": 1_000_000, "zone-loss": 250_000, "upgrade": 1_000_000}
+"""Requests: a zone is back after half a minute, and an upgrade by tenths takes six."""
+SECONDS = {"autoscaling": 1200.0, "routing": 120.0, "reservation": 0.0, "scale": 0.0, "disruption": 0.0}
+"""Of a trace that a run takes: for autoscaling twice Serve's delay before it removes a replica."""
+
+
+# --- what there is to run -------------------------------------------------------------------------------------------
+
+
+def autoscaling(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
+    """Our policy and Serve's default at several targets, on each trace. `ours-lenient` is content with half of the
+    first tokens in time; `fixed` has all replicas that there may be, all the time, as a yardstick."""
+    policies = ["ours", "ours-lenient", *(f"serve-{target}" for target in SERVE_TARGETS), "fixed"]
+    for seed in range(seeds):
+        for trace in TRACES:
+            for policy in policies:
+                share = min(1.0, SHARES[trace] * size)
+                yield {"trace": trace, "policy": policy, "seed": seed, "share": share, "seconds": seconds}
+
+
+def routing(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
+    """Three policies on the traces whose prompts share prefixes; each seed has another stretch of the trace."""
+    for seed in range(seeds):
+        for trace in ("mooncake_conv", "mooncake_synth"):
+            for policy in ROUTERS:
+                yield {"trace": trace, "policy": policy, "seed": seed, "seconds": seconds, "replicas": round(24 * size)}
+
+
+def reservation(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
+    """Ways to reserve memory where it is short: the lengths of `engine.bench_memory`, answered by fast engines, which
+    memory keeps waiting and not the products of matrices."""
+    for seed in range(seeds):
+        for mode in ("full", "ratio", "prompt"):
+            yield {"policy": mode, "seed": seed, "requests": round(2000 * size), "rate": 45.0}
+
+
+def scale(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
+    """A thousand replicas and a million requests, times `size` for the requests alone."""
+    for seed in range(seeds):
+        yield {"policy": "none", "seed": seed, "replicas": 1000, "requests": round(1_000_000 * size)}
+
+
+def disruption(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
+    """A thousand replicas, times `size` as the requests are: while all is well, while a zone of three fails, and while
+    every replica is replaced. The requests of the first are those of `scale`."""
+    for seed in range(seeds):
+        for policy, requests in DISRUPTED.items():
+            replicas = round(1000 * size)
+            yield {"policy": policy, "seed": seed, "replicas": replicas, "requests": round(requests * size)}
+
+
+STUDIES: dict[str, Callable[[int, float, float], Iterator[Spec]]] = {
+    "autoscaling": autoscaling,
+    "routing": routing,
+    "reservation": reservation,
+    "scale": scale,
+    "disruption": disruption,
+}
+
+
+# --- how one is run -------------------------------------------------------------------------------------------------
+
+
+def run_spec(study: str, spec: Spec, reports: Path | None = None) -> Figures:
+    """Its figures, with the wall time and the time of a core that it took, and the most memory that this process has
+    had. `reports`: a folder in which its report gets a folder of its own."""
+    begun, begun_cpu = time.perf_counter(), time.process_time()
+    world = _RUNS[study](spec, GOALS[study])
+    took_s, cpu_s = time.perf_counter() - begun, time.process_time() - begun_cpu
+    if reports is not None:
+        write(report(world, study, spec), reports / "-".join([study, *map(str, spec.values())]))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {**figures(world), "wall_s": took_s, "cpu_s": cpu_s, "peak_memory_mib": peak}
+
+
+def twins(study: str) -> list[str]:
+    """Other studies in which the same spec is the same simulation."""
+    return [
+        other for other in STUDIES if other != study and _RUNS[other] is _RUNS[study] and GOALS[other] == GOALS[study]
+    ]
+
+
+def _run_autoscaling(spec: Spec, goal: Goal) -> World:
+    trace = spec["trace"]
+    jobs = window(thinned(_trace(trace), spec["share"], spec["seed"]), 0.0, spec["seconds"])
+    if spec["policy"] == "fixed":
+        return simulate(_on_trace(trace, jobs, spec, goal, replicas=MOST_REPLICAS))[1]
+    scenario = _on_trace(trace, jobs, spec, goal, replicas=4)
+    return simulate(scenario, scaler=functools.partial(_scaler, spec["policy"], scenario))[1]
+
+
+def _scaler(policy: str, scenario: Scenario, clock: Callable[[], float]) -> Scaler:
+    if policy.startswith("ours"):
+        settings = {"startup_time_s": scenario.cold_start_s, "ttft_objective": 0.5 if policy == "ours-lenient" else 0.9}
+        return EngineLoad(ScalingSettings.model_validate(settings), 1, MOST_REPLICAS)
+    from loadtest.sim.serve_scaler import ServeDefault  # Ray, which takes seconds to import
+
+    return ServeDefault(float(policy.removeprefix("serve-")), 1, MOST_REPLICAS, clock)
+
+
+def _run_routing(spec: Spec, goal: Goal) -> World:
+    begin = spec["seed"] * spec["seconds"]
+    jobs = window(_trace(spec["trace"]), begin, begin + spec["seconds"])
+    scenario = _on_trace(spec["trace"], jobs, spec, goal, replicas=spec["replicas"])
+    return simulate(scenario, lambda: ROUTERS[spec["policy"]](spec["seed"], scenario.config.block_size))[1]
+
+
+def _run_reservation(spec: Spec, goal: Goal) -> World:
+    mode = spec["policy"]
+    preempt: dict[str, Any] = {"full": "none", "ratio": "retract", "prompt": "lifo"}
+    config = engine_config(
+        num_kv_blocks=404,
+        max_num_seqs=48,
+        max_model_len=8192,
+        enable_prefix_caching=False,
+        scheduler=SchedulerConfig(
+            reserve_mode=mode, preempt_policy=preempt[mode], chunk_halving_context=ATTENTION_CONTEXT
+        ),
+    )
+    random = Random(spec["seed"])
+    arrivals = poisson(spec["rate"], spec["requests"] / spec["rate"], 1, 1, spec["seed"])
+    jobs = [
+        Job(job.arrival_s, random.randint(64, 192), round(256 * random.uniform(0.1, 0.3)), max_tokens=256)
+        for job in arrivals
+    ]
+    step_time = measured()[0].faster(16)
+    return simulate(Scenario(jobs=jobs, step_time=step_time, goal=goal, config=config, seed=spec["seed"]))[1]
+
+
+def _run_large(spec: Spec, goal: Goal) -> World:
+    """Short equal requests, at three quarters of what the replicas can do."""
+    step_time, _ = measured()
+    replicas, requests = spec["replicas"], spec["requests"]
+    rate = replicas * 2.5
+    jobs = poisson(rate, requests / rate, num_prompt_tokens=128, num_answer_tokens=16, seed=spec["seed"])
+    scenario = Scenario(
+        jobs=jobs,
+        step_time=step_time,
+        goal=goal,
+        replicas=replicas,
+        num_zones=3,
+        drain_s=60.0,
+        config=engine_config(num_kv_blocks=2048, max_model_len=8192),
+        seed=spec["seed"],
+    )
+    return simulate(scenario, happening=_HAPPENINGS[spec["policy"]](requests / rate))[1]
+
+
+def _zone_loss(seconds: float) -> Happening:
+    async def happen(world: World) -> None:
+        await asyncio.sleep(seconds / 3)
+        world.happened.append((world.loop.time(), "a zone of three fails"))
+        world.deployment.kill_zone(0)
+
+    return happen
+
+
+def _upgrade(seconds: float) -> Happening:
+    async def happen(world: World) -> None:
+        await asyncio.sleep(seconds / 10)
+        world.happened.append((world.loop.time(), "an upgrade begins"))
+        await world.deployment.upgrade(surge=max(1, world.deployment.target // 10))
+        world.happened.append((world.loop.time(), "the last replica is replaced"))
+
+    return happen
+
+
+_HAPPENINGS: dict[str, Callable[[float], Happening | None]] = {
+    "none": lambda seconds: None,
+    "zone-loss": _zone_loss,
+    "upgrade": _upgrade,
+}
+_RUNS: dict[str, Callable[[Spec, Goal], World]] = {
+    "autoscaling": _run_autoscaling,
+    "routing": _run_routing,
+    "reservation": _run_reservation,
+    "scale": _run_large,
+    "disruption": _run_large,
+}
+
+
+def _on_trace(trace: str, jobs: list[Job], spec: Spec, goal: Goal, replicas: int) -> Scenario:
+    step_time, _ = measured()
+    step_time = step_time.faster(SPEEDS[trace])
+    return Scenario(
+        jobs=jobs,
+        step_time=step_time,
+        goal=goal,
+        config=engine_config(**(FAST if SPEEDS[trace] > 1 else {})),
+        replicas=replicas,
+        prefill_tokens_per_s=step_time.prefill_tokens_per_s,
+        duration_s=spec["seconds"],
+        seed=spec["seed"],
+    )
+
+
+@functools.cache
+def _trace(name: str) -> list[Job]:
+    return trace_jobs(name)

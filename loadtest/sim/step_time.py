@@ -1,0 +1,104 @@
+"""Owns how long a simulated step takes: a constant, or a linear model of what the step computes.
+Never measures; the linear model is fitted to step times that `engine.bench` measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from engine.step import RowKind, StepPlan
+
+MEASURED = Path(__file__).parents[1] / "results" / "engine_step.json"
+ATTENTION_CONTEXT = 3072
+"""Context at which attention costs a token as much as the matrix products, from the shape of SmolLM2-135M, as the
+engine itself derives it (`chunk_halving_context`). The measured steps have one context only, so this is not fitted."""
+
+
+class StepTime(Protocol):
+    def seconds(self, plan: StepPlan) -> float:
+        """How long the step takes; more than 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantStep:
+    """Every step takes the same time, whatever it computes: for queueing theory."""
+
+    step_s: float
+
+    def seconds(self, plan: StepPlan) -> float:
+        return self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class LinearStep:
+    """step_s + decode_row_s for each decode row + token_s for each prefill token, and for each token of a row another
+    token_s for every `attention_context` tokens that it attends to."""
+
+    step_s: float
+    token_s: float
+    decode_row_s: float
+    attention_context: int = ATTENTION_CONTEXT
+
+    def seconds(self, plan: StepPlan) -> float:
+        decodes, tokens, attended = work_of(plan)
+        work = tokens + attended / self.attention_context
+        return self.step_s + self.decode_row_s * decodes + self.token_s * work
+
+    def faster(self, times: float) -> LinearStep:
+        """The steps of a machine that does all of it in a fraction of the time. There is no such machine: whatever is
+        simulated with it says so."""
+        return LinearStep(self.step_s / times, self.token_s / times, self.decode_row_s / times, self.attention_context)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Of short prompts, in large steps."""
+        return 1 / self.token_s
+
+
+def work_of(plan: StepPlan) -> tuple[int, int, float]:
+    """Decode rows, prefill tokens, and the sum over all tokens of the context that they attend to."""
+    decodes, tokens, attended = 0, 0, 0.0
+    for row in plan.rows:
+        count = len(row.token_ids)
+        attended += count * (row.start + count / 2)
+        if row.kind is RowKind.DECODE:
+            decodes += 1
+        else:
+            tokens += count
+    return decodes, tokens, attended
+
+
+def fit(cells: Sequence[dict[str, Any]], kernels: str = "native") -> tuple[LinearStep, float]:
+    """Least squares over the relative errors of the measured medians of one kind of kernels.
+
+    Returns:
+        The model, and the largest error of a cell as a share of what was measured.
+    """
+    found = [cell for cell in cells if cell["kernels"] == kernels]
+    measured = np.array([cell["ms_p50"] / 1000 for cell in found])
+    features = np.array([_features(cell) for cell in found])
+    factors, *_ = np.linalg.lstsq(features / measured[:, None], np.ones(len(found)), rcond=None)
+    if min(factors) <= 0:
+        raise ValueError(f"steps of {kernels} do not fit: a factor of {factors} is not positive")
+    errors = features @ factors / measured - 1
+    step_s, token_s, decode_row_s = (float(factor) for factor in factors)
+    return LinearStep(step_s, token_s, decode_row_s), float(np.abs(errors).max())
+
+
+def _features(cell: dict[str, Any]) -> tuple[float, float, float]:
+    """(1, prefill work, decode rows) of a cell: `size` decode rows, or one prompt's chunk of `size` tokens."""
+    size, context = cell["size"], cell["context"]
+    if cell["step"] == "decode":
+        return 1.0, size * context / ATTENTION_CONTEXT, float(size)
+    return 1.0, size + size * (context + size / 2) / ATTENTION_CONTEXT, 0.0
+
+
+def measured(path: Path = MEASURED) -> tuple[LinearStep, float]:
+    """The model of the steps in a result of `engine.bench`, and its largest error."""
+    return fit(json.loads(path.read_text())["cells"])

@@ -1,0 +1,128 @@
+"""Owns the studies' command: it runs what a results file lacks, side by side, and keeps each result as it comes.
+Never runs a simulation again that the file holds; `--anew` begins with an empty one."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from loadtest.server import ROOT
+from loadtest.sim.specs import GOALS, SECONDS, STUDIES, Spec, run_spec, twins
+from loadtest.sim.step_time import measured
+
+RESULTS = ROOT / "loadtest" / "results"
+Document = dict[str, Any]
+
+
+def empty(study: str) -> Document:
+    """A results file without runs: what all of them are made from."""
+    step_time, error = measured()
+    return {
+        "study": study,
+        "simulated": True,
+        "goal": asdict(GOALS[study]),
+        "step_time": {"measured_in": "loadtest/results/engine_step.json", **asdict(step_time), "largest_error": error},
+        "runs": [],
+    }
+
+
+def current_commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def load(path: Path, study: str, *, anew: bool) -> Document:
+    """What is there, unless it was made from other step times, or for another goal."""
+    fresh = empty(study)
+    if anew or not path.exists():
+        return fresh
+    document: Document = json.loads(path.read_text())
+    same = all(document[name] == fresh[name] for name in ("study", "goal", "step_time"))
+    return document if same else fresh
+
+
+def missing(document: Document, specs: Sequence[Spec]) -> list[Spec]:
+    """Those that have no figures yet. Figures of specs that differ in more than their seed are dropped: they belong to
+    another form of the study."""
+    forms = {_key({**spec, "seed": None}) for spec in specs}
+    document["runs"] = [run for run in document["runs"] if _key({**run["spec"], "seed": None}) in forms]
+    done = {_key(run["spec"]) for run in document["runs"]}
+    return [spec for spec in specs if _key(spec) not in done]
+
+
+def take_over(document: Document, specs: Sequence[Spec], folder: Path) -> None:
+    """The runs that another study's results hold already: nobody simulates a million undisturbed requests twice."""
+    for study in twins(document["study"]):
+        wanted = {_key(spec) for spec in missing(document, specs)}
+        found = load(folder / f"sim_{study}.json", study, anew=False)["runs"]
+        document["runs"] += [run for run in found if _key(run["spec"]) in wanted]
+
+
+def _key(spec: Spec) -> str:
+    return json.dumps(spec, sort_keys=True)
+
+
+def save(document: Document, path: Path) -> None:
+    """A line for each run, in an order that does not depend on which was done first. A reader sees all or nothing."""
+    document["runs"].sort(key=lambda run: _key(run["spec"]))
+    head = json.dumps({name: value for name, value in document.items() if name != "runs"})
+    runs = ",\n".join(json.dumps(run) for run in document["runs"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(f'{head[:-1]}, "runs": [\n{runs}\n]}}\n')
+    fresh.replace(path)
+
+
+def run_all(document: Document, specs: Sequence[Spec], path: Path, processes: int, reports: Path | None) -> None:
+    """Run them side by side; the file has each as soon as it is there. The first that fails ends the study."""
+    commit = current_commit()
+    with ProcessPoolExecutor(processes, initializer=_prepare_worker) as pool:
+        pending = {pool.submit(run_spec, document["study"], spec, reports): spec for spec in specs}
+        try:
+            for future in as_completed(pending):
+                spec, figures = pending[future], future.result()
+                document["runs"].append({"spec": spec, "commit": commit, "figures": figures})
+                save(document, path)
+                told = f"good {figures['good_share']:.3f}, {figures['wall_s']:.1f} s"
+                print(json.dumps(spec), told, flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _prepare_worker() -> None:
+    """Of thousands of simulated moves, none is news; and of millions of young tuples, none is in a cycle."""
+    logging.getLogger("serve_app").setLevel(logging.ERROR)
+    gc.set_threshold(100_000, 50, 100)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m loadtest.sim.studies", description=__doc__)
+    parser.add_argument("study", choices=[*STUDIES])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, help="of each trace, where there is one; unset: as the study says")
+    parser.add_argument("--size", type=float, default=1.0, help="of the load or of the fleet; 1: as the study says")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--anew", action="store_true", help="forget what the results files hold")
+    parser.add_argument("--out", type=Path, help="the results file; by default loadtest/results/sim_STUDY.json")
+    parser.add_argument("--reports", type=Path, help="a folder for a load's report.html and report.json of each run")
+    options = parser.parse_args(arguments)
+    path = options.out or RESULTS / f"sim_{options.study}.json"
+    document = load(path, options.study, anew=options.anew)
+    specs = list(STUDIES[options.study](options.seeds, options.seconds or SECONDS[options.study], options.size))
+    if not options.anew:
+        take_over(document, specs, path.parent)
+    run_all(document, missing(document, specs), path, options.processes, options.reports)
+    save(document, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Owns where the recorded traces lie, and the jobs that come of their requests.
+Never carries a trace along: they lie beside the project, under licences of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from loadtest.server import ROOT
+from loadtest.sim.workload import Job
+from loadtest.traces import read_trace
+
+TRACES = {
+    "azure_conv": "azure23_conv.csv",
+    "azure_code": "azure23_code.csv",
+    "mooncake_conv": "mooncake_conv.jsonl.gz",
+    "mooncake_synth": "mooncake_synth.jsonl.gz",
+}
+
+
+class TraceMissingError(FileNotFoundError):
+    """A trace is not where it is looked for."""
+
+
+def trace_path(name: str) -> Path:
+    """Where a trace lies: in `traces/` of the folder that CHUNKSERVE_DATA names, or of ../shared/data.
+
+    Raises:
+        TraceMissingError: it is not there.
+    """
+    folder = Path(os.environ.get("CHUNKSERVE_DATA", ROOT.parent / "shared" / "data"))
+    path = folder / "traces" / TRACES[name]
+    if not path.is_file():
+        raise TraceMissingError(f"The trace {name} is not at {path}; CHUNKSERVE_DATA names the folder that holds it.")
+    return path
+
+
+def trace_jobs(name: str) -> list[Job]:
+    """The requests of one of TRACES, in order of arrival, the first at 0 s. A request without an answer token has one:
+    the engine samples one at least."""
+    rows = read_trace(trace_path(name)).rows
+    return [Job(row.at_s, max(row.prompt_tokens, 1), max(row.output_tokens, 1), row.blocks) for row in rows]

@@ -1,0 +1,89 @@
+"""Owns the comparison of the simulator with a live server: the same closed loads, figure by figure.
+Never fits anything to it: the step times are those of the engine alone, measured another day."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from loadtest.marks import with_text
+from loadtest.sim.plots import README
+from loadtest.sim.routers import RoundRobin
+from loadtest.sim.scenario import Scenario, engine_config
+from loadtest.sim.specs import LONG_PROMPTS
+from loadtest.sim.step_time import measured
+from loadtest.sim.studies import RESULTS
+from loadtest.sim.virtual_loop import run
+from loadtest.sim.workload import Job
+from loadtest.sim.world import KIND, POINT, World
+
+LIVE = RESULTS / "peers.json"
+"""From `make bench-peers`: HAProxy, the ingress, the token channel and the engine on two cores."""
+LOADS = {"single": "alone", "closed": "16 clients"}
+"""Those whose prompts share nothing and whose requests are alike."""
+FIGURES = {
+    "ttft_ms": ("ttft_p50_ms", "first token, ms"),
+    "tpot_ms": ("tpot_p50_ms", "ms a token"),
+    "tokens_per_s": ("output_tokens_per_s", "tokens/s"),
+}
+"""By their names in LIVE: the same in a simulation, and in words."""
+ENGINE = {"max_num_batched_tokens": 128, "max_prefill_tokens": 128, "num_kv_blocks": 5825, "max_model_len": 4096}
+"""As config.yaml had it when that was measured."""
+
+
+def live_figures(results: Mapping[str, Any], load: str) -> dict[str, float]:
+    """Our server's medians over the rounds."""
+    rounds = [found["chunkserve"]["scenarios"][load] for found in results["rounds"]]
+    return {name: statistics.median(found[name] for found in rounds) for name in FIGURES}
+
+
+def simulated_figures(load: Mapping[str, int]) -> dict[str, float]:
+    """Clients that ask again as soon as they are answered."""
+    world = run(_closed(load))
+    return {name: world.tally.figures(POINT)[simulated] for name, (simulated, _) in FIGURES.items()}
+
+
+async def _closed(load: Mapping[str, int]) -> World:
+    step_time, _ = measured()
+    jobs = [Job(0.0, load["prompt"], load["answer"]) for _ in range(load["requests"])]
+    scenario = Scenario(jobs=jobs, step_time=step_time, goal=LONG_PROMPTS, config=engine_config(**ENGINE))
+    world = World(scenario, RoundRobin())
+    world.deployment.scale(1, warm=True)
+    waiting = list(enumerate(jobs))
+
+    async def ask_on() -> None:
+        while waiting:
+            number, job = waiting.pop()
+            world.tally.record(POINT, KIND, await world.serve(job, number), (0.0, math.inf))
+
+    await asyncio.gather(*(ask_on() for _ in range(load["clients"])))
+    world.tally.open_window(POINT, world.loop.time())  # a closed load has come when it is answered
+    return world
+
+
+def compare(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each figure of each load: what was measured, what is simulated, and their ratio."""
+    rows = []
+    for load in LOADS:
+        live, simulated = live_figures(results, load), simulated_figures(results["scenarios"][load])
+        for figure in FIGURES:
+            ratio = simulated[figure] / live[figure]
+            row = {"measured": live[figure], "simulated": simulated[figure], "ratio": ratio}
+            rows.append({"load": load, "figure": figure, **row})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| | measured | simulated | simulated ÷ measured |", "|---|---|---|---|"]
+    for row in rows:
+        name = f"{LOADS[row['load']]}: {FIGURES[row['figure']][1]}"
+        lines.append(f"| {name} | {row['measured']:.0f} | {row['simulated']:.0f} | {row['ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    README.write_text(with_text(README.read_text(), "validation", table(compare(json.loads(LIVE.read_text())))))

@@ -1,0 +1,103 @@
+"""Owns the simulator's clock: an asyncio event loop whose time passes only when everybody waits for it.
+Never sleeps and never reads a real clock; the same program runs in the same order each time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, TypeVarTuple, Unpack
+
+Result = TypeVar("Result")
+Args = TypeVarTuple("Args")
+
+
+class NothingLeftError(RuntimeError):
+    """Everybody waits, and no event is due: the simulated program would wait for ever."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Code that is written for an event loop runs here as it is shipped. What is due at one time runs in the order in
+    which it was asked for.
+
+    The heap of what is due later and the queue of what is due now are its own, so that a simulated step does not pass
+    through a selector: there is nothing to read or write here, and no other thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_s = 0.0
+        self._due: deque[asyncio.Handle] = deque()
+        self._later: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._numbers = itertools.count()
+
+    def time(self) -> float:
+        """Simulated seconds since the loop was made."""
+        return self._now_s
+
+    def call_soon(
+        self,
+        callback: Callable[[Unpack[Args]], object],
+        *args: *Args,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._due.append(handle)
+        return handle
+
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[Unpack[Args]], object],
+        *args: *Args,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Args]], object],
+        *args: *Args,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._later, (when, next(self._numbers), handle))
+        return handle
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[Unpack[Args]], object],
+        *args: *Args,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def _run_once(self) -> None:
+        """Everything that is due; if there is nothing, time goes on to the next that is.
+
+        Called by `run_forever` until the loop is stopped, as asyncio's own is."""
+        due, later = self._due, self._later
+        while not due:
+            if not later:
+                raise NothingLeftError(f"at {self._now_s:.3f} s everybody waits, and nothing is due")
+            when, _, handle = heapq.heappop(later)
+            if not handle.cancelled():
+                self._now_s = max(when, self._now_s)
+                due.append(handle)
+        for _ in range(len(due)):
+            ready = due.popleft()
+            if not ready.cancelled():
+                ready._run()
+
+
+def run(program: Coroutine[Any, Any, Result]) -> Result:
+    """Run a program on a clock of its own, from 0 s on.
+
+    Raises:
+        NothingLeftError: it waits for what never comes.
+    """
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(program)

@@ -1,0 +1,184 @@
+"""Owns traces of real loads: Azure's CSV and Mooncake's JSON lines, and their scaling to the server at hand.
+Never brings data: a trace is read from the path that the user gives, and what is wrong in it is named with its line."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import gzip
+import io
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO, TextIO, cast
+
+from loadtest.scenarios import text
+
+BLOCK_TOKENS = 512
+"""Of one hash id in Mooncake's traces."""
+_AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+
+
+class BadTrace(ValueError):
+    """A file that is no trace of a known format, or says what cannot be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request of a trace."""
+
+    at_s: float
+    """From the trace's first request."""
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    """Ids of the prompt's blocks; two prompts that begin with the same ids begin with the same text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    rows: tuple[Row, ...]
+    block_tokens: int = BLOCK_TOKENS
+    left_out: int = 0
+    """Requests that were longer than the server takes."""
+
+    @property
+    def seconds(self) -> float:
+        return self.rows[-1].at_s - self.rows[0].at_s
+
+    @property
+    def ideal_hit_share(self) -> float:
+        """Of all blocks with an id, those of a prefix that an earlier request had: what a cache that forgets nothing
+        would find. 0 if the trace has no ids."""
+        children: dict[tuple[int, int], int] = {}  # (prefix, block that follows) to the prefix with it
+        hits = total = 0
+        for row in self.rows:
+            total += len(row.blocks)
+            prefix = 0
+            for block in row.blocks:
+                hits += (prefix, block) in children
+                prefix = children.setdefault((prefix, block), len(children) + 1)
+        return hits / total if total else 0.0
+
+
+def read_trace(path: Path) -> Trace:
+    """A trace by its name: `.csv` is Azure's, `.jsonl` Mooncake's; `.gz` is unpacked as it is read.
+
+    Raises:
+        BadTrace: another name, or contents that are not what the name says; with the line.
+        OSError: no file to read.
+    """
+    kinds: dict[str, Callable[[TextIO], Iterator[tuple[float, Row]]]] = {".csv": _azure, ".jsonl": _mooncake}
+    read = kinds.get(Path(path.name.removesuffix(".gz")).suffix)
+    if read is None:
+        raise BadTrace(f"{path}: a trace is a .csv of Azure's or a .jsonl of Mooncake's, either also with .gz")
+    with path.open("rb") as packed:
+        binary = cast(BinaryIO, gzip.GzipFile(fileobj=packed)) if path.suffix == ".gz" else packed
+        stream = io.TextIOWrapper(binary, encoding="utf-8", newline="")
+        try:
+            rows = list(read(stream))
+        except (BadTrace, UnicodeDecodeError, EOFError, gzip.BadGzipFile) as bad:
+            raise BadTrace(f"{path}: {bad}") from bad
+    if not rows:
+        raise BadTrace(f"{path}: no requests")
+    rows.sort(key=lambda found: found[0])
+    return Trace(tuple(dataclasses.replace(row, at_s=at - rows[0][0]) for at, row in rows))
+
+
+def _azure(stream: TextIO) -> Iterator[tuple[float, Row]]:
+    lines = csv.reader(stream)
+    if (head := next(lines, [])) != _AZURE_COLUMNS:
+        raise BadTrace(f"line 1: the columns are {', '.join(_AZURE_COLUMNS)}, not {', '.join(head)!r}")
+    for number, fields in enumerate(lines, 2):
+        try:
+            at, prompt, output = fields
+            # Seven digits of a second, of which datetime takes six.
+            yield datetime.fromisoformat(at[:26]).replace(tzinfo=UTC).timestamp(), _row(int(prompt), int(output))
+        except ValueError as bad:
+            raise BadTrace(f"line {number}: {bad}") from bad
+
+
+def _mooncake(stream: TextIO) -> Iterator[tuple[float, Row]]:
+    for number, line in enumerate(stream, 1):
+        try:
+            found = json.loads(line)
+            blocks = tuple(int(block) for block in found["hash_ids"])
+            row = _row(int(found["input_length"]), int(found["output_length"]), blocks)
+            if len(blocks) != -(-row.prompt_tokens // BLOCK_TOKENS):
+                raise BadTrace(f"{len(blocks)} hash_ids for {row.prompt_tokens} tokens")
+            yield found["timestamp"] / 1e3, row
+        except (ValueError, KeyError, TypeError) as bad:
+            raise BadTrace(f"line {number}: {bad!r}") from bad
+
+
+def _row(prompt: int, output: int, blocks: tuple[int, ...] = ()) -> Row:
+    if prompt < 0 or output < 0:
+        raise BadTrace(f"lengths of {prompt} and {output} tokens")
+    return Row(0.0, prompt, output, blocks)
+
+
+def scaled(
+    trace: Trace,
+    *,
+    rate: float | None = None,
+    lengths: float = 1.0,
+    longest: int | None = None,
+    seconds: float | None = None,
+) -> Trace:
+    """A trace as the server at hand can take it.
+
+    Args:
+        rate: requests a second on average, by stretching or squeezing all gaps alike: bursts stay bursts.
+        lengths: a factor of all prompts and answers, of blocks too: what was shared is shared still.
+        longest: tokens of prompt and answer together; requests beyond it are left out, and counted.
+        seconds: of the trace after stretching; what comes later is dropped.
+
+    Raises:
+        ValueError: a factor or rate that is not positive, or nothing is left.
+    """
+    for name, value in (("rate", rate), ("lengths", lengths), ("seconds", seconds)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name} is a positive number, not {value:g}")
+    rows = [_scaled_row(row, lengths) for row in trace.rows]
+    kept = [row for row in rows if longest is None or row.prompt_tokens + row.output_tokens <= longest]
+    if not kept:
+        raise ValueError(f"every request of the trace is longer than {longest} tokens; scale the lengths")
+    stretch = _stretch(trace, rate)
+    begin = kept[0].at_s
+    moved = [dataclasses.replace(row, at_s=(row.at_s - begin) * stretch) for row in kept]
+    moved = [row for row in moved if seconds is None or row.at_s < seconds]
+    block_tokens = max(round(trace.block_tokens * lengths), 1)
+    return Trace(tuple(moved), block_tokens, trace.left_out + len(rows) - len(kept))
+
+
+def _stretch(trace: Trace, rate: float | None) -> float:
+    if rate is None or len(trace.rows) < 2 or not trace.seconds:
+        return 1.0
+    return (len(trace.rows) - 1) / trace.seconds / rate
+
+
+def _scaled_row(row: Row, lengths: float) -> Row:
+    prompt, output = (max(round(tokens * lengths), 1) for tokens in (row.prompt_tokens, row.output_tokens))
+    return dataclasses.replace(row, prompt_tokens=prompt, output_tokens=output)
+
+
+def prompt_of(row: Row, index: int, block_tokens: int, seed: int) -> str:
+    """A text of as many frequent words as the row has prompt tokens. Rows that begin with the same ids of blocks begin
+    with the same words, in every process; what a row shares with none is its own (`index`: its place in the trace)."""
+    words: list[str] = []
+    for block in row.blocks[: row.prompt_tokens // block_tokens]:
+        words.append(text(random.Random(f"block {seed} {block}"), block_tokens))
+    rest = row.prompt_tokens - block_tokens * len(words)
+    if rest:
+        words.append(_rest(row, index, seed, rest, len(words)))
+    return " ".join(words)
+
+
+def _rest(row: Row, index: int, seed: int, tokens: int, whole_blocks: int) -> str:
+    """The last block is not full, and prompts that share its id share all of it, as the trace has it."""
+    shared = row.blocks[whole_blocks] if whole_blocks < len(row.blocks) else None
+    name = f"rest {seed} {index}" if shared is None else f"block {seed} {shared}"
+    return text(random.Random(name), tokens)
