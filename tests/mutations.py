@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "mutations.md"
-TIMEOUT_S = 60
+TIMEOUT_S = 900
 WORKERS = min(os.cpu_count() or 1, 4)
 """Copies of the checkout; each tries one revert at a time."""
 
@@ -37,6 +37,7 @@ CONTROLS = "tests/engine/test_logit_controls.py"
 CORE = "tests/engine/test_core.py"
 DRAFTS = "tests/engine/test_drafts.py"
 EXECUTOR = "tests/engine/test_executor.py"
+LOGITS = f"{EXECUTOR}::test_logits_equal_transformers_for_every_family_and_chunk_size"
 GAPS = "tests/engine/test_mutation_gaps.py"
 GRAMMAR = "tests/engine/test_grammar.py"
 LOAD = "tests/engine/test_load_snapshot.py"
@@ -46,8 +47,10 @@ OVERLAP = "tests/engine/test_overlap.py"
 PLANNER = "tests/engine/test_planner.py"
 PREPARING = "tests/engine/test_preparing.py"
 SCHEDULER = "tests/engine/test_scheduler.py"
+SPECULATION = "tests/engine/test_speculation.py"
 SCORING = "tests/engine/test_prompt_scoring.py"
 SPANS = "tests/engine/test_atomic_spans.py"
+INPUTS = "tests/engine/test_span_inputs.py"
 STATES = "tests/engine/test_state_slots.py"
 WAITING = "tests/engine/test_waiting.py"
 
@@ -191,8 +194,16 @@ MUTATIONS = (
         "S1-B18",
         "A request-local chunk may be longer than what decode rows leave of a step, and waits until they end.",
         "engine/chunks.py",
-        "        most = min(self._limit, beside_decodes)\n",
-        "        most = min(self._limit, self._config.max_num_batched_tokens)\n",
+        "        budget = min(self._limit, beside_decodes)\n",
+        "        budget = min(self._limit, self._config.max_num_batched_tokens)\n",
+        (PLANNER,),
+    ),
+    Mutation(
+        "S1-B18 b",
+        "A late chunk counts as its tokens alone, and what it costs beyond them is given to the next prompt.",
+        "engine/chunks.py",
+        "return count + -(-count * start // self._halving) if self._halving else count",
+        "return count",
         (PLANNER,),
     ),
     Mutation(
@@ -624,9 +635,25 @@ MUTATIONS = (
         "Salt",
         "Prompts of different cache salts share their blocks.",
         "engine/request.py",
-        "prefix_root=root_of(submission.cache_salt),",
-        "prefix_root=ROOT,",
+        "root = root_of(submission.cache_salt, adapter)",
+        'root = root_of("", adapter)',
         ("tests/serve_app/routing/test_prefix_index.py",),
+    ),
+    Mutation(
+        "Adapter in the hash",
+        "Prompts of different adapters share their blocks.",
+        "engine/request.py",
+        "root = root_of(submission.cache_salt, adapter)",
+        "root = root_of(submission.cache_salt)",
+        ("tests/engine/test_adapter_shelf.py",),
+    ),
+    Mutation(
+        "Adapter in use",
+        "An adapter that a running request uses makes room for another.",
+        "engine/adapter_shelf.py",
+        "if digest not in in_use), None)",
+        "if digest), None)",
+        ("tests/engine/test_adapter_shelf.py",),
     ),
     Mutation(
         "S1-R11",
@@ -705,17 +732,90 @@ MUTATIONS = (
         "I-27 spans a",
         "Spans may overlap or be empty.",
         "engine/protocol.py",
-        "            _require(low <= start < end, ",
-        "            _require(low is not None, ",
+        "        _require(low <= start < end, ",
+        "        _require(low is not None, ",
         (SPANS,),
     ),
     Mutation(
         "I-27 spans b",
         "A span may reach beyond its prompt.",
         "engine/protocol.py",
-        '        _require(low <= len(self.prompt_token_ids), "atomic_spans", "inside the prompt", low)\n',
+        '    _require(low <= num_tokens, name, "inside the prompt", low)\n',
         "",
         (SPANS,),
+    ),
+    # --- what stands in prompts besides text -------------------------------------------------------------------------
+    Mutation(
+        "I-11 contents a",
+        "Two images of one size have the same blocks.",
+        "engine/prefix.py",
+        'contents = _contents(inputs, begin, end) if inputs else b""',
+        'contents = b""',
+        (INPUTS,),
+    ),
+    Mutation(
+        "I-11 contents b",
+        "A block does not tell which part of an image is in it.",
+        "engine/prefix.py",
+        'one.digest + (begin - one.start).to_bytes(8, "little", signed=True)',
+        "one.digest",
+        (INPUTS,),
+    ),
+    Mutation(
+        "I-11 contents c",
+        "An image that one tenant has shown is found encoded by another.",
+        "engine/request.py",
+        "place_inputs(inputs, root)",
+        "place_inputs(inputs)",
+        (INPUTS,),
+    ),
+    Mutation(
+        "S2-B16",
+        "Positions go on after an image as if each of its tokens took one.",
+        "engine/scheduler.py",
+        "shift_at(request.placed_inputs, row.start) if request.inputs else 0,",
+        "0,",
+        (INPUTS,),
+    ),
+    Mutation(
+        "encoder a",
+        "One step encodes all that its rows need.",
+        "engine/encoder_cache.py",
+        "if cost and cost + size > self._budget:",
+        "if False:",
+        (INPUTS,),
+    ),
+    Mutation(
+        "encoder b",
+        "More is encoded than can be kept.",
+        "engine/encoder_cache.py",
+        "if not self._cache.has_room(needed, gone):",
+        "if False:",
+        (INPUTS,),
+    ),
+    Mutation(
+        "encoder c",
+        "What a failed step was to encode is taken for encoded.",
+        "engine/core.py",
+        "            self._scheduler.lose_encoded(launched.step)\n",
+        "",
+        (INPUTS,),
+    ),
+    Mutation(
+        "encoder d",
+        "A request that ends before its images are computed holds them for ever.",
+        "engine/scheduler.py",
+        "            self.encoder.leave(request)\n",
+        "            pass\n",
+        (INPUTS,),
+    ),
+    Mutation(
+        "encoder e",
+        "A held content gives way to others.",
+        "engine/encoder_cache.py",
+        "(other for other in self._sizes if other not in self._holders)",
+        "(other for other in self._sizes)",
+        ("tests/engine/test_encoder_cache.py",),
     ),
     # --- prompts that the engine cuts, and steps for scored prompts ---------------------------------------------------
     Mutation(
@@ -948,9 +1048,9 @@ MUTATIONS = (
     Mutation(
         "I-35 c",
         "Drafts reach beyond the last token that may be sampled.",
-        "engine/scheduler.py",
-        "min(self._config.num_speculative_tokens, request.max_new - request.num_output - 1)",
-        "self._config.num_speculative_tokens",
+        "engine/request.py",
+        "return 0 if early else self.max_new - self.num_output - 1",
+        "return 0 if early else self.max_new",
         (DRAFTS,),
     ),
     Mutation(
@@ -972,10 +1072,75 @@ MUTATIONS = (
     Mutation(
         "I-30 b",
         "A row whose stop tokens are banned carries drafts beyond min_tokens, where they are not.",
-        "engine/scheduler.py",
-        "most = 0 if early else min(",
-        "most = min(",
+        "engine/request.py",
+        "return 0 if early else self.max_new - self.num_output - 1",
+        "return self.max_new - self.num_output - 1",
         (DRAFTS,),
+    ),
+    # --- drafts that are looked up ------------------------------------------------------------------------------------
+    Mutation(
+        "Lookup a",
+        "A request loses its memory to somebody's drafts.",
+        "engine/planner.py",
+        "            counts = [min(count, 1) for count in counts]\n",
+        "",
+        (SPECULATION,),
+    ),
+    Mutation(
+        "I-35 e",
+        "A row that gives up some of its drafts gives up none.",
+        "engine/request.py",
+        "return (known + self.drafts)[:count] if known",
+        "return known + self.drafts if known",
+        (DRAFTS,),
+    ),
+    Mutation(
+        "I-35 f",
+        "Drafts that nobody asked for take the half of a step that is prefill's.",
+        "engine/planner.py",
+        "sum(counts) - self._config.max_drafting_tokens",
+        "sum(counts) - self._tokens_left",
+        (DRAFTS,),
+    ),
+    Mutation(
+        "Lookup b",
+        "What stood there before is drafted beyond a token that ends the answer.",
+        "engine/speculation.py",
+        "if token in stops), drafts)",
+        "if token < 0), drafts)",
+        (SPECULATION,),
+    ),
+    Mutation(
+        "Lookup c",
+        "Drafts that were never right are never tried again.",
+        "engine/speculation.py",
+        "            lengths[waiting] = 1\n",
+        "",
+        (SPECULATION,),
+    ),
+    Mutation(
+        "Lookup d",
+        "Rows are drafted for beside any number of others.",
+        "engine/speculation.py",
+        "if not decoding or (self._asked.adaptive and not may_pay(len(decoding), self._costs)):",
+        "if not decoding:",
+        (SPECULATION,),
+    ),
+    Mutation(
+        "Lookup e",
+        "A stream without drafts is slowed down for one that has many.",
+        "engine/draft_lengths.py",
+        "    for number in chosen[num_fair:]:\n        lengths[number] -= 1\n",
+        "",
+        ("tests/engine/test_draft_lengths.py",),
+    ),
+    Mutation(
+        "Lookup f",
+        "What is kept of a request's text outlives the request.",
+        "engine/applier.py",
+        "            self._speculation.forget(request.request_id)\n",
+        "            pass\n",
+        (SPECULATION,),
     ),
     # --- recurrent state ----------------------------------------------------------------------------------------------
     Mutation(
@@ -1413,6 +1578,63 @@ MUTATIONS = (
         "    const int64_t panel_size = inputs * PANEL, steps = inputs / PAIR - (ROWS == 3);\n",
         (NATIVE,),
     ),
+    # --- lines of models ----------------------------------------------------------------------------------------------
+    Mutation(
+        "Model a",
+        "A query sees one token more than its window.",
+        "kernels/cpu/native/attention.h",
+        "position - of->window - first;",
+        "position - of->window - first - 1;",
+        (LOGITS,),
+    ),
+    Mutation(
+        "Model b",
+        "Torch's attention forgets a chunk's windows, and only cuts off what its first query does not see.",
+        "kernels/cpu/attention.py",
+        "            mask += torch.full_like(",
+        "            torch.full_like(",
+        (f"{EXECUTOR}::test_what_native_kernels_compute_of_a_line_torch_computes_too",),
+    ),
+    Mutation(
+        "Model c",
+        "What a checkpoint stores is taken for what the block computes with.",
+        "engine/weights.py",
+        "    settle(config, weights)\n",
+        "",
+        (LOGITS,),
+    ),
+    Mutation(
+        "Model d",
+        "Layers without rotation are rotated.",
+        "engine/models/lines/smollm3.py",
+        "[rope if turns else None for",
+        "[rope for",
+        (LOGITS,),
+    ),
+    Mutation(
+        "Model e",
+        "The shares of a token's experts are those of all experts.",
+        "kernels/cpu/native/experts.h",
+        "renormalize && i < to.per_token",
+        "false && i < to.per_token",
+        (LOGITS,),
+    ),
+    Mutation(
+        "Model f",
+        "Layers that see a window are rotated like those that see all.",
+        "engine/models/lines/gemma3.py",
+        "[everywhere if window is None else nearby for",
+        "[everywhere for",
+        (LOGITS,),
+    ),
+    Mutation(
+        "Model g",
+        "A tensor that no name leads to keeps what was in memory.",
+        "engine/models/parameters.py",
+        "    assert named == needed,",
+        "    assert named <= needed,",
+        ("tests/engine/test_toy_line.py",),
+    ),
 )
 
 
@@ -1497,7 +1719,16 @@ def spread(items: Iterable[Item], run: Callable[[Path, Item], str | None]) -> It
         yield from pool.map(work, items)
 
 
+def known_rows() -> dict[str, str]:
+    """The table's rows of those that are still what they were when they were run, by name."""
+    rows = {tuple(line.split(" | ")[:2]): line for line in TABLE.read_text(encoding="utf-8").splitlines()}
+    found = {mutation.name: rows.get((f"| {mutation.name}", mutation.defect)) for mutation in MUTATIONS}
+    return {name: row for name, row in found.items() if row}
+
+
 def write_table(caught: dict[str, str | None]) -> None:
+    """With what was found of these; the other rows stay."""
+    rows = known_rows()
     lines = [
         "# Known defects, put back one at a time",
         "",
@@ -1509,14 +1740,21 @@ def write_table(caught: dict[str, str | None]) -> None:
         "| --- | --- | --- |",
     ]
     for mutation in MUTATIONS:
-        catcher = caught[mutation.name]
-        lines.append(f"| {mutation.name} | {mutation.defect} | {f'`{catcher}`' if catcher else '**SURVIVED**'} |")
+        if mutation.name in caught:
+            catcher = caught[mutation.name]
+            lines.append(f"| {mutation.name} | {mutation.defect} | {f'`{catcher}`' if catcher else '**SURVIVED**'} |")
+        elif mutation.name in rows:
+            lines.append(rows[mutation.name])
     TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main(wanted: list[str]) -> int:
-    """Run all reverts and write the table, or only those whose name starts with one of `wanted`."""
+    """Run all reverts and write the table; or only those whose name starts with one of `wanted`, or with `--missing`
+    those that it lacks, and write their rows."""
     chosen = [m for m in MUTATIONS if not wanted or m.name.startswith(tuple(wanted))]
+    if wanted == ["--missing"]:
+        rows = known_rows()
+        chosen = [m for m in MUTATIONS if m.name not in rows]
     started = time.monotonic()
     caught: dict[str, str | None] = {}
     for mutation in MUTATIONS:  # all of them, before minutes are spent on the first
@@ -1528,8 +1766,7 @@ def main(wanted: list[str]) -> int:
     for mutation, catcher in spread(chosen, try_mutation):
         caught[mutation.name] = catcher
         print(f"{mutation.name:18} {catcher or 'SURVIVED'}", flush=True)
-    if not wanted:
-        write_table(caught)
+    write_table(caught)
     survivors = [name for name, catcher in caught.items() if catcher is None]
     print(f"{len(caught) - len(survivors)} of {len(caught)} caught in {time.monotonic() - started:.0f} s")
     return 1 if survivors else 0

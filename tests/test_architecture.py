@@ -15,7 +15,10 @@ from tests.mutations import MUTATIONS
 ROOT = Path(__file__).parents[1]
 PURE = [
     "protocol",
+    "span_inputs",
     "config",
+    "input_checks",
+    "encoder_cache",
     "request",
     "step",
     "stopping",
@@ -24,18 +27,25 @@ PURE = [
     "reservation",
     "waiting",
     "chunks",
+    "lookup",
+    "draft_lengths",
+    "speculation",
     "deadlines",
     "state_slots",
     "planner",
     "scheduler",
     "split",
     "compilation",
+    "adapter_shelf",
     "applier",
     "observer",
     "core",
     "async_engine",
     "fake_executor",
+    "fake_adapters",
     "machine",
+    "cuda_graph_buckets",
+    "device_memory",
 ]
 HEAVY = ["torch", "numpy", "ray", "starlette", "pydantic", "transformers", "tokenizers", "safetensors", "kernels"]
 
@@ -67,6 +77,16 @@ import serve_app.app, serve_app.api.ingress, engine.build
 print(sorted(set({HEAVY}) & set(sys.modules) & {{"torch", "transformers", "kernels"}}))
 """
     assert run_python(code) == "[]"
+
+
+def test_building_the_application_and_an_engine_replica_import_no_http_api() -> None:
+    """A start waits for both, one after the other; the API takes longer to import than all else of ours together."""
+    code = """
+import sys
+import serve_app.app
+print("serve_app.deployment" in sys.modules, {"serve_app.api.ingress", "serve_app.api.openapi"} & set(sys.modules))
+"""
+    assert run_python(code) == "True set()"
 
 
 def test_engine_and_kernels_run_without_ray_or_starlette_installed() -> None:

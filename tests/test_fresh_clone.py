@@ -1,4 +1,5 @@
-"""A newcomer's walk: a fresh clone, a new virtual environment, an empty model cache, the README's two commands."""
+"""A newcomer's walk: a fresh clone, a new virtual environment, an empty model cache, `make serve`.
+Never runs the README's other command, `make test`, of which it is part: `.ci/run` does so, on such a clone."""
 
 from __future__ import annotations
 
@@ -19,7 +20,6 @@ import yaml
 from loadtest.server import ROOT, ended, free_port
 
 START_TIMEOUT_S = 900  # installs everything
-TEST_TIMEOUT_S = 2400
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +72,3 @@ def test_make_serve_installs_prepares_serves_and_says_how_to_call_it(clone: Path
         os.killpg(process.pid, signal.SIGINT)  # what a terminal's Ctrl-C does
         process.wait(120)
         assert "letting running requests finish" in log.read_text(errors="replace")
-
-
-@pytest.mark.slow
-def test_make_test_passes_in_the_same_clone(clone: Path) -> None:
-    done = subprocess.run(
-        ["make", "test"], cwd=clone, env=newcomers_env(clone), capture_output=True, text=True, timeout=TEST_TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert re.search(r"\d+ passed", done.stdout)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine import bench, bench_memory
+from engine import bench, bench_memory, bench_speculation
 from engine.bench_mixed import table
 from loadtest import transport
 from loadtest.server import Server
@@ -118,6 +118,12 @@ def test_the_step_table_is_what_its_file_says() -> None:
     document = json.loads((ROOT / "loadtest" / "results" / "engine_step.json").read_text())
     written = README.partition("<!-- engine step -->")[2].partition("<!-- end of engine step -->")[0].strip()
     assert written == bench.table(document)
+
+
+def test_the_table_of_drafts_is_what_its_file_says() -> None:
+    document = json.loads((ROOT / "loadtest" / "results" / "speculation.json").read_text())
+    written = README.partition("<!-- drafts -->")[2].partition("<!-- end of drafts -->")[0].strip()
+    assert written == bench_speculation.table(document)
 
 
 def test_the_mixed_load_table_is_what_its_file_says() -> None:

@@ -10,13 +10,17 @@ import pytest
 
 from engine.bench import main, table
 from engine.bench_mixed import STREAMS, MixedLoad, percentile
-from engine.config import FakeConfig
+from engine.bench_speculation import ARMS, one_round
+from engine.config import FakeConfig, ResolvedConfig, SpeculativeConfig
 from engine.fake_executor import FakeExecutor
+from engine.protocol import SamplingParams, Submission
 from engine.step import ScheduledRequest
 from tests.engine.test_build import TINY
+from tests.support.compiler import needs_compiler
 from tests.support.engines import resolved_config
 
 
+@needs_compiler
 def test_the_last_line_is_one_document_with_a_cell_for_each_shape(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,3 +82,31 @@ def test_a_stream_that_fails_ends_the_mixed_load_and_is_no_good_figure() -> None
 
 def test_percentiles_lie_between_the_nearest_ranks() -> None:
     assert [percentile([4, 1, 3, 2], share) for share in (0, 0.5, 1)] == [1, 2.5, 4]
+
+
+def drafting_config() -> ResolvedConfig:
+    settings = {"max_model_len": 512, "num_kv_blocks": 512, "max_num_batched_tokens": 64, "num_speculative_tokens": 3}
+    return resolved_config(**settings, speculative=SpeculativeConfig(method="none", free_tokens=8))
+
+
+def test_the_drafts_bench_serves_the_same_answers_with_each_setting() -> None:
+    """On the scripted executor, with requests that a look-up does foresee."""
+    config = drafting_config()
+    reply = [3, 1, 4, 1, 5] * 40
+    executors = {name: FakeExecutor(512, config.block_size, range(32), reply=reply, verifies=True) for name in ARMS}
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    requests = [Submission(str(number), (1, 2, 3, 4 + number), params) for number in range(3)]
+    found = one_round(executors, config, requests)
+    assert found["none"]["drafted"] == 0
+    assert all(found[name]["accepted"] > 100 for name in ("ngram", "suffix"))
+    assert all(cell["tokens_s"] > 0 for cell in found.values())
+
+
+def test_an_answer_that_drafts_would_change_ends_the_drafts_bench() -> None:
+    config = drafting_config()
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    request = Submission("a", (1, 2, 3), params)
+    texts = {"none": range(32), "suffix": range(5)}
+    executors = {name: FakeExecutor(512, config.block_size, text, verifies=True) for name, text in texts.items()}
+    with pytest.raises(RuntimeError, match="suffix: the answers are not those of none"):
+        one_round(executors, config, [request])

@@ -58,6 +58,7 @@ def test_the_longest_request_is_bounded_by_the_context_or_by_the_whole_kv_cache(
         ({"state_snapshot_tokens": -1}, "state_snapshot_tokens must be >= 0"),
         ({"state_snapshots": 0}, "state_snapshots must be >= 1, but it is 0"),
         ({"chunk_owner": "engine", "long_prefill_token_threshold": 4}, "long_prefill_token_threshold, which cut it"),
+        ({"chunk_owner": "engine", "chunk_halving_context": 4}, "chunk_halving_context 4 would never act"),
         (
             {"chunk_owner": "engine", "chunk_boundary": "request_local", "max_partial_prefills": 0},
             "chunk_owner engine .* chunk_boundary request_local",

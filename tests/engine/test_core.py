@@ -415,8 +415,8 @@ def test_a_traced_step_says_what_it_carried(caplog: pytest.LogCaptureFixture) ->
     core.send("a", [1, 2, 3], max_tokens=2, ignore_eos=True)
     with caplog.at_level("INFO", logger="engine.core"):
         core.run()
-    assert "step=0 decode=0 prefill_requests=1 prefill_tokens=3 waiting=0 us=" in caplog.text
-    assert "step=1 decode=1 prefill_requests=0 prefill_tokens=0 waiting=0 us=" in caplog.text
+    assert "step=0 decode=0 prefill_requests=1 prefill_tokens=3 encoded=0 waiting=0 us=" in caplog.text
+    assert "step=1 decode=1 prefill_requests=0 prefill_tokens=0 encoded=0 waiting=0 us=" in caplog.text
 
 
 # --- deadlines --------------------------------------------------------------------------------------------------------

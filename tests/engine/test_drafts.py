@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import ConfigError, EngineConfig, SchedulerConfig
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
 from engine.protocol import ErrorCode, Failed, FinishReason
@@ -16,6 +16,16 @@ from engine.step import ExecutorOutOfMemoryError, RowKind, ScheduledRequest, Ste
 from tests.support.engines import EOS, RecordingCore, answer_alone, resolved_config
 
 PROMPT = list(range(1, 20))
+FOUND: dict[str, Any] = {
+    "max_model_len": 128,
+    "num_kv_blocks": 64,
+    "vocab_size": 32,
+    "eos_token_ids": (),
+    "dtype": "none",
+    "device": "none",
+    "kernels": "fake",
+    "num_threads": 1,
+}
 
 
 def drafting(k: int = 3, **overrides: Any) -> RecordingCore:
@@ -89,6 +99,35 @@ def test_an_executor_that_cannot_draft_is_refused_and_so_are_drafts_with_overlap
         EngineCore(FakeExecutor(config.num_kv_blocks, config.block_size, range(32)), config)
     with pytest.raises(ConfigError, match="overlap"):
         EngineConfig(executor="fake", overlap=True, num_speculative_tokens=1)
+
+
+def test_drafts_nobody_asked_for_leave_half_of_a_step_to_prefill_however_many_seats_there_are() -> None:
+    crowd = ResolvedConfig.of(EngineConfig(max_num_seqs=64, max_num_batched_tokens=128), drafts=True, **FOUND)
+    few = ResolvedConfig.of(EngineConfig(max_num_seqs=4, max_num_batched_tokens=128), drafts=True, **FOUND)
+    assert (crowd.num_speculative_tokens, crowd.max_drafting_tokens, crowd.max_decode_tokens) == (4, 64, 64)
+    assert (few.num_speculative_tokens, few.max_drafting_tokens, few.max_decode_tokens) == (4, 20, 20)
+    asked = EngineConfig(max_num_seqs=31, num_speculative_tokens=3, max_num_batched_tokens=128)
+    assert ResolvedConfig.of(asked, drafts=True, **FOUND).max_drafting_tokens == 124, "who asks gets them"
+
+
+def test_of_more_drafts_than_a_step_has_room_for_those_who_decode_longest_keep_theirs() -> None:
+    core = drafting(3, max_num_seqs=8, drafting_limit=11)
+    for i in range(5):
+        core.send(f"r{i}", PROMPT[: 4 + i], max_tokens=40, ignore_eos=True)
+    core.run()
+    plain = RecordingCore()
+    for i in range(5):
+        plain.send(f"r{i}", PROMPT[: 4 + i], max_tokens=40, ignore_eos=True)
+    plain.run()
+    full = [
+        [len(row.token_ids) for row in plan.rows]
+        for plan in core.plans
+        if len(plan.rows) == 5 and all(row.kind is RowKind.DECODE for row in plan.rows)
+    ]
+    assert [4, 4, 1, 1, 1] in full
+    assert max(map(sum, full)) == 11
+    for i in range(5):
+        assert core.tokens(f"r{i}") == plain.tokens(f"r{i}")
 
 
 # --- where the answer ends -------------------------------------------------------------------------------------------

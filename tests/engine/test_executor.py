@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import ConfigError, EngineConfig, SchedulerConfig
 from engine.executor import LOST_TOKEN, NO_LOGIT, TorchExecutor, create_executor
 from engine.inputs import build_inputs
 from engine.sampler import uniform
@@ -33,6 +33,7 @@ from engine.step import (
 )
 from engine.weights import CheckpointError
 from kernels import reference
+from tests.support.compiler import needs_compiler
 from tests.support.plans import chunk, decode, forced_logits, forced_logits_together, greedy, greedy_text, run
 from tests.support.tiny_models import KINDS, VOCAB, edit_config, save_model
 
@@ -64,7 +65,7 @@ def test_logits_equal_transformers_for_every_family_and_chunk_size(kind: str, tm
     model = save_model(kind, tmp_path)
     with torch.inference_mode():
         want = model(torch.tensor([TOKENS])).logits[0].float()
-    executor = make(tmp_path)
+    executor = make(tmp_path, num_threads=1)
     for size in (1, 4, 16, 17, None):
         torch.testing.assert_close(forced_logits(executor, TOKENS, BLOCKS, size), want, atol=2e-4, rtol=1e-4)
     sequences, tables = [TOKENS, TOKENS[:33]], [BLOCKS, OTHER_BLOCKS]
@@ -72,7 +73,42 @@ def test_logits_equal_transformers_for_every_family_and_chunk_size(kind: str, tm
         torch.testing.assert_close(got, want[: len(tokens)], atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch_cpu", "reference"])
+@pytest.mark.parametrize(("settings", "length"), [({}, 60), ({"max_model_len": 256}, 70)])
+def test_longrope_is_the_model_of_short_texts_unless_longer_ones_are_asked_for(
+    tmp_path: Path, settings: dict[str, int], length: int
+) -> None:
+    """transformers chooses by each text's length: a cached prefix would be computed in one way and used in another."""
+    model = save_model("phi3_long", tmp_path)
+    with torch.inference_mode():
+        want = model(torch.tensor([TOKENS[:length]])).logits[0].float()
+    executor, resolved = create_executor(tmp_path, EngineConfig(dtype="float32", num_kv_blocks=12, **settings))
+    assert resolved.max_model_len == settings.get("max_model_len", 64)
+    torch.testing.assert_close(forced_logits(executor, TOKENS[:length], BLOCKS, 16), want, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [
+        ("gemma3", "torch_cpu"),
+        ("gemma3", "reference"),
+        ("phi3", "torch_cpu"),
+        ("qwen2_window", "torch_cpu"),
+        ("qwen3_moe", "torch_cpu"),
+        ("mixtral", "torch_cpu"),
+        ("qwen3_next", "reference"),
+        ("qwen3_5", "reference"),
+    ],
+)
+def test_what_native_kernels_compute_of_a_line_torch_computes_too(kind: str, kernels: str, tmp_path: Path) -> None:
+    model = save_model(kind, tmp_path)
+    with torch.inference_mode():
+        want = model(torch.tensor([TOKENS])).logits[0].float()
+    executor = make(tmp_path, kernels=kernels, num_threads=1)
+    for size in (1, 17, None):
+        torch.testing.assert_close(forced_logits(executor, TOKENS, BLOCKS, size), want, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_compiler), "torch_cpu", "reference"])
 def test_all_kernels_compute_the_same_model(checkpoint: Path, kernels: str) -> None:
     fast = forced_logits(make(checkpoint), TOKENS, BLOCKS, 16)
     executor, resolved = create_executor(checkpoint, EngineConfig(dtype="float32", num_kv_blocks=12, kernels=kernels))
@@ -365,11 +401,31 @@ def resolve(directory: Path, **settings: Any) -> Any:
     return create_executor(directory, EngineConfig(**{"num_kv_blocks": 4, "load_format": "dummy"} | settings))[1]
 
 
+def test_chunks_halve_where_attention_costs_as_much_as_the_matrix_products(checkpoint: Path) -> None:
+    """Of a layer: 48 inputs to 96 + 2 * 32 outputs, 96 to 48, and three matrices of 48 by 64; attention, two of 96."""
+    resolved = resolve(checkpoint)
+    assert resolved.scheduler.chunk_halving_context == (48 * (96 + 64) + 96 * 48 + 3 * 48 * 80) // (2 * 96)
+    assert "192 for each token that it attends to" in resolved.reasons["chunk_halving_context"]
+    asked = resolve(checkpoint, scheduler=SchedulerConfig(chunk_halving_context=0))
+    assert asked.scheduler.chunk_halving_context == 0
+    whole = resolve(checkpoint, scheduler=SchedulerConfig(chunk_owner="engine"))
+    assert whole.scheduler.chunk_halving_context is None
+
+
 def test_defaults_come_from_the_checkpoint(checkpoint: Path) -> None:
     resolved = resolve(checkpoint)
     assert (resolved.max_model_len, resolved.vocab_size, resolved.eos_token_ids) == (256, VOCAB, (2,))
     assert resolved.max_prefill_tokens == resolved.max_num_batched_tokens == 512
-    assert set(resolved.reasons) == {"max_model_len", "dtype", "num_kv_blocks", "num_threads", "kernels"}
+    assert set(resolved.reasons) == {
+        "max_model_len",
+        "device",
+        "dtype",
+        "num_kv_blocks",
+        "num_threads",
+        "kernels",
+        "chunk_halving_context",
+        "speculative",
+    }
 
 
 def test_a_context_longer_than_the_checkpoint_serves_is_refused_with_the_numbers(checkpoint: Path) -> None:
@@ -417,6 +473,14 @@ def test_end_tokens_come_from_the_generation_config_first(checkpoint: Path, tmp_
         resolve(tmp_path)
 
 
+def test_experts_that_do_not_fit_the_native_kernels_run_on_torch_and_it_says_why(tmp_path: Path) -> None:
+    save_model("qwen3_moe", tmp_path)
+    edit_config(tmp_path, moe_intermediate_size=41)
+    resolved = resolve(tmp_path)
+    assert resolved.kernels == "torch_cpu"
+    assert "not native: a matrix has 41 inputs, and they take even numbers" in resolved.reasons["kernels"]
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
@@ -445,6 +509,7 @@ def test_a_step_larger_than_the_memory_set_aside_is_computed_all_the_same(checkp
     assert greedy_text(small, TOKENS[:30], BLOCKS, 5) == greedy_text(make(checkpoint), TOKENS[:30], BLOCKS, 5)
 
 
+@needs_compiler
 def test_a_step_for_which_there_is_no_memory_leaves_smaller_ones_as_they_were(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.models.rope import inverse_frequencies, read_rope
+from engine.models.rope import inverse_frequencies, pairs_side_by_side, read_rope, rotation_factors
 
 SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 4096}
 LLAMA3 = {
@@ -69,6 +69,36 @@ def test_frequencies_and_attention_factor_equal_those_of_transformers(
     assert rope.attention_factor == pytest.approx(factor)
 
 
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1 + i / 40 for i in range(24)],
+    "long_factor": [1 + i for i in range(24)],
+    "partial_rotary_factor": 0.75,
+}
+
+
+@pytest.mark.parametrize("max_model_len", [1024, 1025])
+@pytest.mark.parametrize("extra", [{}, {"attention_factor": 1.25}, {"factor": 8.0}])
+def test_longrope_is_resolved_once_for_the_longest_length_served(max_model_len: int, extra: dict[str, Any]) -> None:
+    config = Phi3Config(
+        **SHAPE, rope_parameters={"rope_theta": 1e4} | LONG | extra, original_max_position_embeddings=1024
+    )
+    want, factor = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=max_model_len)
+    fields = {"rope_theta": 1e4, "rope_scaling": LONG | extra, "original_max_position_embeddings": 1024}
+    rope = read_rope(fields, SHAPE["max_position_embeddings"], partial=True)
+    got = inverse_frequencies(rope, 64, max_model_len)
+    torch.testing.assert_close(got[:24], want, rtol=2e-6, atol=0)
+    assert not got[24:].any(), "what is not rotated does not turn"
+    assert rope.attention_factor == pytest.approx(factor)
+    assert rotation_factors(rope, 64).tolist() == [pytest.approx(factor)] * 24 + [1.0] * 8
+
+
+def test_a_head_that_is_rotated_in_part_has_its_pairs_half_a_head_apart() -> None:
+    rope = read_rope({"partial_rotary_factor": 0.5}, 2048, partial=True)
+    assert pairs_side_by_side(rope, 8).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert pairs_side_by_side(read_rope({}, 2048), 8).tolist() == list(range(8))
+
+
 def test_no_rope_fields_at_all_mean_the_default_base() -> None:
     rope = read_rope({"rope_theta": None, "rope_scaling": None}, 2048)
     assert rope == read_rope({}, 2048)
@@ -87,7 +117,8 @@ def test_dynamic_scaling_does_not_depend_on_anything_but_the_served_length() -> 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported; supported are default"),
+        ({"rope_scaling": {"type": "3d", "factor": 2.0}}, "'3d' is not supported; supported are default"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' needs short_factor, long_factor"),
         ({"rope_parameters": {"rope_type": "su"}}, "'su'"),
         ({"rope_scaling": {"type": "linear"}}, "needs factor"),
         ({"rope_scaling": {"type": "default", "mrope_section": [1, 2, 3]}}, "mrope_section"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -86,6 +87,57 @@ def test_with_one_partial_prefill_a_second_long_prompt_waits_but_a_short_one_fil
     assert second == [("first", 4), ("short", 5), ("long", 7)]
     partial = [{r.request_id for r in plan.rows if r.kind is RowKind.MIDDLE} for plan in core.plans]
     assert max(len(names) for names in partial) == 1
+
+
+def halving(context: int, **settings: Any) -> SchedulerConfig:
+    return policy(chunk_halving_context=context, chunk_align=1, **settings)
+
+
+def test_chunks_shrink_with_their_context_so_that_late_ones_take_no_longer() -> None:
+    """At a context of 1,250 tokens a step of 256 took 577 ms where the first took 412, and running streams with it."""
+    core = RecordingCore(max_num_batched_tokens=32, max_prefill_tokens=32, num_kv_blocks=200, scheduler=halving(32))
+    core.send("long", [1] * 96, max_tokens=1)
+    core.run()
+    assert chunks_of(core, "long") == [32, 16, 12, 11, 9, 9, 7]
+    starts = [row.start for plan in core.plans for row in plan.rows]
+    assert all(count * (1 + start / 32) <= 32 for start, count in zip(starts, chunks_of(core, "long"), strict=False))
+
+
+def test_what_a_late_chunk_costs_is_not_given_to_the_next_prompt() -> None:
+    """Sixteen tokens at a context of 32 cost as much as 32 at none: what is left is nothing, and not sixteen tokens."""
+    core = RecordingCore(max_num_batched_tokens=32, max_prefill_tokens=32, num_kv_blocks=200, scheduler=halving(32))
+    core.send("long", [1] * 52, max_tokens=1)
+    core.send("short", [2] * 6, max_tokens=1)
+    core.run()
+    by_step = [[(row.request_id, len(row.token_ids)) for row in plan.rows] for plan in core.plans]
+    assert by_step[:3] == [[("long", 32)], [("long", 16)], [("long", 4), ("short", 6)]]
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunk_boundary": "request_local", "max_partial_prefills": 0}])
+def test_a_prompt_goes_on_by_a_block_however_long_its_context(settings: dict[str, Any]) -> None:
+    core = RecordingCore(
+        max_num_batched_tokens=16, max_prefill_tokens=8, num_kv_blocks=200, scheduler=halving(1, **settings)
+    )
+    core.send("long", [1] * 40, max_tokens=1)
+    core.run()
+    assert set(chunks_of(core, "long")[1:]) == {4}
+
+
+@pytest.mark.parametrize("neighbours", [0, 3])
+def test_request_local_chunks_that_shrink_depend_on_the_request_alone(neighbours: int) -> None:
+    core = RecordingCore(
+        max_num_batched_tokens=40,
+        max_prefill_tokens=32,
+        num_kv_blocks=200,
+        scheduler=halving(32, chunk_boundary="request_local", max_partial_prefills=0),
+        enable_prefix_caching=False,
+    )
+    for i in range(neighbours):
+        core.send(f"n{i}", [i + 1] * (7 + 9 * i), max_tokens=30, ignore_eos=True)
+    core.keep(core.step())
+    core.send("a", [9] * 80, max_tokens=1)
+    core.run()
+    assert chunks_of(core, "a") == [32, 16, 12, 11, 9]
 
 
 @pytest.mark.parametrize("neighbours", [0, 3])

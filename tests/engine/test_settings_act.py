@@ -4,12 +4,13 @@ Never says which step: a witness is one trace whose plans differ."""
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 
-from engine.config import SchedulerConfig
+from engine.config import SchedulerConfig, SpeculativeConfig
 from engine.step import StepPlan
 from tests.support.engines import RecordingCore
 
@@ -34,6 +35,7 @@ WITNESSES: dict[str, tuple[dict[str, Any], Any]] = {
     "watermark_blocks": (PROMPT_ONLY, 6),
     "max_partial_prefills": ({"long_prefill_token_threshold": 4}, 0),
     "long_prefill_token_threshold": ({}, 3),
+    "chunk_halving_context": ({}, 12),
     "chunk_align": ({}, 1),
     "chunk_boundary": ({"max_partial_prefills": 0}, "request_local"),
     "chunk_owner": ({}, "engine"),
@@ -58,6 +60,18 @@ ENGINE_WITNESSES: dict[str, tuple[dict[str, Any], Any]] = {
     "max_num_seqs": ({"num_kv_blocks": 48}, 3),
     "max_prefill_tokens": ({}, 10),
     "max_num_batched_tokens": ({}, 13),
+}
+
+LOOKING = SpeculativeConfig(method="suffix", min_match=1, num_tokens=5, adaptive=False, free_tokens=8)
+
+# And for those of drafts that are looked up; base and other are settings of SpeculativeConfig.
+LOOKUP_WITNESSES: dict[str, tuple[SpeculativeConfig, Any]] = {
+    "method": (replace(LOOKING, max_match=1), "ngram"),
+    "min_match": (LOOKING, 3),
+    "max_match": (replace(LOOKING, method="ngram"), 1),
+    "num_tokens": (LOOKING, 1),
+    "adaptive": (LOOKING, True),
+    "free_tokens": (replace(LOOKING, adaptive=True), 128),
 }
 
 HYBRID = {"recurrent_state": True, "enable_prefix_caching": True}
@@ -116,3 +130,11 @@ def test_i34_a_setting_changes_a_plan(name: str) -> None:
 def test_i34_a_setting_of_the_engine_changes_a_plan(name: str) -> None:
     base, other = ENGINE_WITNESSES[name]
     assert base_plans(tuple(base.items()), ()) != plans({**base, name: other})
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SpeculativeConfig)])
+def test_i34_a_setting_of_looked_up_drafts_changes_a_plan(name: str) -> None:
+    base, other = LOOKUP_WITNESSES[name]
+    engine = {"max_num_seqs": 4, "num_speculative_tokens": 3}
+    found = base_plans(tuple({**engine, "speculative": base}.items()), ())
+    assert found != plans({**engine, "speculative": replace(base, **{name: other})})

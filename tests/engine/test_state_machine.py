@@ -101,7 +101,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 class TestEngine(EngineMachine.TestCase):  # type: ignore[misc, name-defined]
     settings = settings(
-        max_examples=800,
+        max_examples=500,
         stateful_step_count=25,
         deadline=None,
         derandomize=True,  # the same lives in every run of `make test`; `make test-deep` draws new ones

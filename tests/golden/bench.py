@@ -18,9 +18,12 @@ from tests.golden.models import tokenized_prompts
 class Bench:
     """One set of weights under many engine cores, each with an empty block manager."""
 
-    def __init__(self, executor: TorchExecutor, resolved: ResolvedConfig) -> None:
+    def __init__(
+        self, executor: TorchExecutor, resolved: ResolvedConfig, prompts: list[list[int]] | None = None
+    ) -> None:
+        """prompts: None: texts, as the default model reads them."""
         self.executor, self.resolved = executor, resolved
-        self.prompts = tokenized_prompts()[:6]
+        self.prompts = tokenized_prompts()[:6] if prompts is None else prompts
         self.cached: dict[str, int] = {}
         self.logprobs: list[list[float]] = []
         self.preemptions = self.steps = 0

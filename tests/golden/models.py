@@ -13,9 +13,9 @@ from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig
 from engine.executor import TorchExecutor, create_executor
 from engine.prepare import prepare_model
 from tests.golden.prompts import PROMPTS
-from tests.support.tiny_models import VOCAB
+from tests.support.tiny_models import LINES, VOCAB
 
-FAMILIES = ("qwen2", "qwen3", "llama3", "yarn")
+FAMILIES = ("qwen2", "qwen3", "llama3", "yarn", *LINES)
 
 
 def tokenized_prompts() -> list[list[int]]:

@@ -1,28 +1,39 @@
-"""Owns the recording of the gate's floors: how far transformers is from itself. `python -m tests.golden.record`
+"""Owns the recording of the gate's floors: how far transformers is from itself. `python -m tests.golden.record [KIND]`
 Never measures our own model: a tolerance that follows the thing it judges is none."""
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen2_5_VLForConditionalGeneration
 
 from engine.config import DEFAULT_MODEL
 from engine.prepare import prepare_model
-from kernels.reference import round_weight
+from kernels.reference import round_token, round_weight
+from tests.golden.adapters import ADAPTERS, KIND
 from tests.golden.models import FAMILIES, family_sequences, tokenized_prompts
 from tests.golden.scoring import FLOORS_FILE, Score, compare, transformers_logits
+from tests.golden.vision import VISION, logits_of_transformers, scored_prompts
+from tests.support.packed_models import from_fp8_blocks, to_fp8_blocks
+from tests.support.tiny_adapters import beside, merged, save_adapter
 from tests.support.tiny_models import save_model
+from tests.support.tiny_vision import save_vision_model
 
 # Room for another order of operations (fused projections, chunked softmax) than the one that set the floor.
 MULTIPLES = {"float32": 4.0, "bfloat16": 1.25}
 # Two runs may agree exactly on the argmax everywhere, or to the last bit: a floor of 0 would forbid rounding itself.
 LEAST = {"float32": 1e-6, "bfloat16": 1e-3}
+
+
+NARROW_CACHES = "narrow_caches"
 
 
 def floors(directory: Path, sequences: list[list[int]]) -> dict[str, dict[str, object]]:
@@ -51,27 +62,127 @@ def int8_floor(directory: Path, sequences: list[list[int]]) -> dict[str, object]
     return entry(compare(transformers_logits(model, sequences), want, sequences), "bfloat16")
 
 
+class RoundedCache(DynamicCache):
+    """Keys and values in fewer bits, those of the token that asks included."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._kept_in = dtype
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each [batch, kv_heads, tokens, head_dim]."""
+        k, v = (round_token(x, self._kept_in).to(x.dtype) for x in (key_states, value_states))
+        found: tuple[torch.Tensor, torch.Tensor] = super().update(k, v, layer_idx, *args, **kwargs)
+        return found
+
+
+def kv_floor(directory: Path, sequences: list[list[int]], dtype: torch.dtype) -> dict[str, object]:
+    """bfloat16 with rounded keys and values, against float32 as it is."""
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    want = transformers_logits(reference, sequences)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        got = [
+            model(torch.tensor([tokens]), past_key_values=RoundedCache(dtype), use_cache=True).logits[0].float()
+            for tokens in sequences
+        ]
+    return entry(compare(got, want, sequences), "bfloat16")
+
+
 def entry(score: Score, dtype: str) -> dict[str, object]:
     floor = {key: round(max(value, LEAST[dtype]), 9) for key, value in asdict(score).items() if key != "delta_max"}
     return {"floor": floor, "multiple": MULTIPLES[dtype], "delta_max_seen": score.delta_max}
 
 
+def of_default_model() -> dict[str, object]:
+    directory, sequences = prepare_model(DEFAULT_MODEL), tokenized_prompts()
+    found = {f"default_model.{dtype}": value for dtype, value in floors(directory, sequences).items()}
+    found["default_model.fp8"] = fp8_floor(directory, sequences)
+    return found | {"default_model.int8": int8_floor(directory, sequences)} | of_narrow_caches()
+
+
+def fp8_floor(directory: Path, sequences: list[list[int]]) -> dict[str, object]:
+    """bfloat16 with the matrices of the layers rounded to blocks of fp8, against float32 as it is."""
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    want = transformers_logits(reference, sequences)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            parameter.data = from_fp8_blocks(*to_fp8_blocks(parameter.data)).to(torch.bfloat16)
+    return entry(compare(transformers_logits(model, sequences), want, sequences), "bfloat16")
+
+
+def of_narrow_caches() -> dict[str, object]:
+    directory, sequences = prepare_model(DEFAULT_MODEL), tokenized_prompts()
+    kinds = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
+    return {f"default_model.kv_{name}": kv_floor(directory, sequences, dtype) for name, dtype in kinds.items()}
+
+
+def of_family(kind: str) -> dict[str, object]:
+    with TemporaryDirectory() as directory:
+        save_model(kind, Path(directory))
+        return {f"{kind}.{dtype}": value for dtype, value in floors(Path(directory), family_sequences()).items()}
+
+
+def of_vision() -> dict[str, object]:
+    """The same of the line that takes images; its encoder is of the type that is measured, too."""
+    prompts = scored_prompts()
+    with TemporaryDirectory() as directory:
+        save_vision_model(Path(directory))
+
+        def logits(dtype: torch.dtype, attention: str) -> list[torch.Tensor]:
+            model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+                directory, dtype=dtype, attn_implementation=attention
+            )
+            return logits_of_transformers(model, prompts)
+
+        sequences = [prompt.token_ids for prompt in prompts]
+        reference = logits(torch.float32, "sdpa")
+        exact = compare(logits(torch.float32, "eager"), reference, sequences)
+        rounded = compare(logits(torch.bfloat16, "sdpa"), reference, sequences)
+    return {f"{VISION}.float32": entry(exact, "float32"), f"{VISION}.bfloat16": entry(rounded, "bfloat16")}
+
+
+def of_adapters() -> dict[str, object]:
+    """float32: eager attention against SDPA, merged. bfloat16: adapters beside the weights, against merged float32."""
+    sequences = family_sequences()
+    with TemporaryDirectory() as directory:
+        base = Path(directory) / "model"
+        model = save_model(KIND, base)
+        paths = [save_adapter(model, Path(directory) / str(i), **of) for i, of in enumerate(ADAPTERS)]
+
+        def logits(make: Callable[..., PreTrainedModel], dtype: torch.dtype, attention: str) -> list[torch.Tensor]:
+            loaded = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation=attention)
+            models = [loaded, *(make(loaded, path) for path in paths)]
+            return [transformers_logits(models[i % len(models)], [of])[0] for i, of in enumerate(sequences)]
+
+        reference = logits(merged, torch.float32, "sdpa")
+        exact = compare(logits(merged, torch.float32, "eager"), reference, sequences)
+        rounded = compare(logits(beside, torch.bfloat16, "sdpa"), reference, sequences)
+    return {"adapters.float32": entry(exact, "float32"), "adapters.bfloat16": entry(rounded, "bfloat16")}
+
+
+OTHERS = {VISION: of_vision, "adapters": of_adapters, NARROW_CACHES: of_narrow_caches}
+
+
 def main() -> None:
-    recorded: dict[str, object] = {
+    """Without kinds, of everything; with them, of these alone, beside what is recorded already."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kinds", nargs="*", choices=[*FAMILIES, *OTHERS, []])
+    kinds: list[str] = parser.parse_args().kinds
+    recorded: dict[str, object] = json.loads(FLOORS_FILE.read_text()) if kinds else {}
+    recorded |= {
         "_": "Nats. float32 floor: transformers eager vs SDPA; bfloat16 floor: transformers bfloat16 vs float32; "
-        "int8 floor: the same with rounded weights. "
+        "int8, fp8 floors: the same with rounded weights; kv floors: with rounded keys and values. "
         "Written by python -m tests.golden.record",
         "_transformers": transformers.__version__,
         "_torch": torch.__version__,
     }
-    for dtype, value in floors(prepare_model(DEFAULT_MODEL), tokenized_prompts()).items():
-        recorded[f"default_model.{dtype}"] = value
-    recorded["default_model.int8"] = int8_floor(prepare_model(DEFAULT_MODEL), tokenized_prompts())
-    for kind in FAMILIES:
-        with TemporaryDirectory() as directory:
-            save_model(kind, Path(directory))
-            for dtype, value in floors(Path(directory), family_sequences()).items():
-                recorded[f"{kind}.{dtype}"] = value
+    recorded |= {} if kinds else of_default_model()
+    for kind in kinds or (*FAMILIES, *OTHERS):
+        recorded |= OTHERS[kind]() if kind in OTHERS else of_family(kind)
     FLOORS_FILE.write_text(json.dumps(recorded, indent=2) + "\n")
 
 

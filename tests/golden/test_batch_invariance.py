@@ -13,13 +13,14 @@ from engine.executor import create_executor
 from engine.prepare import prepare_model
 from engine.protocol import SamplingParams
 from tests.golden.bench import Bench
+from tests.support.compiler import needs_compiler
 
 NEW_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1)
 SAMPLED = dataclasses.replace(GREEDY, temperature=0.9, top_p=0.95, seed=5)
 FEW_BLOCKS = SchedulerConfig(reserve_mode="prompt", preempt_policy="lifo", watermark_blocks=0)
 
-pytestmark = pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+pytestmark = [needs_compiler, pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def alone(bench: Bench, params: SamplingParams, prompts: list[list[int]]) -> tup
     return texts, logprobs
 
 
-@pytest.mark.parametrize("budget", [7, 64, 512])
+@pytest.mark.parametrize("budget", [7, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (64, 512))])
 def test_in_any_batch_and_for_every_chunk_budget(bench: Bench, params: SamplingParams, budget: int) -> None:
     settings: dict[str, Any] = {"max_num_batched_tokens": budget, "max_prefill_tokens": budget, "max_num_seqs": 6}
     want = alone(bench, params, bench.prompts)

@@ -96,7 +96,7 @@ def test_greedy_text_is_the_same_when_requests_wait_for_blocks(bench: Bench, alo
     assert bench.serve(bench.prompts, GREEDY, **settings) == alone
 
 
-@pytest.mark.parametrize("params", [GREEDY, CONTROLLED])
+@pytest.mark.parametrize("params", [pytest.param(GREEDY, marks=pytest.mark.slow), CONTROLLED])
 @pytest.mark.parametrize("how", ["lifo", "retract"])
 def test_text_is_the_same_after_a_preemption_computes_it_again(bench: Bench, how: str, params: SamplingParams) -> None:
     """S4-R10: with a chunk that ends between prompt and answer, a preempted request was taken for finished early."""
@@ -110,7 +110,9 @@ def test_text_is_the_same_after_a_preemption_computes_it_again(bench: Bench, how
     assert bench.preemptions > 0
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, CONTROLLED])
+@pytest.mark.parametrize(
+    "params", [*(pytest.param(params, marks=pytest.mark.slow) for params in (GREEDY, SAMPLED)), CONTROLLED]
+)
 def test_text_is_the_same_with_overlap_which_feeds_tokens_before_they_are_read(
     bench: Bench, params: SamplingParams
 ) -> None:

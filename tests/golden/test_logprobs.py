@@ -14,6 +14,8 @@ from engine.executor import TorchExecutor
 from engine.prepare import prepare_model
 from tests.golden.models import FAMILIES, family_sequences, make_executor, tokenized_prompts
 from tests.golden.scoring import CHUNK_SIZES, check, compare, executor_logits, transformers_logits
+from tests.support.compiler import needs_compiler
+from tests.support.packed_models import save_in_fp8
 from tests.support.tiny_models import save_model
 
 
@@ -47,6 +49,7 @@ def test_the_default_model_is_as_close_to_transformers_as_transformers_to_itself
     check(f"default_model.{dtype}", compare(got, reference, sequences))
 
 
+@needs_compiler
 @pytest.mark.parametrize("chunk_size", [16, None])
 def test_the_default_model_in_eight_bits_is_as_close_to_itself_as_transformers_with_rounded_weights(
     sequences: list[list[int]], reference: list[torch.Tensor], chunk_size: int | None
@@ -58,6 +61,28 @@ def test_the_default_model_in_eight_bits_is_as_close_to_itself_as_transformers_w
     )
 
 
+def test_the_default_model_in_fp8_is_as_close_to_itself_as_transformers_with_rounded_weights(
+    sequences: list[list[int]], reference: list[torch.Tensor], tmp_path: Path
+) -> None:
+    save_in_fp8(prepare_model(DEFAULT_MODEL), tmp_path / "fp8")
+    executor, _ = make_executor(tmp_path / "fp8", "bfloat16")
+    got = executor_logits(executor, sequences, None, together=True)
+    check("default_model.fp8", compare(got, reference, sequences))
+
+
+@pytest.mark.parametrize(
+    ("kept_in", "kernels"),
+    [("int8", "torch_cpu"), ("fp8_e4m3", "torch_cpu"), pytest.param("int8", "native", marks=needs_compiler)],
+)
+@pytest.mark.parametrize("chunk_size", [pytest.param(16, marks=pytest.mark.slow), None])
+def test_a_narrow_kv_cache_is_as_close_to_a_whole_one_as_that_of_transformers(
+    sequences: list[list[int]], reference: list[torch.Tensor], chunk_size: int | None, kept_in: str, kernels: str
+) -> None:
+    executor, _ = make_executor(prepare_model(DEFAULT_MODEL), "bfloat16", kv_cache_dtype=kept_in, kernels=kernels)
+    got = executor_logits(executor, sequences, chunk_size, together=True)
+    check(f"default_model.kv_{kept_in}", compare(got, reference, sequences))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_family_is_as_close_to_transformers_as_transformers_to_itself(
@@ -65,7 +90,7 @@ def test_every_family_is_as_close_to_transformers_as_transformers_to_itself(
 ) -> None:
     sequences = family_sequences()
     want = transformers_logits(save_model(kind, tmp_path), sequences)
-    executor, _ = make_executor(tmp_path, dtype)
+    executor, _ = make_executor(tmp_path, dtype, num_threads=1)  # so little work that two would wait for each other
     for chunk_size in CHUNK_SIZES:
         for together in (False, True):
             got = executor_logits(executor, sequences, chunk_size, together=together)

@@ -14,14 +14,14 @@ BLOCK = 16
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-def attend(case: Case, rows: reference.PagedRows, q: torch.Tensor) -> torch.Tensor:
+def attend(case: Case, rows: reference.PagedRows, q: torch.Tensor, window: int | None = None) -> torch.Tensor:
     plan = TORCH_CPU.prepare_attention(rows, case.k_cache.shape[2], q.dtype)
-    return TORCH_CPU.attention(q, case.k_cache, case.v_cache, plan, case.scale)
+    return TORCH_CPU.attention(q, case.k_cache, case.v_cache, plan, case.scale, window=window)
 
 
-def check(case: Case) -> None:
-    got = attend(case, case.rows, case.q)
-    want = reference.attention(case.q, case.k_cache, case.v_cache, case.rows, case.scale)
+def check(case: Case, window: int | None = None) -> None:
+    got = attend(case, case.rows, case.q, window)
+    want = reference.attention(case.q, case.k_cache, case.v_cache, case.rows, case.scale, window=window)
     tolerance = TOLERANCE[case.q.dtype]
     assert not want.isnan().any()
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
@@ -70,6 +70,35 @@ def test_every_block_size_matches_the_reference(block_size: int) -> None:
 def test_equally_long_decode_rows_match_the_reference() -> None:
     """No padding, so no mask: the path that a synchronised benchmark takes."""
     check(paged_case([20] * 5, []))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [1, BLOCK - 1, BLOCK, 100, 256, 1100])
+def test_a_window_matches_the_reference(window: int, dtype: torch.dtype) -> None:
+    """Decode rows on both sides of it, and chunks that begin before, within and behind it."""
+    check(paged_case([0, 15, 16, 99, 100, 300, 1030], [(0, 40), (17, 1), (0, 1), (48, 133)], dtype=dtype), window)
+    check(paged_case([40] * 3, [], dtype=dtype), window)
+
+
+def test_layers_of_several_windows_share_a_plan() -> None:
+    case = paged_case([30, 41], [(20, 9)])
+    plan = TORCH_CPU.prepare_attention(case.rows, 2, case.q.dtype)
+    for window in (None, 7, None, 20, 7):
+        got = TORCH_CPU.attention(case.q, case.k_cache, case.v_cache, plan, case.scale, window=window)
+        torch.testing.assert_close(got, attend(case, case.rows, case.q, window), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("window", [1, 5, 36, 37, 50])
+def test_the_reference_of_a_window_equals_dense_attention_in_a_band(window: int) -> None:
+    case = paged_case([], [(0, 37)], group=1)
+    slots = case.rows.slots(0)
+    k = case.k_cache.flatten(0, 1)[slots].transpose(0, 1)  # [heads, 37, head_dim]
+    v = case.v_cache.flatten(0, 1)[slots].transpose(0, 1)
+    band = torch.ones(37, 37).tril().triu(1 - window).bool()
+    scores = (case.q.transpose(0, 1) @ k.transpose(1, 2) * case.scale).masked_fill(~band, -torch.inf)
+    want = (scores.softmax(-1) @ v).transpose(0, 1)
+    got = reference.attention(case.q, case.k_cache, case.v_cache, case.rows, case.scale, window=window)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 def test_neighbours_do_not_change_a_row_in_float32() -> None:

@@ -3,11 +3,18 @@ Never compiles: whether there is a library is set by hand."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 
 from kernels import choice
-from kernels.choice import KERNELS, choose_kernels
+from kernels.choice import ATTENTION, KERNELS, TRITON_TABLE, choose_attention, choose_kernels
 from kernels.cpu.native.library import NoLibraryError
+from kernels.ops import TORCH
 
 
 @pytest.fixture
@@ -26,14 +33,14 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("library")
 def test_native_kernels_are_chosen_where_they_run() -> None:
     chosen = choose_kernels(head_dim=64, block_size=16)
-    assert (chosen.name, chosen.batch_invariant) == ("native", True)
+    assert chosen.name == "native"
     assert chosen == choose_kernels("native", head_dim=64, block_size=16)
 
 
 @pytest.mark.usefixtures("no_library")
 def test_without_a_library_torch_runs_and_the_reason_is_given() -> None:
     chosen = choose_kernels(head_dim=64, block_size=16)
-    assert (chosen.name, chosen.batch_invariant) == ("torch_cpu", False)
+    assert chosen.name == "torch_cpu"
     assert chosen.reason.endswith("not native: there is no C++ compiler")
 
 
@@ -70,3 +77,53 @@ def test_unknown_kernels_are_refused_with_those_that_exist() -> None:
 def test_a_matrix_with_an_odd_number_of_inputs_is_left_to_torch() -> None:
     chosen = choose_kernels(head_dim=64, block_size=16, inputs=(576, 1537))
     assert (chosen.name, "a matrix has 1537 inputs" in chosen.reason) == ("torch_cpu", True)
+
+
+# --- attention for a GPU ---------------------------------------------------------------------------------------------
+
+TRITON = replace(TORCH, name="triton")
+
+
+def choose(asked: str = "auto", present: tuple[str, ...] = (), **changes: Any) -> Any:
+    def load(module: str) -> object:
+        if module not in present:
+            raise ImportError(f"No module named '{module}'")
+        return SimpleNamespace(TRITON=TRITON)
+
+    model: dict[str, Any] = dict(dtype=torch.bfloat16, head_dim=128, block_size=16, capability=(9, 0), load=load)
+    return choose_attention(asked, **model | changes)
+
+
+def test_attention_is_the_fastest_that_is_there_and_the_reason_names_what_is_not() -> None:
+    chosen, table = choose(present=("vllm_flash_attn", TRITON_TABLE))
+    assert (chosen.name, table.name) == ("vllm_flash_attn", "vllm_flash_attn")
+    assert table.rms_norm is TRITON.rms_norm
+    chosen, table = choose(present=(TRITON_TABLE,))
+    assert (chosen.name, table) == ("triton", TRITON)
+    assert "not vllm_flash_attn: vllm_flash_attn does not import" in chosen.reason
+    chosen, table = choose()
+    assert (chosen.name, table) == ("torch", TORCH)
+    assert f"not triton: {TRITON_TABLE} does not import" in chosen.reason
+
+
+@pytest.mark.parametrize("capability", [None, (9, 0)])
+def test_the_reference_runs_anywhere_and_is_never_captured(capability: tuple[int, int] | None) -> None:
+    chosen, table = choose("torch", (TRITON_TABLE, "vllm_flash_attn"), capability=capability)
+    assert (chosen.name, chosen.reason, table.capturable) == ("torch", "torch: asked for by name", False)
+    assert table.attention is TORCH.attention
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "why"),
+    [
+        ("vllm_flash_attn", {"capability": None}, "vllm_flash_attn attention cannot run: there is no GPU"),
+        ("vllm_flash_attn", {"dtype": torch.float32}, "cannot run: dtype is float32"),
+        ("triton", {"capability": None}, "triton attention cannot run: there is no GPU"),
+        ("triton", {"capability": (7, 5)}, "triton attention cannot run: compute capability is 7.5"),
+        ("triton", {}, f"triton attention cannot run: {TRITON_TABLE} does not import"),
+        ("warp", {}, f"Unknown attention 'warp'; there are: auto, {', '.join(ATTENTION)}"),
+    ],
+)
+def test_attention_asked_for_by_name_is_never_replaced(asked: str, changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        choose(asked, **changes)

@@ -80,6 +80,31 @@ def test_silu_and_mul_matches_the_reference(ops: Ops, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gelu_and_mul_matches_the_reference(ops: Ops, dtype: torch.dtype) -> None:
+    x = (torch.randn(17, 130, generator=fresh_generator()) * 4).to(dtype)
+    close(ops.gelu_and_mul(x.clone()), reference.gelu_and_mul(x))
+
+
+def test_the_reference_of_gelu_is_its_approximation_by_tanh() -> None:
+    gate = torch.linspace(-9, 9, 50, dtype=torch.float64)
+    want = torch.nn.functional.gelu(gate, approximate="tanh")
+    got = reference.gelu_and_mul(torch.stack((gate, torch.ones(50, dtype=torch.float64)), dim=1))
+    torch.testing.assert_close(got[:, 0], want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_norm_whose_weight_is_wider_than_its_input_is_not_rounded_to_it(ops: Ops) -> None:
+    """Gemma's 1 + w, which bfloat16 would round to 1 where w is small."""
+    generator = fresh_generator()
+    x = torch.randn(5, 64, generator=generator).bfloat16()
+    weight = 1 + torch.rand(64, generator=generator) / 300
+    got, want = ops.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6)
+    close(got, want)
+    assert got.dtype == torch.bfloat16
+    exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
+    torch.testing.assert_close(got.double(), exact, atol=0, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("tokens", SIZES)
 def test_write_cache_matches_the_reference_and_touches_no_other_slot(ops: Ops, tokens: int, dtype: torch.dtype) -> None:
     generator = fresh_generator()

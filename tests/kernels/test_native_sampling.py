@@ -18,14 +18,17 @@ import torch
 from engine.sampler import SMALLEST_TEMPERATURE, sample, uniform
 from engine.step import RowSampling
 from kernels import reference
-from kernels.cpu.native.library import FLAGS, SOURCE_DIR, NoLibraryError, _compiler, load_library
+from kernels.cpu.native.library import FLAGS, SOURCE_DIR, _compiler
 from kernels.cpu.native.program import Team
 from kernels.cpu.native.sampling import DrawnRow, _SampledRow, draw_rows
 from tests.kernels.rows import fresh_generator
+from tests.support.compiler import needs_compiler
 
 SEEDS = (0, 1, -1, 2**32 - 1, 2**32, -(2**63), 2**63 - 1)
 POSITIONS = (0, 1, 131071, 2**32 - 1, 2**32, 2**63 - 1)
 NEAR = 1e-12
+
+pytestmark = needs_compiler
 
 PROBE = """
 #include "sample.h"
@@ -48,10 +51,6 @@ def team() -> Team:
 
 
 def make_team(num_threads: int) -> Team:
-    try:
-        load_library()
-    except NoLibraryError as error:
-        pytest.skip(str(error))
     return Team(num_threads)
 
 

@@ -35,7 +35,7 @@ class FakeServer:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 if head.startswith(b"GET"):
-                    writer.write(_whole({"data": [{"id": "fake"}]}))
+                    writer.write(_whole(self._load() if head.startswith(b"GET /load ") else {"data": [{"id": "fake"}]}))
                     continue
                 length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
                 await self._answer(json.loads(await reader.readexactly(length)), writer)
@@ -48,8 +48,14 @@ class FakeServer:
         self.bodies.append(body)
         self.in_hand += 1
         self.most_in_hand = max(self.most_in_hand, self.in_hand)
+        try:
+            await self._stream(body, writer)
+        finally:
+            self.in_hand -= 1
+
+    async def _stream(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD)
-        words = len(body["prompt"].split())
+        words = sum(len(text.split()) for text in _texts_of(body))
         if words >= LONG:
             self.short_in_hand_at_long.append(self.in_hand - 1)
             self._may_step.clear()
@@ -59,11 +65,21 @@ class FakeServer:
         for first in range(0, tokens, self._tokens_an_event):
             await asyncio.sleep(self._step_s)
             await self._may_step.wait()
-            num = min(self._tokens_an_event, tokens - first)
-            writer.write(_event({"choices": [{"index": 0, "text": "word " * num}]}))
+            if writer.is_closing():  # the client has left
+                return
+            text = "word " * min(self._tokens_an_event, tokens - first)
+            said = {"delta": {"content": text}} if "messages" in body else {"text": text}
+            writer.write(_event({"choices": [{"index": 0, **said}]}))
         usage = {"prompt_tokens": words, "completion_tokens": tokens, "total_tokens": words + tokens}
         writer.write(_event({"choices": [], "usage": usage}) + _event("[DONE]") + b"0\r\n\r\n")
-        self.in_hand -= 1
+
+    def _load(self) -> dict[str, Any]:
+        engine = {"num_running": self.in_hand, "num_waiting": 0, "num_held_blocks": self.in_hand}
+        return {"engines": [engine], "ingress": {"num_live": self.in_hand}}
+
+
+def _texts_of(body: dict[str, Any]) -> list[str]:
+    return [message["content"] for message in body["messages"]] if "messages" in body else [body["prompt"]]
 
 
 def _event(payload: object) -> bytes:

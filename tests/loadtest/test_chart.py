@@ -9,12 +9,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from loadtest.chart import BEGIN, CHART, END, PANELS, README, main, svg, with_tables
+from loadtest.chart import CHART, MARK, PANELS, README, main, svg, with_tables
 from loadtest.comparison import table
+from loadtest.marks import marks
 from loadtest.peer_servers import SERVERS
 from loadtest.peers import RESULTS, failures
 from tests.loadtest.test_comparison import document
 
+BEGIN, END = marks(MARK)
 SVG = "{http://www.w3.org/2000/svg}"
 FIGURES = {f"{row.scenario}.{row.figure}": [4.0, 3.0, 8.0] for row in PANELS}
 

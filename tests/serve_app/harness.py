@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message
 
 from engine.async_engine import AsyncEngine
 from engine.protocol import (
+    AdapterRef,
     EngineError,
     Event,
     Failed,
@@ -24,6 +25,7 @@ from engine.protocol import (
     Token,
     Usage,
 )
+from serve_app.adapters.shelf import NamedAdapters
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import Course, ServedModel
@@ -131,6 +133,12 @@ class ScriptedClient:
     async def drain_all(self, draining: bool) -> None:
         self.drains.append(draining)
 
+    async def load_adapter(self, name: str, path: str) -> AdapterRef:
+        return AdapterRef(name, path, "0f")
+
+    async def unload_adapter(self, name: str) -> None:
+        return
+
     async def reset_prefix_cache(self) -> list[int]:
         return [3]
 
@@ -140,6 +148,7 @@ class LocalClient:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
+        self._adapters = NamedAdapters(engine)
         self.check_health = engine.check_health
         self.ingress: IngressRecorder | None = None
         self._recorder = EngineRecorder(engine.config)
@@ -172,6 +181,12 @@ class LocalClient:
 
     async def drain_all(self, draining: bool) -> None:
         return
+
+    async def load_adapter(self, name: str, path: str) -> AdapterRef:
+        return await self._adapters.load(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        self._adapters.unload(name)
 
     async def reset_prefix_cache(self) -> list[int]:
         return [await self._engine.reset_prefix_cache()]

@@ -12,10 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 
 from loadtest.server import Server
 from serve_app.api.embedding_schema import EmbeddingRequest
 from serve_app.api.schema import ChatRequest, CompletionRequest
+from tests.support.image_files import data_url
 from tests.support.serve_process import serve_run
 
 MODEL = "smollm2-135m-instruct"
@@ -24,6 +26,7 @@ PROMPT = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
 TEXT = {"model": MODEL, "input": "hi"}
 LONG = PROMPT | {"max_tokens": 2000, "ignore_eos": True}
 CONTEXT, BODY, STEP_MS = 3000, 100_000, 5
+NUM_IMAGES, IMAGE_TOKENS = 40, 64
 PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": PROMPT, "/v1/embeddings": TEXT}
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -102,8 +105,9 @@ def server() -> Iterator[Server]:
     ]
     keys[1]["max_concurrent_requests"] = 1
     settings = {
-        "engine": {"executor": "fake", "max_model_len": CONTEXT, "fake": {"step_delay_ms": STEP_MS}},
+        "engine": {"executor": "fake", "max_model_len": CONTEXT, "fake": {"step_delay_ms": STEP_MS, "images": True}},
         "pooling": "mean",
+        "images": {"max_per_request": NUM_IMAGES},
         "max_body_bytes": BODY,
         "auth": {"keys": keys, "admin_sha256": hashlib.sha256(b"admin").hexdigest()},
         "admission": {"max_concurrent_requests": 4},
@@ -116,6 +120,16 @@ def server() -> Iterator[Server]:
 def client(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEYS['ann']}"}, timeout=60) as client:
         yield client
+
+
+def test_a_request_may_have_more_pixels_than_one_message_of_serves_calls(client: httpx.Client) -> None:
+    """Calls by value fail beyond 4 MiB; these are 6."""
+    urls = [data_url(Image.new("RGB", (224, 224), (number, 0, 0))) for number in range(NUM_IMAGES)]
+    content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    asked = CHAT | {"messages": [{"role": "user", "content": content}]}
+    told = client.post("/v1/chat/completions", json=asked)
+    assert told.status_code == 200, told.text
+    assert told.json()["usage"]["prompt_tokens"] - NUM_IMAGES * IMAGE_TOKENS in range(2, 5)
 
 
 def fields_of(path: str) -> dict[str, tuple[Any, Any, dict[str, Any]]]:

@@ -342,7 +342,8 @@ def test_sigterm_lets_streams_finish_while_replicas_are_still_starting() -> None
             assert json.loads(payloads[-2])["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("Ctrl-C", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
 def test_what_cannot_finish_in_time_ends_with_an_error_frame(how: str) -> None:
     with serve_run(fake(drain_timeout_s=1)) as server, ThreadPoolExecutor(3) as pool:
         streams = [pool.submit(read_stream, server, 3000) for _ in range(3)]

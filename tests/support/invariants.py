@@ -244,12 +244,16 @@ class CheckedCore(RecordingCore):
         spans = any(request.atomic_spans for name in names if (request := self.live.get(name)))
         assert prefill <= config.max_prefill_tokens or (extends and spans), "I-2"
         assert len(set(names)) == len(names), "I-4"
+        decodes = sum(len(row.token_ids) for row in plan.rows if row.kind is RowKind.DECODE)
+        rows = sum(row.kind is RowKind.DECODE for row in plan.rows)
+        assert decodes <= max(rows, config.max_drafting_tokens), "I-35: all together"
+        most_drafts = config.speculative.num_tokens if config.looks_up_drafts else config.num_speculative_tokens
         for row in plan.rows:
             assert row.request_id in self.live, "I-26: only what was launched before the end may still run"
             assert row.token_ids, "I-6"
             assert row.sampling is None or row.kind is not RowKind.MIDDLE, "I-7"
             assert len(row.block_ids) * config.block_size >= row.end, "I-12"
-            assert len(row.token_ids) <= 1 + config.num_speculative_tokens or row.kind is not RowKind.DECODE, "I-35"
+            assert len(row.token_ids) <= 1 + most_drafts or row.kind is not RowKind.DECODE, "I-35"
 
     # --- the state between two steps --------------------------------------------------------------------------------
 

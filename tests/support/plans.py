@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.executor import TorchExecutor
 from engine.protocol import TokenLogprobs
-from engine.step import PromptScoring, RowKind, RowSampling, ScheduledRequest, StepPlan
+from engine.step import PromptScoring, RowKind, RowSampling, ScheduledRequest, StateUse, StepPlan
 
 
 def greedy(num_logprobs: int | None = None) -> RowSampling:
@@ -29,6 +29,11 @@ def chunk(name: str, tokens: Sequence[int], start: int, end: int, blocks: Sequen
 
 def decode(name: str, token: int, position: int, blocks: Sequence[int]) -> ScheduledRequest:
     return ScheduledRequest(name, RowKind.DECODE, position, (token,), tuple(blocks), greedy())
+
+
+def stateful(executor: TorchExecutor, row: ScheduledRequest, slot: int = 0) -> ScheduledRequest:
+    """The row with a state slot, where the model has recurrent state."""
+    return replace(row, state=StateUse(slot)) if executor.capabilities.recurrent_state else row
 
 
 def scored(
@@ -63,7 +68,8 @@ def forced_logits(
     """Logits at each position of one sequence, fed in chunks. # [len(tokens), vocab] float32"""
     size = chunk_size or len(tokens)
     steps = [chunk("a", tokens, start, min(start + size, len(tokens)), blocks) for start in range(0, len(tokens), size)]
-    return torch.cat([executor.logits(StepPlan(number, (row,))) for number, row in enumerate(steps)]).float()
+    plans = [StepPlan(number, (stateful(executor, row),)) for number, row in enumerate(steps)]
+    return torch.cat([executor.logits(plan) for plan in plans]).float()
 
 
 def forced_logits_together(
@@ -74,6 +80,7 @@ def forced_logits_together(
     for start in range(0, max(map(len, sequences)), chunk_size):
         live = [number for number, tokens in enumerate(sequences) if start < len(tokens)]
         rows = [chunk(str(n), sequences[n], start, min(start + chunk_size, len(sequences[n])), tables[n]) for n in live]
+        rows = [stateful(executor, row, slot=n) for n, row in zip(live, rows, strict=True)]
         logits = executor.logits(StepPlan(start, tuple(rows))).float()
         for number, part in zip(live, logits.split([len(row.token_ids) for row in rows]), strict=True):
             parts[number].append(part)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from engine.config import SchedulerConfig
+from engine.config import SchedulerConfig, SpeculativeConfig
 from engine.protocol import SamplingParams
 
 
@@ -18,7 +18,7 @@ def _scheduler(values: dict[str, Any]) -> SchedulerConfig:
     if values["chunk_boundary"] == "request_local":
         values = {**values, "max_partial_prefills": 0, "chunk_owner": "scheduler"}
     if values["chunk_owner"] == "engine":
-        values = {**values, "long_prefill_token_threshold": 0}
+        values = {**values, "long_prefill_token_threshold": 0, "chunk_halving_context": 0}
     return SchedulerConfig(**values)
 
 
@@ -37,6 +37,7 @@ SCHEDULERS = st.fixed_dictionaries(
         watermark_blocks=st.sampled_from([0, 1]),
         max_partial_prefills=st.sampled_from([0, 1, 2]),
         long_prefill_token_threshold=st.sampled_from([0, 5]),
+        chunk_halving_context=st.sampled_from([0, 0, 1, 9]),
         chunk_align=st.sampled_from([None, 1, 3]),
         chunk_boundary=st.sampled_from(["shared", "shared", "request_local"]),
         chunk_owner=st.sampled_from(["scheduler", "scheduler", "scheduler", "engine"]),
@@ -51,10 +52,13 @@ SCHEDULERS = st.fixed_dictionaries(
     )
 ).map(_scheduler)
 
+_LOOKED_UP = SpeculativeConfig(method="suffix", min_match=1, adaptive=False, free_tokens=8)
 _LOOPS: list[dict[str, Any]] = [
     {},
     {"overlap": True},
     {"num_speculative_tokens": 3},
+    {"num_speculative_tokens": 3, "drafting_limit": 5},
+    {"num_speculative_tokens": 2, "speculative": _LOOKED_UP},
     {"recurrent_state": True},
     {"recurrent_state": True, "overlap": True},
 ]

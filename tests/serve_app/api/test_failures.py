@@ -38,6 +38,7 @@ EXPECTED = {
     ErrorCode.DRAINING: (503, "service_unavailable", "draining"),
     ErrorCode.DEADLINE_EXCEEDED: (504, "timeout", "deadline_exceeded"),
     ErrorCode.PREPARATION_FAILED: (500, "server_error", "preparation_failed"),
+    ErrorCode.ADAPTER_UNAVAILABLE: (503, "server_error", "adapter_unavailable"),
     ErrorCode.STEP_FAILED: (500, "server_error", "step_failed"),
     ErrorCode.ENGINE_DEAD: (503, "server_error", "engine_dead"),
 }

@@ -264,7 +264,11 @@ async def test_requests_of_one_cache_key_go_to_one_engine() -> None:
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.image_url"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
+            "input.0.content.0.image_url",
+        ),
         (
             {"input": [{"type": "function_call", "call_id": "c", "name": "a", "arguments": "["}]},
             "input.0.arguments",

@@ -299,8 +299,9 @@ async def test_a_failure_of_the_request_itself_is_told_and_not_repeated_elsewher
     assert [attempt.num_closed for attempt in replicas.attempts] == [1]
 
 
-async def test_a_full_queue_refuses_a_new_request_and_not_one_that_was_accepted_before() -> None:
-    full = failing(0, end=RequestRejected(ErrorCode.QUEUE_FULL, "full", limit=1, value=2))
+@pytest.mark.parametrize("code", [ErrorCode.QUEUE_FULL, ErrorCode.ADAPTER_UNAVAILABLE])
+async def test_a_full_engine_refuses_a_new_request_and_not_one_that_was_accepted_before(code: ErrorCode) -> None:
+    full = failing(0, end=RequestRejected(code, "full", limit=1, value=2))
     with pytest.raises(RequestRejected, match="full"):
         await collect(moving().stream(asking(), Replicas(full).start))
     replicas = Replicas(failing(3), full, full)

@@ -25,6 +25,8 @@ HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
 CONFIG_FILE = "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 FORCE_STOP = "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"
+LOOP_INTERVAL = "RAY_SERVE_CONTROL_LOOP_INTERVAL_S"
+NICENESS = "RAY_worker_niceness"
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"}
 
 
@@ -43,7 +45,7 @@ def environment(*configs: Path, arguments: list[str] = LOCAL, **environ: str) ->
 def test_haproxy_is_in_front_by_default(tmp_path: Path) -> None:
     chosen = environment(written(tmp_path, OURS))
     assert chosen[ENABLE] == "1"
-    assert chosen.keys() >= {FORCE_STOP, *ONE_LOOP}
+    assert chosen.keys() >= {FORCE_STOP, LOOP_INTERVAL, NICENESS, *ONE_LOOP}
 
 
 def test_the_config_is_found_behind_another_yaml_file(tmp_path: Path) -> None:
@@ -59,7 +61,7 @@ def test_what_the_user_set_stays(tmp_path: Path) -> None:
 
 def test_the_python_proxy_stays_when_the_user_asks_for_it(tmp_path: Path) -> None:
     chosen = environment(written(tmp_path, OURS), **{ENABLE: "0"})
-    assert chosen.keys() == {ENABLE, FORCE_STOP, *ONE_LOOP}
+    assert chosen.keys() == {ENABLE, FORCE_STOP, LOOP_INTERVAL, NICENESS, *ONE_LOOP}
 
 
 @pytest.mark.parametrize(

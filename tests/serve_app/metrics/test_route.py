@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
 from engine.build import build_engine
-from engine.config import EngineConfig, FakeConfig, SchedulerConfig
+from engine.config import EngineConfig, FakeConfig, SchedulerConfig, SpeculativeConfig
 from engine.protocol import EngineError, ErrorCode
 from serve_app.admission.gate import Gate
 from serve_app.admission.limits import GatePolicy, Limits
@@ -121,6 +121,28 @@ async def test_a_scrape_equals_the_requests_that_were_made() -> None:
     assert found["chunkserve:e2e_request_latency_seconds_count"] == 5
     assert found["vllm:num_requests_running"] == found["chunkserve:num_requests_live"] == 0
     assert found.of("chunkserve:replicas_missing") == {}
+
+
+@pytest.mark.parametrize("stop", [None, "tra-la! la la "])
+async def test_an_answer_that_was_drafted_is_the_same_and_its_drafts_are_counted(stop: str | None) -> None:
+    """A stop string ends it inside a run of accepted drafts, too."""
+    reply = "la la la la tra-la! la la la tra-la! la la la tra-la!"
+    answers = []
+    for method in ("none", "suffix", "ngram"):
+        speculative = SpeculativeConfig(method=method)
+        async with local_app(reply=reply, speculative=speculative, max_num_seqs=8) as app:
+            body = PROMPT | {"max_tokens": 100, "return_token_ids": True} | ({"stop": stop} if stop else {})
+            answer = (await post(app, COMPLETIONS, body)).json
+            found = await scrape(app)
+        answers.append((answer["choices"], answer["usage"]))
+        drafted, accepted = (found[f"vllm:spec_decode_num_{what}_tokens_total"] for what in ("draft", "accepted"))
+        assert (3 < accepted <= drafted) if method != "none" else drafted == accepted == 0
+        by_place = found.of("vllm:spec_decode_num_accepted_tokens_per_pos_total")
+        assert sum(by_place.values()) == accepted
+        assert found.get(f'chunkserve:draft_tokens_total{{method="{method}",result="accepted"}}', 0) == accepted
+    assert answers[0] == answers[1] == answers[2]
+    text = answers[0][0][0]["text"]
+    assert text == (reply if stop is None else reply[: reply.index(stop)])
 
 
 async def test_the_engines_part_of_a_requests_time_and_the_rest_add_up() -> None:

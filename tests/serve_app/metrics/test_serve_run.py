@@ -88,6 +88,7 @@ def processes_of(server: Server, deployment: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_scrape_of_two_ingresses_and_two_engines_equals_the_requests_made_and_outlives_an_engine() -> None:
     engine = {"executor": "fake", "fake": {"step_delay_ms": 5}}
     with serve_run({"engine": engine, "engine_replicas": 2, "ingress_replicas": 2}) as server:

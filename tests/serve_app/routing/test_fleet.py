@@ -82,6 +82,17 @@ def test_a_queue_becomes_shorter_between_reports_as_fast_as_the_engine_says() ->
     assert known.load("a", 17.0).num_requests == 1
 
 
+def test_the_end_of_a_request_takes_its_tokens_out_of_a_queue_that_others_were_added_to_meanwhile() -> None:
+    known = fleet(a=stats(10.0, queued=300, rate=100, free_blocks=50))
+    for attempt, tokens, now in (("r1", 200, 11.0), ("r2", 40, 12.0)):
+        known.open(attempt)
+        known.place(attempt, "a", tokens, (), now)
+    assert known.load("a", 12.5) == ReplicaLoad(2, 300 - 100 + 200 - 100 + 40 - 50, 0)
+    known.close("r1")
+    assert known.load("a", 12.5) == ReplicaLoad(1, 300 - 200 + 40 - 50, 50 * BLOCK_SIZE - 40)
+    assert known.loads(["b", "a"], 12.5) == [known.load("b", 12.5), known.load("a", 12.5)]
+
+
 def test_a_request_that_was_sent_elsewhere_than_placed_counts_there_alone() -> None:
     known = fleet(a={}, b={})
     known.open("r")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.routing.placement import Ask, Bound, Candidate, rank, session_weight, two_choices
+from serve_app.routing.placement import NUM_DRAWN, Ask, Bound, Candidate, rank, session_weight, two_choices
 
 LOOSE = Bound(load_factor=1.25, slack_tokens=2048)
 TIGHT = Bound(load_factor=1.25, slack_tokens=100)
@@ -22,6 +21,7 @@ candidate = st.builds(
     load_tokens=loads,
     num_cached_tokens=st.integers(0, 5000),
     num_free_tokens=st.none() | st.integers(0, 10_000),
+    adapter_tokens=st.sampled_from([0, 3000]),
     full=st.booleans(),
 )
 fleets = st.lists(candidate, min_size=1, max_size=8, unique_by=lambda one: one.replica_id)
@@ -166,6 +166,29 @@ def test_a_call_that_computes_nothing_gets_two_at_random_then_the_others_then_th
     assert seen == {"a", "b", "c"}
 
 
+@untimed
+@given(ask=asks, fleet=fleets, random=seeds)
+def test_whoever_neither_holds_the_prefix_nor_was_drawn_is_tried_in_order_of_room_and_load(
+    ask: Ask, fleet: list[Candidate], random: Random
+) -> None:
+    """A first choice may turn the request away: what comes after it is a choice, too."""
+    ready = [one._replace(full=False) for one in fleet]
+    calm = Ask(ask.num_tokens)
+    by_id = {one.replica_id: one for one in ready}
+    order = [by_id[name] for (name,) in rank(calm, ready, Bound(1.0, 10**9), random)]
+    dearest = max(one.adapter_tokens for one in order)
+    holders = [one for one in order if one.num_cached_tokens or one.adapter_tokens < dearest]
+    num_first = min(len(order), len(holders) + NUM_DRAWN)
+
+    def cost(one: Candidate) -> tuple[bool, int]:
+        new = max(calm.num_tokens - one.num_cached_tokens, 1)
+        return one.num_free_tokens is not None and one.num_free_tokens < new, one.load_tokens + new + one.adapter_tokens
+
+    assert not any(one in holders for one in order[num_first:])
+    for part in (order[:num_first], order[num_first:]):
+        assert [cost(one) for one in part] == sorted(cost(one) for one in part)
+
+
 # --- sessions --------------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +197,7 @@ def test_a_call_that_computes_nothing_gets_two_at_random_then_the_others_then_th
 def test_a_session_stays_while_replicas_and_loads_do(
     fleet: list[Candidate], session: str, seeds: tuple[int, int]
 ) -> None:
-    ready = [replace(one, full=False) for one in fleet]
+    ready = [one._replace(full=False) for one in fleet]
     assert first(Ask(10, session), ready, seed=seeds[0]) == first(Ask(10, session), ready, seed=seeds[1])
 
 
@@ -197,7 +220,7 @@ def test_sessions_spread_over_the_replicas() -> None:
 def test_a_session_leaves_a_home_beyond_the_bound_for_its_second_and_comes_back() -> None:
     order = sorted("abc", key=lambda name: -session_weight("s", name))
     calm = named(a=0, b=0, c=0)
-    busy = [replace(one, load_tokens=1000 * (one.replica_id == order[0])) for one in calm]
+    busy = [one._replace(load_tokens=1000 * (one.replica_id == order[0])) for one in calm]
     assert first(Ask(10, "s"), calm, TIGHT) == order[0]
     assert first(Ask(10, "s"), busy, TIGHT) == order[1]
     assert first(Ask(10, "s"), busy, LOOSE) == order[0]
@@ -206,3 +229,40 @@ def test_a_session_leaves_a_home_beyond_the_bound_for_its_second_and_comes_back(
 def test_half_a_character_in_a_session_id_is_no_error() -> None:
     """JSON can carry a lone surrogate; encoding it strictly raised inside the router, where nobody catches it."""
     assert first(Ask(10, "\ud800"), named(a=0)) == "a"
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def placed(num_engines: int, *holders: str, load: int = 0) -> list[str]:
+    """The order of engines e0, e1, ... for a request whose adapter those named have; they have `load` to do."""
+    engines = [
+        Candidate(name, load_tokens=load * (name in holders), adapter_tokens=0 if name in holders else 100)
+        for name in (f"e{number}" for number in range(num_engines))
+    ]
+    return [name for names in rank(Ask(50), engines, Bound(1.25, 10_000), Random(1)) for name in names]
+
+
+def test_a_request_goes_to_an_engine_that_has_its_adapter_out_of_many() -> None:
+    """Two drawn at random would mostly miss it."""
+    assert placed(30, "e17")[0] == "e17"
+    assert set(placed(30, "e3", "e17")[:2]) == {"e3", "e17"}
+
+
+def test_it_spills_over_once_the_holders_have_more_to_do_than_reading_it_counts() -> None:
+    assert placed(4, "e2", load=99)[0] == "e2"
+    assert placed(4, "e2", load=101)[0] != "e2"
+
+
+def test_a_holder_above_the_bound_comes_after_the_others() -> None:
+    engines = [Candidate("e0", load_tokens=500), *(Candidate(f"e{i}", adapter_tokens=10_000) for i in (1, 2, 3))]
+    assert rank(Ask(50), engines, Bound(1.25, 0), Random(1))[-1] == ["e0"]
+
+
+def test_where_all_or_none_have_it_the_adapter_changes_nothing() -> None:
+    for tokens in (0, 100):
+        engines = [Candidate(f"e{i}", load_tokens=10 * i, adapter_tokens=tokens) for i in range(6)]
+        plain = [Candidate(f"e{i}", load_tokens=10 * i) for i in range(6)]
+        assert rank(Ask(50), engines, Bound(1.25, 10_000), Random(3)) == rank(
+            Ask(50), plain, Bound(1.25, 10_000), Random(3)
+        )

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core import EngineCore
+from engine.protocol import AdapterRef
+from engine.span_inputs import InputKind, SpanInput
 from serve_app.routing.prefix_index import KEY_BYTES, PrefixIndex, prefix_keys
 from tests.support.engines import RecordingCore
 
@@ -17,13 +19,33 @@ def engine_keys(core: EngineCore, limit: int = 100) -> list[bytes]:
     return [digest[:KEY_BYTES] for digest in core.cached_digests(limit)]
 
 
+@pytest.mark.parametrize("adapter", [None, AdapterRef("a", "/a", "0f")])
 @pytest.mark.parametrize("salt", ["", "mine"])
-def test_a_router_names_the_blocks_of_a_prompt_as_the_engine_that_computed_them_does(salt: str) -> None:
+def test_a_router_names_the_blocks_of_a_prompt_as_the_engine_that_computed_them_does(
+    salt: str, adapter: AdapterRef | None
+) -> None:
     """Fails when either side changes its digest, its chain's root or its block size alone."""
     core = RecordingCore(block_size=4)
-    core.send("r", PROMPT, max_tokens=1, ignore_eos=True, cache_salt=salt)
+    core.send("r", PROMPT, max_tokens=1, ignore_eos=True, cache_salt=salt, adapter=adapter)
     core.run()
-    assert set(prefix_keys(PROMPT, 4, 100, salt)) == set(engine_keys(core))
+    digest = "" if adapter is None else adapter.digest
+    assert set(prefix_keys(PROMPT, 4, 100, salt, adapter=digest)) == set(engine_keys(core))
+    assert not set(prefix_keys(PROMPT, 4, 100, salt, adapter="f0")) & set(engine_keys(core))
+
+
+@pytest.mark.parametrize("salt", ["", "mine"])
+def test_a_router_names_blocks_with_images_as_the_engine_does(salt: str) -> None:
+    kind = InputKind(name="image", token_id=31, side=1, min_pixels=1, max_pixels=99, chunkable=False)
+    core = RecordingCore(block_size=4, inputs=(kind,), encoder_cache_tokens=99)
+    prompt = (1, 2, 3, *(31,) * 6, 4, 5, 6, 7)
+    for name, data in (("a", bytes(18)), ("b", bytes(range(18)))):
+        image = SpanInput.of("image", 3, (1, 2, 3), data)
+        core.send(name, prompt, max_tokens=1, ignore_eos=True, cache_salt=salt, inputs=(image,))
+        core.run()
+        keys = prefix_keys(prompt, 4, 100, salt, (image,))
+        assert len(keys) == 3
+        assert set(keys) <= set(engine_keys(core))
+    assert len(engine_keys(core)) == 6
 
 
 def test_requests_of_different_salts_share_no_block_and_those_of_one_do() -> None:
@@ -49,6 +71,20 @@ def test_what_was_sent_is_found_up_to_the_first_block_that_differs() -> None:
     assert index.match("a", prefix_keys(PROMPT, 4, 100)) == 4
     assert index.match("a", prefix_keys(other, 4, 100)) == 2
     assert index.match("b", prefix_keys(PROMPT, 4, 100)) == 0
+
+
+def test_the_holders_of_a_prompt_are_those_who_match_and_how_far() -> None:
+    index = PrefixIndex(100)
+    index.add("both", [b"1", b"2"], 1.0)
+    index.add("head", [b"1"], 1.0)
+    index.add("tail", [b"2"], 1.0)
+    index.add("gone", [b"1"], 1.0)
+    index.forget("gone")
+    keys = [b"1", b"2", b"3"]
+    found = index.holders(keys)
+    assert found == {"both": 2, "head": 1}
+    assert found == {name: depth for name in ("both", "head", "tail", "gone") if (depth := index.match(name, keys))}
+    assert index.holders([]) == {}
 
 
 def test_what_a_complete_report_lacks_goes_with_the_engines_own_eviction() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,13 +18,14 @@ from ray.serve.request_router import PendingRequest, RunningReplica
 
 from engine.config import EngineConfig
 from engine.prefix import extend_chain
-from engine.protocol import SamplingParams, Submission
+from engine.protocol import AdapterRef, SamplingParams, Submission
 from serve_app.channel.engine_call import ChannelAddress, EngineCall
 from serve_app.routing import engine_count, overlap
 from serve_app.routing.engine_load import EngineLoad, engine_load
 from serve_app.routing.router import EngineRouter, num_engines, router_config
+from serve_app.routing.stats import encode
 from serve_app.settings import RoutingSettings
-from tests.support.reports import stats
+from tests.support.reports import snapshot, stats
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[3]
@@ -158,6 +160,26 @@ async def test_a_session_stays_at_its_replica() -> None:
         homes.add(name := await route(router, request))
         end(router, request, name)
     assert len(homes) == 1
+
+
+async def test_requests_of_an_adapter_go_where_it_was_sent_and_reported_and_spill_over_when_that_is_hot() -> None:
+    router = make_router(adapter_tokens=300, slack_tokens=100_000)
+    router.update_replicas([FakeReplica(name) for name in "abcdef"])
+    adapter = AdapterRef("x", "/x", "0f" * 16)
+
+    def asked(i: int) -> PendingRequest:
+        call = engine_call(tuple(range(1000 * i, 1000 * i + 50)))
+        return pending(replace(call, submission=replace(call.submission, adapter=adapter)))
+
+    first = await route(router, asked(0))
+    assert {await route(router, asked(i)) for i in (1, 2)} == {first}, (
+        "50 tokens of each, and 64 for itself: less than 300"
+    )
+    assert {await route(router, asked(i)) for i in range(3, 12)} - {first}, "and it has more to do than that"
+    router = make_router()
+    holding = encode(snapshot(), (), limit=9, prefill_tokens_per_s=0, taken_at_s=1.0, adapters=[adapter.digest])
+    router.update_replicas([*(FakeReplica(name, stats(1.0)) for name in "abcde"), FakeReplica("f", holding)])
+    assert await route(router, asked(0)) == "f"
 
 
 async def test_a_replica_that_the_request_failed_on_is_avoided() -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from engine.adapter_shelf import AdapterShelf
 from engine.async_engine import AsyncEngine
 from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
@@ -28,6 +29,7 @@ class Engine:
         self.digests: list[bytes] = []
         self.snapshot = snapshot()
         self.dead = False
+        self.adapters = AdapterShelf(None, 0)
 
     async def cached_digests(self, limit: int) -> list[bytes]:
         if self.dead:

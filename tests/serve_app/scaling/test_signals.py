@@ -119,6 +119,45 @@ def test_a_request_that_ends_without_an_answer_is_missed_only_if_it_was_late(
     assert life.report().ttft_attainment == 1.0 - judged
 
 
+def test_a_prompt_that_no_idle_engine_computes_in_time_may_take_twice_its_own_time() -> None:
+    """More replicas were asked for where prompts alone took longer than the target, and none of them helped."""
+    life = Life()
+    life.serve("measures 500 a second", prompt_tokens=250, ttft_s=0.5)
+    life.serve("long", prompt_tokens=1000, ttft_s=3.9)
+    assert (life.report().num_judged, life.report().ttft_attainment) == (2, 1.0)
+    life.serve("waited", prompt_tokens=1000, ttft_s=4.1)
+    assert (life.report().num_judged, life.report().ttft_attainment) == (3, pytest.approx(2 / 3))
+    life.serve("short", prompt_tokens=400, ttft_s=1.1)
+    assert life.report().ttft_attainment == 0.5
+
+
+def test_what_the_cache_has_of_a_prompt_takes_no_time() -> None:
+    life = Life()
+    life.serve("measures 500 a second", prompt_tokens=250, ttft_s=0.5)
+    life.serve("long and known", prompt_tokens=1000, ttft_s=1.1, cached_tokens=900)
+    assert life.report().ttft_attainment == 0.5
+
+
+def test_a_long_prompt_that_waits_is_missed_once_it_waited_for_longer_than_it_may() -> None:
+    life = Life()
+    life.serve("measures 500 a second", prompt_tokens=250, ttft_s=0.5)
+    life.signals.submitted("long", 1000)
+    life.signals.submitted("short", 100)
+    life.now_s += 3.9
+    assert life.report().num_judged == 2  # the one before, and the short one behind the long one
+    life.now_s += 0.2
+    assert life.report().num_judged == 3
+
+
+def test_an_engine_slowed_by_its_load_is_still_held_to_what_it_does_without() -> None:
+    life = Life()
+    life.serve("alone", prompt_tokens=1000, ttft_s=0.5)
+    for number in range(20):
+        life.serve(f"beside many streams {number}", prompt_tokens=1000, ttft_s=2.5)
+    assert life.report().prefill_tokens_per_s < 600
+    assert life.report().ttft_attainment < 0.1
+
+
 def test_a_prompt_that_is_only_scored_has_its_answer_when_it_finishes() -> None:
     life = Life()
     life.signals.submitted("a", 100)

@@ -89,6 +89,7 @@ def test_a_servers_output_has_the_spans_of_its_requests() -> None:
     assert {span["parent_id"] for span in spans if span is not asked} == {asked["context"]["span_id"]}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_exporter(), reason="needs the extra `tracing`")
 def test_a_collector_gets_the_spans_of_each_request_and_a_shutdown_sends_what_waits() -> None:
     with collector() as (url, spans):

@@ -1,0 +1,102 @@
+"""Owns the promise that a line's text is that of transformers, however it was scheduled; on tiny random checkpoints.
+Never uses bfloat16 where two orders of addition may flip a near tie."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.config import SchedulerConfig
+from engine.protocol import SamplingParams
+from tests.golden.bench import Bench
+from tests.golden.models import make_executor
+from tests.support.compiler import needs_compiler
+from tests.support.tiny_models import HYBRIDS, LINES, VOCAB, WINDOW, save_model
+
+NEW_TOKENS = 12
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+GENERATOR = torch.Generator().manual_seed(3)
+PROMPTS = [torch.randint(0, VOCAB, (length,), generator=GENERATOR).tolist() for length in (97, 41, WINDOW, 5)]
+
+
+class Line(Bench):
+    """The bench of one line, and what transformers answers to its prompts."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        model = save_model(kind, directory)
+        self.want = [greedy_answer(model, prompt) for prompt in PROMPTS]
+        # A prefix hit of a hybrid starts from a snapshot. Without hits there are none, so that no chunk ends at one.
+        kept = {"scheduler": SchedulerConfig(state_snapshot_tokens=16)} if kind in HYBRIDS else {}
+        super().__init__(*make_executor(directory, "float32", num_threads=1, **kept), PROMPTS)
+        plain = dataclasses.replace(self.resolved.scheduler, state_snapshot_tokens=0)
+        self.without_hits: dict[str, Any] = {"enable_prefix_caching": False, "scheduler": plain}
+
+
+def greedy_answer(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    answer = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    found: list[int] = answer[0, len(prompt) :].tolist()
+    return found
+
+
+@pytest.fixture(scope="module", params=LINES)
+def line(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Line:
+    return Line(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def budget(tokens: int) -> dict[str, int]:
+    seqs = min(len(PROMPTS), tokens - 1)
+    return {"max_num_batched_tokens": tokens, "max_prefill_tokens": tokens, "max_num_seqs": seqs}
+
+
+@pytest.mark.parametrize("tokens", [3, 16, 512])
+def test_greedy_text_equals_that_of_transformers_for_every_chunk_budget_beside_any_neighbours(
+    line: Line, tokens: int
+) -> None:
+    assert line.serve(PROMPTS, GREEDY, **line.without_hits, **budget(tokens)) == line.want
+
+
+@pytest.mark.parametrize("tokens", [16, 512])
+def test_greedy_text_is_the_same_after_a_prefix_cache_hit(line: Line, tokens: int) -> None:
+    """The longest prompt's cached blocks end far behind a window, and the rest of it begins within one."""
+    line.cached.clear()
+    assert line.serve(PROMPTS, GREEDY, rounds=2, **budget(tokens)) == line.want
+    assert line.cached["0"] >= 3 * WINDOW
+
+
+@pytest.mark.parametrize("how", ["lifo", "retract"])
+def test_greedy_text_is_the_same_after_a_preemption_computes_it_again(line: Line, how: str) -> None:
+    policy = SchedulerConfig(reserve_mode="prompt", preempt_policy=how, watermark_blocks=0)
+    # Two prompts of 2 and 3 blocks fit into 6, and each grows by a block.
+    settings: dict[str, Any] = {"num_kv_blocks": 6, "scheduler": policy, "enable_prefix_caching": False}
+    prompts = [PROMPTS[1], PROMPTS[0][:30], PROMPTS[2]]
+    want = [line.want[1], *(line.serve([prompt], GREEDY, **line.without_hits)[0] for prompt in prompts[1:])]
+    assert want[2] == line.want[2]
+    assert line.serve(prompts, GREEDY, **settings, **budget(24)) == want
+    assert line.preemptions > 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", [kind for kind in LINES if kind not in HYBRIDS])
+def test_in_bfloat16_the_native_kernels_give_the_same_bits_in_any_batch(kind: str, tmp_path: Path) -> None:
+    save_model(kind, tmp_path)
+    bench = Bench(*make_executor(tmp_path, "bfloat16", batch_invariant=True, num_threads=1), PROMPTS)
+    scored = dataclasses.replace(GREEDY, logprobs=1)
+    texts, logprobs = [], []
+    for prompt in PROMPTS:
+        texts += bench.serve([prompt], scored, enable_prefix_caching=False)
+        logprobs += bench.logprobs
+    for rounds in (1, 2):
+        assert (bench.serve(PROMPTS, scored, rounds=rounds, **budget(7)), bench.logprobs) == (texts, logprobs)

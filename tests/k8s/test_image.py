@@ -1,0 +1,54 @@
+"""The Dockerfile, as far as that shows without building it: that it copies what is there, and all that runs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+from k8s.validate.manifests import K8S, ROOT
+
+DOCKERFILE = (K8S / "Dockerfile").read_text()
+COPIED = [
+    source for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE) for source in line.split()[:-1]
+]
+IGNORED = (K8S / "Dockerfile.dockerignore").read_text().splitlines()
+
+
+def test_what_is_copied_is_there_and_is_not_ignored() -> None:
+    kept = [line[1:] for line in IGNORED if line.startswith("!")]
+    assert COPIED
+    for source in COPIED:
+        assert (ROOT / source).exists(), source
+        assert any(fnmatch(source, pattern) for pattern in kept), source
+
+
+def test_every_package_that_is_installed_is_copied() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert {name.partition(".")[0] for name in packages} <= set(COPIED)
+
+
+def test_the_image_runs_as_the_user_that_the_pods_say() -> None:
+    assert re.findall(r"^USER (.+)$", DOCKERFILE, re.MULTILINE) == ["1000:1000"]
+    assert "useradd --uid 1000" in DOCKERFILE
+
+
+def test_the_labels_have_the_projects_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f'org.opencontainers.image.version="{version}"' in DOCKERFILE
+    assert f"--tag chunkserve:{version}-ray2.60.0" in DOCKERFILE
+
+
+def test_the_hook_runs_from_the_files_that_are_in_the_image_and_nothing_else(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^COPY (k8s/.+) /opt/chunkserve/k8s/$", DOCKERFILE, re.MULTILINE)
+    (tmp_path / "k8s").mkdir()
+    for source in line.split():
+        shutil.copy(ROOT / source, tmp_path / "k8s")
+    command = [sys.executable, "-m", "k8s.drain", "--help"]
+    env = {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

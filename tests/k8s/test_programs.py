@@ -1,0 +1,64 @@
+"""What `make validate-k8s` does where something is missing: it fails, and says what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from k8s.validate import __main__ as validate
+from k8s.validate import ray_crd, tools
+
+
+@pytest.fixture
+def nothing_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHUNKSERVE_K8S_TOOLS", str(tmp_path / "tools"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", tools.NAMES)
+@pytest.mark.usefixtures("nothing_installed")
+def test_a_missing_program_is_named_with_what_gets_it(name: str) -> None:
+    with pytest.raises(tools.ToolMissing, match=rf"{name} is missing.*make k8s-tools"):
+        tools.find(name)
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_validation_fails_without_kubectl(capsys: pytest.CaptureFixture[str]) -> None:
+    assert validate.main([]) == 1
+    assert "kubectl is missing" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_promtool_cannot_be_had_where_there_is_no_debian(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(tools.ToolMissing, match=r"promtool cannot be had: .*no apt-get: put promtool on the PATH"):
+        tools.fetch("promtool")
+
+
+def test_a_program_in_our_directory_goes_before_the_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("tools", "path"):
+        (tmp_path / place).mkdir()
+        program = tmp_path / place / "kubectl"
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setenv("CHUNKSERVE_K8S_TOOLS", str(tmp_path / "elsewhere"))
+    assert tools.find("kubectl") == tmp_path / "path" / "kubectl"
+    monkeypatch.setenv("CHUNKSERVE_K8S_TOOLS", str(tmp_path / "tools"))
+    assert tools.find("kubectl") == tmp_path / "tools" / "kubectl"
+
+
+def test_a_missing_crd_is_named_with_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHUNKSERVE_DATA", str(tmp_path))
+    with pytest.raises(ray_crd.CrdMissing, match=r"ray\.io_rayservices\.yaml of \$CHUNKSERVE_DATA.*KubeRay v1\.7\.0"):
+        ray_crd.crd_path()
+
+
+def test_validation_fails_without_the_crd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CHUNKSERVE_DATA", str(tmp_path))
+    monkeypatch.setattr(validate.builds, "build", lambda name: "kind: RayService\napiVersion: ray.io/v1\n")
+    ray_crd.schema.cache_clear()
+    assert validate.main([]) == 1
+    assert "KubeRay's CRD is missing" in capsys.readouterr().err

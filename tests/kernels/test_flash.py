@@ -1,0 +1,141 @@
+"""Owns how a step's rows reach FlashAttention: a stand-in for each package checks its call.
+Never runs FlashAttention itself: tests/gpu does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels.flash import PACKAGES, find_flash, flash_ops
+from kernels.ops import TORCH
+from kernels.paged import on_device
+from tests.kernels.rows import Case, paged_case
+from tests.support.fake_flash import FakeFlash, FakeFlash3
+
+BLOCK = 16
+FAKES: dict[str, type[FakeFlash]] = {
+    "vllm_flash_attn": FakeFlash,
+    "flash_attn_interface": FakeFlash3,
+    "flash_attn": FakeFlash,
+}
+STEPS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
+    "mixed": ([5, 40, 0], [(0, 17), (33, 2)]),
+    "decode only": ([0, BLOCK - 2, BLOCK - 1, BLOCK, 100], []),
+    "one-token last chunk": ([], [(BLOCK, 1)]),
+    "one-token last chunk beside a decode": ([7], [(20, 1)]),
+    "one-token chunks only": ([], [(4, 1), (BLOCK - 1, 1)]),
+    "chunks only": ([], [(0, BLOCK + 1), (2 * BLOCK - 1, BLOCK)]),
+}
+
+
+def package(name: str) -> Any:
+    return next(each for each in PACKAGES if each.module == name)
+
+
+def attend(
+    name: str, fake: FakeFlash, case: Case, rows: reference.PagedRows, window: int | None = None
+) -> torch.Tensor:
+    ops = flash_ops(package(name), fake, TORCH)
+    plan = ops.prepare_attention(rows, case.k_cache.shape[2], case.q.dtype)
+    return ops.attention(case.q, case.k_cache, case.v_cache, plan, case.scale, window=window)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", FAKES)
+def test_every_kind_of_step_is_handed_over_so_that_the_reference_comes_back(name: str, step: str) -> None:
+    decodes, chunks = STEPS[step]
+    block_size = 256 if name == "flash_attn" else BLOCK
+    case = paged_case(decodes, chunks, block_size=block_size, dtype=torch.bfloat16)
+    want = reference.attention(case.q, case.k_cache, case.v_cache, case.rows, case.scale)
+    for rows in (case.rows, on_device(case.rows, torch.device("cpu"))):
+        got = attend(name, FAKES[name](block_multiple=package(name).block_multiple), case, rows)
+        torch.testing.assert_close(got, want, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("step", ["mixed", "decode only"])
+@pytest.mark.parametrize("name", FAKES)
+def test_a_window_is_handed_over_as_the_tokens_before_a_query(name: str, step: str) -> None:
+    case = paged_case(*STEPS[step], block_size=256 if name == "flash_attn" else BLOCK, dtype=torch.bfloat16)
+    for window in (1, BLOCK, 1000):
+        got = attend(name, FAKES[name](block_multiple=package(name).block_multiple), case, case.rows, window)
+        want = reference.attention(case.q, case.k_cache, case.v_cache, case.rows, case.scale, window=window)
+        torch.testing.assert_close(got, want, atol=0, rtol=0)
+
+
+def calls(decodes: list[int], chunks: list[tuple[int, int]]) -> list[tuple[str, dict[str, Any]]]:
+    fake = FakeFlash()
+    case = paged_case(decodes, chunks, dtype=torch.bfloat16)
+    attend("vllm_flash_attn", fake, case, case.rows)
+    return fake.calls
+
+
+def test_decode_rows_alone_take_the_call_that_splits_long_contexts() -> None:
+    ((call, given),) = calls([3, 30], [])
+    assert (call, given["cache_seqlens"].tolist()) == ("kvcache", [4, 31])
+
+
+@pytest.mark.parametrize("step", [name for name in STEPS if name != "decode only"])
+def test_a_chunk_of_one_token_is_never_taken_for_a_decode_row(step: str) -> None:
+    ((call, given),) = calls(*STEPS[step])
+    assert call == "varlen"
+    decodes, chunks = STEPS[step]
+    counts = [1] * len(decodes) + [count for _, count in chunks]
+    lengths = [context + 1 for context in decodes] + [sum(chunk) for chunk in chunks]
+    assert given["cu_seqlens_q"].diff().tolist() == counts
+    assert given["cu_seqlens_k"].diff().tolist() == lengths
+    assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (max(counts), max(lengths))
+
+
+def test_what_the_rows_hold_is_read_from_the_tensors_and_not_remembered() -> None:
+    """A captured step is replayed with other rows in the same tensors."""
+    first, second = paged_case([5, 9], [], dtype=torch.bfloat16), paged_case([12, 3], [], dtype=torch.bfloat16)
+    ops = flash_ops(package("vllm_flash_attn"), FakeFlash(), TORCH)
+    rows, others = (on_device(case.rows, torch.device("cpu")) for case in (first, second))
+    plan = ops.prepare_attention(rows, 2, torch.bfloat16)
+    for mine, other in ((rows.lengths, others.lengths), (rows.tables, others.tables)):
+        mine.copy_(other)
+    got = ops.attention(second.q, second.k_cache, second.v_cache, plan, second.scale)
+    want = reference.attention(second.q, second.k_cache, second.v_cache, second.rows, second.scale)
+    torch.testing.assert_close(got, want, atol=0, rtol=0)
+
+
+# --- which package, and why not the others -----------------------------------------------------------------------
+
+
+def find(present: set[str], **changes: Any) -> Any:
+    def load(module: str) -> object:
+        if module not in present:
+            raise ImportError(f"No module named '{module}'")
+        return module
+
+    asked: dict[str, Any] = dict(dtype=torch.bfloat16, head_dim=128, block_size=16, capability=(9, 0), load=load)
+    return find_flash(**asked | changes)
+
+
+def test_the_first_package_that_imports_and_takes_the_model_is_found() -> None:
+    everything = {each.module for each in PACKAGES}
+    assert find(everything)[0].module == "vllm_flash_attn"
+    assert find(everything - {"vllm_flash_attn"})[0].module == "flash_attn_interface"
+    assert find({"flash_attn"}, block_size=256)[0].module == "flash_attn"
+    assert find(everything - {"vllm_flash_attn"}, capability=(8, 0), block_size=512)[0].module == "flash_attn"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"dtype": torch.float32}, "dtype is float32, and FlashAttention takes float16 and bfloat16"),
+        ({"head_dim": 264}, "head_dim is 264, and FlashAttention takes multiples of 8 up to 256"),
+        ({"head_dim": 100}, "head_dim is 100"),
+        ({"capability": (7, 5)}, "vllm_flash_attn has no code for compute capability 7.5"),
+        ({"capability": (10, 0)}, "flash_attn_interface has no code for compute capability 10.0"),
+        ({"capability": (8, 9)}, "flash_attn_interface has no code for compute capability 8.9"),
+        ({"block_size": 24}, "vllm_flash_attn takes multiples of 16 as block_size"),
+        ({}, "flash_attn takes multiples of 256 as block_size"),
+        ({}, "vllm_flash_attn does not import (No module named 'vllm_flash_attn')"),
+    ],
+)
+def test_each_refusal_has_its_reason(changes: dict[str, Any], why: str) -> None:
+    assert why in find(set(), **changes)

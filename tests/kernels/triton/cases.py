@@ -1,0 +1,167 @@
+"""Owns the comparisons of Triton kernels with the reference, on any device: inputs are made and judged on the CPU.
+Never compares with stored numbers: every input is fresh, and every output is poisoned first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.sampler import uniform
+from kernels import reference
+from kernels.eager import EagerPass
+from kernels.forward import HeadShape
+from kernels.ops import REFERENCE
+from tests.kernels.rows import Case, fresh_generator
+
+pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+
+from kernels.sampled_row import SampledRow
+from kernels.triton.attention import attention
+from kernels.triton.plan import SPLIT, AttentionPlan, prepare_attention
+from kernels.triton.rotate import rotate_and_cache
+from kernels.triton.sampler import sample
+from kernels.triton.sampling_rows import pack_rows
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+EPS = 1e-5
+POISON = 12288.0
+"""What outputs hold first. Not NaN, which a kernel that goes wrong may write, too. Every type has it exactly."""
+
+
+def slow(*values: object) -> object:
+    """A case beyond the edges that every run covers: the interpreter takes milliseconds for each tile."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got.cpu(), want, atol=TOLERANCE[want.dtype], rtol=TOLERANCE[want.dtype])
+
+
+def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+    return torch.full(tuple(shape), POISON, dtype=dtype, device=device)
+
+
+def plan_of(case: Case, device: str, split: int = SPLIT) -> AttentionPlan:
+    rows = replace(case.rows, block_tables=case.rows.block_tables.to(device))
+    return replace(prepare_attention(rows, case.k_cache.shape[2], case.q.dtype), split=split)
+
+
+def attend(
+    case: Case, device: str, *, window: int | None = None, split: int = SPLIT, plan: AttentionPlan | None = None
+) -> Tensor:
+    out = poisoned(case.q.shape, case.q.dtype, device)
+    tensors = (x.to(device) for x in (case.q, case.k_cache, case.v_cache))
+    got = attention(*tensors, plan or plan_of(case, device, split), case.scale, window=window, out=out)
+    assert got is out
+    return out.cpu()
+
+
+def check_attention(case: Case, device: str, *, window: int | None = None, split: int = SPLIT) -> None:
+    want = windowed(case, window)
+    assert not want.isnan().any()
+    close(attend(case, device, window=window, split=split), want)
+
+
+def windowed(case: Case, window: int | None) -> Tensor:
+    """The reference, where a query sees `window` tokens. It has none: each token is a row that owns no others' keys."""
+    if window is None:
+        return reference.attention(case.q, case.k_cache, case.v_cache, case.rows, case.scale)
+    out, token = torch.empty_like(case.q), 0
+    group = case.q.shape[1] // case.k_cache.shape[2]
+    for row, (context, count) in enumerate(zip(case.rows.contexts, case.rows.counts, strict=True)):
+        slots = case.rows.slots(row)
+        for position in range(context, context + count):
+            seen = slots[max(0, position - window + 1) : position + 1]
+            k, v = (
+                cache.flatten(0, 1)[seen].double().repeat_interleave(group, dim=1)  # [seen, heads, head_dim]
+                for cache in (case.k_cache, case.v_cache)
+            )
+            scores = torch.einsum("hd,khd->hk", case.q[token].double(), k) * case.scale
+            out[token] = torch.einsum("hk,khd->hd", scores.softmax(dim=-1), v).to(out.dtype)
+            token += 1
+    return out
+
+
+def check_rotation(
+    heads: HeadShape, device: str, *, dtype: torch.dtype = torch.float32, tokens: int = 5, normed: bool = False
+) -> None:
+    """The fused launch against the reference's three operations; a token in the middle is padding."""
+    generator = fresh_generator()
+    block_size, padding = 4, tokens // 2 if tokens > 1 else -1
+    qkv = torch.randn(tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, generator=generator)
+    qkv[padding : padding + 1] = torch.nan
+    qkv = qkv.to(dtype)
+    angles = torch.rand(tokens, heads.head_dim // 2, generator=generator) * 100
+    norms = tuple(torch.rand(heads.head_dim, generator=generator).to(dtype) for _ in "qk") if normed else None
+    slots = torch.randperm(tokens * 3, generator=generator)[:tokens]
+    slots[padding : padding + 1] = -1
+    shape = (-(-tokens * 3 // block_size), block_size, heads.num_kv_heads, heads.head_dim)
+
+    real = [token for token in range(tokens) if token != padding]
+    want_cache = [poisoned(shape, dtype, "cpu") for _ in "kv"]
+    # A block before the cache's first: where slot -1 would be.
+    guarded = [poisoned((shape[0] + 1, *shape[1:]), dtype, device) for _ in "kv"]
+    run = EagerPass(REFERENCE, token_ids=slots[real], positions=slots[real], slots=slots[real], plan=None)
+    rotations = (angles[real].cos(), angles[real].sin())
+    want = run.rotate_and_cache(qkv[real], rotations, heads, (want_cache[0], want_cache[1]), norms, EPS)  # type: ignore[arg-type]
+
+    cache = [whole[1:] for whole in guarded]
+    out = poisoned((tokens, heads.num_heads * heads.head_dim), dtype, device)
+    on_device = None if norms is None else (norms[0].to(device), norms[1].to(device))
+    rotations = (angles.cos().to(device), angles.sin().to(device))
+    got = rotate_and_cache(
+        qkv.to(device), rotations, heads, (cache[0], cache[1]), slots.to(device), on_device, EPS, out=out
+    )
+    assert got is out
+    close(out[real], want)
+    for found, expected in zip(guarded, want_cache, strict=True):
+        assert torch.equal(found[1:].cpu() == POISON, expected == POISON), "another slot was written"
+        assert (found[0] == POISON).all(), "padding was written"
+        close(found[1:], expected)
+    if padding >= 0:
+        assert (out[padding] == POISON).all(), "queries of padding were written"
+
+
+def draw(logits: Tensor, rows: Sequence[SampledRow], device: str, within: Tensor | None = None) -> list[int]:
+    before = logits.clone()
+    out = torch.full((len(rows),), -7, dtype=torch.int64, device=device)
+    on_device = logits.to(device)
+    assert sample(on_device, pack_rows(rows, logits.shape[1], device, within), out=out) is out
+    assert torch.equal(on_device.cpu().nan_to_num(), before.nan_to_num()), "the model's logits were changed"
+    return out.tolist()
+
+
+def controlled(logits: Tensor, row: SampledRow) -> Tensor:
+    return reference.control_logits(
+        logits,
+        allowed=row.allowed,
+        bias=row.bias,
+        repetition_penalty=row.repetition_penalty,
+        frequency_penalty=row.frequency_penalty,
+        presence_penalty=row.presence_penalty,
+        bad_words=row.bad_words,
+        prompt=row.prompt,
+        answer=row.answer,
+    )
+
+
+def expected_token(logits: Tensor, row: SampledRow) -> int:
+    """By the reference. logits: [vocab]"""
+    return reference.sample(
+        controlled(logits.float(), row),
+        uniform(row.seed, row.position),
+        temperature=row.temperature,
+        top_k=row.top_k,
+        top_p=row.top_p,
+        min_p=row.min_p,
+        banned=row.banned,
+    )
+
+
+def check_sampling(logits: Tensor, rows: Sequence[SampledRow], device: str) -> None:
+    assert draw(logits, rows, device) == [expected_token(logits[i], row) for i, row in enumerate(rows)]

@@ -1,0 +1,150 @@
+"""Owns the compilation of every kernel for a GPU that is not here: `python -m tests.kernels.triton.compiled 9.0 ...`.
+Never launches one: whatever the launch functions would start is compiled, with the arguments that they give it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from kernels.forward import HeadShape, LinearHeads
+from kernels.reference import StateRows
+from kernels.sampled_row import SampledRow
+from kernels.triton import attention, attention_kernel, launch, rotate
+from kernels.triton.activation import silu_and_mul
+from kernels.triton.cache import write_cache
+from kernels.triton.causal_conv import causal_conv
+from kernels.triton.delta_rule import delta_rule
+from kernels.triton.gates import gated_rms_norm, sigmoid_gate
+from kernels.triton.logprobs import token_logprobs
+from kernels.triton.norm import add_rms_norm, rms_norm
+from kernels.triton.plan import AttentionPlan
+from kernels.triton.sampler import sample
+from kernels.triton.sampling_rows import pack_rows
+
+
+class NoGpu:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Callable[..., tuple[float, ...]]:
+        def once(call: Callable[[], None], quantiles: object) -> tuple[float, ...]:
+            call()
+            return (1.0, 1.0, 1.0)
+
+        return once
+
+
+def compile_instead(found: list[dict[str, Any]]) -> None:
+    """From here on, a launch compiles and starts nothing."""
+    run = JITFunction.run
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        ptx = kernel.asm["ptx"]
+        found.append(
+            {
+                "name": self.fn.__name__,
+                "cubin_bytes": len(kernel.asm["cubin"]),
+                "shared_bytes": kernel.metadata.shared,
+                "tensor_cores": "mma" in ptx,
+                "fused": "fma.rn.f32" in ptx,
+            }
+        )
+        return kernel
+
+    JITFunction.run = compiled
+
+
+def launch_all(dtype: torch.dtype, head_dim: int, group: int) -> None:
+    """Each kernel once, and attention for decode rows with and without splits, and for chunks."""
+    x = torch.zeros(5, 576, dtype=dtype)
+    rms_norm(x, x[0], 1e-5)
+    add_rms_norm(x, x.float(), x[0], 1e-5)
+    add_rms_norm(x, None, x[0], 1e-5)
+    silu_and_mul(x)
+    heads = HeadShape(num_heads=2 * group, num_kv_heads=2, head_dim=head_dim)
+    qkv = torch.zeros(5, (2 * group + 4) * head_dim, dtype=dtype)
+    angles = torch.zeros(5, head_dim // 2)
+    cache, norm = torch.zeros(9, 16, 2, head_dim, dtype=dtype), torch.zeros(head_dim, dtype=dtype)
+    for norms in (None, (norm, norm)):
+        rotate.rotate_and_cache(qkv, (angles, angles), heads, (cache, cache), torch.arange(5), norms, 1e-5)
+    rotate.rope(qkv.view(5, -1, head_dim), angles, angles)
+    write_cache(cache[0, :5], cache[0, :5], cache, cache, torch.arange(5))
+    numbers = torch.zeros(5, dtype=torch.int32)
+    for max_length in (100, 5000):
+        plan = AttentionPlan(numbers, numbers[:4], numbers.expand(4, 5).contiguous(), 2, max_length)
+        attention.attention(torch.zeros(5, 2 * group, head_dim, dtype=dtype), cache, cache, plan, 0.1)
+
+
+def launch_linear_attention(dtype: torch.dtype) -> None:
+    """Decode rows alone, and beside a chunk, of the heads that Qwen3-Next has."""
+    heads = LinearHeads(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
+    rates = (torch.zeros(32), torch.zeros(32))
+    for counts in ((1, 1), (1, 70)):
+        rows = StateRows(1, (3, 3), counts, (0, 1), torch.arange(2))
+        qkv = torch.zeros(sum(counts), heads.channels, dtype=dtype)
+        causal_conv(
+            qkv, torch.zeros(heads.channels, 4, dtype=dtype), torch.zeros(2, 3, heads.channels, dtype=dtype), rows
+        )
+        step = torch.zeros(sum(counts), 32, dtype=dtype)
+        x = delta_rule(qkv, step, step, rates, heads, torch.zeros(2, 32, 128, 128), rows)
+        gated_rms_norm(x, x, torch.zeros(128, dtype=dtype), 1e-6)
+        for gate in (x, step[:, :1]):
+            sigmoid_gate(x, gate)
+            sigmoid_gate(x, gate, x)
+
+
+def launch_sampler(dtype: torch.dtype) -> None:
+    logits = torch.zeros(2, 700, dtype=dtype)
+    rows = [SampledRow(temperature=0.5, top_k=3, banned=(1,), allowed=(1, 2, 3))] * 2
+    sample(logits, pack_rows(rows, 700, "cpu", torch.zeros(2, 22, dtype=torch.int32)))
+    sample(logits, pack_rows([SampledRow(temperature=0.5)] * 2, 700, "cpu"))
+    token_logprobs(logits, torch.zeros(2, dtype=torch.int64), 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("capability", type=float)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64])
+    parser.add_argument("--groups", nargs="+", type=int, default=[3])
+    parser.add_argument("--first-config", action="store_true", help="of those among which attention chooses")
+    args = parser.parse_args()
+    assert not launch.INTERPRETED, "TRITON_INTERPRET is set"
+    driver.set_active(NoGpu(round(args.capability * 10)))
+    if args.first_config:
+        attention_kernel.attend.configs = attention_kernel.attend.configs[:1]
+    found: list[dict[str, Any]] = []
+    compile_instead(found)
+    for dtype in args.dtypes:
+        launch_sampler(getattr(torch, dtype))
+        launch_linear_attention(getattr(torch, dtype))
+        for head_dim in args.head_dims:
+            for group in args.groups:
+                launch_all(getattr(torch, dtype), head_dim, group)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Owns the comparison of Triton's paged attention with the reference, at the edges, in the interpreter.
+Never relies on what a slot that no row owns holds: they are all NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from kernels.reference import PagedRows
+from tests.kernels.rows import Case, paged_case
+from tests.kernels.triton.cases import POISON, TOLERANCE, attend, check_attention, close, plan_of, slow
+
+from kernels.triton.attention import attention  # isort: skip
+from kernels.triton.plan import AttentionPlan, prepare_attention  # isort: skip
+
+BLOCK = 16
+SPLIT = 128
+LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT, 2 * SPLIT + 1]
+COUNTS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 64]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, slow(torch.bfloat16)])
+def test_decode_rows_of_any_length_match_the_reference(device: str, dtype: torch.dtype) -> None:
+    """Beside each other: the shortest see one of the longest's splits, and those behind it nothing."""
+    check_attention(paged_case([length - 1 for length in LENGTHS], [], kv_heads=1, dtype=dtype), device, split=SPLIT)
+
+
+@pytest.mark.parametrize("length", [1, SPLIT, SPLIT + 1])
+def test_a_decode_row_alone_matches_the_reference(device: str, length: int) -> None:
+    check_attention(paged_case([length - 1], []), device, split=SPLIT)
+
+
+def test_a_row_that_never_needs_a_second_split_is_written_directly(device: str) -> None:
+    """To the bits that the sum of its one part would have been."""
+    case = paged_case([SPLIT - 1, 3], [])
+    long = replace(plan_of(case, device, SPLIT), max_length=2 * SPLIT)
+    assert torch.equal(attend(case, device, split=SPLIT), attend(case, device, plan=long))
+
+
+@pytest.mark.parametrize("context", [0, BLOCK, 100, *map(slow, (1, BLOCK - 1, BLOCK + 1))])
+def test_chunks_of_any_length_after_any_context_match_the_reference(device: str, context: int) -> None:
+    check_attention(paged_case([], [(context, count) for count in COUNTS], kv_heads=1), device)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_mixed_rows_match_the_reference(device: str, dtype: torch.dtype) -> None:
+    chunks = [(0, 40), (17, 1), (0, 1), (48, 33)]
+    check_attention(paged_case([0, 15, 16, 300, 130], chunks, dtype=dtype), device, split=SPLIT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, slow(torch.float32)])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_every_head_size_matches_the_reference(device: str, head_dim: int, dtype: torch.dtype) -> None:
+    case = paged_case([5, 130], [(0, 9), (33, 2)], head_dim=head_dim, kv_heads=1, dtype=dtype)
+    check_attention(case, device, split=SPLIT)
+
+
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 1), (1, 3), (3, 1), (4, 3), (7, 1), (20, 1)])
+def test_every_gqa_ratio_matches_the_reference(device: str, group: int, kv_heads: int) -> None:
+    """Groups that do not divide a tile of queries, and one that is larger than the smallest tile."""
+    check_attention(paged_case([5, BLOCK], [(0, 9), (33, 23)], group=group, kv_heads=kv_heads), device)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+def test_every_block_size_matches_the_reference(device: str, block_size: int) -> None:
+    check_attention(paged_case([0, 140], [(5, 11)], block_size=block_size), device, split=SPLIT)
+
+
+@pytest.mark.parametrize("window", [1, BLOCK, 100, 1000, *map(slow, (BLOCK - 1, BLOCK + 1))])
+def test_a_sliding_window_matches_the_reference(device: str, window: int) -> None:
+    """A long decode row's first splits are outside of it; of a chunk, each token has a window of its own."""
+    case = paged_case([0, 15, 16, 300], [(0, 20), (50, 20), (33, 1)], kv_heads=1)
+    check_attention(case, device, window=window, split=SPLIT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 7])
+@pytest.mark.parametrize("window", [None, BLOCK, 100])
+def test_all_combinations_match_the_reference(
+    device: str, window: int | None, group: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    lengths, chunks = [1, BLOCK, 129, 600], [(0, 70), (17, 1), (48, 33), (300, 17)]
+    case = paged_case(lengths, chunks, head_dim=head_dim, group=group, dtype=dtype)
+    check_attention(case, device, window=window, split=SPLIT)
+
+
+@pytest.mark.parametrize("split", [24, slow(128)])
+def test_a_context_of_many_splits_matches_the_reference(device: str, split: int) -> None:
+    """More than the combination reads at a time, and splits that no tile of keys divides."""
+    check_attention(paged_case([33 * split + 5, 16 * split, 3], [], kv_heads=1), device, split=split)
+
+
+def test_neighbours_do_not_change_a_row(device: str) -> None:
+    """To the last bit: splits end at fixed positions, and a row's tiles are its own."""
+    case = paged_case([30, 300], [(20, 9)])
+    together = attend(case, device, split=SPLIT)
+    rows = case.rows
+    for row, tokens in ((0, slice(0, 1)), (1, slice(1, 2)), (2, slice(2, None))):
+        count = rows.counts[row : row + 1]
+        alone = PagedRows(
+            int(row < 2), rows.contexts[row : row + 1], count, rows.block_tables[row : row + 1], rows.block_size
+        )
+        single = attend(replace(case, q=case.q[tokens], rows=alone), device, split=SPLIT)
+        assert torch.equal(together[tokens], single)
+
+
+def padded_plan(case: Case, device: str, *, decodes: int, chunks: int) -> AttentionPlan:
+    """Room for more rows than the case has. Padding has blocks of other rows: what it reads would not be NaN."""
+    plan, real = plan_of(case, device, SPLIT), case.rows.num_decode
+    more = decodes - real
+    ends = plan.begins[real + 1 :] + more
+    begins = torch.cat((torch.arange(decodes + 1).to(ends), ends, ends[-1:].expand(chunks)))
+    none = torch.zeros(max(more, chunks), plan.block_tables.shape[1], dtype=torch.int32, device=device)
+    lengths = [plan.lengths[:real], none[:more, 0], plan.lengths[real:], none[:chunks, 0]]
+    tables = [plan.block_tables[:real], none[:more], plan.block_tables[real:], none[:chunks]]
+    return AttentionPlan(begins, torch.cat(lengths), torch.cat(tables), decodes, 3 * SPLIT, SPLIT)
+
+
+def test_padding_cannot_leak(device: str) -> None:
+    """A captured step has room for rows that this one lacks: they change no row, and nothing is written for them."""
+    case = paged_case([0, 200], [(17, 30), (3, 2)])
+    alone = attend(case, device, split=SPLIT)
+    padding = torch.full((3, *case.q.shape[1:]), torch.nan)
+    behind = torch.full((5, *case.q.shape[1:]), torch.nan)
+    wide = replace(case, q=torch.cat((case.q[:2], padding, case.q[2:], behind)))
+    got = attend(wide, device, plan=padded_plan(case, device, decodes=5, chunks=4))
+    assert torch.equal(torch.cat((got[:2], got[5:-5])), alone)
+    assert (got[2:5] == POISON).all()
+    assert (got[-5:] == POISON).all()
+
+
+def test_a_step_of_padding_alone_writes_nothing(device: str) -> None:
+    case = paged_case([4], [(0, 3)])
+    plan = plan_of(case, device)
+    plan.lengths.zero_()
+    plan.begins[2:] = plan.begins[1]
+    assert (attend(case, device, plan=plan) == POISON).all()
+
+
+def test_rows_that_are_on_the_device_are_taken_as_they_are(device: str) -> None:
+    """The same tensors, so that a captured step reads what later steps put there."""
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Rows(PagedRows):
+        first_tokens: torch.Tensor
+        lengths: torch.Tensor
+        tables: torch.Tensor
+        max_length: int
+
+    case = paged_case([40, 7], [(0, 5)])
+    made = plan_of(case, device)
+    rows = Rows(
+        num_decode=2,
+        contexts=(),
+        counts=(),
+        block_tables=made.block_tables,
+        block_size=BLOCK,
+        first_tokens=made.begins,
+        lengths=made.lengths,
+        tables=made.block_tables,
+        max_length=4096,
+    )
+    plan = prepare_attention(rows, 2, case.q.dtype)
+    assert (plan.begins, plan.lengths, plan.block_tables) == (made.begins, made.lengths, made.block_tables)
+    assert (plan.num_chunks, plan.num_splits) == (1, 8)
+    close(attend(case, device, plan=plan), attend(case, device))
+
+
+def test_queries_may_be_a_view_of_what_the_projection_gave(device: str) -> None:
+    case = paged_case([4, 20], [(0, 3)])
+    stacked = torch.full((5, 10, 16), torch.nan)
+    stacked[:, :6] = case.q
+    close(attend(replace(case, q=stacked[:, :6]), device), attend(case, device))
+
+
+def test_a_call_that_would_read_wrong_memory_is_refused(device: str) -> None:
+    case = paged_case([4], [])
+    plan = plan_of(case, device)
+    q, k, v = (x.to(device) for x in (case.q, case.k_cache, case.v_cache))
+    with pytest.raises(ValueError, match=r"v_cache .* expected a contiguous tensor"):
+        attention(q, k, v.transpose(1, 2), plan, 1.0)
+    with pytest.raises(ValueError, match=r"q \[1, 6, 16\] has strides"):
+        attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, plan, 1.0)
+    with pytest.raises(ValueError, match="window is 0: expected at least 1"):
+        attention(q, k, v, plan, 1.0, window=0)

@@ -1,0 +1,55 @@
+"""Owns that the kernels compile to machine code for GPUs, which the interpreter does not show.
+Never needs a GPU: Triton brings the assembler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+
+EVERY = {
+    "_norm", "_silu_and_mul", "_rotate", "_write", "attend", "_combine", "_copy", "_edit", "_limit", "narrow", "draw",
+    "_logprobs", "_convolve", "_one_step", "_invert", "_scan", "_gated_norm", "_sigmoid_gate",
+}  # fmt: skip
+
+
+def compile_all(cache: Path, *arguments: str) -> list[dict[str, Any]]:
+    """In a process of its own: in this one, Triton interprets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.triton.compiled", *arguments],
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    assert {kernel["name"] for kernel in found} == EVERY
+    assert all(kernel["cubin_bytes"] for kernel in found)
+    return found
+
+
+def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+    found = compile_all(tmp_path, "9.0", "--first-config")
+    assert all(kernel["tensor_cores"] for kernel in found if kernel["name"] == "attend"), "bfloat16 products"
+    # Started with these, whatever they need: the smallest of the GPUs that are served has 99 KiB.
+    of_states = [kernel["shared_bytes"] for kernel in found if kernel["name"] in ("_invert", "_scan", "_one_step")]
+    assert max(of_states) <= 99 * 1024
+    # Fused, a product and the subtraction behind it would round once, and a penalty would not be the reference's.
+    assert not any(kernel["fused"] for kernel in found if kernel["name"] == "_edit")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0"])
+def test_every_kernel_and_configuration_compiles_for_every_gpu(tmp_path: Path, capability: str) -> None:
+    """Those that ask for more shared memory than the smallest of these GPUs has are left out when it chooses."""
+    compile_all(tmp_path, capability, "--head-dims", "80", "256", "--groups", "8")
+    compile_all(tmp_path, capability, "--dtypes", "float32", "float16", "--first-config")

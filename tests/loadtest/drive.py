@@ -1,0 +1,42 @@
+"""Owns a process of its own for the load driver: gevent stays out of the tests' process.
+Never patches the standard library: the driver's own sockets are gevent's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+from loadtest.arrivals import Profile
+from loadtest.driver import Driver
+from loadtest.plan import Ask, Closed, Open, Plan, Point, Shape
+from loadtest.tally import Tally
+from loadtest.target import Target
+
+
+class Telling(Driver):
+    """Says on its standard output when it has read an event."""
+
+    def _pause(self, one: Ask) -> Callable[[], None]:
+        return lambda: print("read", flush=True)
+
+
+def main() -> None:
+    """Of a line of JSON: url, tokens, requests at once or clients, seconds, and more of the shape. Prints the figures
+    by kind of request."""
+    given = json.loads(sys.stdin.readline())
+    shape = Shape(4, given["tokens"], **given.get("shape", {}))
+    if clients := given.get("clients"):
+        source: Open | Closed = Closed("k", shape, clients, turns=given.get("turns", 1))
+    else:
+        source = Open("k", shape, Profile.constant(given["requests"] + 0.5, 1.0), "constant")
+    plan = Plan((Point("p", (source,), given.get("seconds", 1.0)),))
+    tally = Tally()
+    kind = Telling if given.get("tells") else Driver
+    target = Target(given["url"], "fake", given.get("timeout_s", 60.0), given.get("keys", {}))
+    kind(plan, target, tally, seed=1).run()
+    print(json.dumps({"figures": tally.figures("p"), "errors": dict(tally.whole().errors)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

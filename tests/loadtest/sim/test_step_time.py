@@ -1,0 +1,63 @@
+"""How long a simulated step takes, from what a measured one took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.step import RowKind, ScheduledRequest, StepPlan
+from loadtest.sim.step_time import ATTENTION_CONTEXT, ConstantStep, LinearStep, fit, measured
+
+MODEL = LinearStep(step_s=0.01, token_s=0.001, decode_row_s=0.002, attention_context=1000)
+
+
+def row(kind: RowKind, start: int, count: int) -> ScheduledRequest:
+    return ScheduledRequest("r", kind, start, (1,) * count, (0,), None)
+
+
+def cell(step: str, size: int, ms: float, context: int = 200) -> dict[str, Any]:
+    return {"step": step, "size": size, "context": context, "kernels": "native", "ms_p50": ms}
+
+
+def test_a_step_costs_its_rows_its_tokens_and_what_they_attend_to() -> None:
+    plan = StepPlan(0, (row(RowKind.DECODE, 500, 1), row(RowKind.MIDDLE, 100, 40)))
+    attended = 500.5 + 40 * 120
+    assert MODEL.seconds(plan) == pytest.approx(0.01 + 0.002 + 0.001 * (40 + attended / 1000))
+
+
+def test_a_last_chunk_of_one_token_is_no_decode_row() -> None:
+    assert MODEL.seconds(StepPlan(0, (row(RowKind.LAST, 0, 1),))) == pytest.approx(0.011, rel=1e-3)
+
+
+def test_a_constant_step_takes_the_same_whatever_it_computes() -> None:
+    assert ConstantStep(0.5).seconds(StepPlan(0, (row(RowKind.MIDDLE, 0, 500),))) == 0.5
+
+
+def test_a_faster_machine_does_all_of_it_in_a_fraction() -> None:
+    plan = StepPlan(0, (row(RowKind.DECODE, 500, 1), row(RowKind.MIDDLE, 100, 40)))
+    assert MODEL.faster(4).seconds(plan) == pytest.approx(MODEL.seconds(plan) / 4)
+
+
+def test_the_fit_finds_the_model_that_made_the_measurements() -> None:
+    work = [(1, 0), (8, 0), (32, 0), (0, 64), (0, 256)]
+    cells = []
+    for rows, tokens in work:
+        attended = rows * 200 + tokens * (200 + tokens / 2)
+        ms = 15 + 2 * rows + 1.5 * (tokens + attended / ATTENTION_CONTEXT)
+        cells.append(cell("decode", rows, ms) if rows else cell("prefill", tokens, ms))
+    model, error = fit(cells)
+    assert (model.step_s, model.token_s, model.decode_row_s) == pytest.approx((0.015, 0.0015, 0.002))
+    assert error < 1e-9
+
+
+def test_measurements_that_no_linear_model_could_make_are_refused() -> None:
+    cells = [cell("decode", 1, 50), cell("decode", 32, 10), cell("prefill", 64, 10), cell("prefill", 256, 400)]
+    with pytest.raises(ValueError, match="not positive"):
+        fit(cells)
+
+
+def test_the_recorded_steps_are_described_to_a_quarter() -> None:
+    model, error = measured()
+    assert error < 0.25
+    assert model.token_s < model.decode_row_s < model.step_s

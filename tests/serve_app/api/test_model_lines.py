@@ -1,0 +1,62 @@
+"""Owns the proof that every line of models is served: a request over HTTP gets the tokens that transformers generates.
+Never leaves an engine behind, and never downloads: checkpoints are tiny and made here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.async_engine import AsyncEngine
+from engine.config import EngineConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.executor import create_executor
+from serve_app.api.ingress import create_app
+from serve_app.api.tokenizer import Tokenizer
+from tests.serve_app.harness import MODEL, LocalClient, joined_choice, post
+from tests.support.tiny_models import HYBRIDS, LINES, VOCAB, save_model
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = torch.randint(0, VOCAB, (60,), generator=torch.Generator().manual_seed(9)).tolist()
+NEW_TOKENS = 6
+
+
+@pytest.mark.parametrize("kind", LINES)
+async def test_a_completion_has_the_tokens_of_transformers_whole_streamed_and_from_the_prefix_cache(
+    kind: str, tmp_path: Path
+) -> None:
+    model, ids = save_model(kind, tmp_path), torch.tensor([PROMPT])
+    answer = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    want = answer[0, len(PROMPT) :].tolist()
+    config = EngineConfig(
+        dtype="float32",
+        num_kv_blocks=32,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        num_threads=1,
+        scheduler=SchedulerConfig(state_snapshot_tokens=16 if kind in HYBRIDS else 0),
+    )
+    engine = AsyncEngine(EngineCore(*create_executor(tmp_path, config)))
+    try:
+        app = create_app(LocalClient(engine), Tokenizer.byte_level(), MODEL)
+        asked = {"model": MODEL.id, "prompt": PROMPT, "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
+        whole = await post(app, "/v1/completions", asked | {"return_token_ids": True})
+        assert whole.status == 200, whole.json
+        assert whole.json["choices"][0]["token_ids"] == want
+        assert whole.json["usage"]["prompt_tokens"] == len(PROMPT)
+        streamed = await post(app, "/v1/completions", asked | {"stream": True})
+        assert joined_choice(streamed)["text"] == whole.json["choices"][0]["text"]
+        again = await post(app, "/v1/completions", asked | {"return_token_ids": True})
+        assert again.json["choices"][0]["token_ids"] == want
+        assert again.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 48, "whole blocks of the prompt"
+    finally:
+        engine.shutdown()

@@ -1,0 +1,158 @@
+"""Contracts of images that are fetched: from listed hosts alone, within size, type and time, and never elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from serve_app.images import fetch
+from serve_app.images.fetch import Fetcher
+from serve_app.images.refusal import ImageRefused
+from tests.support.image_files import Given, ImageServer, image_file, image_server, make_image
+
+pytestmark = pytest.mark.anyio
+
+FILE = image_file(make_image(1, 20, 20))
+PNG = {"Content-Type": "image/png"}
+PATHS = {
+    "/a.png": Given(FILE),
+    "/a.png?b=c": Given(FILE + b"!"),
+    "/chunked": Given(FILE, chunked=True),
+    "/charset": Given(FILE, headers={"Content-Type": "IMAGE/PNG; charset=binary"}),
+    "/moved": Given(status=302, headers={"Location": "http://127.0.0.1:1/"}),
+    "/text": Given(b"hello", headers={"Content-Type": "text/html"}),
+    "/nothing": Given(b"hello", headers={}),
+    "/large": Given(b"x" * 5000),
+    "/says-large": Given(b"x", headers=PNG | {"Content-Length": "5000"}),
+    "/large-chunk": Given(b"x" * 5000, chunked=True),
+    "/slow": Given(FILE, stalls=True),
+    "/short": Given(b"x", headers=PNG | {"Content-Length": "900"}),
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ImageServer]:
+    with image_server(PATHS) as found:
+        yield found
+
+
+def fetcher(*hosts: str, **changes: Any) -> Fetcher:
+    return Fetcher(hosts, **{"max_bytes": 4000, "timeout_s": 10.0} | changes)
+
+
+@pytest.mark.parametrize("path", ["/a.png", "/chunked", "/charset"])
+async def test_a_listed_host_is_asked(server: ImageServer, path: str) -> None:
+    assert await fetcher(server.host).fetch(server.url(path)) == FILE
+
+
+async def test_the_query_is_part_of_what_is_asked(server: ImageServer) -> None:
+    assert await fetcher(server.host).fetch(server.url("/a.png?b=c#d")) == FILE + b"!"
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/moved", r"a redirect \(302\), and none is followed"),
+        ("/text", "its type is text/html, and supported are image/png"),
+        ("/nothing", "its type is not told"),
+        ("/large", r"at most 4000 are read \(images.max_bytes\)"),
+        ("/says-large", "it has 5000 bytes or more"),
+        ("/large-chunk", "at most 4000 are read"),
+        ("/absent", "answered with status 404"),
+        ("/short", "did not answer"),
+        ("/a b", "characters that are not written as such"),
+        ("/a\r\nHost: b", "characters that are not written as such|URL is none"),
+    ],
+)
+async def test_what_is_no_image_of_the_right_size_is_refused(server: ImageServer, path: str, told: str) -> None:
+    with pytest.raises(ImageRefused, match=told):
+        await fetcher(server.host).fetch(server.url(path))
+
+
+async def test_a_server_that_takes_too_long_is_not_waited_for(server: ImageServer) -> None:
+    with pytest.raises(ImageRefused, match=r"longer than 0.2 s \(images.fetch_timeout_s\)"):
+        await fetcher(server.host, timeout_s=0.2).fetch(server.url("/slow"))
+
+
+async def test_a_host_that_is_not_listed_is_never_asked(server: ImageServer) -> None:
+    before = list(server.asked)
+    for hosts in ((), ("127.0.0.1",), ("127.0.0.1:1",), ("example.com",), ("*",), ("",)):
+        with pytest.raises(ImageRefused, match=rf"'127.0.0.1' at port {server.port} is not listed in images.allowed"):
+            await fetcher(*hosts).fetch(server.url("/a.png"))
+    for url in (f"http://127.0.0.1:{server.port}@example.com/", "http:///a.png", "http://[::1/", "https://a:99999/"):
+        with pytest.raises(ImageRefused):
+            await fetcher(server.host).fetch(url)
+    assert server.asked == before
+
+
+async def test_a_listed_name_that_leads_to_a_private_address_is_refused_unless_the_address_is_listed(
+    server: ImageServer,
+) -> None:
+    """A name's owner may point it anywhere, such as at what only this machine is meant to reach."""
+    name = f"localhost:{server.port}"
+    url = f"http://{name}/a.png"
+    before = list(server.asked)
+    with pytest.raises(ImageRefused, match=r"has a private address, which is not listed in images.allowed_hosts"):
+        await fetcher(name).fetch(url)
+    assert server.asked == before
+    assert await fetcher(name, "127.0.0.1", "::1").fetch(url) == FILE
+
+
+async def test_a_user_in_the_url_is_refused(server: ImageServer) -> None:
+    with pytest.raises(ImageRefused, match="a user or a password"):
+        await fetcher(server.host).fetch(f"http://me:secret@{server.host}/a.png")
+
+
+async def test_a_certificate_is_held_against_the_name_and_not_the_address(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    certificate = self_signed(tmp_path, "images.test")
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    served.load_cert_chain(certificate)
+
+    async def lookup(*_: object, **__: object) -> list[tuple[Any, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup)
+    with image_server({"/a.png": Given(FILE)}, served) as server:
+        allowed = ("127.0.0.1", f"images.test:{server.port}", f"other.test:{server.port}")
+        with pytest.raises(ImageRefused, match="did not answer: SSLCertVerificationError"):
+            await fetcher(*allowed).fetch(f"https://images.test:{server.port}/a.png")
+        monkeypatch.setattr(fetch, "_CONTEXT", ssl.create_default_context(cafile=certificate))
+        assert await fetcher(*allowed).fetch(f"https://images.test:{server.port}/a.png") == FILE
+        with pytest.raises(ImageRefused, match="did not answer: SSLCertVerificationError"):
+            await fetcher(*allowed).fetch(f"https://other.test:{server.port}/a.png")
+
+
+def self_signed(directory: Path, name: str) -> Path:
+    """A key and its certificate in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    today = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(subject, subject, key.public_key(), 1, today, today + datetime.timedelta(days=1))
+    builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+    made = builder.sign(key, hashes.SHA256())
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path = directory / "both.pem"
+    path.write_bytes(private + made.public_bytes(serialization.Encoding.PEM))
+    return path
+
+
+async def test_a_server_that_is_gone_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        host = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(ImageRefused, match="did not answer: ConnectionRefusedError"):
+        await fetcher(host).fetch(f"http://{host}/a.png")

@@ -1,0 +1,111 @@
+"""Contracts of the way from a file to pixels: sizes as transformers chooses them, and what the file says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from engine.span_inputs import InputKind
+from serve_app.images import intake
+from serve_app.images.intake import AskedImage, ImageIntake
+from serve_app.images.pixels import MOST_UNEQUAL, Pixels, read_pixels, scaled_size
+from serve_app.images.refusal import ImageRefused
+from serve_app.images.settings import ImageSettings
+from tests.support.image_files import data_url, image_file, make_image
+
+KIND = InputKind(name="image", token_id=1, side=28, min_pixels=3136, max_pixels=1_003_520, chunkable=False)
+
+
+@settings(max_examples=300, deadline=None)
+@given(width=st.integers(1, 5000), height=st.integers(1, 5000), most=st.sampled_from([3136, 100_352, 1_003_520]))
+def test_an_image_is_scaled_as_transformers_does(width: int, height: int, most: int) -> None:
+    if max(width, height) > MOST_UNEQUAL * min(width, height):
+        return
+    want = smart_resize(height, width, factor=28, min_pixels=3136, max_pixels=most)
+    assert scaled_size(width, height, KIND, most) == want[::-1]
+
+
+def pixels(file: bytes, most: int = KIND.max_pixels) -> Pixels:
+    return read_pixels(file, KIND, max_decoded=2_000_000, max_shown=most)
+
+
+@pytest.mark.parametrize("kind", ["png", "webp", "gif"])
+def test_a_file_is_known_by_its_contents(kind: str) -> None:
+    image = make_image(1, 84, 56).quantize(16) if kind == "gif" else make_image(1, 84, 56)
+    options = {"lossless": True} if kind == "webp" else {}
+    grid, data = pixels(image_file(image, kind, **options))
+    assert grid == (1, 2, 3)
+    assert data == image.convert("RGB").tobytes()
+
+
+def test_a_picture_that_lies_on_its_side_is_put_upright() -> None:
+    """Cameras store which way is up beside the pixels."""
+    image = make_image(1, 84, 56)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    grid, data = pixels(image_file(image, "png", exif=exif))
+    assert grid == (1, 3, 2)
+    assert data == image.transpose(Image.Transpose.ROTATE_270).tobytes()
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK"])
+def test_every_mode_becomes_three_colours(mode: str) -> None:
+    image = make_image(2, 56, 56).convert(mode)
+    _, data = pixels(image_file(image, "jpeg" if mode == "CMYK" else "png"))
+    assert len(data) == 56 * 56 * 3
+
+
+def test_a_header_that_promises_too_much_is_refused_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = bytearray(image_file(Image.new("L", (8, 8)), "gif"))
+    file[6:10] = (60_000).to_bytes(2, "little") * 2
+    monkeypatch.setattr(Image.Image, "convert", None)
+    with pytest.raises(ImageRefused, match="60000 x 60000 pixels, and at most 2000000 are decoded"):
+        pixels(bytes(file))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n", b"BM" + bytes(200), b"%PDF-1.4", image_file(make_image(1, 9, 9))[:60]],
+)
+def test_what_is_no_image_is_refused(file: bytes) -> None:
+    with pytest.raises(ImageRefused, match="cannot be read as one of image/png"):
+        pixels(file)
+
+
+def test_a_side_that_is_too_long_for_what_is_shown_is_refused() -> None:
+    with pytest.raises(ImageRefused, match="2000 x 10 pixels, too long a side"):
+        pixels(image_file(Image.new("RGB", (2000, 10))), most=28 * 28 * 20)
+
+
+def test_pixels_have_the_colours_of_transformers_resizing() -> None:
+    image = make_image(3, 300, 170)
+    grid, data = pixels(image_file(image), most=28 * 28 * 20)
+    _, rows, columns = grid
+    want = image.resize((columns * 28, rows * 28), Image.Resampling.BICUBIC)
+    assert np.array_equal(np.frombuffer(data, np.uint8), np.asarray(want).ravel())
+
+
+@pytest.mark.anyio
+async def test_the_event_loop_goes_on_while_an_image_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    going, seen = threading.Event(), threading.Event()
+
+    def slow(*_: object, **__: object) -> Pixels:
+        seen.set()
+        assert going.wait(20)
+        return Pixels((1, 1, 1), b"")
+
+    monkeypatch.setattr(intake, "read_pixels", slow)
+    reading = asyncio.create_task(
+        ImageIntake(KIND, ImageSettings()).read([AskedImage(data_url(make_image(1, 9, 9)), "a")])
+    )
+    while not seen.is_set():
+        await asyncio.sleep(0.001)
+    going.set()
+    assert await reading == [Pixels((1, 1, 1), b"")]

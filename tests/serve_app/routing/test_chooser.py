@@ -1,0 +1,69 @@
+"""Contracts of a router's whole way from a prompt to the replicas that it is to try."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+
+from engine.protocol import SamplingParams, Submission
+from engine.span_inputs import SpanInput
+from serve_app.routing import bench
+from serve_app.routing.chooser import Chooser
+from serve_app.settings import RoutingSettings
+from tests.support.reports import stats
+
+BLOCK_SIZE = 4
+NOW = 100.0
+ASK = Submission("r", tuple(range(100)), SamplingParams(max_tokens=1, seed=0))
+
+
+def chooser(*names: str, **routing: int) -> Chooser:
+    made = Chooser(RoutingSettings.model_validate(routing), BLOCK_SIZE, Random(0))
+    made.fleet.update({name: {} for name in names})
+    return made
+
+
+def test_a_request_counts_at_its_first_choice_with_what_is_to_be_computed_there() -> None:
+    router = chooser("a", "b")
+    router.fleet.open("one")
+    (first,), (second,) = router.place("one", ASK, ["a", "b"], NOW).ranks
+    assert router.fleet.load(first, NOW).num_queued_tokens == 100
+    assert router.fleet.load(second, NOW).num_requests == 0
+    router.fleet.open("two")
+    choice = router.place("two", ASK, [first], NOW)
+    assert choice.num_cached_tokens == {first: 100}
+    assert router.fleet.load(first, NOW).num_queued_tokens == 101, "the last token is computed whatever is cached"
+
+
+def test_a_prompt_with_another_image_or_of_another_salt_is_cached_nowhere() -> None:
+    def asks(data: bytes, salt: str = "") -> Submission:
+        image = SpanInput.of("image", 0, (1, 4, 24), data)
+        return dataclasses.replace(ASK, inputs=(image,), cache_salt=salt)
+
+    router = chooser("a", "b")
+    router.fleet.open("one")
+    (first,), _ = router.place("one", asks(b"one"), ["a", "b"], NOW).ranks
+    assert router.place("two", asks(b"one"), ["a", "b"], NOW).num_cached_tokens == {first: 100}
+    assert router.place("two", asks(b"other"), ["a", "b"], NOW).num_cached_tokens == {}
+    assert router.place("two", asks(b"one", "mine"), ["a", "b"], NOW).num_cached_tokens == {}
+
+
+def test_each_request_weighs_what_the_settings_say_beside_its_tokens() -> None:
+    """One queued token, or eight requests that decode: at 0 tokens a request the latter are nothing."""
+    reports = {"queues": stats(NOW, requests=1, queued=1), "decodes": stats(NOW, requests=8)}
+    for weight, chosen in ((0, "decodes"), (64, "queues")):
+        router = chooser(request_tokens=weight)
+        router.fleet.update(reports)
+        assert router.place("r", ASK, list(reports), NOW).ranks[0] == [chosen]
+
+
+def test_those_that_are_full_or_avoided_are_as_placement_has_them() -> None:
+    router = chooser("a", "b", "c")
+    assert router.place("r", ASK, ["a", "b", "c"], NOW, avoid=("a",), full={"b"}).ranks == [["c"], ["b"]]
+    assert router.place("r", ASK, [], NOW).ranks == []
+
+
+def test_the_benchmark_chooses_among_as_many_as_it_says() -> None:
+    found = bench.measure(5, 20)
+    assert found["replicas"] == 5
+    assert found["ms_p50"] > 0

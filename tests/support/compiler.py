@@ -1,0 +1,16 @@
+"""Owns the one reason for which tests of the native kernels are left out: there is no compiler.
+Never hides that one fails: what does not compile is a failure, and .ci/run asks for a compiler."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+
+import pytest
+
+_COMMAND = (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(_COMMAND) is None, reason=f"the native kernels need a C++ compiler, and {_COMMAND} is not on the PATH"
+)

@@ -1,0 +1,119 @@
+"""Owns a GPU that is none: the engine's whole way through a device, on the CPU, with memory that a test makes up.
+Never hides an order: what is read back is as it was when the download was queued, and captures do their work again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.device import HostDevice
+
+MIB = 2**20
+VOCAB, EOS = 272, 256
+"""That of Grammars.of_bytes: a token a byte, then special ones."""
+
+
+class FakeDevice(HostDevice):
+    """A device of compute capability 9.0 and little memory, which is allocated for real. `free`: what each question for
+    free memory is answered with, in MiB, the last for good."""
+
+    name = "fake GPU"
+    capability = (9, 0)
+    captures = True
+
+    def __init__(self, free: Sequence[float] = (15, 12, 11.5, 10, 9.25), total: float = 16) -> None:
+        self._free, self._total = [*free], total
+        self.asked: list[str] = []
+
+    def memory(self) -> tuple[int, int]:
+        free = self._free.pop(0) if len(self._free) > 1 else self._free[0]
+        return int(free * MIB), int(self._total * MIB)
+
+    def release_unused(self) -> None:
+        self.asked.append("release")
+
+    def upload(self, host: Tensor, into: Tensor | None = None) -> Tensor:
+        assert host.device.type == "cpu"
+        self.asked.append("upload")
+        return host.clone() if into is None else into.copy_(host)
+
+    def download(self, tensors: Sequence[Tensor]) -> Any:
+        self.asked.append("download")
+        return _Snapshot(self, [tensor.clone() for tensor in tensors])
+
+    def capture(self, work: Callable[[], None], beside: Any = None) -> Any:
+        self.asked.append("capture")
+        work()
+        return _Replay(self, work)
+
+
+@dataclass
+class _Snapshot:
+    device: FakeDevice
+    tensors: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        self.device.asked.append("wait")
+        return self.tensors
+
+
+@dataclass
+class _Replay:
+    device: FakeDevice
+    work: Callable[[], None]
+
+    def replay(self) -> None:
+        self.device.asked.append("replay")
+        self.work()
+
+
+def write_model(directory: Path, **changes: Any) -> Path:
+    """A config.json for dummy weights: a tiny Llama over bytes, whose end is EOS."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "eos_token_id": EOS,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    return directory
+
+
+class MetaDevice(FakeDevice):
+    """Its tensors have no values: whatever reads one back raises, and so do most operations that mix devices."""
+
+    torch_device = torch.device("meta")
+
+    def upload(self, host: Tensor, into: Tensor | None = None) -> Tensor:
+        assert host.device.type == "cpu"
+        there = host.to("meta")
+        return there if into is None else into.copy_(there)
+
+
+class MetaFlash:
+    """FlashAttention-2's calls on tensors without values."""
+
+    def flash_attn_with_kvcache(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return self._attend(q, k, v, options["cache_seqlens"], options["block_table"])
+
+    def flash_attn_varlen_func(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return self._attend(q, k, v, options["cu_seqlens_q"], options["cu_seqlens_k"], options["block_table"])
+
+    def _attend(self, *tensors: Tensor) -> Tensor:
+        assert {tensor.device.type for tensor in tensors} == {"meta"}
+        return torch.empty_like(tensors[0])
