@@ -4,9 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONFIG ?= config.yaml
 PEERS_VENV ?= .venv-peers
+SCENARIO ?= smoke
+URL ?= http://127.0.0.1:8000
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test test-slow test-clients test-chaos test-deep test-mutations check format install model docs bench-peers chart clean
+.PHONY: serve test test-slow test-clients test-gpu test-chaos test-deep test-mutations check format install model docs load simulate find-rate bench-peers bench-gpu chart studies validate-k8s render-k8s k8s-tools clean
 
 serve: install ## prepare the model of config.yaml, serve it, and say how to call it once it answers
 	@$(BIN)/python -m serve_app.front.announce $(CONFIG) & exec $(BIN)/serve run $(CONFIG)
@@ -14,7 +16,7 @@ serve: install ## prepare the model of config.yaml, serve it, and say how to cal
 test: model ## the whole suite but for what takes minutes
 	$(BIN)/python -m pytest -m "not slow and not chaos and not clients"
 
-test-slow: model ## a fresh clone in a new virtual environment, through the README's two commands
+test-slow: model ## what takes minutes: a newcomer's `make serve` in a fresh clone, kernels in Triton's interpreter, loads; every command of loadtest/README.md
 	$(BIN)/python -m pytest -m slow
 
 test-clients: model .venv-clients/installed ## the libraries that users bring, in an environment of their own (some minutes)
@@ -25,8 +27,15 @@ test-clients: model .venv-clients/installed ## the libraries that users bring, i
 	.venv-clients/bin/python -m pip install --quiet --no-deps --requirement tests/clients/requirements.txt
 	@touch $@
 
+test-gpu: install ## attention, captured steps, overlap and memory on this machine's GPU (skipped where there is none)
+	$(BIN)/python -m pytest tests/gpu -m gpu -rs
+
+bench-gpu: install ## kernels, steps and loads on this machine's GPU, against its own peaks; JSON to loadtest/results
+	$(BIN)/python -m kernels.bench --out loadtest/results/kernels_gpu.json
+	$(BIN)/python -m engine.bench_device --out loadtest/results/engine_gpu.json
+
 test-chaos: model ## every fault over a real Ray: killed, hung, drained and replaced parts, clients that storm (ten minutes)
-	$(BIN)/python -m pytest tests/chaos -rP
+	$(BIN)/python -m pytest tests/chaos tests/k8s/test_pods.py -rP
 
 test-deep: install ## 100,000 random lives of the engine, new ones each time; tests/deep.json keeps the last result (half an hour)
 	$(BIN)/python -m tests.deep
@@ -47,7 +56,16 @@ format: install
 docs: install ## write README's configuration reference anew
 	$(BIN)/python -m serve_app.reference README.md
 
-bench-peers: model $(PEERS_VENV)/installed ## compare with vLLM and Ray Serve LLM on this machine (half an hour; installs them, 4 GB); BENCH="--rounds 1"
+load: install ## a named load on a server, and its report: make load SCENARIO=rates URL=http://... LOAD="--rates 1,2,4"
+	$(BIN)/python -m loadtest.load --scenario $(SCENARIO) --url $(URL) $(LOAD)
+
+simulate: install ## the same load on simulated engines: make simulate SCENARIO=rates LOAD="--rates 1,2 --replicas 4"
+	$(BIN)/python -m loadtest.sim.load --scenario $(SCENARIO) $(LOAD)
+
+find-rate: install ## the highest rate at which a server keeps its limits: make find-rate LOAD="--goal ttft:500,tpot:50"
+	$(BIN)/python -m loadtest.find_rate --url $(URL) $(LOAD)
+
+bench-peers: model $(PEERS_VENV)/installed ## compare with vLLM and Ray Serve LLM on this machine (three quarters of an hour; installs them, 4 GB); BENCH="--rounds 1"
 	$(BIN)/python -m loadtest.peers --peers-venv $(PEERS_VENV) $(BENCH)
 
 $(PEERS_VENV)/installed: loadtest/peers_env.sh
@@ -56,6 +74,12 @@ $(PEERS_VENV)/installed: loadtest/peers_env.sh
 
 chart: install ## draw docs/peers.svg and write README's tables of it, from loadtest/results/peers.json
 	$(BIN)/python -m loadtest.chart
+
+STUDY ?= autoscaling routing reservation scale disruption
+studies: install ## simulate what loadtest/sim/README.md tells (hours; the traces lie in ../shared/data, or in CHUNKSERVE_DATA); STUDY=routing STUDY_ARGS="--seeds 1"
+	for study in $(STUDY); do $(BIN)/python -m loadtest.sim.studies $$study $(STUDY_ARGS) || exit 1; done
+	$(BIN)/python -m loadtest.sim.validation
+	$(BIN)/python -m loadtest.sim.plots
 
 model: install ## download, verify and convert the default model, once
 	@$(BIN)/python -m engine.prepare >/dev/null
@@ -68,9 +92,19 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	  || { echo "chunkserve needs Python 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[serve,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[serve,dev,load]"
 	$(BIN)/python -m kernels.cpu.native.library
 	@touch $@
 
+validate-k8s: install k8s-tools ## build every overlay of k8s/ and check it without a cluster, with its alerts and dashboards
+	$(BIN)/python -m k8s.validate
+
+render-k8s: install k8s-tools ## write k8s/rendered and the dashboards anew, which tests compare
+	$(BIN)/python -m k8s.dashboards
+	$(BIN)/python -m k8s.validate --render
+
+k8s-tools: install ## kubectl, promtool and hadolint in .k8s-tools, once
+	@$(BIN)/python -m k8s.validate.tools
+
 clean:
-	rm -rf $(VENV) .venv-clients $(PEERS_VENV)
+	rm -rf $(VENV) .venv-clients $(PEERS_VENV) .k8s-tools
