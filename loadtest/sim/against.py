@@ -13,6 +13,7 @@ from typing import Any
 
 from loadtest.marks import with_text
 from loadtest.report import SCHEMA, Document
+from loadtest.server import ROOT
 from loadtest.sim import load
 from loadtest.sim.plots import README
 from loadtest.sim.step_time import measured
@@ -25,6 +26,7 @@ TIMES = {"ttft": "TTFT, ms", "tpot": "TPOT, ms"}
 SHARES = ("p50", "p90", "p99")
 WITHIN = 1.75
 """A simulated percentile is the measured one within this factor, either way."""
+DEPLOYMENT = ("replicas", "router", "engine", "steps")
 _COUNTS = ("offered", "ok", "prompt_tokens", "output_tokens")
 _OF_THE_PLAN = (
     *("scenario", "seconds", "warm_up", "rate", "rates", "clients", "arrivals", "cv", "lengths", "longest", "trace"),
@@ -86,16 +88,22 @@ def compare(live: Document, deployment: Sequence[str], within: float = WITHIN) -
     ratios = [cell["ratio"] for row in found for cell in row["ms"].values()]
     if not ratios:
         raise ValueError("nothing was answered, so there is nothing to compare")
-    step_time, error = measured()
+    steps: Path = options.steps
+    step_time, error = measured(steps)
     return {
         "live": live["settings"],
         "simulated": {name: getattr(options, name) for name in ("replicas", "router", "engine")},
-        "step_time": {"measured_in": "loadtest/results/engine_step.json", **asdict(step_time), "largest_error": error},
+        "step_time": {"measured_in": _shown(steps), **asdict(step_time), "largest_error": error},
         "commit": current_commit(),
         "within": within,
         "largest_factor": max(max(ratio, 1 / ratio) for ratio in ratios),
         "rows": found,
     }
+
+
+def _shown(path: Path) -> str:
+    """Without the folders of one machine."""
+    return str(path.resolve().relative_to(ROOT)) if path.resolve().is_relative_to(ROOT) else path.name
 
 
 def table(compared: Document) -> str:
@@ -135,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser()
     options = made.parse_args(arguments)
-    deployment = ["--replicas", str(options.replicas), "--router", options.router, "--engine", options.engine]
+    deployment = [word for name in DEPLOYMENT for word in (f"--{name}", str(getattr(options, name)))]
     try:
         compared = compare(json.loads(options.report.read_text()), deployment, options.within)
     except (ValueError, OSError) as wrong:

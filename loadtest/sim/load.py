@@ -18,7 +18,7 @@ from loadtest.sim.driver import PlanDriver
 from loadtest.sim.routers import ROUTERS, Router
 from loadtest.sim.scenario import Scenario, engine_config
 from loadtest.sim.simulation import simulate
-from loadtest.sim.step_time import measured
+from loadtest.sim.step_time import MEASURED, measured
 from loadtest.sim.summary import report
 from loadtest.sim.world import World
 
@@ -43,6 +43,9 @@ def add_deployment(made: argparse.ArgumentParser) -> None:
     made.add_argument("--replicas", type=int, default=1, help="engines that there are")
     made.add_argument("--router", choices=[*ROUTERS], default="prefix-affine", help="who chooses among them")
     made.add_argument("--engine", default="", help="what their config has else: max_num_seqs=16,num_kv_blocks=5825")
+    made.add_argument(
+        "--steps", type=Path, default=MEASURED, help="of engine.bench: how long steps take on its machine"
+    )
 
 
 def check(options: argparse.Namespace) -> tuple[Plan, ResolvedConfig]:
@@ -91,10 +94,10 @@ def simulated(plan: Plan, scenario: Scenario, router: Callable[[int, int], Route
 
 
 def run(options: argparse.Namespace) -> Document:
-    """The report of the load that the options name. Raises: as `check`."""
+    """The report of the load that the options name. Raises: as `check`, and ValueError: steps that fit no model."""
     plan, config = check(options)
     seed = seed_of(options)
-    step_time, _ = measured()
+    step_time, _ = measured(options.steps)
     scenario = Scenario(
         jobs=(),
         step_time=step_time,

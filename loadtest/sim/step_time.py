@@ -81,6 +81,10 @@ def fit(cells: Sequence[dict[str, Any]], kernels: str = "native") -> tuple[Linea
         The model, and the largest error of a cell as a share of what was measured.
     """
     found = [cell for cell in cells if cell["kernels"] == kernels]
+    if len(found) < len(_features(cells[0])):
+        raise ValueError(
+            f"{len(found)} cells of {kernels} kernels, which do not fix {len(_features(cells[0]))} factors"
+        )
     measured = np.array([cell["ms_p50"] / 1000 for cell in found])
     features = np.array([_features(cell) for cell in found])
     factors, *_ = np.linalg.lstsq(features / measured[:, None], np.ones(len(found)), rcond=None)
@@ -100,5 +104,13 @@ def _features(cell: dict[str, Any]) -> tuple[float, float, float]:
 
 
 def measured(path: Path = MEASURED) -> tuple[LinearStep, float]:
-    """The model of the steps in a result of `engine.bench`, and its largest error."""
-    return fit(json.loads(path.read_text())["cells"])
+    """The model of the steps in a result of `engine.bench`, and its largest error.
+
+    Raises:
+        OSError, ValueError: no such file, or one that holds no such result.
+    """
+    document = json.loads(path.read_text())
+    cells = document.get("cells") if isinstance(document, dict) else None
+    if not cells:
+        raise ValueError(f"{path} is no result of engine.bench: it has no cells")
+    return fit(cells)

@@ -12,6 +12,7 @@ import pytest
 from loadtest.marks import with_text
 from loadtest.sim import load
 from loadtest.sim.against import KEPT, README, compare, main, table
+from loadtest.sim.step_time import MEASURED
 from loadtest.slo import BROKEN, MISSED, PASSED, SATURATED
 
 ASKED = ("--scenario", "rates", "--rates", "1,2", "--seconds", "10", "--lengths", "0.1", "--seed", "5")
@@ -71,6 +72,17 @@ def test_a_percentile_is_held_against_its_own_and_the_farthest_counts_whichever_
 def test_other_engines_give_other_percentiles(live: dict[str, Any]) -> None:
     slow = compare(live, ("--engine", "max_num_batched_tokens=17,max_prefill_tokens=16,max_num_seqs=16"))
     assert slow["largest_factor"] > 1.1
+
+
+def test_steps_of_a_machine_half_as_fast_make_answers_half_as_fast(live: dict[str, Any], tmp_path: Path) -> None:
+    document = json.loads(MEASURED.read_text())
+    for cell in document["cells"]:
+        cell["ms_p50"] *= 2
+    steps = tmp_path / "slower.json"
+    steps.write_text(json.dumps(document))
+    compared = compare(live, [*ENGINE, "--steps", str(steps)])
+    assert all(cell["ratio"] > 1.5 for row in compared["rows"] for cell in row["ms"].values())
+    assert compared["step_time"]["measured_in"] == "slower.json", "without the folders of the machine"
 
 
 @pytest.mark.parametrize(("within", "code"), [(2.1, PASSED), (1.9, MISSED)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +57,21 @@ def test_measurements_that_no_linear_model_could_make_are_refused() -> None:
     cells = [cell("decode", 1, 50), cell("decode", 32, 10), cell("prefill", 64, 10), cell("prefill", 256, 400)]
     with pytest.raises(ValueError, match="not positive"):
         fit(cells)
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        ([], "it has no cells"),
+        ({"cells": []}, "it has no cells"),
+        ({"cells": [cell("decode", 1, 20.0), cell("decode", 8, 30.0)]}, "2 cells of native kernels"),
+    ],
+)
+def test_a_file_that_cannot_say_how_long_steps_take_is_refused(document: object, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=reason):
+        measured(path)
 
 
 def test_the_recorded_steps_are_described_to_a_quarter() -> None:
