@@ -14,6 +14,17 @@ from tests.support.serve_process import serve_run
 # Read when triton is imported, which other tests' libraries may do first: without a GPU its kernels are interpreted.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# So is this: threads of torch that wait for each other must not keep those of the other worker from the cores.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a file share fixtures, so that one worker has them; and one has all that start servers or loads, two of
+    which would starve each other."""
+    for item in items:
+        serves = item.get_closest_marker("server") or "default_server" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("servers" if serves else str(item.path)))
 
 
 @pytest.fixture(scope="session")

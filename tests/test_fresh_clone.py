@@ -19,6 +19,8 @@ import yaml
 
 from loadtest.server import ROOT, ended, free_port
 
+pytestmark = pytest.mark.server
+
 START_TIMEOUT_S = 900  # installs everything
 
 

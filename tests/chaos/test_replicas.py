@@ -24,7 +24,7 @@ from tests.chaos.support import (
 )
 from tests.support.streams import Crowd, begun
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.server]
 
 KILL_INTERVAL_S = 2.0
 NUM_TOKENS = 100

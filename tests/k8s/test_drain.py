@@ -18,6 +18,8 @@ from k8s import drain
 from k8s.validate.manifests import ROOT
 from loadtest.server import ended
 
+pytestmark = pytest.mark.server
+
 REPLICA = "ray::ServeReplica:chunkserve:Engine"
 
 

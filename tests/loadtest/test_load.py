@@ -24,7 +24,7 @@ from loadtest.workloads import Settings, plan_of
 from tests.loadtest.fake_openai import FakeServer, listening
 from tests.loadtest.loads import LENIENT, LONGEST_S, load, run, started
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.server]
 
 SHORT = ("--seconds", "1", "--rate", "8")
 """Seven requests of a smoke load."""

@@ -18,7 +18,7 @@ from loadtest.workloads import WORKLOADS
 from tests.loadtest.fake_openai import FakeServer, listening
 from tests.loadtest.loads import LENIENT, run
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.server]
 
 README = (ROOT / "loadtest" / "README.md").read_text()
 TRACES = Path(__file__).parent / "traces"

@@ -19,6 +19,8 @@ from loadtest.peer_servers import SERVERS, Contender, NotInstalled, Setup
 from loadtest.scenarios import SCENARIOS, Closed, Mixed
 from loadtest.server import ROOT, Server, ended, free_port, launched, session_members
 
+pytestmark = pytest.mark.server
+
 FAKE = Path(__file__).with_name("fake_openai.py")
 SMALL = {
     "single": Closed(requests=2, clients=1, prompt=4, answer=5),

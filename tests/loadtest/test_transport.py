@@ -24,7 +24,7 @@ from loadtest.server import ROOT, Server, kind_of, session_members
 from loadtest.transport_apps import Ingress, Settings, in_batches
 from tests.serve_app.harness import post
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.server]
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
 

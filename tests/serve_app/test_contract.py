@@ -20,6 +20,8 @@ from serve_app.api.schema import ChatRequest, CompletionRequest
 from tests.support.image_files import data_url
 from tests.support.serve_process import serve_run
 
+pytestmark = pytest.mark.server
+
 MODEL = "smollm2-135m-instruct"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 PROMPT = {"model": MODEL, "prompt": "hi", "max_tokens": 4}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
@@ -18,6 +19,8 @@ from transformers import PreTrainedModel
 from tests.support.serve_process import PYTHON_PROXY, serve_run
 from tests.support.tiny_adapters import ATTENTION, merged, save_adapter
 from tests.support.tiny_models import VOCAB, save_model
+
+pytestmark = pytest.mark.server
 
 ADMIN = "sk-admin"
 PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist()

@@ -22,6 +22,8 @@ import pytest
 from loadtest.server import START_TIMEOUT_S, Server
 from tests.support.serve_process import PYTHON_PROXY, listening, members_of, serve_run, starting
 
+pytestmark = pytest.mark.server
+
 MODEL = "smollm2-135m-instruct"
 DIRECT_PORT = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"  # the first ingress replica's
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]

@@ -21,6 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from loadtest.server import Server
 from tests.support.serve_process import members_of, serve_run
 
+pytestmark = pytest.mark.server
+
 MODEL = "smollm2-135m-instruct"
 WAIT_S = 60  # only ever reached by a failure
 NUM_TOKENS = 12

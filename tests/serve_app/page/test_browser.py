@@ -14,7 +14,10 @@ from loadtest.server import Server
 from tests.support.browser import PROGRAM, Page, browsing, until
 from tests.support.serve_process import serve_run
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no chromium here: `apt-get install chromium` brings it")
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(PROGRAM is None, reason="no chromium here: `apt-get install chromium` brings it"),
+]
 
 KEY, BAD_KEY = "sk-right", "sk-wrong"
 REPLY = "Ships pass <b>at night</b> & <img src=x onerror=alert(1)>. " * 40  # markup that a model might write

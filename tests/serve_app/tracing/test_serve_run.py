@@ -20,6 +20,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from loadtest.server import Server
 from tests.support.serve_process import serve_run
 
+pytestmark = pytest.mark.server
+
 MODEL = "smollm2-135m-instruct"
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 WAIT_S = 60  # only ever reached by a failure
