@@ -199,8 +199,8 @@ def _buckets(
         problem = f"{attention.name} attention cannot be captured"
     elif not device.captures:
         problem = f"{device.name} captures nothing"
-    elif model.expert_sizes:
-        problem = "mixtures of experts wait for the device"
+    elif model.expert_sizes and not ops.experts_capturable:
+        problem = "mixtures of experts by torch's operators wait for the device"
     elif model.linear_layers and not ops.states_capturable:
         problem = "linear attention by torch's operators reads its rows on the host"
     scope = config.cuda_graphs

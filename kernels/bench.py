@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.eager import EagerPass
-from kernels.forward import HeadShape
+from kernels.forward import HeadShape, Linear, Routing
 from kernels.ops import TORCH_CPU
 from kernels.reference import PagedRows
 
@@ -84,6 +84,7 @@ class Bench:
         ]
         found += [self.attention("attention_decode", [o.context] * rows, [1] * rows, rows) for rows in o.rows]
         found += [self.attention("attention_chunk", [o.context], [count], 0) for count in o.chunk]
+        found += [self.experts(tokens) for tokens in (*o.rows, *o.chunk)]
         return found + ([self.sampling(rows, name) for rows in o.rows for name in SAMPLING] if self.on_gpu else [])
 
     def norm(self, tokens: int) -> Cell:
@@ -146,6 +147,25 @@ class Bench:
         shape = {"rows": len(counts), "tokens": tokens, "context": contexts[0], "head_dim": heads.head_dim}
         num_bytes = 2 * (keys * heads.num_kv_heads + tokens * heads.num_heads) * heads.head_dim * self.dtype.itemsize
         return Cell(name, shape, num_bytes, 4 * pairs * heads.num_heads * heads.head_dim, make)
+
+    def experts(self, tokens: int) -> Cell:
+        """Weights are read of as many experts as choices at random would be expected to have."""
+        o, item = self.options, self.dtype.itemsize
+        count, size, hidden = o.experts, o.expert_size, o.hidden
+        routing = Routing(o.experts_per_token, renormalize=True)
+
+        def make() -> Run:
+            run, x = self.run_of(None, tokens), self.random(tokens, hidden)
+            router = self.random(count, hidden, dtype=torch.float32)
+            gate_up = Linear(self.random(count, 2 * size, hidden) / hidden**0.5)
+            down = Linear(self.random(count, hidden, size) / size**0.5)
+            return lambda: run.experts(x, router, gate_up, down, routing)
+
+        shape = {"tokens": tokens, "experts": count, "per_token": routing.per_token, "hidden": hidden, "size": size}
+        used = count * (1 - (1 - routing.per_token / count) ** tokens)
+        num_bytes = 4 * count * hidden + round(used * 3 * hidden * size) * item + 2 * tokens * hidden * item
+        flops = 2 * tokens * hidden * (count + routing.per_token * 3 * size)
+        return Cell("experts", shape, num_bytes, flops, make)
 
     def sampling(self, num_rows: int, name: str) -> Cell:
         vocab = self.options.vocab
@@ -285,6 +305,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--intermediate", type=int, default=14336)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--experts-per-token", type=int, default=8)
+    parser.add_argument("--expert-size", type=int, default=768, help="intermediate size of each")
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--context", type=int, default=2048, help="tokens in the cache of each row")
@@ -304,6 +327,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         )
     if options.heads % options.kv_heads or options.head_dim % 2:
         parser.error("--heads must be a multiple of --kv-heads, and --head-dim even")
+    if options.experts_per_token > options.experts:
+        parser.error("--experts-per-token must be at most --experts")
     return options
 
 

@@ -59,6 +59,8 @@ class Ops:
     nothing else of a step: a captured step may be replayed with other rows in the same tensors."""
     states_capturable: bool = False
     """The same of `causal_conv` and `delta_rule`, with kernels.paged.DeviceStateRows."""
+    experts_capturable: bool = False
+    """`experts` waits for nothing: which tokens an expert has is never known on the host."""
 
 
 REFERENCE = Ops(

@@ -14,6 +14,7 @@ from kernels.triton.attention import attention
 from kernels.triton.cache import write_cache
 from kernels.triton.causal_conv import causal_conv
 from kernels.triton.delta_rule import delta_rule
+from kernels.triton.experts import experts
 from kernels.triton.gates import gated_rms_norm, sigmoid_gate
 from kernels.triton.logprobs import token_logprobs
 from kernels.triton.norm import add_rms_norm, rms_norm
@@ -34,7 +35,7 @@ TRITON = Ops(
     rope=rope,
     silu_and_mul=silu_and_mul,
     gelu_and_mul=TORCH.gelu_and_mul,
-    experts=TORCH.experts,  # which waits for the device: a model that has them is not captured
+    experts=experts,
     write_cache=write_cache,
     prepare_attention=prepare_attention,
     attention=attention,
@@ -46,4 +47,5 @@ TRITON = Ops(
     logprobs=token_logprobs,
     capturable=True,  # it reads DeviceRows as they are, and sizes its launches by their largest
     states_capturable=True,
+    experts_capturable=True,
 )

@@ -34,7 +34,8 @@ async def read_images(messages: Sequence[Message], model: ServedModel) -> list[P
     if not asked:
         return []
     if model.images is None:
-        raise ApiError(400, "This model takes no images.", param=asked[0].param, code=UNSUPPORTED)
+        text = f"The model {model.id} takes no images: it is served for text alone."
+        raise ApiError(400, text, param=asked[0].param, code=UNSUPPORTED)
     return await model.images.read(asked)
 
 

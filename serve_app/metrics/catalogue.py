@@ -50,6 +50,7 @@ def one_two_five(most: int) -> list[int]:
 
 
 CACHE_CONFIG = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")
+LORA_REQUESTS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
 _engine_gauge = partial(Metric, "engine", "gauge")
 _engine_counter = partial(Metric, "engine", "counter")
@@ -68,6 +69,12 @@ ENGINE = (
     ),
     _engine_gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that requests hold, 0 to 1."),
     _engine_gauge("vllm:cache_config_info", "1; the labels are the KV cache's settings.", CACHE_CONFIG),
+    _engine_gauge(
+        "vllm:lora_requests_info",
+        "When it was measured, in seconds since 1970; only where `max_loras` is set, which `max_lora` is. The other "
+        "labels are the adapters of requests that run and that wait, by commas.",
+        LORA_REQUESTS,
+    ),
     _engine_counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     _engine_counter("vllm:prefix_cache_hits", "Of those, tokens that were there."),
     _engine_counter("vllm:num_preemptions", "Times that a running request lost its memory."),

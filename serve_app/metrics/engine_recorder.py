@@ -46,15 +46,24 @@ class _Life:
     cached_tokens: int = 0
     num_preemptions: int = 0
     accepted_drafts: int = 0
+    adapter: str = ""
+    """What clients call it; "": none."""
+    runs: bool = False
+    """It has its seat. After a preemption it waits until its next token: nothing tells of the step before that."""
 
 
 class EngineRecorder:
     """An EngineObserver. Its lock is taken once a step, and by whoever asks for the numbers."""
 
-    def __init__(self, config: ResolvedConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: the engine's."""
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        clock: Callable[[], float] = time.monotonic,
+        today: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock`: the engine's. `today`: seconds since 1970."""
         self._config = config
-        self._clock = clock
+        self._clock, self._today = clock, today
         self._lock = threading.Lock()
         self._lives: dict[str, _Life] = {}
         self._recent = RecentSteps(clock())
@@ -79,7 +88,8 @@ class EngineRecorder:
         with self._lock:
             counters = [Sample(name, labels, count) for (name, labels), count in self._counts.items()]
             histograms = [Sample(name, (), found.snapshot()) for name, found in self._histograms.items()]
-        return (*self._gauges(load), *counters, *_graph_steps(load), *histograms)
+            adapters = self._lora_requests() if self._config.max_loras else []
+        return (*self._gauges(load), *adapters, *counters, *_graph_steps(load), *histograms)
 
     def activity(self, engine: str, load: LoadSnapshot, after: int | None) -> EngineActivity:
         """What the engine of that name does just now; see StepsSnapshot.activity."""
@@ -101,10 +111,21 @@ class EngineRecorder:
             Sample("vllm:cache_config_info", tuple(map(str, cache)), 1),
         ]
 
+    def _lora_requests(self) -> list[Sample]:
+        """As vLLM has it: the series of a replica that has the latest time is how it is now."""
+        running, waiting = dict[str, None](), dict[str, None]()
+        for life in list(self._lives.values()):  # in one step: others submit meanwhile
+            if life.adapter:
+                (running if life.runs else waiting)[life.adapter] = None
+        labels = (str(self._config.max_loras), ",".join(running), ",".join(waiting))
+        return [Sample("vllm:lora_requests_info", labels, self._today())]
+
     # --- EngineObserver -----------------------------------------------------------------------------------------------
 
     def submitted(self, submission: Submission) -> None:
         life = _Life(len(submission.prompt_token_ids), submission.sampling.max_tokens, self._clock())
+        if submission.adapter is not None:
+            life.adapter = submission.adapter.name
         self._lives[submission.request_id] = life
 
     def rejected(self, code: ErrorCode) -> None:
@@ -151,6 +172,7 @@ class EngineRecorder:
     # --- one request --------------------------------------------------------------------------------------------------
 
     def _token(self, life: _Life, now: float, since: dict[float, int]) -> None:
+        life.runs = True
         if life.first_token is None:
             life.first_token = life.last_token = now
             self._prompt_computed(life)
@@ -163,6 +185,7 @@ class EngineRecorder:
         for request_id in request_ids:
             if (life := self._lives.get(request_id)) is not None:
                 life.num_preemptions += 1
+                life.runs = False
 
     def _drafted(self, row: Verified) -> None:
         self._count("vllm:spec_decode_num_drafts", 1)
@@ -176,7 +199,7 @@ class EngineRecorder:
             life.accepted_drafts += row.num_accepted
 
     def _scheduled(self, life: _Life, event: Scheduled, started: float) -> None:
-        life.scheduled, life.cached_tokens = started, event.cached_tokens
+        life.scheduled, life.cached_tokens, life.runs = started, event.cached_tokens, True
         if self._config.enable_prefix_caching:
             self._count("vllm:prefix_cache_queries", life.prompt_tokens)
             self._count("vllm:prefix_cache_hits", event.cached_tokens)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from engine.models.decoder import Decoder
 from engine.models.parameters import allocate
 from engine.protocol import SamplingParams, Submission
 from engine.request import create_request
-from engine.step import PENDING_TOKEN, LogitControls, RowKind, RowSampling, ScheduledRequest, StepPlan
+from engine.step import PENDING_TOKEN, GraphUse, LogitControls, RowKind, RowSampling, ScheduledRequest, StepPlan
+from kernels.choice import TRITON_TABLE
 from kernels.flash import PACKAGES, flash_ops
-from kernels.ops import TORCH
+from kernels.ops import TORCH, Ops
 from tests.support.fake_device import FakeDevice, MetaDevice, MetaFlash, write_model
 from tests.support.fake_flash import FakeFlash
 from tests.support.plans import chunk, decode, forced_logits, greedy_text, run, scored
@@ -118,16 +120,48 @@ def test_captured_steps_of_every_line_give_the_logits_of_the_cpu(tmp_path: Path,
         torch.testing.assert_close(forced_logits(executor, TOKENS, BLOCKS, size), want, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.usefixtures("flash")
-def test_a_model_with_experts_is_not_captured_and_computes_what_the_cpu_computes(tmp_path: Path) -> None:
-    directory = write_model(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=4)
+EXPERTS = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+
+
+def on_cpu(directory: Path, **options: Any) -> tuple[EngineConfig, torch.Tensor]:
+    """A config, and the logits of TOKENS by it."""
     config = EngineConfig(device="cpu", load_format="dummy", dtype="float32", num_kv_blocks=20, num_threads=1)
-    want = forced_logits(create_executor(directory, config)[0], TOKENS, BLOCKS, 16)
+    return config, forced_logits(create_executor(directory, config)[0], TOKENS, BLOCKS, 16)
+
+
+@pytest.mark.usefixtures("flash")
+def test_experts_by_torch_are_not_captured_and_compute_what_the_cpu_computes(tmp_path: Path) -> None:
+    directory, why = write_model(tmp_path, **EXPERTS), "mixtures of experts by torch's operators wait for the device"
+    config, want = on_cpu(directory)
     executor, resolved = create_on_device(directory, replace(config, device="auto"), FakeDevice(), "a test")
-    assert resolved.reasons["cuda_graphs"] == "none: mixtures of experts wait for the device; 0 sizes"
+    assert resolved.reasons["cuda_graphs"] == f"none: {why}; 0 sizes"
     torch.testing.assert_close(forced_logits(executor, TOKENS, BLOCKS, 17), want, atol=2e-4, rtol=1e-4)
-    with pytest.raises(ConfigError, match="cuda_graphs is all, but mixtures of experts wait for the device"):
+    with pytest.raises(ConfigError, match=f"cuda_graphs is all, but {why}"):
         create_on_device(directory, replace(config, device="auto", cuda_graphs="all"), FakeDevice(), "a test")
+
+
+@pytest.mark.usefixtures("flash")
+def test_captured_and_padded_steps_with_experts_by_triton_give_the_logits_of_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all of Triton's kernels these alone, in its interpreter. Padding holds NaN, and has experts, too."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+    triton: Ops = import_module(TRITON_TABLE).TRITON
+    assert triton.experts_capturable
+    assert triton.experts is not TORCH.experts
+    table = replace(TORCH, experts=triton.experts, experts_capturable=True)
+    monkeypatch.setattr("kernels.choice.TORCH", table)
+    directory = write_model(tmp_path, **EXPERTS, num_hidden_layers=1)
+    _, want = on_cpu(directory)  # [len(TOKENS), vocab]
+    limits: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 12}
+    sizes: dict[str, Any] = {"cuda_graph_decode_rows": (2,), "cuda_graph_mixed_tokens": (12,)}
+    executor = make(directory, cuda_graphs="all", cuda_graph_mixed_rows=(2,), **limits, **sizes)
+    poison(executor)
+    for size in (7, None):
+        got = forced_logits(executor, TOKENS[:10], BLOCKS, size)
+        torch.testing.assert_close(got, want[:10], atol=2e-4, rtol=1e-4)
+    executor.launch(StepPlan(0, (decode("a", 1, 0, OTHER_BLOCKS),)))
+    assert executor.collect().graph == GraphUse(True, "decode 2")
 
 
 def test_a_mixed_captured_step_gives_every_row_what_it_gets_alone(captured: DeviceExecutor) -> None:

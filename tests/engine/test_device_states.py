@@ -23,6 +23,7 @@ from engine.inputs import check_plan
 from engine.protocol import SamplingParams, Submission, Token
 from engine.request import create_request
 from engine.step import StateUse, StepPlan
+from kernels import choice
 from kernels.choice import TRITON_TABLE
 from kernels.ops import TORCH, Ops
 from tests.support.engines import resolved_config
@@ -109,6 +110,16 @@ SIZES = {"cuda_graph_decode_rows": (3,), "cuda_graph_mixed_tokens": (24,), "cuda
 @pytest.mark.usefixtures("_flash", "_states_by_triton")
 def test_captured_steps_padded_with_rows_that_have_no_slot_give_the_same_texts(model: Path) -> None:
     check_texts(model, rounds=1, captured=True, prompts=PROMPTS[1:], cuda_graphs="all", **SIZES)
+
+
+@pytest.mark.usefixtures("_flash", "_states_by_triton")
+def test_a_hybrid_with_experts_is_captured_where_both_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts by torch, which may be captured on this device alone: what Triton computes of them is held elsewhere."""
+    save_model("qwen3_5_moe", tmp_path)
+    why = "none: mixtures of experts by torch's operators wait for the device; 0 sizes"
+    assert create(tmp_path)[1].reasons["cuda_graphs"] == why
+    monkeypatch.setattr("kernels.choice.TORCH", replace(choice.TORCH, experts_capturable=True))
+    check_texts(tmp_path, rounds=1, captured=True, prompts=PROMPTS[1:2], cuda_graphs="all", **SIZES)
 
 
 @pytest.mark.usefixtures("_flash", "_states_by_triton")

@@ -4,6 +4,7 @@ Never loads weights."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,11 @@ def test_each_family_has_its_own_biases_norms_and_head_size() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_config_that_transformers_wrote_is_read_as_it_was_meant(kind: str, tmp_path: Path) -> None:
-    wanted = make_model(kind).config
-    wanted.save_pretrained(tmp_path)
+    model = make_model(kind)
+    model.config.save_pretrained(tmp_path)
+    wanted = model.config.get_text_config()
     raw = json.loads((tmp_path / "config.json").read_text())
-    raw["architectures"] = [type(make_model(kind)).__name__]
+    raw["architectures"] = [type(model).__name__]
     got = parse_model_config(raw)
     assert got.head_dim == getattr(wanted, "head_dim", wanted.hidden_size // wanted.num_attention_heads)
     assert got.num_kv_heads == wanted.num_key_value_heads
@@ -66,6 +68,7 @@ PHI_SCALING = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"]}
 QWEN3_NEXT = {"architectures": ["Qwen3NextForCausalLM"], "head_dim": 16}
 QWEN3_5 = {"architectures": ["Qwen3_5ForCausalLM"], "head_dim": 16}
+QWEN3_5_VL = {"architectures": ["Qwen3_5ForConditionalGeneration"]}
 
 
 @pytest.mark.parametrize(
@@ -101,6 +104,9 @@ QWEN3_5 = {"architectures": ["Qwen3_5ForCausalLM"], "head_dim": 16}
         (QWEN3_NEXT | {"full_attention_interval": 2, "num_experts": 9}, "num_experts_per_tok is 10, but there are 9"),
         (QWEN3_5 | {"full_attention_interval": 2, "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         (QWEN3_5 | {"full_attention_interval": 0}, "full_attention_interval is 0: expected a positive integer"),
+        (QWEN3_5_VL, "text_config is None: expected an object, the text decoder's fields"),
+        (QWEN3_5_VL | {"text_config": []}, r"text_config is \[\]: expected an object"),
+        (QWEN3_5_VL | {"text_config": BASE | {"hidden_act": "gelu"}}, "hidden_act 'gelu' is not supported"),
         ({"rope_scaling": {"type": "longrope"}}, "longrope"),
         ({"hidden_size": None}, "hidden_size is None: expected a positive integer"),
         ({"num_attention_heads": 6, "num_key_value_heads": 4}, "6 attention heads, 4 KV heads"),
@@ -262,3 +268,14 @@ def test_memory_and_work_count_the_layers_that_have_keys_and_values() -> None:
     config = parse_model_config(BASE | QWEN3_5 | {"num_hidden_layers": 8})
     assert (config.num_layers, config.num_attention_layers, len(config.linear_layers)) == (8, 2, 6)
     assert parse_model_config(BASE).num_attention_layers == 2
+
+
+def test_of_a_vision_language_model_the_text_decoder_is_read_and_its_head_is_tied_as_the_whole_says() -> None:
+    text = {key: value for key, value in BASE.items() if key != "architectures"}
+    decoder = text | {"head_dim": 16, "full_attention_interval": 2, "tie_word_embeddings": True}
+    alone = parse_model_config(decoder | {"architectures": ["Qwen3_5ForCausalLM"]})
+    for tied in (False, True):
+        whole = QWEN3_5_VL | {"text_config": decoder, "tie_word_embeddings": tied, "hidden_size": 7}
+        got = parse_model_config(whole | {"vision_config": {"depth": 2}})
+        assert got == replace(alone, architecture="Qwen3_5ForConditionalGeneration", tie_word_embeddings=tied)
+        assert got.vision is None

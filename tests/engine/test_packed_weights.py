@@ -48,7 +48,7 @@ def test_every_weight_is_to_the_bit_what_its_format_defines(name: str, tmp_path:
         assert torch.equal(view, want[key]), key
 
 
-@pytest.mark.parametrize("kind", ["phi3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["phi3", "qwen3_moe", "qwen3_5_vl"])
 @pytest.mark.parametrize("name", ["int_by_output", "fp8_blocks"])
 def test_stacked_matrices_turned_heads_and_experts_are_unpacked_too(name: str, kind: str, tmp_path: Path) -> None:
     save_packed(tmp_path / "packed", tmp_path / "plain", name, kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,7 @@ from tests.golden.scoring import FLOORS_FILE, Score, compare, transformers_logit
 from tests.golden.vision import VISION, logits_of_transformers, scored_prompts
 from tests.support.packed_models import from_fp8_blocks, to_fp8_blocks
 from tests.support.tiny_adapters import beside, merged, save_adapter
-from tests.support.tiny_models import save_model
+from tests.support.tiny_models import HYBRIDS, save_model
 from tests.support.tiny_vision import save_vision_model
 
 # Room for another order of operations (fused projections, chunked softmax) than the one that set the floor.
@@ -36,18 +36,35 @@ LEAST = {"float32": 1e-6, "bfloat16": 1e-3}
 NARROW_CACHES = "narrow_caches"
 
 
-def floors(directory: Path, sequences: list[list[int]]) -> dict[str, dict[str, object]]:
-    """float32: eager attention against SDPA. bfloat16: against float32."""
+def floors(directory: Path, sequences: list[list[int]], *, hybrid: bool = False) -> dict[str, dict[str, object]]:
+    """float32: eager attention against SDPA; of a hybrid, token by token against whole sequences, too: attention is
+    only a part of its layers, and the others sum in another order then. bfloat16: against float32."""
 
-    def logits(dtype: torch.dtype, attention: str) -> list[torch.Tensor]:
+    def logits(dtype: torch.dtype, attention: str, score: Callable[..., list[torch.Tensor]]) -> list[torch.Tensor]:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
-        return transformers_logits(model, sequences)
+        return score(model, sequences)
 
-    reference = logits(torch.float32, "sdpa")
+    reference = logits(torch.float32, "sdpa", transformers_logits)
+    other = logits(torch.float32, "eager", logits_by_token if hybrid else transformers_logits)
+    rounded = logits(torch.bfloat16, "sdpa", transformers_logits)
     return {
-        "float32": entry(compare(logits(torch.float32, "eager"), reference, sequences), "float32"),
-        "bfloat16": entry(compare(logits(torch.bfloat16, "sdpa"), reference, sequences), "bfloat16"),
+        "float32": entry(compare(other, reference, sequences), "float32"),
+        "bfloat16": entry(compare(rounded, reference, sequences), "bfloat16"),
     }
+
+
+def logits_by_token(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """As transformers_logits, each token in a step of its own behind what the model keeps of those before."""
+    found = []
+    with torch.inference_mode():
+        for tokens in sequences:
+            kept, logits = None, []
+            for token in tokens:
+                out = model(torch.tensor([[token]]), past_key_values=kept, use_cache=True)
+                kept = out.past_key_values
+                logits.append(out.logits[0])
+            found.append(torch.cat(logits).float())
+    return found
 
 
 def int8_floor(directory: Path, sequences: list[list[int]]) -> dict[str, object]:
@@ -123,7 +140,8 @@ def of_narrow_caches() -> dict[str, object]:
 def of_family(kind: str) -> dict[str, object]:
     with TemporaryDirectory() as directory:
         save_model(kind, Path(directory))
-        return {f"{kind}.{dtype}": value for dtype, value in floors(Path(directory), family_sequences()).items()}
+        found = floors(Path(directory), family_sequences(), hybrid=kind in HYBRIDS)
+        return {f"{kind}.{dtype}": value for dtype, value in found.items()}
 
 
 def of_vision() -> dict[str, object]:
@@ -174,9 +192,9 @@ def main() -> None:
     kinds: list[str] = parser.parse_args().kinds
     recorded: dict[str, object] = json.loads(FLOORS_FILE.read_text()) if kinds else {}
     recorded |= {
-        "_": "Nats. float32 floor: transformers eager vs SDPA; bfloat16 floor: transformers bfloat16 vs float32; "
-        "int8, fp8 floors: the same with rounded weights; kv floors: with rounded keys and values. "
-        "Written by python -m tests.golden.record",
+        "_": "Nats. float32 floor: transformers eager vs SDPA, hybrids also token by token vs whole; "
+        "bfloat16 floor: transformers bfloat16 vs float32; int8, fp8 floors: the same with rounded weights; "
+        "kv floors: with rounded keys and values. Written by python -m tests.golden.record",
         "_transformers": transformers.__version__,
         "_torch": torch.__version__,
     }

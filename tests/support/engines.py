@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.config import FakeConfig, ResolvedConfig, SchedulerConfig
 from engine.core import EngineCore
+from engine.fake_adapters import FakeAdapters
 from engine.fake_executor import FakeExecutor
 from engine.protocol import Event, Finished, SamplingParams, Submission, Token
 from engine.request import create_request
@@ -84,6 +85,7 @@ class RecordingCore(EngineCore):
             before_step=self._record,
             failing=failing,
             verify_prefix=True,
+            adapters=FakeAdapters() if config.max_loras else None,
         )
         self.now = 0.0
         self._tick_s = tick_ms / 1000

@@ -22,11 +22,16 @@ from transformers import (
     MixtralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -96,6 +101,24 @@ SHARED: dict[str, Any] = {
     "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 24,
 }
+INTERLEAVED: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 0],
+    },
+}
+TOWER: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": SHAPE["hidden_size"],
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
 LONG: dict[str, Any] = {
     "rope_parameters": {
         "rope_type": "longrope",
@@ -107,6 +130,9 @@ LONG: dict[str, Any] = {
     "original_max_position_embeddings": 64,
 }
 """LongRoPE, which is another model within the original context than beyond it: see phi3_long."""
+
+
+SHARPENED = ("mixtral", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_vl")
 
 
 def make_model(kind: str) -> PreTrainedModel:
@@ -122,7 +148,7 @@ def make_model(kind: str) -> PreTrainedModel:
                 parameter.copy_(torch.rand_like(parameter) * 3 - 4)
             elif name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter))
-            elif kind in ("mixtral", "qwen3_next", "qwen3_5_moe") and name.endswith("mlp.gate.weight"):
+            elif kind in SHARPENED and name.endswith("mlp.gate.weight"):
                 parameter.mul_(4)  # unequal shares: what a near tie decides in bfloat16 weighs less
     return model.eval()
 
@@ -157,10 +183,20 @@ _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_next": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**SHAPE, **HYBRID, **SHARED, mlp_only_layers=[1])),
     "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE, **HYBRID)),
     "qwen3_5_moe": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SHAPE, **HYBRID, **SHARED)),
+    "qwen3_5_vl": lambda: Qwen3_5ForConditionalGeneration(_with_vision(Qwen3_5Config)),
+    "qwen3_5_moe_vl": lambda: Qwen3_5MoeForConditionalGeneration(_with_vision(Qwen3_5MoeConfig, **SHARED)),
 }
+
+
+def _with_vision(kind: type[PreTrainedConfig], **fields: Any) -> PreTrainedConfig:
+    """Of a vision-language model; `fields`: of its text decoder, besides those of all hybrids."""
+    text = SHAPE | HYBRID | deepcopy(INTERLEAVED) | fields
+    return kind(text_config=text, vision_config=dict(TOWER), tie_word_embeddings=False)
+
+
 KINDS = tuple(_MAKERS)
-HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-"""With recurrent state."""
+HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl")
+"""With recurrent state; of the last two the text decoder alone is served."""
 LINES = ("mistral", "gemma3", "smollm3", "phi3", "qwen3_moe", "mixtral", *HYBRIDS)
 """Those that differ from Llama in more than a bias or a norm."""
 _MAKERS["phi3_long"] = lambda: Phi3ForCausalLM(Phi3Config(**SHAPE | PHI, **deepcopy(LONG)))
@@ -174,10 +210,15 @@ def save_model(kind: str, directory: Path, **options: Any) -> PreTrainedModel:
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
-    """Change keys of config.json; None removes one."""
+    """Change keys of config.json, or of its `text_config` where they are there; None removes one."""
     path = directory / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    config = json.loads(path.read_text())
+    for key, value in changes.items():
+        fields = config["text_config"] if key in config.get("text_config", {}) else config
+        fields[key] = value
+        if value is None:
+            del fields[key]
+    path.write_text(json.dumps(config))
 
 
 def edit_tensors(directory: Path, **changes: torch.Tensor | None) -> None:

@@ -1,8 +1,9 @@
 """Owns the hybrids of Qwen: of four layers three have the gated delta rule (arXiv 2412.06464), and the fourth attends.
-Never holds more than the description, and knows nothing of vision towers or of layers that predict further tokens."""
+Never holds more than the description, and reads nothing of vision towers or of layers that predict further tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from engine.models.description import Experts, LayerConfig, LinearAttention, ModelConfig
@@ -58,7 +59,8 @@ QWEN3_5_NAMES = (
     }
 )
 _UNUSED = ("mtp.",)  # layers that predict tokens further ahead
-_NESTED = "model.language_model."  # as transformers stores a text decoder that it took out of a vision-language model
+_NESTED = "model.language_model."  # the text decoder within a vision-language model, and as transformers takes it out
+_VISION = "model.visual."
 _STACKED = {
     "model.layers.{layer}.mlp.experts.gate_up_proj": "gate_up",
     "model.layers.{layer}.mlp.experts.down_proj": "down",
@@ -149,6 +151,25 @@ def _linear_attention(raw: Fields, stacked_by_head: bool) -> LinearAttention:
     )
 
 
+def _of_text(line: Line, architecture: str) -> Line:
+    """The same decoder within a vision-language model: its fields are under `text_config`, and its tensors under a
+    prefix. What is of images is left out, so that the model takes text alone."""
+
+    def describe(raw: Fields) -> ModelConfig:
+        text = raw.get("text_config")
+        if not isinstance(text, dict):
+            raise ValueError(f"text_config is {text!r}: expected an object, the text decoder's fields.")
+        # Of the two that there are, transformers ties by this one.
+        return line.describe({**text, "tie_word_embeddings": raw.get("tie_word_embeddings", False)})
+
+    def nested(names: Mapping[str, str]) -> dict[str, str]:
+        return {name.replace("model.", _NESTED, 1): place for name, place in names.items()}
+
+    return Line(architecture, describe, nested(line.names), (*line.unused, _VISION), stacked=nested(line.stacked))
+
+
 QWEN3_NEXT = Line("Qwen3NextForCausalLM", _qwen3_next, QWEN3_NEXT_NAMES, _UNUSED)
 QWEN3_5 = Line("Qwen3_5ForCausalLM", _qwen3_5, QWEN3_5_NAMES, _UNUSED, _NESTED)
 QWEN3_5_MOE = Line("Qwen3_5MoeForCausalLM", _qwen3_5_moe, QWEN3_5_NAMES | _EXPERT_NAMES, _UNUSED, _NESTED, _STACKED)
+QWEN3_5_VL = _of_text(QWEN3_5, "Qwen3_5ForConditionalGeneration")
+QWEN3_5_MOE_VL = _of_text(QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration")

@@ -13,10 +13,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.forward import HeadShape, LinearHeads
+from kernels.forward import HeadShape, LinearHeads, Routing
 from kernels.reference import StateRows
 from kernels.sampled_row import SampledRow
-from kernels.triton import attention, attention_kernel, launch, rotate
+from kernels.triton import attention, attention_kernel, experts, launch, rotate, routing
 from kernels.triton.activation import silu_and_mul
 from kernels.triton.cache import write_cache
 from kernels.triton.causal_conv import causal_conv
@@ -115,6 +115,15 @@ def launch_linear_attention(dtype: torch.dtype) -> None:
             sigmoid_gate(x, gate, x)
 
 
+def launch_experts(dtype: torch.dtype) -> None:
+    """Of Qwen3-MoE's shape, and of sizes that fill no block."""
+    for num_experts, hidden, size, per_token, renormalize in ((128, 2048, 768, 8, True), (5, 72, 40, 2, False)):
+        router, x = torch.zeros(num_experts, hidden), torch.zeros(5, hidden, dtype=dtype)
+        gate_up = torch.empty(num_experts, 2 * size, hidden, dtype=dtype)  # nobody reads them
+        down = torch.empty(num_experts, hidden, size, dtype=dtype)
+        experts.experts(x, router, gate_up, down, Routing(per_token, renormalize=renormalize))
+
+
 def launch_sampler(dtype: torch.dtype) -> None:
     logits = torch.zeros(2, 700, dtype=dtype)
     rows = [SampledRow(temperature=0.5, top_k=3, banned=(1,), allowed=(1, 2, 3))] * 2
@@ -129,17 +138,19 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64])
     parser.add_argument("--groups", nargs="+", type=int, default=[3])
-    parser.add_argument("--first-config", action="store_true", help="of those among which attention chooses")
+    parser.add_argument("--first-config", action="store_true", help="of those among which a kernel chooses")
     args = parser.parse_args()
     assert not launch.INTERPRETED, "TRITON_INTERPRET is set"
     driver.set_active(NoGpu(round(args.capability * 10)))
     if args.first_config:
-        attention_kernel.attend.configs = attention_kernel.attend.configs[:1]
+        for kernel in (attention_kernel.attend, routing._router_logits, experts._gate_up, experts._down):
+            kernel.configs = kernel.configs[:1]
     found: list[dict[str, Any]] = []
     compile_instead(found)
     for dtype in args.dtypes:
         launch_sampler(getattr(torch, dtype))
         launch_linear_attention(getattr(torch, dtype))
+        launch_experts(getattr(torch, dtype))
         for head_dim in args.head_dims:
             for group in args.groups:
                 launch_all(getattr(torch, dtype), head_dim, group)

@@ -28,9 +28,9 @@ from kernels.triton.plan import AttentionPlan, prepare_attention  # isort: skip
 BLOCK = 4
 
 
-@pytest.fixture(params=["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.fixture(params=["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "qwen3_moe"))])
 def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
-    """qwen3 normalises queries and keys by head."""
+    """qwen3 normalises queries and keys by head; qwen3_moe has experts in two of three layers."""
     save_model(request.param, tmp_path)
     config = read_model_config(tmp_path)
     return Decoder(config, load_weights(tmp_path, config, torch.float32), 256)

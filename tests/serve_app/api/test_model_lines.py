@@ -60,3 +60,24 @@ async def test_a_completion_has_the_tokens_of_transformers_whole_streamed_and_fr
         assert again.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 48, "whole blocks of the prompt"
     finally:
         engine.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_vl", "qwen3_5_moe_vl"])
+async def test_a_vision_language_model_that_is_served_for_text_says_so_when_it_is_shown_an_image(
+    kind: str, tmp_path: Path
+) -> None:
+    save_model(kind, tmp_path)
+    config = EngineConfig(dtype="float32", num_kv_blocks=32, max_num_batched_tokens=16, max_num_seqs=4, num_threads=1)
+    executor, resolved = create_executor(tmp_path, config)
+    assert resolved.inputs == (), "which is what an ingress makes its reading of images of"
+    engine = AsyncEngine(EngineCore(executor, resolved))
+    try:
+        app = create_app(LocalClient(engine), Tokenizer.byte_level(), MODEL)
+        shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        asked = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, shown]}]
+        told = await post(app, "/v1/chat/completions", {"model": MODEL.id, "messages": asked})
+        assert (told.status, told.error["param"]) == (400, "messages.0.content.1.image_url")
+        assert told.error["message"] == f"The model {MODEL.id} takes no images: it is served for text alone."
+        assert engine.load().num_steps == 0
+    finally:
+        engine.shutdown()

@@ -15,6 +15,7 @@ from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
 from engine.observer import StepFacts
 from engine.protocol import (
+    AdapterRef,
     ErrorCode,
     Failed,
     Finished,
@@ -34,6 +35,9 @@ from serve_app.metrics.values import Distribution
 from tests.support.engines import RecordingCore, resolved_config
 
 TICK_S = 0.01
+LORA = "vllm:lora_requests_info"
+TODAY = 1.75e9
+"""Seconds since 1970 at the start of each test."""
 
 
 class Bench:
@@ -41,12 +45,30 @@ class Bench:
 
     def __init__(self, **options: Any) -> None:
         self.core = RecordingCore(tick_ms=TICK_S * 1000, **options)
-        self.recorder = EngineRecorder(self.core.config, clock=lambda: self.core.now)
+        self.recorder = EngineRecorder(
+            self.core.config, clock=lambda: self.core.now, today=lambda: TODAY + self.core.now
+        )
 
-    def send(self, request_id: str, prompt: Any, inputs: tuple[SpanInput, ...] = (), **options: Any) -> None:
+    def send(
+        self, request_id: str, prompt: Any, inputs: tuple[SpanInput, ...] = (), adapter: str = "", **options: Any
+    ) -> None:
         params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True} | options)
-        self.recorder.submitted(Submission(request_id, tuple(prompt), params, inputs=inputs))
-        self.core.send_params(request_id, tuple(prompt), params, inputs=inputs)
+        ref = AdapterRef(adapter, f"/adapters/{adapter}", adapter.encode().hex()) if adapter else None
+        if ref is not None:
+            assert self.core.adapters is not None
+            self.core.adapters.keep(ref.digest, None)
+        self.recorder.submitted(Submission(request_id, tuple(prompt), params, inputs=inputs, adapter=ref))
+        self.core.send_params(request_id, tuple(prompt), params, inputs=inputs, adapter=ref)
+
+    @property
+    def adapters(self) -> tuple[list[str], list[str]]:
+        """Those of requests that run, and of requests that wait."""
+        (found,) = (s for s in self.recorder.samples(self.core.load()) if s.name == LORA)
+        assert found.value == TODAY + self.core.now
+        most, *names = found.labels
+        assert most == str(self.core.config.max_loras)
+        running, waiting = (text.split(",") if text else [] for text in names)
+        return running, waiting
 
     def step(self) -> None:
         events = self.core.keep(self.core.step())
@@ -336,14 +358,47 @@ def test_the_gauges_are_those_of_the_load() -> None:
     assert bench["vllm:cache_config_info{4,64,none,True}"] == 1
 
 
+def test_adapters_are_named_while_requests_for_them_run_or_wait() -> None:
+    bench = Bench(max_num_seqs=2, max_loras=4)
+    assert bench.adapters == ([], [])
+    for name, adapter in (("1", "b"), ("2", ""), ("3", "a"), ("4", "b"), ("5", "c")):
+        bench.send(name, range(1, 9), adapter=adapter, max_tokens=4)
+    assert bench.adapters == ([], ["b", "a", "c"])
+    bench.step()
+    assert bench.adapters == (["b"], ["a", "b", "c"]), "two seats, of which one has no adapter"
+    bench.abort("5")
+    assert bench.adapters == (["b"], ["a", "b"])
+    while bench.core.load().num_waiting:
+        bench.step()
+    assert bench.adapters == (["a", "b"], [])
+    bench.run()
+    assert bench.adapters == ([], [])
+
+
+def test_the_adapter_of_a_preempted_request_waits_until_it_gets_on() -> None:
+    greedy = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0)
+    bench = Bench(max_loras=2, num_kv_blocks=10, scheduler=greedy)
+    for name in ("first", "second"):
+        bench.send(name, range(1, 9), adapter=name, max_tokens=28)
+    seen = []
+    while bench.core.has_work:
+        bench.step()
+        if bench.adapters not in seen:
+            seen.append(bench.adapters)
+    assert bench["vllm:num_preemptions"] > 0
+    assert seen[0] == (["first", "second"], [])
+    assert (["first"], ["second"]) in seen
+    assert seen.index((["second"], [])) > seen.index((["first"], ["second"]))
+
+
 def test_every_name_of_the_catalogue_is_there_before_the_first_request() -> None:
     """Prometheus counts from the first value that it sees: a series that appears with its first event has lost it.
 
-    Captured steps have too many names for that, and one of a warm-up is no loss.
+    Captured steps have too many names for that, and one of a warm-up is no loss. Without adapters, none are told of.
     """
     bench = Bench()
     names = {name.partition("{")[0] for name in bench.values}
-    assert names == {metric.name for metric in ENGINE} - {"chunkserve:graph_steps"}
+    assert names == {metric.name for metric in ENGINE} - {"chunkserve:graph_steps", LORA}
 
 
 def test_an_engine_with_its_threads_is_counted_exactly_under_many_requests() -> None:

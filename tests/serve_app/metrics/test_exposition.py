@@ -29,6 +29,7 @@ VLLM: dict[str, tuple[str, ...]] = {
     "num_requests_waiting_by_reason": ("reason",),
     "kv_cache_usage_perc": (),
     "cache_config_info": ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching"),
+    "lora_requests_info": ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
     "prefix_cache_queries_total": (),
     "prefix_cache_hits_total": (),
     "num_preemptions_total": (),

@@ -1,0 +1,48 @@
+"""Owns random mixtures of experts for kernel tests, whose router may be made to favour some.
+Never fixes the seed: each run draws a new one and prints it with the case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.kernels.rows import fresh_generator
+
+
+class ExpertsCase(NamedTuple):
+    """In the order in which operations take them."""
+
+    x: Tensor  # [num_tokens, hidden]
+    router: Tensor  # [experts, hidden] float32
+    gate_up: Tensor  # [experts, 2 * size, hidden]
+    down: Tensor  # [experts, hidden, size]
+
+    def to(self, device: str | torch.device) -> ExpertsCase:
+        return ExpertsCase(*(tensor.to(device) for tensor in self))
+
+
+def experts_case(
+    num_tokens: int,
+    num_experts: int,
+    *,
+    hidden: int = 32,
+    size: int = 24,
+    dtype: torch.dtype = torch.float32,
+    favoured: Sequence[int] = (),
+) -> ExpertsCase:
+    """favoured: what every token's best experts are among; none: any."""
+    generator = fresh_generator()
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+    x, router = torch.randn(num_tokens, hidden, generator=generator), 4 * normal(num_experts, hidden)
+    if favoured:
+        x[:, 0] = 1.0
+        router[:, 0] = 0.0
+        router[list(favoured), 0] = 50.0
+    gate_up, down = normal(num_experts, 2 * size, hidden), normal(num_experts, hidden, size)
+    return ExpertsCase(x.to(dtype), router, gate_up.to(dtype), down.to(dtype))
