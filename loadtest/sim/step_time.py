@@ -1,10 +1,12 @@
 """Owns how long a simulated step takes: a constant, or a linear model of what the step computes.
-Never measures; the linear model is fitted to step times that `engine.bench` measured."""
+Never measures; the linear model is fitted to step times that `engine.bench` measured, or that a server logged."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +19,8 @@ MEASURED = Path(__file__).parents[1] / "results" / "engine_step.json"
 ATTENTION_CONTEXT = 3072
 """Context at which attention costs a token as much as the matrix products, from the shape of SmolLM2-135M, as the
 engine itself derives it (`chunk_halving_context`). The measured steps have one context only, so this is not fitted."""
+
+_TRACED = re.compile(r"\bstep=\d+ decode=(\d+) prefill_requests=\d+ prefill_tokens=(\d+) .*\bus=(\d+)")
 
 
 class StepTime(Protocol):
@@ -81,18 +85,36 @@ def fit(cells: Sequence[dict[str, Any]], kernels: str = "native") -> tuple[Linea
         The model, and the largest error of a cell as a share of what was measured.
     """
     found = [cell for cell in cells if cell["kernels"] == kernels]
-    if len(found) < len(_features(cells[0])):
-        raise ValueError(
-            f"{len(found)} cells of {kernels} kernels, which do not fix {len(_features(cells[0]))} factors"
-        )
-    measured = np.array([cell["ms_p50"] / 1000 for cell in found])
-    features = np.array([_features(cell) for cell in found])
-    factors, *_ = np.linalg.lstsq(features / measured[:, None], np.ones(len(found)), rcond=None)
+    return _solve([_features(cell) for cell in found], [cell["ms_p50"] / 1000 for cell in found])
+
+
+def fit_trace(lines: Iterable[str], least: int = 10) -> tuple[LinearStep, float]:
+    """As `fit`, over the means of the steps that a server with `step_trace` logged, by what they computed; what
+    occurred less than `least` times is left out. What a step attended to is not in the log, and counts as nothing."""
+    steps: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for line in lines:
+        if found := _TRACED.search(line):
+            decodes, tokens, micros = map(int, found.groups())
+            steps[decodes, tokens].append(micros / 1e6)
+    kept = {of: seconds for of, seconds in steps.items() if len(seconds) >= least}
+    features = [(1.0, float(tokens), float(decodes)) for decodes, tokens in kept]
+    return _solve(features, [float(np.mean(seconds)) for seconds in kept.values()])
+
+
+def _solve(features: Sequence[tuple[float, float, float]], seconds: Sequence[float]) -> tuple[LinearStep, float]:
+    """Least squares over relative errors.
+
+    Raises:
+        ValueError: there are too few steps, or no positive factors make them.
+    """
+    rows, measured = np.array(features).reshape(-1, 3), np.array(seconds)
+    if np.linalg.matrix_rank(rows) < rows.shape[1]:
+        raise ValueError(f"{len(rows)} kinds of steps were measured, which do not fix {rows.shape[1]} factors")
+    factors, *_ = np.linalg.lstsq(rows / measured[:, None], np.ones(len(rows)), rcond=None)
     if min(factors) <= 0:
-        raise ValueError(f"steps of {kernels} do not fit: a factor of {factors} is not positive")
-    errors = features @ factors / measured - 1
+        raise ValueError(f"measured steps do not fit: a factor of {factors} is not positive")
     step_s, token_s, decode_row_s = (float(factor) for factor in factors)
-    return LinearStep(step_s, token_s, decode_row_s), float(np.abs(errors).max())
+    return LinearStep(step_s, token_s, decode_row_s), float(np.abs(rows @ factors / measured - 1).max())
 
 
 def _features(cell: dict[str, Any]) -> tuple[float, float, float]:
@@ -104,11 +126,17 @@ def _features(cell: dict[str, Any]) -> tuple[float, float, float]:
 
 
 def measured(path: Path = MEASURED) -> tuple[LinearStep, float]:
-    """The model of the steps in a result of `engine.bench`, and its largest error.
+    """The model of the steps in a result of `engine.bench` (.json) or in the log of a server with `step_trace`.
+
+    Returns:
+        The model, and its largest error.
 
     Raises:
-        OSError, ValueError: no such file, or one that holds no such result.
+        OSError, ValueError: no such file, or one that holds no such thing.
     """
+    if path.suffix != ".json":
+        with path.open(errors="replace") as log:
+            return fit_trace(log)
     document = json.loads(path.read_text())
     cells = document.get("cells") if isinstance(document, dict) else None
     if not cells:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from engine.core import _trace
+from engine.observer import ComputedStep
 from engine.step import RowKind, ScheduledRequest, StepPlan
 from loadtest.sim.step_time import ATTENTION_CONTEXT, ConstantStep, LinearStep, fit, measured
 
@@ -20,6 +22,10 @@ def row(kind: RowKind, start: int, count: int) -> ScheduledRequest:
 
 def cell(step: str, size: int, ms: float, context: int = 200) -> dict[str, Any]:
     return {"step": step, "size": size, "context": context, "kernels": "native", "ms_p50": ms}
+
+
+def step(decodes: int, tokens: int, seconds: float) -> ComputedStep:
+    return ComputedStep(7, decodes, (tokens,) if tokens else (), decodes + tokens, 0, seconds)
 
 
 def test_a_step_costs_its_rows_its_tokens_and_what_they_attend_to() -> None:
@@ -59,12 +65,35 @@ def test_measurements_that_no_linear_model_could_make_are_refused() -> None:
         fit(cells)
 
 
+def test_a_servers_log_of_its_steps_is_as_good_as_a_bench(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Lines as the engine writes them, each kind of step now shorter and now longer than its mean, and two kinds that
+    were too rare to have one."""
+    caplog.set_level("INFO")
+    kinds = [(decodes, tokens) for decodes in (0, 1, 5, 9) for tokens in (0, 17, 128) if decodes or tokens]
+    for decodes, tokens in kinds:
+        for off in (0.5, 1.5) * 5:
+            _trace(step(decodes, tokens, off * (0.01 + 0.002 * decodes + 0.001 * tokens)))
+    _trace(step(3, 0, 9.9))
+    _trace(step(2, 300, 9.9))
+    path = tmp_path / "serve.log"
+    path.write_text("\n".join(["no step", *(f"(Engine pid=1) INFO {line}" for line in caplog.messages)]))
+    model, error = measured(path)
+    assert (model.step_s, model.decode_row_s, model.token_s) == pytest.approx((0.01, 0.002, 0.001), rel=1e-3)
+    assert error < 1e-3
+    path.write_text("\n".join(caplog.messages[:20]))
+    with pytest.raises(ValueError, match="2 kinds of steps"):
+        measured(path)
+
+
 @pytest.mark.parametrize(
     ("document", "reason"),
     [
         ([], "it has no cells"),
         ({"cells": []}, "it has no cells"),
-        ({"cells": [cell("decode", 1, 20.0), cell("decode", 8, 30.0)]}, "2 cells of native kernels"),
+        (
+            {"cells": [cell("decode", 1, 20.0), cell("decode", 8, 30.0)]},
+            "2 kinds of steps were measured",
+        ),
     ],
 )
 def test_a_file_that_cannot_say_how_long_steps_take_is_refused(document: object, reason: str, tmp_path: Path) -> None:
