@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.config import FakeConfig, ResolvedConfig, SchedulerConfig
 from engine.core import EngineCore
+from engine.fake_draft_model import FakeDraftModel
 from engine.fake_executor import FakeExecutor
 from engine.protocol import Event, Finished, SamplingParams, Submission, Token
 from engine.request import create_request
@@ -77,13 +78,14 @@ class RecordingCore(EngineCore):
             reply=reply,
             eos_token_id=config.eos_token_ids[0],
             config=FakeConfig(recurrent_state=config.recurrent_state),
-            num_drafts=0 if config.looks_up_drafts else config.num_speculative_tokens,
+            num_drafts=0 if config.speculates else config.num_speculative_tokens,
             verifies=config.looks_up_drafts,
             grammars=grammars,
             graph_sizes=graph_sizes,
             before_step=self._record,
             failing=failing,
             verify_prefix=True,
+            draft_model=FakeDraftModel(config.num_kv_blocks, config.block_size) if config.has_draft_model else None,
         )
         self.now = 0.0
         self._tick_s = tick_ms / 1000
