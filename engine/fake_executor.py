@@ -129,7 +129,7 @@ class FakeExecutor:
         self._failing = failing or (lambda row: None)
         self._verify_prefix = verify_prefix
         self._adapters = adapters
-        self._draft_model = draft_model
+        self.draft_model = draft_model
         self._prompt_ends: dict[str, int] = {}  # request id -> position of its first sampled token
         self._newest: dict[str, int] = {}  # request id -> what it sampled last
         self.encoder = FakeEncoder()
@@ -142,11 +142,8 @@ class FakeExecutor:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             overlap=True,
-            drafts=self._num_drafts > 0
-            or self._verifies
-            or self._grammars is not None
-            or self._draft_model is not None,
-            draft_model=self._draft_model is not None,
+            drafts=self._num_drafts > 0 or self._verifies or self._grammars is not None or self.draft_model is not None,
+            draft_model=self.draft_model is not None,
             recurrent_state=self._config.recurrent_state,
             compile_grammar=None if self._grammars is None else self._grammars.compile,
             adapters=self._adapters,
@@ -160,8 +157,8 @@ class FakeExecutor:
         if self._before_step:
             self._before_step(plan)
         self.encoder.prepare(plan)
-        if self._draft_model is not None:
-            plan = self._draft_model.fill(plan, self._propose)
+        if self.draft_model is not None:
+            plan = self.draft_model.fill(plan, self._propose)
         masks, unmatched = self._read_grammars(plan)
         results = [
             self._fails(row) or unmatched.get(row.request_id) or self._compute(row, masks.get(row.request_id, ()))

@@ -90,6 +90,11 @@ class ModelDrafts:
     def forget(self, request_id: str) -> None:
         self._readers.pop(request_id, None)
 
+    def reader_of(self, request: Request) -> Reader | None:
+        """None: nothing of the request is read, or it was into blocks that it has lost."""
+        reader = self._readers.get(request.request_id)
+        return reader if reader is not None and reader.epoch == request.epoch else None
+
     # --- what to draft ----------------------------------------------------------------------------------------------
 
     def propose(self, decoding: Collection[Request]) -> list[tuple[Request, tuple[int, ...]]]:
@@ -152,9 +157,7 @@ class ModelDrafts:
         most = min(self._asked.num_tokens, request.most_drafts)
         if most <= 0:
             return None
-        reader = self._readers.get(request.request_id)
-        if reader is None:
-            reader = self._readers[request.request_id] = Reader()
+        reader = self._readers.setdefault(request.request_id, Reader())
         if reader.epoch != request.epoch:
             reader.epoch, reader.num_read = request.epoch, 0
         reader.num_read = self._read_for(request, reader.num_read)

@@ -3,7 +3,8 @@ Texts are hashes, of which the scripted draft model foresees three tokens of fou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,14 +13,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.async_engine import AsyncEngine
+from engine.build import build_engine
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig, SpeculativeConfig
 from engine.core import EngineCore
-from engine.draft_lengths import KEPT, START, Beside, Costs, ModelCosts, Wish, choose_model_lengths, reading_pays
+from engine.draft_lengths import (
+    KEPT,
+    MARGIN,
+    START,
+    Beside,
+    Costs,
+    ModelCosts,
+    Wish,
+    choose_model_lengths,
+    reading_pays,
+)
 from engine.fake_draft_model import FakeDraftModel, UnreadTextError
 from engine.fake_executor import FakeExecutor
 from engine.model_drafts import ModelDrafts
-from engine.observer import Verified
-from engine.protocol import ErrorCode, Failed, SamplingParams, Submission, Token
+from engine.observer import StepFacts, Verified
+from engine.protocol import ErrorCode, Event, Failed, SamplingParams, Submission, Token
 from engine.request import Request, create_request
 from engine.speculation import LONGEST_WAIT, PROBE_STEPS
 from engine.step import DRAFT_TOKEN, ExecutorOutOfMemoryError, Reading, RowKind, ScheduledRequest, StepPlan
@@ -41,19 +54,14 @@ class DraftingCore(RecordingCore):
         settings = {"num_speculative_tokens": 3, "max_num_batched_tokens": 64, **overrides}
         super().__init__(speculative=speculative, **settings)
         self.verified: list[Verified] = []
-        assert isinstance(self._executor, FakeExecutor)
-        assert self._executor._draft_model is not None
+        assert self.draft_model is not None
         assert self._model_drafts is not None
-        self.reads, self.drafts = self._executor._draft_model, self._model_drafts
+        self.reads, self.drafts = self.draft_model, self._model_drafts
 
-    def step(self) -> list[Any]:
+    def step(self) -> list[Event]:
         events = super().step()
         self.verified += self.last_step.verified
-        for request in self._scheduler.decoding.values():
-            reader = self.drafts._readers.get(request.request_id)
-            if reader is not None and reader.epoch == request.epoch:
-                assert reader.num_read < len(request.token_ids), "the newest token is never read before it is fed"
-                assert self.reads.holds(request.block_ids, request.token_ids[: reader.num_read])
+        self.check_what_is_read()
         return events
 
     def check_nothing_is_left(self) -> None:
@@ -483,14 +491,14 @@ def test_proposals_are_expected_to_pay_and_every_row_keeps_its_pace(
 
 
 @given(chance=st.floats(0.05, 0.99), most=st.integers(1, 8), costs=COSTS, ratio=st.floats(0.01, 0.5))
-def test_alone_a_row_has_as_many_proposals_as_are_best_or_none(
+def test_alone_a_row_has_almost_as_many_proposals_as_are_best(
     chance: float, most: int, costs: Costs, ratio: float
 ) -> None:
+    """What is not drafted is what is expected to gain less than a quarter over what it takes."""
     beside, drafter = Beside(1, 0, 0), ModelCosts(ratio, costs)
     (length,) = choose_model_lengths([Wish(chance, most)], beside, 100, costs, drafter)
     paces = [sum(chance**i for i in range(each + 1)) / took([each], beside, drafter) for each in range(most + 1)]
-    assert not length or paces[length] == pytest.approx(max(paces))
-    assert length or max(paces) < 1.25, "what is gained must be more than a guess's error"
+    assert paces[length] >= max(paces) / MARGIN
 
 
 def test_a_pass_for_one_row_of_four_does_not_pay_and_may_pay_for_all_four() -> None:
@@ -572,3 +580,36 @@ def test_what_it_costs_is_what_was_asked_or_what_was_found() -> None:
         assert not resolved.looks_up_drafts
     plain = ResolvedConfig.of(EngineConfig(), drafts=True, model_cost=0.3, **found)
     assert plain.speculative.model_cost is None
+
+
+def test_the_fake_executor_is_served_drafts_of_a_model_that_it_makes_up() -> None:
+    answers = {}
+    for speculative in (SpeculativeConfig(), SpeculativeConfig(method="draft_model", model="a name")):
+        engine = build_engine("none", EngineConfig(executor="fake", speculative=speculative))
+        observer = Verifications()
+        engine.observe(observer)
+        answers[speculative] = asyncio.run(tokens_of(engine))
+        engine.shutdown()
+        assert bool(observer.verified) is (speculative.method == "draft_model")
+    one, other = answers.values()
+    assert one == other
+    assert len(one) == 60
+
+
+class Verifications:
+    """An EngineObserver of drafts."""
+
+    def __init__(self) -> None:
+        self.verified: list[Verified] = []
+
+    def submitted(self, submission: Submission) -> None: ...
+
+    def rejected(self, code: ErrorCode) -> None: ...
+
+    def stepped(self, facts: StepFacts, events: Sequence[Event]) -> None:
+        self.verified += facts.verified
+
+
+async def tokens_of(engine: AsyncEngine) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    return [event.token_id async for event in engine.generate(PROMPT, params) if isinstance(event, Token)]

@@ -136,7 +136,9 @@ def test_i34_a_setting_of_the_engine_changes_a_plan(name: str) -> None:
     assert base_plans(tuple(base.items()), ()) != plans({**base, name: other})
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SpeculativeConfig) if field.name != "model"])
+@pytest.mark.parametrize(
+    "name", [field.name for field in dataclasses.fields(SpeculativeConfig) if field.name != "model"]
+)
 def test_i34_a_setting_of_drafts_changes_a_plan(name: str) -> None:
     base, other = LOOKUP_WITNESSES[name]
     engine = {"max_num_seqs": 4, "num_speculative_tokens": 3}

@@ -264,6 +264,7 @@ class CheckedCore(RecordingCore):
         self._check_load(running)
         self._check_ratio()
         self._check_progress(running)
+        self.check_what_is_read()
         if self._scheduler._states is not None:
             slots = sorted(self._scheduler._states.slot_of(request.request_id) for request in running)
             assert slots == list(range(len(running))), "I-9"
