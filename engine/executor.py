@@ -318,6 +318,7 @@ def create_executor(model_dir: Path, config: EngineConfig) -> tuple[TorchExecuto
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
+        ModelError: the draft model cannot be found or read.
         ConfigError: the config asks for more than the checkpoint, the device or the memory can give.
     """
     device, reason = choose_device(config)

@@ -404,3 +404,19 @@ def test_adapters_are_drafted_for_by_the_model_as_it_is(checkpoints: dict[str, P
     assert bench.serve(GREEDY) == want
     assert bench.accepted > 0.99
     bench.executor.shutdown()
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", [{"kv_cache_dtype": "int8"}, {"quantize": "int8"}, {"dtype": "bfloat16"}], ids=str)
+def test_in_fewer_bits_both_models_are_and_the_text_is_the_same_to_the_bit(
+    checkpoints: dict[str, Path], how: dict[str, Any]
+) -> None:
+    asked = EngineConfig(
+        **ASKED | how, batch_invariant=True, speculative=drafted_by(checkpoints["itself"], num_tokens=4)
+    )
+    bench = DraftBench("itself", *create_executor(checkpoints["itself"], asked))
+    want = bench.serve(SCORED, speculative=NONE, num_speculative_tokens=0)
+    assert bench.serve(SCORED) == want
+    bench.serve(GREEDY)
+    assert bench.accepted > 0.99
+    bench.executor.shutdown()
