@@ -3,6 +3,7 @@ Never plans and never runs a step; a row's results reach it once, and only while
 
 from __future__ import annotations
 
+from engine.model_drafts import ModelDrafts
 from engine.observer import Verified
 from engine.planner import PlannedRow
 from engine.protocol import (
@@ -32,7 +33,7 @@ class Applier:
         executor: Executor,
         *,
         most_forced: int = 0,
-        speculation: Speculation | None = None,
+        speculation: Speculation | ModelDrafts | None = None,
     ) -> None:
         """`most_forced`: tokens that a row may be drafted by a grammar; 0: rows carry no drafts at all.
         `speculation`: makes others; it learns what was right of them, and which requests are gone."""
@@ -64,6 +65,8 @@ class Applier:
         if request.pooling is not None and row.kind is RowKind.LAST:
             events.append(self._pool(request))
         self._scheduler.advance(request, scheduled, computed)
+        if isinstance(self._speculation, ModelDrafts):
+            self._speculation.has_read(request, scheduled, len(tokens))
         if stop is not None:
             events.append(self.finish(request, FinishReason.STOP, stop))
         elif (tokens or row.kind is RowKind.LAST) and is_complete(request):

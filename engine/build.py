@@ -10,6 +10,7 @@ from engine.async_engine import AsyncEngine
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings, refuse_gpu_settings
 from engine.core import EngineCore
 from engine.fake_adapters import FakeAdapters
+from engine.fake_draft_model import FakeDraftModel
 from engine.fake_executor import FakeExecutor
 from engine.grammar import Grammars
 from engine.prepare import prepare_model
@@ -26,6 +27,8 @@ FAKE_NUM_KV_BLOCKS = 4096
 FAKE_IMAGES = InputKind(
     name="image", token_id=262, side=28, min_pixels=28 * 28, max_pixels=28 * 28 * 64, chunkable=False
 )
+FAKE_MODEL_COST = 0.1
+"""Of a draft model: what small models cost beside those that they draft for."""
 FAKE_EMBEDDING_BYTES = 1024
 """What an encoded token would take."""
 _FAKE_ALPHABET = tuple(b"abcdefghijklmnopqrstuvwxyz ")
@@ -65,6 +68,7 @@ def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
     resolved = ResolvedConfig.of(
         config,
         drafts=True,
+        model_cost=FAKE_MODEL_COST,
         max_model_len=config.max_model_len or FAKE_MAX_MODEL_LEN,
         num_kv_blocks=config.num_kv_blocks or FAKE_NUM_KV_BLOCKS,
         vocab_size=FAKE_VOCAB_SIZE,
@@ -86,8 +90,9 @@ def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
         reply=None if reply is None else reply.encode(),
         eos_token_id=FAKE_EOS_TOKEN_ID,
         config=config.fake,
-        num_drafts=0 if resolved.looks_up_drafts else config.num_speculative_tokens or 0,
+        num_drafts=0 if resolved.speculates else config.num_speculative_tokens or 0,
         grammars=Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID),
         adapters=FakeAdapters() if config.max_loras else None,
+        draft_model=FakeDraftModel(resolved.num_kv_blocks, resolved.block_size) if resolved.has_draft_model else None,
     )
     return executor, resolved

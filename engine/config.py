@@ -63,16 +63,28 @@ class FakeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Drafts that cost no model: tokens that followed before, where the newest tokens of a text stood in it before."""
+    """Drafts: tokens that followed where the newest tokens of a text stood in it before; or what a smaller model
+    proposes."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    method: Literal["auto", "none", "ngram", "suffix"] = setting(
+    method: Literal["auto", "none", "ngram", "suffix", "draft_model"] = setting(
         "auto",
         "What a decode row is drafted besides what a grammar forces: the tokens after the latest place in its prompt "
-        "and answer where its newest tokens stood (`ngram`), or after the place where most of them stood (`suffix`). "
-        "Answers are the same with any. `auto`: `suffix` with the native kernels, with which they are so to the bit, "
-        "else `none`.",
+        "and answer where its newest tokens stood (`ngram`), or after the place where most of them stood (`suffix`), "
+        "or what a smaller model proposes (`draft_model`). Answers are the same with any. `auto`: `suffix` with the "
+        "native kernels, with which they are so to the bit, else `none`.",
+    )
+    model: str | None = setting(
+        None,
+        "`draft_model`: that model, named as the main one is: a directory, a hub id or a .gguf file, of the same "
+        "vocabulary. On the CPU; its K and V share kv_cache_memory_gib.",
+    )
+    model_cost: float | None = setting(
+        None,
+        "`draft_model`, `adaptive`: how long its forward pass of one token takes, where the main model's takes 1. "
+        "Unset: by the weights that both read.",
+        gt=0,
     )
     min_match: int = setting(2, "Fewest newest tokens that must have stood in the text before.", ge=1, le=16)
     max_match: int = setting(4, "`ngram`: most newest tokens that are looked for, then fewer and fewer.", ge=1, le=16)
@@ -95,6 +107,11 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.method == "draft_model" and not self.model:
+            raise ConfigError("speculative.method is draft_model, and speculative.model does not say which.")
+        for name in ("model", "model_cost"):
+            if self.method != "draft_model" and (value := getattr(self, name)) is not None:
+                raise ConfigError(f"speculative.{name} is {value}, but speculative.method is {self.method}.")
         if self.method == "ngram" and self.max_match < self.min_match:
             raise ConfigError(f"speculative.min_match ({self.min_match}) must not exceed max_match ({self.max_match}).")
 
@@ -369,7 +386,7 @@ class EngineConfig:
     step_trace: bool = setting(False, "Log a line for every step: its rows, its tokens, and how long it took.")
     speculative: SpeculativeConfig = field(
         default_factory=SpeculativeConfig,
-        metadata={"description": "Drafts that are looked up in a request's own text; see below."},
+        metadata={"description": "Drafts besides those that grammars force; see below."},
     )
     scheduler: SchedulerConfig = field(
         default_factory=SchedulerConfig, metadata={"description": "How steps are composed; see below."}
@@ -390,7 +407,7 @@ class EngineConfig:
                 "overlap plans a step before it is known how many tokens the one before gave: set "
                 "num_speculative_tokens to 0, or overlap to false."
             )
-        if (method := self.speculative.method) in ("ngram", "suffix") and (
+        if (method := self.speculative.method) not in ("auto", "none") and (
             self.overlap or self.num_speculative_tokens == 0
         ):
             why = "overlap is true" if self.overlap else "num_speculative_tokens is 0"
@@ -441,7 +458,7 @@ class ResolvedConfig:
     num_threads: int
     stall_timeout_s: float
     speculative: SpeculativeConfig = SpeculativeConfig(method="none")
-    """With a method that is not `auto`, and with free_tokens."""
+    """With a method that is not `auto`, with free_tokens, and with a draft model's model_cost."""
     kv_cache_dtype: str = "auto"
     """`auto`: that of `dtype`."""
     recurrent_state: bool = False
@@ -465,10 +482,12 @@ class ResolvedConfig:
         drafts: bool = False,
         unseen_drafts: bool = False,
         eight_bits: bool = False,
+        model_cost: float | None = None,
         **found: Any,
     ) -> ResolvedConfig:
         """What was asked and needs no resolving, with what was found. `drafts`: the executor makes some unasked;
         `unseen_drafts`: and answers are the same to the bit with any. `eight_bits`: weights are, in the kernels.
+        `model_cost`: of the draft model, unless it was asked for.
 
         Raises:
             ConfigError: drafts are asked for, and there can be none.
@@ -490,7 +509,11 @@ class ResolvedConfig:
             num_speculative_tokens=num_drafts,
             drafting_limit=None if asked.num_speculative_tokens is not None else asked.max_num_batched_tokens // 2,
             speculative=_speculative(
-                asked, num_drafts, unseen_drafts, _free_tokens(asked, found["device"] in ("cpu", "none"), eight_bits)
+                asked,
+                num_drafts,
+                unseen_drafts,
+                _free_tokens(asked, found["device"] in ("cpu", "none"), eight_bits),
+                model_cost,
             ),
             max_grammar_bytes=asked.max_grammar_bytes,
             grammar_timeout_s=asked.grammar_timeout_s,
@@ -499,8 +522,17 @@ class ResolvedConfig:
         )
 
     @property
-    def looks_up_drafts(self) -> bool:
+    def speculates(self) -> bool:
+        """Whether rows are drafted more than what grammars force."""
         return self.speculative.method != "none" and self.num_speculative_tokens > 0 and not self.overlap
+
+    @property
+    def looks_up_drafts(self) -> bool:
+        return self.speculates and not self.has_draft_model
+
+    @property
+    def has_draft_model(self) -> bool:
+        return self.speculates and self.speculative.method == "draft_model"
 
     @property
     def max_decode_tokens(self) -> int:
@@ -572,8 +604,10 @@ def _free_tokens(asked: EngineConfig, on_cpu: bool, eight_bits: bool) -> int:
     return FREE_TOKENS_OF_INT8 if eight_bits or asked.quantize == "int8" else FREE_TOKENS_ON_CPU
 
 
-def _speculative(asked: EngineConfig, num_drafts: int, unseen: bool, free: int) -> SpeculativeConfig:
-    method = asked.speculative.method
+def _speculative(
+    asked: EngineConfig, num_drafts: int, unseen: bool, free: int, model_cost: float | None
+) -> SpeculativeConfig:
+    wished, method = asked.speculative, asked.speculative.method
     if method == "auto":
         method = "suffix" if unseen and num_drafts else "none"
     if method != "none" and not num_drafts:
@@ -581,4 +615,6 @@ def _speculative(asked: EngineConfig, num_drafts: int, unseen: bool, free: int) 
             f"speculative.method is {method}, but a step has no room for drafts, or the model's recurrent state cannot "
             "be taken back: raise max_num_batched_tokens or num_speculative_tokens, or set method none."
         )
-    return replace(asked.speculative, method=method, free_tokens=asked.speculative.free_tokens or free)
+    if method == "draft_model":
+        wished = replace(wished, model_cost=wished.model_cost or model_cost)
+    return replace(wished, method=method, free_tokens=wished.free_tokens or free)

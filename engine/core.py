@@ -13,6 +13,7 @@ from engine.applier import Applier
 from engine.block_manager import BlockManager
 from engine.config import ConfigError, ResolvedConfig
 from engine.deadlines import Deadlines
+from engine.model_drafts import ModelDrafts
 from engine.observer import ComputedStep, StepFacts
 from engine.planner import DeferReason, Plan
 from engine.protocol import ErrorCode, Event, FinishReason, LoadSnapshot, Scheduled
@@ -65,7 +66,8 @@ class EngineCore:
         self._executor = executor
         self._blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(config, self._blocks)
-        self._speculation = Speculation(config) if config.looks_up_drafts else None
+        self._model_drafts = ModelDrafts(config) if config.has_draft_model else None
+        self._speculation = Speculation(config) if config.looks_up_drafts else self._model_drafts
         self._applier = Applier(
             self._scheduler, executor, most_forced=config.num_speculative_tokens, speculation=self._speculation
         )
@@ -188,6 +190,8 @@ class EngineCore:
             return None, []
         fresh = [row.request for row in plan.rows if not row.request.was_scheduled]
         step = self._scheduler.commit(plan, now)
+        if self._model_drafts is not None:
+            step = self._model_drafts.attach(plan, step)
         self._num_preemptions += len(plan.preempted)
         self.last_step.preempted = tuple(request.request_id for request in plan.preempted)
         self._executor.forget(self.last_step.preempted)
@@ -309,6 +313,7 @@ def check_capabilities(config: ResolvedConfig, can: Capabilities) -> None:
         (mode != "prefill_first", can.mixed_rows, f"batch_mode {mode} puts decode rows beside prefill"),
         (config.overlap, can.overlap, "overlap feeds tokens that are not read back yet"),
         (bool(config.num_speculative_tokens), can.drafts, "num_speculative_tokens needs drafts"),
+        (config.has_draft_model, can.draft_model, "speculative.method draft_model needs a second model"),
         (
             bool(config.scheduler.state_snapshot_tokens),
             can.recurrent_state,

@@ -41,6 +41,18 @@ class Wish(NamedTuple):
     """Tokens that may be drafted; at least 1."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModelCosts:
+    """How long the draft model's forward passes take, as a multiple of a step of the model with a single token."""
+
+    ratio: float
+    """Of a pass with a single token."""
+    costs: Costs
+
+    def of(self, num_tokens: int) -> float:
+        return self.ratio * self.costs.of(num_tokens) if num_tokens else 0.0
+
+
 def may_pay(num_tokens: int, costs: Costs) -> bool:
     """Whether any draft could pay beside `num_tokens`, were it right for certain."""
     return _pays(1.0, num_tokens, num_tokens, costs, first=True)
@@ -95,3 +107,50 @@ def _pays(gain: float, tokens: int, expected: float, costs: Costs, *, first: boo
     now = costs.of(tokens)
     price = costs.of(tokens + 1) - now + (START if first else 0.0)
     return gain * now >= MARGIN * price * expected
+
+
+def choose_model_lengths(
+    wishes: Sequence[Wish], beside: Beside, room: int, costs: Costs, drafter: ModelCosts
+) -> list[int]:
+    """As `choose_lengths`, of tokens that a draft model proposes: its i-th pass gives a token to every row that has i
+    or more. O(room * log(wishes)).
+
+    A pass costs much for its first row and little for others, so tokens are not judged one by one: of all the numbers
+    of tokens that might be taken, likeliest first, the one with the most tokens a second is.
+    """
+    lengths, gains = [0] * len(wishes), [0.0] * len(wishes)
+    heap = [(-wish.chance, number) for number, wish in enumerate(wishes)]
+    heapify(heap)
+    chosen: list[int] = []
+    passes: list[int] = []  # rows of each
+    num_best = 0
+    tokens = beside.num_rows + beside.num_forced
+    plain, plain_took = float(tokens), costs.of(tokens)
+    expected, drafting, best_pace = plain, 0.0, plain / plain_took
+    while heap and len(chosen) < room:
+        gain, number = -heap[0][0], heappop(heap)[1]
+        if lengths[number] == len(passes):
+            passes.append(0)
+        drafting -= drafter.of(passes[lengths[number]])
+        passes[lengths[number]] += 1
+        drafting += drafter.of(passes[lengths[number]])
+        chosen.append(number)
+        lengths[number] += 1
+        gains[number] += gain
+        tokens, expected = tokens + 1, expected + gain
+        if lengths[number] < wishes[number].most:
+            heappush(heap, (-gain * wishes[number].chance, number))
+        took = costs.of(tokens) + START + drafting
+        pays = (expected - plain) * plain_took >= MARGIN * (took - plain_took) * plain
+        least_gain = 0.0 if beside.num_bare else min(gains)
+        if pays and expected / took > best_pace and took <= plain_took / KEPT * (1 + least_gain):
+            num_best, best_pace = len(chosen), expected / took
+    for number in chosen[num_best:]:
+        lengths[number] -= 1
+    return lengths
+
+
+def reading_pays(num_unread: int, num_left: int, chance: float, drafter: ModelCosts) -> bool:
+    """Whether a request whose answer has up to `num_left` tokens left is worth the draft model's reading of what it has
+    not read: with one drafted token a row, so many rows are saved."""
+    return num_left * chance / (1 + chance) >= MARGIN * drafter.of(num_unread)

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings, refuse_gpu_settings
 from engine.device import choose_device, device_faults
+from engine.draft_build import check_length, read_draft
+from engine.draft_model import DraftModel
 from engine.grammar import Grammars
 from engine.inputs import is_lost
 from engine.kv_cache import KVCache, cache_dtype
@@ -74,11 +76,13 @@ class TorchExecutor:
         *,
         num_threads: int,
         grammars: Grammars | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         """`num_threads`: of torch's operators. `grammars`: None where the model's directory has no tokenizer, or no
-        token that ends an answer."""
+        token that ends an answer. `draft_model`: proposes what plans leave open."""
         self.model = model
         self._grammars = grammars
+        self._draft_model = draft_model
         self._masker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-masks")
         self._num_threads = num_threads
         self._thread: int | None = None
@@ -93,6 +97,7 @@ class TorchExecutor:
             mixed_rows=True,
             overlap=True,
             drafts=not has_state,
+            draft_model=self._draft_model is not None,
             recurrent_state=has_state,
             compile_grammar=compile_grammar,
             adapters=self.model if isinstance(self.model, AdaptedModel) else None,
@@ -128,6 +133,8 @@ class TorchExecutor:
         state.save(plan)
 
     def _run(self, planned: StepPlan) -> StepOutput:
+        if self._draft_model is not None:
+            planned = self._draft_model.fill(planned)
         plan, order = in_kernel_order(planned)
         places = sampled_places(plan.rows)
         with self._masks(plan, places) as masks:
@@ -226,6 +233,7 @@ class TorchExecutor:
         self._outputs.clear()
         self._newest.clear()
         self._masker.shutdown()
+        self._draft_model = None
         with suppress(AttributeError):
             del self.model
 
@@ -310,10 +318,16 @@ def create_executor(model_dir: Path, config: EngineConfig) -> tuple[TorchExecuto
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
+        ModelError: the draft model cannot be found or read.
         ConfigError: the config asks for more than the checkpoint, the device or the memory can give.
     """
     device, reason = choose_device(config)
     if device.capability is not None:
+        if config.speculative.method == "draft_model":
+            raise ConfigError(
+                f"speculative.method is draft_model, which runs on the CPU alone, and device is {device.name}: set "
+                "device cpu, or another method."
+            )
         from engine.device_build import create_on_device  # which builds on this file
 
         return create_on_device(model_dir, config, device, reason)
@@ -323,42 +337,52 @@ def create_executor(model_dir: Path, config: EngineConfig) -> tuple[TorchExecuto
         raise ConfigError(f"max_loras is {config.max_loras}, but {why}.")
     _keep_freed_memory()
     kernels = _kernels(model_config, config)
-    resolved = resolve(model_dir, model_config, config, kernels, (device, reason))
-    dtype = torch_dtype(resolved.dtype)
+    draft = read_draft(model_dir, model_config, config)
+    asked_of = None if draft is None else (draft.model, draft.cost)
+    resolved = resolve(model_dir, model_config, config, kernels, (device, reason), draft=asked_of)
     if model_config.vision is not None:
         from engine.encoder_build import create_with_encoder  # which builds on this file
 
         return create_with_encoder(model_dir, model_config, config, resolved)
     refuse_encoder_settings(config, f"{model_config.architecture} takes text alone")
-    dummy = config.load_format == "dummy"
-    kept = kernels.name == NATIVE
-    weights = (
-        dummy_weights(model_config, dtype) if dummy else load_weights(model_dir, model_config, dtype, keep_int8=kept)
-    )
-    decoder = Decoder(model_config, weights, resolved.max_model_len)
-    kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
-    cache = KVCache.allocate(model_config, resolved.num_kv_blocks, resolved.block_size, kv_dtype)
+    model = _load(model_dir, model_config, config, resolved, kernels)
+    proposes, with_torch = None, kernels.name != NATIVE
+    if draft is not None:
+        check_length(draft, resolved.max_model_len)
+        alone = replace(config, max_loras=0)  # adapters are the model's, and drafts do without
+        of_draft = _kernels(draft.model, alone)
+        with_torch |= of_draft.name != NATIVE
+        proposes = DraftModel(_load(draft.directory, draft.model, alone, resolved, of_draft))
+    # What torch does beside the native kernels is small: a second thread of its own would take a core that they need.
+    num_threads = resolved.num_threads if with_torch else 1
     grammars = read_grammars(model_dir, resolved)
+    return TorchExecutor(model, num_threads=num_threads, grammars=grammars, draft_model=proposes), resolved
+
+
+def _load(
+    model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig, kernels: Choice
+) -> Model:
+    """A checkpoint on `kernels`, with a KV cache of its own. resolved: of the engine, which may have another model."""
+    dtype, kept = torch_dtype(resolved.dtype), kernels.name == NATIVE
+    dummy = config.load_format == "dummy"
+    weights = dummy_weights(model, dtype) if dummy else load_weights(model_dir, model, dtype, keep_int8=kept)
+    decoder = Decoder(model, weights, resolved.max_model_len)
+    size, kv_dtype = resolved.block_size, cache_dtype(config.kv_cache_dtype, dtype)
+    cache = KVCache.allocate(model, resolved.num_kv_blocks, size, kv_dtype)
     if kernels.name != NATIVE:
-        state = RecurrentState.allocate(model_config, resolved, dtype)
-        ops, size = TABLES[kernels.name], resolved.block_size
-        eager = (
-            AdaptedModel(decoder, ops, cache, size, max_rank=config.max_lora_rank)
-            if config.max_loras
-            else EagerModel(decoder, ops, cache, size, state)
-        )
-        return TorchExecutor(eager, num_threads=resolved.num_threads, grammars=grammars), resolved
-    native = NativeModel(
+        ops = TABLES[kernels.name]
+        if config.max_loras:
+            return AdaptedModel(decoder, ops, cache, size, max_rank=config.max_lora_rank)
+        return EagerModel(decoder, ops, cache, size, RecurrentState.allocate(model, resolved, dtype))
+    return NativeModel(
         decoder,
         cache,
-        block_size=resolved.block_size,
+        block_size=size,
         num_threads=resolved.num_threads,
         num_tokens=resolved.max_num_batched_tokens,
         num_sampled=resolved.max_decode_tokens,
         quantize=config.quantize == "int8",
     )
-    # What torch still does is small. A second thread of its own would spin on a core that the others need.
-    return TorchExecutor(native, num_threads=1, grammars=grammars), resolved
 
 
 def _unfit(model: ModelConfig, config: EngineConfig) -> str | None:

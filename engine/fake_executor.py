@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from engine.config import FakeConfig
 from engine.fake_adapters import FakeAdapters
+from engine.fake_draft_model import FakeDraftModel
 from engine.fake_encoder import FakeEncoder
 from engine.protocol import TokenLogprobs
 from engine.step import (
@@ -106,13 +107,14 @@ class FakeExecutor:
         failing: Callable[[ScheduledRequest], str | None] | None = None,
         verify_prefix: bool = False,
         adapters: FakeAdapters | None = None,
+        draft_model: FakeDraftModel | None = None,
     ) -> None:
         """`alphabet`: the tokens that hashes choose from. `num_drafts`: tokens proposed after each sampled one, a
         quarter of them wrong; `verifies`: drafts of others are taken without any. `grammars`: of byte tokens; a row
         within one is drafted what that forces. `graph_sizes`: rows of decode steps that are counted as captured.
         `before_step` may raise or block, to script a step's failure; `failing` says why a row fails alone.
         `verify_prefix` checks every slot that a row builds on (O(context) a row) and not the newest one alone.
-        `adapters`: None: rows have none."""
+        `adapters`: None: rows have none. `draft_model`: proposes what rows leave to it, a quarter of it wrong."""
         self._slots: list[_Slot | None] = [None] * (num_blocks * block_size)
         self._block_size = block_size
         self._alphabet = tuple(alphabet)
@@ -127,6 +129,7 @@ class FakeExecutor:
         self._failing = failing or (lambda row: None)
         self._verify_prefix = verify_prefix
         self._adapters = adapters
+        self.draft_model = draft_model
         self._prompt_ends: dict[str, int] = {}  # request id -> position of its first sampled token
         self._newest: dict[str, int] = {}  # request id -> what it sampled last
         self.encoder = FakeEncoder()
@@ -139,7 +142,8 @@ class FakeExecutor:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             overlap=True,
-            drafts=self._num_drafts > 0 or self._verifies or self._grammars is not None,
+            drafts=self._num_drafts > 0 or self._verifies or self._grammars is not None or self.draft_model is not None,
+            draft_model=self.draft_model is not None,
             recurrent_state=self._config.recurrent_state,
             compile_grammar=None if self._grammars is None else self._grammars.compile,
             adapters=self._adapters,
@@ -153,6 +157,8 @@ class FakeExecutor:
         if self._before_step:
             self._before_step(plan)
         self.encoder.prepare(plan)
+        if self.draft_model is not None:
+            plan = self.draft_model.fill(plan, self._propose)
         masks, unmatched = self._read_grammars(plan)
         results = [
             self._fails(row) or unmatched.get(row.request_id) or self._compute(row, masks.get(row.request_id, ()))
@@ -307,7 +313,8 @@ class FakeExecutor:
         if masks:
             drafts = self._forced(row.request_id, sampled)
         else:
-            drafts = self._draft(row, digests[last], row.start + last + 1)
+            position = row.start + last + 1
+            drafts = self._draft(row, digests[last], sampled[-1], position, self._num_drafts)
         return _Computed(tuple(sampled), logprobs, tuple(scores), drafts)
 
     def _sample(self, row: ScheduledRequest, digest: int, position: int, mask: Sequence[int] | None = None) -> int:
@@ -360,11 +367,14 @@ class FakeExecutor:
         assert self._grammars is not None
         return self._grammars.forced(request_id, sampled)
 
-    def _draft(self, row: ScheduledRequest, digest: int, position: int) -> tuple[int, ...]:
-        """Tokens after the newest sampled one, which stands at `position`; every fourth guess is wrong."""
+    def _propose(self, row: ScheduledRequest, count: int) -> tuple[int, ...]:
+        """Of the draft model, after the row's newest token."""
+        return self._draft(row, self._read_prefix(row), row.token_ids[0], row.start, count)
+
+    def _draft(self, row: ScheduledRequest, digest: int, token_id: int, position: int, count: int) -> tuple[int, ...]:
+        """Tokens after `token_id`, which stands at `position` after what `digest` covers; every fourth is wrong."""
         drafts: list[int] = []
-        token_id = self._newest[row.request_id]
-        for ahead in range(1, self._num_drafts + 1):
+        for ahead in range(1, count + 1):
             digest = mix64(digest ^ mix64(token_id))
             token_id = self._sample(row, digest, position + ahead)
             drafts.append(self._alphabet[0] if mix64(digest) % 4 == 0 else token_id)

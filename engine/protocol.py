@@ -67,8 +67,9 @@ class RequestRejected(EngineError):
         self.value = value
 
 
-DraftMethod = Literal["grammar", "ngram", "suffix"]
-"""Where drafted tokens are from: a grammar forces them, or they were looked up in the request's own text."""
+DraftMethod = Literal["grammar", "ngram", "suffix", "draft_model"]
+"""Where drafted tokens are from: a grammar forces them, they were looked up in the request's own text, or a smaller
+model proposes them."""
 
 
 class FinishReason(StrEnum):

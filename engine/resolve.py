@@ -32,9 +32,10 @@ def resolve(
     kernels: Choice,
     device: tuple[Device, str],
     blocks: tuple[int, str] | None = None,
+    draft: tuple[ModelConfig, float] | None = None,
 ) -> ResolvedConfig:
     """What this machine and this checkpoint make of `config`. device, blocks: each with the reason; None: blocks follow
-    from the config alone.
+    from the config alone. draft: a draft model, and what it costs; see SpeculativeConfig.model_cost.
 
     Raises:
         ConfigError: a setting asks for more than the checkpoint or the memory can give.
@@ -42,7 +43,7 @@ def resolve(
     """
     max_model_len, length_reason = _max_model_len(model, config)
     dtype, dtype_reason = resolve_dtype(config, device[0])
-    num_blocks, blocks_reason = blocks or _num_blocks(model, config, dtype)
+    num_blocks, blocks_reason = blocks or _num_blocks(model, config, dtype, draft[0] if draft else None)
     num_threads, threads_reason = _num_threads(config)
     scheduler, halving_reason = _scheduler(model, config)
     same_bits = kernels.name == NATIVE
@@ -50,6 +51,7 @@ def resolve(
         config,
         drafts=True,
         unseen_drafts=same_bits,
+        model_cost=draft[1] if draft else None,
         eight_bits=same_bits and model.quantization is not None and all(model.quantization.by_output),
         scheduler=scheduler,
         max_model_len=max_model_len,
@@ -69,7 +71,7 @@ def resolve(
             "num_threads": threads_reason,
             "kernels": kernels.reason,
             "chunk_halving_context": halving_reason,
-            "speculative": _why_drafts(model, config, same_bits),
+            "speculative": _why_drafts(model, config, same_bits, draft),
         }
         | ({"recurrent_state": why_so_much(model, config, dtype)} if model.linear_layers else {})
         | ({"kv_cache_dtype": _narrow_cache(model, config, dtype)} if config.kv_cache_dtype != "auto" else {})
@@ -112,15 +114,32 @@ def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, st
     return torch.float32, f"the CPU has none of {', '.join(_BF16_FLAGS)}, so bfloat16 would be emulated"
 
 
-def _num_blocks(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> tuple[int, str]:
-    block_bytes = bytes_per_block(model, config.block_size, cache_dtype(config.kv_cache_dtype, dtype))
+def _num_blocks(
+    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, draft: ModelConfig | None
+) -> tuple[int, str]:
+    kept = cache_dtype(config.kv_cache_dtype, dtype)
+    drafts = bytes_per_block(draft, config.block_size, kept) if draft else 0
+    block_bytes = bytes_per_block(model, config.block_size, kept) + drafts
+    shared = f", {drafts} of them the draft model's" if drafts else ""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks, f"asked for; {config.num_kv_blocks * block_bytes / 2**30:.2f} GiB"
     memory_gib = CPU_MEMORY_GIB if config.kv_cache_memory_gib is None else config.kv_cache_memory_gib
     states = state_bytes(model, config, dtype)
     blocks = blocks_in(memory_gib, block_bytes, states)
     less = f", less {states} bytes of recurrent state," if states else ""
-    return blocks, f"kv_cache_memory_gib {memory_gib:g}{less} at {block_bytes} bytes a block"
+    return blocks, f"kv_cache_memory_gib {memory_gib:g}{less} at {block_bytes} bytes a block{shared}"
+
+
+def weights_read(model: ModelConfig) -> int:
+    """Numbers of the matrices that one token passes, the LM head's included."""
+    return model.num_layers * _products(model) + model.vocab_size * model.hidden_size
+
+
+def _products(model: ModelConfig) -> int:
+    """Numbers that a layer multiplies for a token."""
+    size = model.num_heads * model.head_dim
+    projections = model.hidden_size * (2 * size + 2 * model.num_kv_heads * model.head_dim)
+    return projections + 3 * model.hidden_size * model.multiplied_intermediate_size
 
 
 def _scheduler(model: ModelConfig, config: EngineConfig) -> tuple[SchedulerConfig, str]:
@@ -130,9 +149,7 @@ def _scheduler(model: ModelConfig, config: EngineConfig) -> tuple[SchedulerConfi
         return asked, "chunk_owner engine does not cut prompts"
     if asked.chunk_halving_context is not None:
         return asked, "asked for"
-    size = model.num_heads * model.head_dim
-    projections = model.hidden_size * (2 * size + 2 * model.num_kv_heads * model.head_dim)
-    products = projections + 3 * model.hidden_size * model.multiplied_intermediate_size
+    size, products = model.num_heads * model.head_dim, _products(model)
     attending = model.num_attention_layers
     # q k and p v: two products of `size` for each token of the context, in the layers that look back.
     context = max(1, products * model.num_layers // (2 * size * attending))
@@ -142,11 +159,14 @@ def _scheduler(model: ModelConfig, config: EngineConfig) -> tuple[SchedulerConfi
     )
 
 
-def _why_drafts(model: ModelConfig, config: EngineConfig, same_bits: bool) -> str:
+def _why_drafts(
+    model: ModelConfig, config: EngineConfig, same_bits: bool, draft: tuple[ModelConfig, float] | None
+) -> str:
     if model.linear_layers:
         return "none: a recurrent state cannot be taken back to before a rejected draft"
     if config.speculative.method != "auto":
-        return "asked for"
+        cost = "" if draft is None else f"; a pass of the draft model takes {draft[1]:.2f} of a step, by what both read"
+        return f"asked for{cost}"
     if not same_bits:
         return "none: these kernels' sums depend on how many rows a step has, and so would near ties"
     if config.overlap or config.num_speculative_tokens == 0:

@@ -3,7 +3,7 @@ Never sees a logit, and never makes a token part of an answer: verification does
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -25,7 +25,7 @@ MOST_INDEXED = 2048
 PROBE_STEPS = 16
 """At most once in so many steps a token is drafted that is not expected to pay, to see whether it would."""
 LONGEST_WAIT = 128
-"""Matches that a request lets pass before it is tried again, once its drafts were never right; 1 at first."""
+"""Chances of a draft that a request lets pass before it is tried again, once drafts were never right; 1 at first."""
 
 
 @dataclass(slots=True)
@@ -46,17 +46,47 @@ class Record:
 
 
 @dataclass(slots=True)
+class Turns:
+    """When a request that goes without drafts is tried again."""
+
+    passed: int = 0
+    """Steps with something to draft since the last draft."""
+    wait: int = 1
+    """Such steps to let pass before a draft that is not expected to pay."""
+
+    def judge(self, num_accepted: int) -> None:
+        self.wait = 1 if num_accepted else min(2 * self.wait, LONGEST_WAIT)
+
+
+class Probes:
+    """Tries of drafts that are not expected to pay: texts change, and so do chances."""
+
+    def __init__(self) -> None:
+        self._steps_to_next = PROBE_STEPS
+
+    def add(self, turns: Sequence[Turns], lengths: list[int], room: int) -> None:
+        """Count a step. Now and then, add one token for whoever has gone without for longest."""
+        self._steps_to_next -= 1
+        waiting = -1
+        for number, (each, length) in enumerate(zip(turns, lengths, strict=True)):
+            each.passed = 0 if length else each.passed + 1
+            if each.passed >= each.wait and (waiting < 0 or each.passed > turns[waiting].passed):
+                waiting = number
+        if waiting >= 0 and self._steps_to_next <= 0 and sum(lengths) < room:
+            lengths[waiting] = 1
+            turns[waiting].passed = 0
+            self._steps_to_next = PROBE_STEPS
+
+
+@dataclass(slots=True)
 class Lookup:
     """What is kept of a live request."""
 
     index: TextIndex
     record: Record = field(default_factory=lambda: Record(OWN_MEMORY))
+    turns: Turns = field(default_factory=Turns)
     grade: int = 0
     """Of the match that the drafts which are being verified came from."""
-    passed: int = 0
-    """Matches since the last draft."""
-    wait: int = 1
-    """Matches to let pass before a draft that is not expected to pay."""
 
 
 class _Found(NamedTuple):
@@ -72,7 +102,7 @@ class Speculation:
 
     def __init__(self, config: ResolvedConfig) -> None:
         asked = config.speculative
-        assert asked.method == "ngram" or asked.method == "suffix", f"{asked.method} makes no drafts"
+        assert asked.method == "ngram" or asked.method == "suffix", f"{asked.method} looks nothing up"
         assert asked.free_tokens is not None, "it is resolved"
         self.method: Literal["ngram", "suffix"] = asked.method
         self._asked = asked
@@ -80,14 +110,14 @@ class Speculation:
         self._costs = Costs(asked.free_tokens)
         self._lookups: dict[str, Lookup] = {}  # by request id
         self._common = Record(COMMON_MEMORY)
-        self._steps_to_probe = PROBE_STEPS
+        self._probes = Probes()
 
     def judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """So many of the tokens that were drafted for the request's last row were right."""
         lookup = self._lookups[request.request_id]
         lookup.record.add(lookup.grade, num_drafted, num_accepted)
         self._common.add(lookup.grade, num_drafted, num_accepted)
-        lookup.wait = 1 if num_accepted else min(2 * lookup.wait, LONGEST_WAIT)
+        lookup.turns.judge(num_accepted)
 
     def forget(self, request_id: str) -> None:
         self._lookups.pop(request_id, None)
@@ -132,28 +162,13 @@ class Speculation:
             return [max(0, min(each.most, room // len(found))) for each in found]
         wishes = [Wish(self._chance(each), each.most) for each in found]
         lengths = choose_lengths(wishes, beside, room, self._costs)
-        self._probe(found, lengths, room)
+        self._probes.add([each.lookup.turns for each in found], lengths, room)
         return lengths
 
     def _chance(self, found: _Found) -> float:
         grade = found.grade
         common = self._common.chance(grade, FIRST_GUESSES[grade], COMMON_WEIGHT)
         return found.lookup.record.chance(grade, common, COMMON_WEIGHT)
-
-    def _probe(self, found: list[_Found], lengths: list[int], room: int) -> None:
-        """Now and then, one token for whoever has gone without for longest: texts change, and so do chances."""
-        self._steps_to_probe -= 1
-        waiting = -1
-        for number, (each, length) in enumerate(zip(found, lengths, strict=True)):
-            each.lookup.passed = 0 if length else each.lookup.passed + 1
-            if each.lookup.passed >= each.lookup.wait and (
-                waiting < 0 or each.lookup.passed > found[waiting].lookup.passed
-            ):
-                waiting = number
-        if waiting >= 0 and self._steps_to_probe <= 0 and sum(lengths) < room:
-            lengths[waiting] = 1
-            found[waiting].lookup.passed = 0
-            self._steps_to_probe = PROBE_STEPS
 
     def _taken(self, found: _Found, length: int) -> tuple[int, ...]:
         """Up to a token that would end the answer: what came after it would be for nothing."""

@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.protocol import TokenLogprobs
 from engine.span_inputs import Encode, PlacedInput
 
 PENDING_TOKEN = -1
 """In a row's token ids: what this request sampled in the step before, which is not read back yet (overlap)."""
+DRAFT_TOKEN = -2
+"""In a decode row's token ids, after its first: what the draft model will propose there, in the step itself."""
 
 
 class RowKind(Enum):
@@ -102,6 +104,23 @@ class StateUse:
     """Where to copy the state to when all rows of the step have run."""
 
 
+class Reading(NamedTuple):
+    """What the draft model reads of a request's text in a step; its K and V of all that is before are there.
+
+        0 ......... start .............. end          end = start + len(token_ids)
+        | read before | token_ids        |
+
+    Where it reaches the row's newest token, the draft model goes on from there.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
     """A row of the step: compute positions [start, start + len(token_ids)) of one request.
@@ -133,6 +152,8 @@ class ScheduledRequest:
     """The rotary position of `start` less `start`, where no input covers it."""
     adapter: str = ""
     """The digest of the adapter that computes it, which the executor keeps; "": the model as it is."""
+    reading: Reading | None = None
+    """Of a decode row, for the draft model, before the row is computed; with DRAFT_TOKENs, up to the newest token."""
 
     @property
     def end(self) -> int:
@@ -274,6 +295,8 @@ class Capabilities:
     """PENDING_TOKEN: a step may be launched before the one before it is collected."""
     drafts: bool = False
     """Verifies several tokens in one row, and proposes those that a grammar forces."""
+    draft_model: bool = False
+    """Has a draft model, which follows `ScheduledRequest.reading` and proposes what stands for DRAFT_TOKEN."""
     recurrent_state: bool = False
     """The model has state besides KV, which follows `StateUse`."""
     compile_grammar: Callable[[str], None] | None = None

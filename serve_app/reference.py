@@ -45,7 +45,7 @@ def render() -> str:
         ("`args.auth`: keys", _model_rows(AuthSettings)),
         ("`args.auth.keys`: an API key", _model_rows(ApiKey)),
         ("`args.engine`: each engine", _dataclass_rows(EngineConfig)),
-        ("`args.engine.speculative`: drafts that are looked up", _dataclass_rows(SpeculativeConfig)),
+        ("`args.engine.speculative`: drafts", _dataclass_rows(SpeculativeConfig)),
         ("`args.engine.scheduler`: how steps are composed", _dataclass_rows(SchedulerConfig)),
         ("`args.engine.fake`: the scripted executor", _dataclass_rows(FakeConfig)),
     ]

@@ -42,6 +42,7 @@ GAPS = "tests/engine/test_mutation_gaps.py"
 GRAMMAR = "tests/engine/test_grammar.py"
 LOAD = "tests/engine/test_load_snapshot.py"
 LOGPROBS = "tests/engine/test_logprobs.py"
+MODEL_DRAFTS = "tests/engine/test_model_drafts.py"
 NATIVE = "tests/kernels/test_native.py"
 OVERLAP = "tests/engine/test_overlap.py"
 PLANNER = "tests/engine/test_planner.py"
@@ -1141,6 +1142,62 @@ MUTATIONS = (
         "            self._speculation.forget(request.request_id)\n",
         "            pass\n",
         (SPECULATION,),
+    ),
+    Mutation(
+        "Proposed a",
+        "Two read into a block that they share, each from where it was.",
+        "engine/model_drafts.py",
+        "                if request.block_ids[number] in taken:\n",
+        "                if False:\n",
+        (MODEL_DRAFTS,),
+    ),
+    Mutation(
+        "Proposed b",
+        "What another has read into a shared block is read again, over it.",
+        "engine/model_drafts.py",
+        "reader.num_read = self._read_for(request, reader.num_read)",
+        "reader.num_read = reader.num_read or self._read_for(request, 0)",
+        (MODEL_DRAFTS,),
+    ),
+    Mutation(
+        "Proposed c",
+        "The last of the proposed tokens counts as read, though nothing went on from it.",
+        "engine/model_drafts.py",
+        "len(row.token_ids) - 2)",
+        "len(row.token_ids) - 1)",
+        (MODEL_DRAFTS,),
+    ),
+    Mutation(
+        "Proposed d",
+        "A request that lost its memory is taken for read.",
+        "engine/model_drafts.py",
+        "        if reader.epoch != request.epoch:\n",
+        "        if reader.epoch < 0:\n",
+        (MODEL_DRAFTS,),
+    ),
+    Mutation(
+        "Proposed e",
+        "A block's page is found under any text before it.",
+        "engine/model_drafts.py",
+        "if page is None or page.root != _root(request, number):",
+        "if page is None:",
+        (MODEL_DRAFTS,),
+    ),
+    Mutation(
+        "Proposed f",
+        "Places for drafts that a step did not use stay, and nothing is read for them.",
+        "engine/model_drafts.py",
+        "if r.drafts and r.draft_method == self.method), 0)",
+        "if False), 0)",
+        (MODEL_DRAFTS,),
+    ),
+    Mutation(
+        "Proposed g",
+        "The draft model runs in an engine that is full.",
+        "engine/model_drafts.py",
+        "if decoding and self._pays_beside(len(decoding)):",
+        "if decoding:",
+        (MODEL_DRAFTS,),
     ),
     # --- recurrent state ----------------------------------------------------------------------------------------------
     Mutation(

@@ -21,7 +21,7 @@ class ConfigRefused(Exception):
 
 
 def preflight(config_path: Path) -> None:
-    """Check every application of ours in a `serve run` config, and prepare its model with visible progress.
+    """Check every application of ours in a `serve run` config, and prepare its models with visible progress.
 
     Raises:
         ConfigRefused: settings are wrong, by name, limit and value; or a model cannot be prepared.
@@ -55,7 +55,10 @@ def _reason(where: str, detail: Any) -> str:
 
 
 def _prepare(where: str, settings: AppSettings) -> None:
-    try:
-        prepare_model(settings.model, weights=settings.engine.load_format != "dummy")
-    except ModelError as error:
-        raise ConfigRefused(f"{where}: args.model: {error}") from error
+    models = {"model": settings.model, "engine.speculative.model": settings.engine.speculative.model}
+    for setting, model in models.items():
+        try:
+            if model is not None:
+                prepare_model(model, weights=settings.engine.load_format != "dummy")
+        except ModelError as error:
+            raise ConfigRefused(f"{where}: args.{setting}: {error}") from error

@@ -100,8 +100,8 @@ ENGINE = (
     _engine_counter("chunkserve:encoded_tokens", "Prompt tokens of images that were encoded; others had been before."),
     _engine_counter(
         "chunkserve:draft_tokens",
-        "Drafted tokens by where they are from (`grammar`: forced; `ngram`, `suffix`: looked up), and whether they "
-        "were `accepted` or `rejected`.",
+        "Drafted tokens by where they are from (`grammar`: forced; `ngram`, `suffix`: looked up; `draft_model`: "
+        "proposed), and whether they were `accepted` or `rejected`.",
         ("method", "result"),
     ),
     _engine_counter(

@@ -77,7 +77,7 @@ class EngineRecorder:
             self._count("vllm:admission_rejections", 0, code)
         for position in range(_longest_draft(config)):
             self._count(_PER_POSITION, 0, str(position))
-        for method in ("grammar", config.speculative.method) if config.looks_up_drafts else ("grammar",):
+        for method in ("grammar", config.speculative.method) if config.speculates else ("grammar",):
             for result in ("accepted", "rejected"):
                 self._count("chunkserve:draft_tokens", 0, method, result)
         longest = config.max_model_len
@@ -244,8 +244,8 @@ class EngineRecorder:
 
 
 def _longest_draft(config: ResolvedConfig) -> int:
-    looked_up = config.speculative.num_tokens if config.looks_up_drafts else 0
-    return max(1, config.num_speculative_tokens, looked_up)
+    others = config.speculative.num_tokens if config.speculates else 0
+    return max(1, config.num_speculative_tokens, others)
 
 
 def _graph_steps(load: LoadSnapshot) -> list[Sample]:

@@ -335,6 +335,7 @@ def test_the_fake_executor_is_served_drafts_of_its_texts() -> None:
     config = EngineConfig(executor="fake", speculative=SpeculativeConfig(method="suffix"))
     engine = build_engine("none", config)
     assert engine.config.looks_up_drafts
+    assert engine.config.speculates
     engine.shutdown()
     engine = build_engine("none", EngineConfig(executor="fake"))
     assert not engine.config.looks_up_drafts

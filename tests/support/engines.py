@@ -12,6 +12,7 @@ from typing import Any
 from engine.config import FakeConfig, ResolvedConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.fake_adapters import FakeAdapters
+from engine.fake_draft_model import FakeDraftModel
 from engine.fake_executor import FakeExecutor
 from engine.protocol import Event, Finished, SamplingParams, Submission, Token
 from engine.request import create_request
@@ -78,7 +79,7 @@ class RecordingCore(EngineCore):
             reply=reply,
             eos_token_id=config.eos_token_ids[0],
             config=FakeConfig(recurrent_state=config.recurrent_state),
-            num_drafts=0 if config.looks_up_drafts else config.num_speculative_tokens,
+            num_drafts=0 if config.speculates else config.num_speculative_tokens,
             verifies=config.looks_up_drafts,
             grammars=grammars,
             graph_sizes=graph_sizes,
@@ -86,7 +87,9 @@ class RecordingCore(EngineCore):
             failing=failing,
             verify_prefix=True,
             adapters=FakeAdapters() if config.max_loras else None,
+            draft_model=FakeDraftModel(config.num_kv_blocks, config.block_size) if config.has_draft_model else None,
         )
+        self.draft_model = executor.draft_model
         self.now = 0.0
         self._tick_s = tick_ms / 1000
         super().__init__(executor, config, clock=lambda: self.now)
@@ -126,6 +129,17 @@ class RecordingCore(EngineCore):
                 return
             self.keep(self.step())
         raise AssertionError(f"still live after {max_steps} steps: {self.load()}")
+
+    def check_what_is_read(self) -> None:
+        """Of every request that decodes, the draft model has read what it is said to, and nothing of another's text."""
+        if self._model_drafts is None:
+            return
+        assert self.draft_model is not None
+        for request in self._scheduler.decoding.values():
+            reader = self._model_drafts.reader_of(request)
+            if reader is not None:
+                assert reader.num_read < len(request.token_ids), "the newest token is read where it is fed"
+                assert self.draft_model.holds(request.block_ids, request.token_ids[: reader.num_read])
 
     @property
     def waiting(self) -> list[str]:

@@ -247,7 +247,7 @@ class CheckedCore(RecordingCore):
         decodes = sum(len(row.token_ids) for row in plan.rows if row.kind is RowKind.DECODE)
         rows = sum(row.kind is RowKind.DECODE for row in plan.rows)
         assert decodes <= max(rows, config.max_drafting_tokens), "I-35: all together"
-        most_drafts = config.speculative.num_tokens if config.looks_up_drafts else config.num_speculative_tokens
+        most_drafts = config.speculative.num_tokens if config.speculates else config.num_speculative_tokens
         for row in plan.rows:
             assert row.request_id in self.live, "I-26: only what was launched before the end may still run"
             assert row.token_ids, "I-6"
@@ -264,6 +264,7 @@ class CheckedCore(RecordingCore):
         self._check_load(running)
         self._check_ratio()
         self._check_progress(running)
+        self.check_what_is_read()
         if self._scheduler._states is not None:
             slots = sorted(self._scheduler._states.slot_of(request.request_id) for request in running)
             assert slots == list(range(len(running))), "I-9"

@@ -53,12 +53,14 @@ SCHEDULERS = st.fixed_dictionaries(
 ).map(_scheduler)
 
 _LOOKED_UP = SpeculativeConfig(method="suffix", min_match=1, adaptive=False, free_tokens=8)
+_PROPOSED = SpeculativeConfig(method="draft_model", model="a name", adaptive=False, free_tokens=8, model_cost=0.1)
 _LOOPS: list[dict[str, Any]] = [
     {},
     {"overlap": True},
     {"num_speculative_tokens": 3},
     {"num_speculative_tokens": 3, "drafting_limit": 5},
     {"num_speculative_tokens": 2, "speculative": _LOOKED_UP},
+    {"num_speculative_tokens": 2, "speculative": _PROPOSED},
     {"recurrent_state": True},
     {"recurrent_state": True, "overlap": True},
 ]

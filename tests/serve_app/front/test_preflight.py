@@ -31,6 +31,14 @@ def config_with(tmp_path: Path, args: Any, import_path: str = "serve_app.app:bui
         ({"engine": {"max_num_seqs": 600}}, "max_num_batched_tokens (512) must be at least max_num_seqs + 1 (601)"),
         ({"modle": "x"}, "args.modle: Extra inputs are not permitted (given: 'x')"),
         ({"model": "/no/such/model"}, "args.model: No model '/no/such/model': expected"),
+        (
+            {"engine": {"speculative": {"method": "draft_model", "model": "/no/such/model"}}},
+            "args.engine.speculative.model: No model '/no/such/model': expected",
+        ),
+        (
+            {"engine": {"speculative": {"method": "draft_model"}}},
+            "speculative.method is draft_model, and speculative.model does not say which",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_rule_and_value(tmp_path: Path, args: Any, reason: str) -> None:

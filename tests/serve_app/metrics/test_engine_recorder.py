@@ -306,6 +306,21 @@ def test_drafts_are_counted_by_what_became_of_them_where_they_are_from_and_their
     assert bench.histogram("chunkserve:request_accepted_draft_tokens") == (2, accepted)
 
 
+def test_drafts_of_a_second_model_are_counted_as_such() -> None:
+    speculative = SpeculativeConfig(
+        method="draft_model", model="a name", num_tokens=4, adaptive=False, free_tokens=8, model_cost=0.1
+    )
+    bench = Bench(num_speculative_tokens=3, speculative=speculative)
+    assert bench["chunkserve:draft_tokens{draft_model,accepted}"] == 0, "there before anything was drafted"
+    bench.send("a", [9, 9], max_tokens=50)
+    bench.run()
+    accepted = bench["chunkserve:draft_tokens{draft_model,accepted}"]
+    assert accepted == bench["vllm:spec_decode_num_accepted_tokens"] == 50 - len(bench.core.plans)
+    rejected = bench["chunkserve:draft_tokens{draft_model,rejected}"]
+    assert accepted + rejected == bench["vllm:spec_decode_num_draft_tokens"]
+    assert bench.histogram("chunkserve:request_accepted_draft_tokens") == (1, accepted)
+
+
 # --- what is done just now -------------------------------------------------------------------------------------------
 
 
