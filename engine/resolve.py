@@ -218,7 +218,10 @@ def _eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     """generation_config.json knows the chat model's own end tokens; config.json often only the base model's."""
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
-        value = read_json(path).get("eos_token_id") if path.exists() else None
+        document = read_json(path) if path.exists() else {}
+        value = document.get("eos_token_id")
+        if value is None and isinstance(of_text := document.get("text_config"), dict):  # of a model with other inputs
+            value = of_text.get("eos_token_id")
         if value is not None:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(token, int) and token >= 0 for token in ids):

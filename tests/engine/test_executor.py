@@ -3,6 +3,7 @@ Never measures time; the golden tests hold the default model to recorded toleran
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -471,6 +472,17 @@ def test_end_tokens_come_from_the_generation_config_first(checkpoint: Path, tmp_
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(CheckpointError, match="eos_token_id is 'x'"):
         resolve(tmp_path)
+
+
+def test_end_tokens_of_a_checkpoint_with_other_inputs_stand_beside_its_text_decoders_shape(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    ends = config.pop("eos_token_id")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert resolve(tmp_path).eos_token_ids == ()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": {"eos_token_id": ends}}))
+    assert resolve(tmp_path).eos_token_ids == (2,)
 
 
 def test_experts_that_do_not_fit_the_native_kernels_run_on_torch_and_it_says_why(tmp_path: Path) -> None:
