@@ -51,8 +51,13 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0"])
-def test_every_kernel_and_configuration_compiles_for_every_gpu(tmp_path: Path, capability: str) -> None:
-    """Those that ask for more shared memory than the smallest of these GPUs has are left out when it chooses."""
-    compile_all(tmp_path, capability, "--head-dims", "80", "256", "--groups", "8")
-    compile_all(tmp_path, capability, "--dtypes", "float32", "float16", "--first-config")
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0"])
+def test_every_kernel_compiles_for_other_gpus(tmp_path: Path, capability: str) -> None:
+    compile_all(tmp_path, capability, "--head-dims", "80", "256", "--groups", "8", "--first-config")
+
+
+@pytest.mark.slow
+def test_every_configuration_compiles(tmp_path: Path) -> None:
+    """Those that ask for more shared memory than a GPU has are left out when it chooses."""
+    compile_all(tmp_path, "9.0", "--head-dims", "80", "256", "--groups", "8")
+    compile_all(tmp_path, "9.0", "--dtypes", "float32", "float16", "--first-config")

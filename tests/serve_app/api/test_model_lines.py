@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from engine.async_engine import AsyncEngine
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig, SchedulerConfig, SpeculativeConfig
 from engine.core import EngineCore
 from engine.executor import create_executor
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
+from tests.golden.test_draft_model import save_tokenizer
 from tests.serve_app.harness import MODEL, LocalClient, joined_choice, post
 from tests.support.tiny_models import HYBRIDS, LINES, VOCAB, save_model
 
@@ -60,6 +61,35 @@ async def test_a_completion_has_the_tokens_of_transformers_whole_streamed_and_fr
         assert again.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 48, "whole blocks of the prompt"
     finally:
         engine.shutdown()
+
+
+async def test_a_draft_model_saves_steps_and_changes_no_token(tmp_path: Path) -> None:
+    """The draft model is the model itself: every drafted token is right, though none would pay by itself."""
+    save_model("llama", tmp_path)
+    save_tokenizer(tmp_path)
+    found = []
+    itself = SpeculativeConfig(method="draft_model", model=str(tmp_path), adaptive=False)
+    for speculative in (SpeculativeConfig(method="none"), itself):
+        config = EngineConfig(
+            dtype="float32",
+            num_kv_blocks=32,
+            max_num_batched_tokens=64,
+            max_num_seqs=4,
+            num_threads=1,
+            speculative=speculative,
+        )
+        engine = AsyncEngine(EngineCore(*create_executor(tmp_path, config)))
+        try:
+            app = create_app(LocalClient(engine), Tokenizer.byte_level(), MODEL)
+            asked = {"model": MODEL.id, "prompt": PROMPT, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+            answer = await post(app, "/v1/completions", asked | {"return_token_ids": True})
+            assert answer.status == 200, answer.json
+            found.append((answer.json["choices"][0]["token_ids"], engine.load().num_steps))
+        finally:
+            engine.shutdown()
+    (plain, plain_steps), (drafted, drafted_steps) = found
+    assert drafted == plain
+    assert drafted_steps < 0.7 * plain_steps
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_vl", "qwen3_5_moe_vl"])
