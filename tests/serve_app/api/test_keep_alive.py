@@ -68,7 +68,6 @@ async def test_an_answer_says_how_long_it_took_to_begin(stream: bool) -> None:
         (ScriptedClient(EngineError(ErrorCode.STEP_FAILED, "x")), {"stream": True}, 500),
         (ScriptedClient(KeyError("x")), {}, 500),
     ],
-    ids=str,
 )
 async def test_a_refusal_is_what_it_was_and_says_how_long_it_took(
     client: ScriptedClient, fields: dict[str, Any], status: int

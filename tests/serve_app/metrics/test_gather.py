@@ -84,7 +84,9 @@ async def test_all_replicas_are_asked_for_what_they_have_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [hangs, babbles, raises(ActorDiedError()), raises(RequestCancelledError("id"))], ids=str
+    "broken",
+    [hangs, babbles, raises(ActorDiedError()), raises(RequestCancelledError("id"))],
+    ids=["hangs", "babbles", "died", "cancelled"],
 )
 async def test_a_replica_that_does_not_answer_is_counted_and_the_others_are_there(
     broken: Replica, monkeypatch: pytest.MonkeyPatch
