@@ -19,14 +19,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file share fixtures, so that one worker has them; and one has all that start servers or loads, two of
-    which would starve each other."""
-    for item in items:
-        serves = item.get_closest_marker("server") or "default_server" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("servers" if serves else str(item.path)))
-
-
 @pytest.fixture(scope="session")
 def default_server() -> Iterator[Server]:
     """config.yaml as it is, the default model included, on a free port."""

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import pytest
 
 from engine.async_engine import AsyncEngine
-from engine.config import ConfigError
+from engine.config import ConfigError, FakeConfig
 from engine.core import EngineCore
 from engine.fake_adapters import FakeAdapters
 from engine.fake_executor import FakeExecutor
@@ -36,7 +36,12 @@ class Fake:
         config = resolved_config(**{"max_loras": 3} | overrides)
         self.host = FakeAdapters()
         executor = FakeExecutor(
-            config.num_kv_blocks, config.block_size, range(32), verify_prefix=True, adapters=self.host
+            config.num_kv_blocks,
+            config.block_size,
+            range(32),
+            config=FakeConfig(step_delay_ms=5),  # or a long answer has ended before anything is done beside it
+            verify_prefix=True,
+            adapters=self.host,
         )
         self.engine = AsyncEngine(EngineCore(executor, config))
         self.directory = directory
