@@ -193,19 +193,20 @@ def ended(process: subprocess.Popen[Any]) -> Iterator[None]:
                 process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-        for member in session_members(process.pid):
+        _kill_session(process.pid)
+        process.wait()
+
+
+def _kill_session(session: int) -> None:
+    """Kill what is left of a session, for as long as anything is: what was just being started is in no list before it,
+    and what was killed holds its memory for a moment, which the next server is not to share."""
+    deadline = time.monotonic() + GONE_TIMEOUT_S
+    while left := list(session_members(session)):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes {[process.name for process in left]} outlive their SIGKILL")
+        for member in left:
             with suppress(ProcessLookupError):
                 os.kill(int(member.name), signal.SIGKILL)
-        process.wait()
-        _wait_until_gone(process.pid)
-
-
-def _wait_until_gone(session: int) -> None:
-    """What was killed still holds its memory for a moment, and the next server is not to share it."""
-    deadline = time.monotonic() + GONE_TIMEOUT_S
-    while left := [process.name for process in session_members(session)]:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {left} outlive their SIGKILL")
         time.sleep(0.05)
 
 
