@@ -52,7 +52,7 @@ class ChunkRule:
         if not room.has_prefill:  # a prompt goes on, however long its context
             most = max(most, min(self._config.block_size, room.budget))
         count = min(remaining, most, self._policy.long_prefill_token_threshold or remaining)
-        count = min(count, self._to_snapshot(start, remaining))
+        count = min(count, self.to_snapshot(start, remaining))
         if count < remaining:
             align = self._policy.chunk_align or self._config.block_size
             aligned = (start + count) // align * align - start
@@ -78,8 +78,8 @@ class ChunkRule:
         extends = self._policy.atomic_policy == "extend"
         return room.tokens if extends or not room.has_prefill else room.budget
 
-    def _to_snapshot(self, start: int, remaining: int) -> int:
-        """Tokens to the next position at which the recurrent state is kept."""
+    def to_snapshot(self, start: int, remaining: int) -> int:
+        """Tokens to the next position at which the recurrent state is kept; `remaining` where none is."""
         stride = self._policy.state_snapshot_tokens
         return stride - start % stride if stride and self._config.recurrent_state else remaining
 

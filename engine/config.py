@@ -335,7 +335,7 @@ class EngineConfig:
         None,
         "Most tokens that a decode row carries besides its newest where a grammar forces what follows, to be verified "
         "together; and, a seat, most drafted tokens of a step. Unset: 4, and fewer where decode rows would take more "
-        "than half of max_num_batched_tokens; 0 with overlap or recurrent state.",
+        "than half of max_num_batched_tokens; 0 with overlap, and on a GPU with recurrent state.",
         ge=0,
     )
     max_grammar_bytes: int = setting(2**18, "Longest grammar of an answer.", ge=1)
@@ -492,7 +492,7 @@ class ResolvedConfig:
         Raises:
             ConfigError: drafts are asked for, and there can be none.
         """
-        num_drafts = _num_speculative_tokens(asked, drafts and not found.get("recurrent_state"))
+        num_drafts = _num_speculative_tokens(asked, drafts)
         return cls(
             block_size=asked.block_size,
             max_num_seqs=asked.max_num_seqs,
@@ -612,8 +612,8 @@ def _speculative(
         method = "suffix" if unseen and num_drafts else "none"
     if method != "none" and not num_drafts:
         raise ConfigError(
-            f"speculative.method is {method}, but a step has no room for drafts, or the model's recurrent state cannot "
-            "be taken back: raise max_num_batched_tokens or num_speculative_tokens, or set method none."
+            f"speculative.method is {method}, but a step has no room for drafts, or on a GPU the model's recurrent "
+            "state is not taken back: raise max_num_batched_tokens or num_speculative_tokens, or set method none."
         )
     if method == "draft_model":
         wished = replace(wished, model_cost=wished.model_cost or model_cost)

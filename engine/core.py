@@ -328,9 +328,10 @@ def check_capabilities(config: ResolvedConfig, can: Capabilities) -> None:
             f"A chunk may have to end where an image begins that is not encoded yet, and chunk_owner "
             f"{policy.chunk_owner} with chunk_boundary {policy.chunk_boundary} does not allow it."
         )
-    if can.recurrent_state and config.num_speculative_tokens:
+    if can.recurrent_state and config.num_speculative_tokens and not can.drafts:
         raise ConfigError(
-            "A recurrent state cannot be taken back to before a rejected draft: set num_speculative_tokens 0."
+            f"num_speculative_tokens is {config.num_speculative_tokens}, but on this device a recurrent state is not "
+            "taken back to before a rejected draft: set it to 0."
         )
     for asked, able, what in needs:
         if asked and not able:

@@ -22,7 +22,15 @@ from engine.logit_controls import Within
 from engine.logprobs import SCORED_POSITIONS, find_logprobs, read_logprobs, scores_by_row, wanted_scores
 from engine.models.computed import Computed
 from engine.protocol import TokenLogprobs
-from engine.step import PENDING_TOKEN, ExecutorOutOfMemoryError, GraphUse, RowKind, StepOutput, StepPlan
+from engine.step import (
+    PENDING_TOKEN,
+    Capabilities,
+    ExecutorOutOfMemoryError,
+    GraphUse,
+    RowKind,
+    StepOutput,
+    StepPlan,
+)
 from engine.verification import Place, in_kernel_order, in_plan_order, sampled_places
 
 _Found = tuple[Tensor, Tensor, Tensor]
@@ -77,6 +85,10 @@ class DeviceExecutor(TorchExecutor):
         self._flying: dict[str, tuple[Tensor, int | None]] = {}
         """Request -> the tokens of the last step that samples for it, and which is its own; None: it has drafts, and
         which token is its newest is not known on the host."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, drafts=self.model.state is None)
 
     # --- launch -------------------------------------------------------------------------------------------------------
 

@@ -92,13 +92,12 @@ class TorchExecutor:
     @property
     def capabilities(self) -> Capabilities:
         compile_grammar = None if self._grammars is None else self._grammars.compile
-        has_state = self.model.state is not None
         return Capabilities(
             mixed_rows=True,
             overlap=True,
-            drafts=not has_state,
+            drafts=True,
             draft_model=self._draft_model is not None,
-            recurrent_state=has_state,
+            recurrent_state=self.model.state is not None,
             compile_grammar=compile_grammar,
             adapters=self.model if isinstance(self.model, AdaptedModel) else None,
         )
@@ -146,6 +145,8 @@ class TorchExecutor:
         pooled, without_state = pooled_by_row(plan, sum_pooled(plan, computed.hidden))
         failed |= without_state
         output = make_output(plan, tokens, logprobs, scores, failed)
+        if computed.rewind is not None:
+            computed.rewind.to([len(of) for of in output.sampled])
         if within is not None:
             output = replace(output, drafts=self._forced(plan, output))
         if pooled:

@@ -226,8 +226,11 @@ class FakeExecutor:
             digest = mix64(digest ^ mix64(number))
             digests.append(digest)
             self._slots[self._slot_index(row, position)] = _Slot(position, number, digest)
-        self._consume(row, numbers)
+        self._check_state(row)
         computed = self._answer(row, token_ids, digests, masks)
+        if row.state is not None:  # past a rejected draft it never was
+            count = len(computed.tokens) if row.kind is RowKind.DECODE else len(digests)
+            self._states[row.state.slot] = _State(row.start + count, digests[count - 1])
         return (
             computed if row.pool_from is None else replace(computed, pooled=_pool(digests[row.pool_from - row.start :]))
         )
@@ -263,7 +266,7 @@ class FakeExecutor:
             if row.state is not None and row.state.restore is not None:
                 self._states[row.state.slot] = self._snapshots[row.state.restore]
 
-    def _consume(self, row: ScheduledRequest, numbers: Sequence[int]) -> None:
+    def _check_state(self, row: ScheduledRequest) -> None:
         if row.state is None:
             return
         state = self._states[row.state.slot] if row.start else _ZERO_STATE
@@ -272,10 +275,6 @@ class FakeExecutor:
             raise KvMismatchError(
                 f"{row.request_id}: the state of slot {row.state.slot} is {state}, not at {row.start}"
             )
-        digest = state.digest
-        for number in numbers:
-            digest = mix64(digest ^ mix64(number))
-        self._states[row.state.slot] = _State(row.end, digest)
 
     def _save_states(self, plan: StepPlan) -> None:
         for row in plan.rows:

@@ -100,8 +100,6 @@ def check_plan(plan: StepPlan, block_size: int, num_state_slots: int = 0) -> Non
             raise ValueError(f"Row {row.request_id}: drafts follow a token that is known.")
         if row.kind is not RowKind.DECODE and row.token_ids[0] == PENDING_TOKEN:
             raise ValueError(f"Row {row.request_id}: a chunk's tokens are known.")
-        if has_drafts and num_state_slots:
-            raise ValueError(f"Row {row.request_id}: a recurrent state cannot be taken back to before a draft.")
         _check_options(row, num_state_slots)
         seen_drafts = seen_drafts or has_drafts
         seen_chunk = seen_chunk or row.kind is not RowKind.DECODE

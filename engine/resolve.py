@@ -46,10 +46,10 @@ def resolve(
     num_blocks, blocks_reason = blocks or _num_blocks(model, config, dtype, draft[0] if draft else None)
     num_threads, threads_reason = _num_threads(config)
     scheduler, halving_reason = _scheduler(model, config)
-    same_bits = kernels.name == NATIVE
+    same_bits, on_gpu = kernels.name == NATIVE, device[0].capability is not None
     return ResolvedConfig.of(
         config,
-        drafts=True,
+        drafts=not (model.linear_layers and on_gpu),
         unseen_drafts=same_bits,
         model_cost=draft[1] if draft else None,
         eight_bits=same_bits and model.quantization is not None and all(model.quantization.by_output),
@@ -71,7 +71,7 @@ def resolve(
             "num_threads": threads_reason,
             "kernels": kernels.reason,
             "chunk_halving_context": halving_reason,
-            "speculative": _why_drafts(model, config, same_bits, draft),
+            "speculative": _why_drafts(model, config, same_bits, draft, on_gpu=on_gpu),
         }
         | ({"recurrent_state": why_so_much(model, config, dtype)} if model.linear_layers else {})
         | ({"kv_cache_dtype": _narrow_cache(model, config, dtype)} if config.kv_cache_dtype != "auto" else {})
@@ -160,10 +160,15 @@ def _scheduler(model: ModelConfig, config: EngineConfig) -> tuple[SchedulerConfi
 
 
 def _why_drafts(
-    model: ModelConfig, config: EngineConfig, same_bits: bool, draft: tuple[ModelConfig, float] | None
+    model: ModelConfig,
+    config: EngineConfig,
+    same_bits: bool,
+    draft: tuple[ModelConfig, float] | None,
+    *,
+    on_gpu: bool,
 ) -> str:
-    if model.linear_layers:
-        return "none: a recurrent state cannot be taken back to before a rejected draft"
+    if model.linear_layers and on_gpu:
+        return "none: on a GPU a recurrent state is not taken back to before a rejected draft"
     if config.speculative.method != "auto":
         cost = "" if draft is None else f"; a pass of the draft model takes {draft[1]:.2f} of a step, by what both read"
         return f"asked for{cost}"

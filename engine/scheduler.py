@@ -251,7 +251,9 @@ class Scheduler:
             for i in range(request.num_published, num_full):
                 self._blocks.publish(request.block_ids[i], request.block_hashes[i])
             request.num_published = num_full
-        if scheduled.state is not None and scheduled.state.save is not None and self._snapshots is not None:
+        if end < scheduled.end:  # a draft was rejected: the state did not get to where it was to be kept
+            self.discard(scheduled)
+        elif scheduled.state is not None and scheduled.state.save is not None and self._snapshots is not None:
             self._snapshots.publish(scheduled.state.save, request.block_hashes[num_full - 1])
 
     def draft(self, request: Request, drafts: tuple[int, ...], method: DraftMethod) -> None:
@@ -261,7 +263,7 @@ class Scheduler:
         request.draft_method = method
 
     def discard(self, scheduled: ScheduledRequest) -> None:
-        """A row's results are nobody's: its request has ended or was preempted, or the row failed."""
+        """The state that a row was to keep is nobody's: the request has ended or was preempted, or the row failed."""
         if scheduled.state is not None and scheduled.state.save is not None and self._snapshots is not None:
             self._snapshots.cancel(scheduled.state.save)
 

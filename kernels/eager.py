@@ -3,7 +3,7 @@ Never keeps anything from one step to the next."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.forward import GELU, SILU, HeadShape, Linear, LinearHeads, Routing
 from kernels.ops import Ops
 from kernels.reference import StateRows
+from kernels.rewind import Rewind
 
 
 class EagerPass:
@@ -29,12 +30,15 @@ class EagerPass:
         slots: Tensor,
         plan: object,
         states: StateRows | None = None,
+        rewind: Rewind | None = None,
     ) -> None:
-        """`plan`: what `ops.prepare_attention` made of the step's rows; `states`: None: the model has none."""
+        """`plan`: what `ops.prepare_attention` made of the step's rows; `states`: None: the model has none; `rewind`:
+        is shown each state before a step with drafts moves it on."""
         self._ops = ops
         self._token_ids, self._positions, self._slots = token_ids, positions, slots
         self._plan = plan
         self._states = states
+        self._rewind = rewind
 
     def embed(self, table: Tensor, scale: float = 1.0) -> Tensor:
         found = F.embedding(self._token_ids, table)
@@ -96,8 +100,10 @@ class EagerPass:
         return self._ops.sigmoid_gate(x, gate, other)
 
     def causal_conv(self, x: Tensor, weight: Tensor, state: Tensor) -> Tensor:
-        assert self._states is not None
-        return self._ops.causal_conv(x, weight, state, self._states)
+        def advance(inputs: Sequence[Tensor], rows: StateRows) -> Tensor:
+            return self._ops.causal_conv(inputs[0], weight, state, rows)
+
+        return self._advance(advance, (x,), state)
 
     def delta_rule(
         self,
@@ -108,8 +114,19 @@ class EagerPass:
         heads: LinearHeads,
         state: Tensor,
     ) -> Tensor:
+        def advance(inputs: Sequence[Tensor], rows: StateRows) -> Tensor:
+            qkv, strength, step = inputs
+            return self._ops.delta_rule(qkv, strength, step, rates, heads, state, rows)
+
+        return self._advance(advance, (qkv, strength, step), state)
+
+    def _advance(
+        self, advance: Callable[[Sequence[Tensor], StateRows], Tensor], inputs: Sequence[Tensor], state: Tensor
+    ) -> Tensor:
         assert self._states is not None
-        return self._ops.delta_rule(qkv, strength, step, rates, heads, state, self._states)
+        if self._rewind is not None:
+            self._rewind.keep(state, inputs, advance)
+        return advance(inputs, self._states)
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._ops.gated_rms_norm(x, gate, weight, eps)

@@ -47,6 +47,7 @@ NATIVE = "tests/kernels/test_native.py"
 OVERLAP = "tests/engine/test_overlap.py"
 PLANNER = "tests/engine/test_planner.py"
 PREPARING = "tests/engine/test_preparing.py"
+RECURRENT = "tests/engine/test_recurrent_state.py"
 SCHEDULER = "tests/engine/test_scheduler.py"
 SPECULATION = "tests/engine/test_speculation.py"
 SCORING = "tests/engine/test_prompt_scoring.py"
@@ -1246,8 +1247,8 @@ MUTATIONS = (
         "I-9 f",
         "A step that is planned again for want of memory never gives its snapshots back.",
         "engine/scheduler.py",
-        "            self.discard(scheduled)\n",
-        "",
+        "is not None\n            self.discard(scheduled)\n",
+        "is not None\n",
         (STATES,),
     ),
     Mutation(
@@ -1262,7 +1263,7 @@ MUTATIONS = (
         "I-9 h",
         "Chunks run past the positions at which the state is to be kept.",
         "engine/chunks.py",
-        "        count = min(count, self._to_snapshot(start, remaining))\n",
+        "        count = min(count, self.to_snapshot(start, remaining))\n",
         "",
         (STATES,),
     ),
@@ -1273,6 +1274,38 @@ MUTATIONS = (
         "caches = view.blocks.epoch + (view.snapshots.epoch if view.snapshots else 0)",
         "caches = view.blocks.epoch",
         (GAPS,),
+    ),
+    Mutation(
+        "I-9 j",
+        "A row with drafts passes over the position at which its state is to be kept.",
+        "engine/planner.py",
+        "min(count, self._chunks.to_snapshot(request.scheduled, count))",
+        "count",
+        (STATES,),
+    ),
+    Mutation(
+        "I-9 k",
+        "The state after a rejected draft is published as that of the text.",
+        "engine/scheduler.py",
+        "        if end < scheduled.end:",
+        "        if end < 0:",
+        (STATES,),
+    ),
+    Mutation(
+        "I-9 l",
+        "A state stays past the drafts that were rejected.",
+        "engine/executor.py",
+        "computed.rewind.to([len(of) for of in output.sampled])",
+        "computed.rewind.to([len(row.token_ids) for row in plan.rows])",
+        (RECURRENT,),
+    ),
+    Mutation(
+        "I-9 m",
+        "What counts of a row is fed to the state after its drafts, not to that before them.",
+        "kernels/rewind.py",
+        "            kept.state[rows.index] = kept.before[places]\n",
+        "",
+        (RECURRENT,),
     ),
     # --- fairness -----------------------------------------------------------------------------------------------------
     Mutation(

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.recurrent_state import RecurrentState
 from engine.sampler import Draw
 from engine.step import StepPlan
+from kernels.rewind import Rewind
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Computed:
     is not finite where the place's logits are no distribution."""
     draw: Draw | None = None
     """Draws tokens in torch's stead; see engine.sampler."""
+    rewind: Rewind | None = None
+    """Of a model with recurrent state, where rows have drafts: to be told how many of each row's tokens count."""
 
 
 class Model(Protocol):

@@ -15,10 +15,11 @@ from engine.kv_cache import KVCache
 from engine.models.computed import Computed
 from engine.models.decoder import Decoder
 from engine.recurrent_state import RecurrentState
-from engine.step import ScheduledRequest, StepPlan
+from engine.step import RowKind, ScheduledRequest, StepPlan
 from kernels.eager import EagerPass
 from kernels.ops import Ops
 from kernels.reference import StateRows
+from kernels.rewind import Rewind
 
 
 class EagerModel:
@@ -36,16 +37,24 @@ class EagerModel:
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
         num_slots = 0 if self.state is None else self.state.num_slots
         inputs = build_inputs(plan, self._block_size, newest, num_state_slots=num_slots)
+        states = _state_rows(inputs)
+        rewind = _rewind(plan, states)
         run = self._pass(
             plan.rows,
             token_ids=inputs.token_ids,
             positions=inputs.positions,
             slots=inputs.slots,
             plan=self._ops.prepare_attention(inputs.rows, self.decoder.config.num_kv_heads, self.decoder.dtype),
-            states=_state_rows(inputs),
+            states=states,
+            rewind=rewind,
         )
         hidden: Tensor = self.decoder.forward(run, self.cache, self.state)
-        return Computed(hidden, self._logits(hidden[inputs.sampled_tokens]), lambda index: self._logits(hidden[index]))
+        return Computed(
+            hidden,
+            self._logits(hidden[inputs.sampled_tokens]),
+            lambda index: self._logits(hidden[index]),
+            rewind=rewind,
+        )
 
     def _pass(self, rows: Sequence[ScheduledRequest], **step: Any) -> EagerPass:
         """step: see EagerPass."""
@@ -62,3 +71,11 @@ def _state_rows(inputs: StepInputs) -> StateRows | None:
         return None
     rows, index = inputs.rows, torch.tensor(inputs.state_slots)
     return StateRows(rows.num_decode, rows.contexts, rows.counts, inputs.state_slots, index)
+
+
+def _rewind(plan: StepPlan, states: StateRows | None) -> Rewind | None:
+    """None: no state may have to go back."""
+    if states is None:
+        return None
+    num_drafted = sum(row.kind is RowKind.DECODE for row in plan.rows) - states.num_decode
+    return Rewind(states, num_drafted) if num_drafted else None

@@ -135,7 +135,11 @@ ABLE = Capabilities(mixed_rows=True, overlap=True, drafts=True)
             {},
             "state_snapshot_tokens keeps recurrent state, which this model's executor cannot do",
         ),
-        ({"num_speculative_tokens": 2}, {"recurrent_state": True}, "set num_speculative_tokens 0"),
+        (
+            {"num_speculative_tokens": 2},
+            {"recurrent_state": True, "drafts": False},
+            "num_speculative_tokens is 2, but on this device a recurrent state",
+        ),
         (
             {"scheduler": SchedulerConfig(chunk_owner="engine")},
             {"recurrent_state": True},

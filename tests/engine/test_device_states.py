@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig, SpeculativeConfig
 from engine.core import EngineCore
 from engine.device_build import create_on_device, largest_step
 from engine.device_executor import DeviceExecutor
@@ -29,7 +29,7 @@ from kernels.ops import TORCH, Ops
 from tests.support.engines import resolved_config
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_flash import FakeFlash
-from tests.support.plans import chunk
+from tests.support.plans import chunk, decode
 from tests.support.tiny_models import VOCAB, save_model
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -166,6 +166,23 @@ def test_states_that_do_not_fit_are_refused_with_what_makes_them_large() -> None
 def test_the_largest_step_of_a_hybrid_has_a_state_for_each_row() -> None:
     config = resolved_config(recurrent_state=True, max_num_seqs=3, max_num_batched_tokens=40)
     check_plan(largest_step(config), config.block_size, 3)
+
+
+def test_drafts_are_refused_on_a_device_and_none_are_made_unasked(model: Path) -> None:
+    """A state is taken back once it is known what counts, and a device may be a step further by then."""
+    executor, resolved = create(model, attention="torch")
+    assert resolved.num_speculative_tokens == 0
+    assert (
+        resolved.reasons["speculative"]
+        == "none: on a GPU a recurrent state is not taken back to before a rejected draft"
+    )
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 2, but on this device a recurrent state is not"):
+        EngineCore(*create(model, attention="torch", num_speculative_tokens=2))
+    with pytest.raises(ConfigError, match="on a GPU the model's recurrent state is not taken back"):
+        create(model, attention="torch", speculative=SpeculativeConfig(method="suffix"))
+    row = replace(decode("a", 5, 20, (0, 1)), token_ids=(5, 6), state=StateUse(0))
+    with pytest.raises(ValueError, match="no state is taken back"):
+        executor.launch(StepPlan(0, (row,)))
 
 
 def test_a_step_without_memory_is_not_run_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,16 +180,77 @@ def test_rows_whose_slots_are_in_another_order_keep_their_own(executor: TorchExe
     assert texts == want
 
 
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+
+def states_at(executor: TorchExecutor, slot: int) -> list[torch.Tensor]:
+    state = state_of(executor)
+    return [state.conv[:, slot].clone(), state.delta[:, slot].clone()]
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2, 3])
+def test_after_drafts_a_state_is_that_of_the_tokens_that_count(checkpoint: Path, num_right: int) -> None:
+    """Beside a row of one token, another with drafts that are all wrong, and a chunk: slots in another order."""
+    executor, expected = make(checkpoint)[0], make(checkpoint)[0]
+    texts = {
+        "a": follow(expected, TOKENS[:20], BLOCKS, 0, 6),
+        "b": follow(expected, TOKENS[20:50], OTHER_BLOCKS, 1, 6),
+    }
+    run(executor, in_slot(chunk("a", TOKENS[:20], 0, 20, BLOCKS), 2))
+    run(executor, in_slot(chunk("b", TOKENS[20:50], 0, 30, OTHER_BLOCKS), 0))
+    run(executor, in_slot(chunk("c", TOKENS[:5], 0, 5, (8,)), 3))
+    wrong = [(token + 1) % VOCAB for token in texts["a"]]
+    drafts = [*texts["a"][1 : 1 + num_right], *wrong[1 + num_right : 4]]
+    rows = (
+        in_slot(decode("c", 7, 5, (8,)), 3),
+        in_slot(replace(decode("a", texts["a"][0], 20, BLOCKS), token_ids=(texts["a"][0], *drafts)), 2),
+        in_slot(replace(decode("b", texts["b"][0], 30, OTHER_BLOCKS), token_ids=(texts["b"][0], VOCAB - 1)), 0),
+        in_slot(chunk("d", TOKENS[50:], 0, 20, (10, 6)), 1),
+    )
+    sampled = run(executor, *rows)
+    assert sampled[1] == tuple(texts["a"][1 : 2 + num_right])
+    assert sampled[2] == (texts["b"][1],)
+    # The same tokens, one at a time and alone.
+    follow(expected, TOKENS[:20], BLOCKS, 0, 2 + num_right)
+    follow(expected, TOKENS[20:50], OTHER_BLOCKS, 1, 2)
+    run(expected, in_slot(chunk("c", TOKENS[:5], 0, 5, (8,)), 2))
+    run(expected, in_slot(decode("c", 7, 5, (8,)), 2))
+    run(expected, in_slot(chunk("d", TOKENS[50:], 0, 20, (10, 6)), 3))
+    for slot, same in ((2, 0), (0, 1), (3, 2), (1, 3)):
+        for got, want in zip(states_at(executor, slot), states_at(expected, same), strict=True):
+            torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def test_a_step_whose_drafts_are_all_right_computes_nothing_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make(checkpoint)[0]
+    text = follow(executor, TOKENS[:20], BLOCKS, 0, 4)
+    run(executor, in_slot(chunk("a", TOKENS[:20], 0, 20, BLOCKS), 0))
+    ops, calls = executor.model._ops, []  # type: ignore[attr-defined]
+
+    def counted(*inputs: Any) -> torch.Tensor:
+        calls.append(len(inputs[0]))
+        return ops.delta_rule(*inputs)
+
+    monkeypatch.setattr(executor.model, "_ops", replace(ops, delta_rule=counted))
+    right = replace(decode("a", text[0], 20, BLOCKS), token_ids=tuple(text[:3]))
+    assert run(executor, in_slot(right, 0)) == (tuple(text[1:4]),)
+    assert calls == [3, 3], "two layers of three tokens"
+    calls.clear()
+    wrong = replace(decode("a", text[3], 23, BLOCKS), token_ids=(text[3], VOCAB - 1, VOCAB - 1))
+    assert len(run(executor, in_slot(wrong, 0))[0]) == 1
+    assert calls == [3, 3, 1, 1], "and what counts of them again, without the rest of the model"
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_that_says_nothing_of_states_is_refused(executor: TorchExecutor) -> None:
     row = chunk("a", TOKENS, 0, 20, BLOCKS)
-    drafted = replace(decode("a", 5, 20, BLOCKS), token_ids=(5, 6))
     for bad, message in (
         (row, "state None, and there are 4 slots"),
         (in_slot(row, 4), r"state StateUse\(slot=4.*and there are 4 slots"),
-        (in_slot(drafted, 0), "cannot be taken back to before a draft"),
     ):
         with pytest.raises(ValueError, match=message):
             run(executor, bad)
@@ -200,7 +261,6 @@ def test_a_plan_that_says_nothing_of_states_is_refused(executor: TorchExecutor) 
     [
         ({"kernels": "native"}, "native kernels cannot run: linear attention and its gates are not among them"),
         ({"batch_invariant": True}, "batch_invariant needs the native kernels"),
-        ({"speculative": SpeculativeConfig(method="suffix")}, "the model's recurrent state cannot be taken back"),
     ],
 )
 def test_what_states_cannot_go_with_is_refused_by_name(
@@ -210,13 +270,14 @@ def test_what_states_cannot_go_with_is_refused_by_name(
         make(checkpoint, **settings)
 
 
-def test_drafts_are_none_by_default_with_the_reason_and_refused_where_they_are_asked_for(checkpoint: Path) -> None:
+def test_what_a_grammar_forces_is_drafted_by_default_and_looked_up_drafts_where_they_are_asked_for(
+    checkpoint: Path,
+) -> None:
     _, resolved = make(checkpoint)
-    assert resolved.num_speculative_tokens == 0
+    assert resolved.num_speculative_tokens == 4
     assert resolved.speculative.method == "none"
-    assert resolved.reasons["speculative"] == "none: a recurrent state cannot be taken back to before a rejected draft"
-    with pytest.raises(ConfigError, match="before a rejected draft: set num_speculative_tokens 0"):
-        EngineCore(*make(checkpoint, num_speculative_tokens=2))
+    assert resolved.reasons["speculative"].startswith("none: these kernels' sums depend on how many rows a step has")
+    EngineCore(*make(checkpoint, speculative=SpeculativeConfig(method="suffix")))
 
 
 def test_on_the_cpu_it_runs_on_torch_s_operators_and_the_start_says_why(checkpoint: Path) -> None:

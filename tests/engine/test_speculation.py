@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import ConfigError, EngineConfig, FakeConfig, SchedulerConfig, SpeculativeConfig
+from engine.config import ConfigError, EngineConfig, SchedulerConfig, SpeculativeConfig
 from engine.observer import Verified
 from engine.planner import Plan
 from engine.protocol import FinishReason, SamplingParams, Submission, Token
@@ -317,16 +317,14 @@ def test_bounds_of_the_matches_are_checked() -> None:
         SpeculativeConfig(free_tokens=0)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"max_num_seqs": 2, "max_num_batched_tokens": 3}, {"fake": FakeConfig(recurrent_state=True)}],
-    ids=["no room", "recurrent state"],
-)
-def test_a_method_is_refused_where_a_step_cannot_carry_drafts(settings: dict[str, Any]) -> None:
+def test_a_method_is_refused_where_a_step_cannot_carry_drafts() -> None:
     from engine.build import build_engine
 
+    small = EngineConfig(
+        executor="fake", speculative=SpeculativeConfig(method="suffix"), max_num_seqs=2, max_num_batched_tokens=3
+    )
     with pytest.raises(ConfigError, match=r"speculative.method is suffix, but a step has no room"):
-        build_engine("none", EngineConfig(executor="fake", speculative=SpeculativeConfig(method="suffix"), **settings))
+        build_engine("none", small)
 
 
 def test_the_fake_executor_is_served_drafts_of_its_texts() -> None:

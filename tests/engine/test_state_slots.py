@@ -4,6 +4,7 @@ The specification's I-9, and the hand-over of S1-B3. The fake executor fails a r
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -396,13 +397,85 @@ def test_an_abort_gives_the_slot_and_the_snapshots_in_the_making_back(steps: int
     check_nothing_is_left(core)
 
 
+# --- drafts: a state is never that of a token which was rejected ------------------------------------------------------
+
+
+def drafting(stride: int, num_drafts: int, **overrides: Any) -> RecordingCore:
+    """The fake executor's drafts are right or wrong by the text."""
+    return hybrid(stride, num_speculative_tokens=num_drafts, **overrides)
+
+
+def drafted_rows(core: RecordingCore) -> list[ScheduledRequest]:
+    rows = (row for plan in core.plans for row in plan.rows)
+    return [row for row in rows if row.kind is RowKind.DECODE and len(row.token_ids) > 1]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+def test_answers_with_drafts_are_those_without(num_drafts: int) -> None:
+    core = drafting(8, num_drafts, max_num_batched_tokens=64)
+    prompts = [PROMPT, PROMPT[:9], [7] * 12, [3, 4] * 4]
+    for number, prompt in enumerate(prompts):
+        core.send(f"r{number}", prompt, max_tokens=30 - number, ignore_eos=True)
+    core.run()
+    for number, prompt in enumerate(prompts):
+        assert core.tokens(f"r{number}") == answer_alone(prompt, max_tokens=30 - number, ignore_eos=True)
+    counts = {name: [row.start for row in rows_of(core, name)] for name in ("r0", "r1")}
+    assert drafted_rows(core)
+    steps = [after - before for starts in counts.values() for before, after in pairwise(starts)]
+    assert 1 in steps, "a draft was rejected"
+    assert max(steps[3:]) > 1, "a draft was accepted"
+    check_nothing_is_left(core)
+
+
+def test_a_row_ends_where_its_state_is_to_be_kept_and_keeps_it_if_its_drafts_were_right() -> None:
+    """The next turn of a chat starts from the last answer: a row past the place would have no state to keep there."""
+    core = drafting(8, 5)
+    core.send("first", PROMPT[:6], max_tokens=40, ignore_eos=True)
+    core.run()
+    rows = drafted_rows(core)
+    assert all(row.start // 8 == (row.end - 1) // 8 for row in rows)
+    saves = [row for row in rows if row.state is not None and row.state.save is not None]
+    assert saves
+    assert all(row.end % 8 == 0 for row in saves)
+    text = [*PROMPT[:6], *core.tokens("first")]
+    core.send("second", text, max_tokens=4, ignore_eos=True)
+    core.run()
+    assert core.finished("second").usage.cached_tokens == 40, "of 46 tokens, up to the last multiple of 8"
+    assert core.tokens("second") == answer_alone(text, max_tokens=4, ignore_eos=True)
+    check_nothing_is_left(core)
+
+
+def test_the_snapshot_of_a_row_whose_drafts_were_wrong_is_given_back_and_nobody_starts_from_it() -> None:
+    core = drafting(8, 5)
+    cancelled = []
+    snapshots = core._scheduler._snapshots
+    assert snapshots is not None
+    cancel = snapshots.cancel
+    snapshots.cancel = lambda slot: (cancelled.append(slot), cancel(slot))[1]  # type: ignore[method-assign]
+    core.send("a", PROMPT[:6], max_tokens=60, ignore_eos=True)
+    core.run()
+    saves = [row for row in drafted_rows(core) if row.state is not None and row.state.save is not None]
+    assert cancelled, "no draft of a row that ends at a snapshot was wrong"
+    assert len(cancelled) < len(saves)
+    text = [*PROMPT[:6], *core.tokens("a")]
+    assert text[6:] == answer_alone(PROMPT[:6], max_tokens=60, ignore_eos=True)
+    for end in range(8, len(text), 4):
+        prompt = [*text[:end], 31, 30]
+        core.send(f"to {end}", prompt, max_tokens=3, ignore_eos=True)
+        core.run()
+        assert core.finished(f"to {end}").usage.cached_tokens == end // 8 * 8
+        assert core.tokens(f"to {end}") == answer_alone(prompt, max_tokens=3, ignore_eos=True)
+    check_nothing_is_left(core)
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_go_with_recurrent_state_is_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 1, but on this device a recurrent state is not"):
+        check_capabilities(resolved_config(num_speculative_tokens=1), Capabilities(recurrent_state=True))
     can = Capabilities(recurrent_state=True, drafts=True)
-    with pytest.raises(ConfigError, match="num_speculative_tokens 0"):
-        check_capabilities(resolved_config(num_speculative_tokens=1), can)
+    check_capabilities(resolved_config(num_speculative_tokens=1), can)
     with pytest.raises(ConfigError, match="chunk_owner scheduler"):
         check_capabilities(resolved_config(scheduler=SchedulerConfig(chunk_owner="engine")), can)
     with pytest.raises(ConfigError, match="state_snapshot_tokens keeps recurrent state"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.config import ResolvedConfig, SchedulerConfig
+from engine.config import ResolvedConfig, SchedulerConfig, SpeculativeConfig
 from engine.core import EngineCore
 from engine.executor import TorchExecutor
 from engine.protocol import Failed, SamplingParams, Submission, Token
-from engine.request import create_request
+from engine.request import Request, create_request
 from engine.step import StepPlan
 from tests.golden.bench import Bench
 from tests.golden.models import make_executor
@@ -143,6 +144,53 @@ def alone(hybrid: Hybrid) -> list[list[int]]:
     return [hybrid.serve([text], GREEDY, enable_prefix_caching=False)[0] for text in TEXTS]
 
 
+class Guesses:
+    """Drafts that are right, or wrong from any token on, in the place of what is looked up."""
+
+    method = "suffix"
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        """texts: what each request will answer."""
+        self._texts = texts
+        self._made = 0
+        self.judged: Counter[tuple[int, int]] = Counter()
+
+    def propose(self, decoding: Collection[Request]) -> list[tuple[Request, tuple[int, ...]]]:
+        found = []
+        for request in decoding:
+            drafts = self._texts[int(request.request_id)][request.num_output :][:3]
+            self._made += 1
+            if (wrong := self._made % 5) < len(drafts):
+                drafts[wrong] = (drafts[wrong] + 1) % VOCAB
+            found.append((request, tuple(drafts)))
+        return found
+
+    def judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        self.judged[num_drafted, num_accepted] += 1
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+DRAFTING = {"num_speculative_tokens": 3, "speculative": SpeculativeConfig(method="suffix", num_tokens=3, free_tokens=8)}
+
+
+@pytest.mark.parametrize("tokens", [9, 24, 512])
+def test_text_with_drafts_is_that_without(hybrid: Hybrid, alone: list[list[int]], tokens: int) -> None:
+    """Right ones, and wrong from the first, second or third on; beside chunks, in slots that are handed on, from
+    snapshots and from the start."""
+    config = dataclasses.replace(
+        hybrid.resolved, max_num_batched_tokens=tokens, max_prefill_tokens=tokens, max_num_seqs=2, **DRAFTING
+    )
+    guesses = Guesses([alone[which] for which in (0, 1, 2, 3, 4, 5, 0)])
+    texts = live(
+        hybrid.executor, config, [(which, number, None) for number, which in enumerate([*range(6), 0])], guesses
+    )
+    assert list(texts.values()) == [*alone, alone[0]]
+    assert {(3, 3), (3, 2), (3, 1), (3, 0)} <= guesses.judged.keys()
+    assert min(hybrid.copies[what] for what in ("move", "restore", "save")) > 0
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_life_changes_a_text(hybrid: Hybrid, alone: list[list[int]], data: st.DataObject) -> None:
@@ -157,14 +205,17 @@ def test_no_life_changes_a_text(hybrid: Hybrid, alone: list[list[int]], data: st
         watermark_blocks=0,
         chunk_align=data.draw(st.sampled_from([None, 1]), label="align"),
     )
+    loop = data.draw(st.sampled_from(["plain", "overlap", "drafts", "drafts"]), label="loop")
     config = dataclasses.replace(
         hybrid.resolved,
         scheduler=scheduler,
         num_kv_blocks=data.draw(st.sampled_from([8, 12, 160]), label="blocks"),
-        overlap=data.draw(st.booleans(), label="overlap"),
+        overlap=loop == "overlap",
+        drafting_limit=tokens - 1,
         max_num_batched_tokens=tokens,
         max_prefill_tokens=tokens,
         max_num_seqs=min(3, tokens - 1),
+        **DRAFTING if loop == "drafts" else {},
     )
     lives = [
         (
@@ -174,16 +225,22 @@ def test_no_life_changes_a_text(hybrid: Hybrid, alone: list[list[int]], data: st
         )
         for _ in range(7)
     ]
-    texts = live(hybrid.executor, config, lives)
+    guesses = Guesses([alone[which] for which, _, _ in lives]) if loop == "drafts" else None
+    texts = live(hybrid.executor, config, lives, guesses)
     for number, (which, _, abort) in enumerate(lives):
         assert texts[number] == alone[which] if abort is None else alone[which][: len(texts[number])] == texts[number]
 
 
 def live(
-    executor: TorchExecutor, config: ResolvedConfig, lives: list[tuple[int, int, int | None]]
+    executor: TorchExecutor,
+    config: ResolvedConfig,
+    lives: list[tuple[int, int, int | None]],
+    guesses: Guesses | None = None,
 ) -> dict[int, list[int]]:
     """What requests answer that are (which text, the step of its arrival, how many steps until it is aborted)."""
     core = EngineCore(executor, config)
+    if guesses is not None:
+        core._speculation = core._applier._speculation = guesses  # type: ignore[assignment]
     texts: dict[int, list[int]] = {number: [] for number in range(len(lives))}
     step = 0
     while core.has_work or step <= 20:

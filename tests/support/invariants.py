@@ -60,6 +60,8 @@ class CheckedCore(RecordingCore):
         "draft accepted",
         "draft rejected",
         "state restored",
+        "state taken back",
+        "drafts, states and spans in a step",
         "result discarded",
         "cut by the engine",
         "step failed",
@@ -232,6 +234,7 @@ class CheckedCore(RecordingCore):
             "draft accepted": accepted,
             "draft rejected": rejected,
             "state restored": row.state is not None and row.state.restore is not None,
+            "state taken back": row.state is not None and rejected,
         }
         self._reached.update(name for name, did in happened.items() if did)
 
@@ -247,6 +250,11 @@ class CheckedCore(RecordingCore):
         decodes = sum(len(row.token_ids) for row in plan.rows if row.kind is RowKind.DECODE)
         rows = sum(row.kind is RowKind.DECODE for row in plan.rows)
         assert decodes <= max(rows, config.max_drafting_tokens), "I-35: all together"
+        drafts = any(row.kind is RowKind.DECODE and len(row.token_ids) > 1 and row.state for row in plan.rows)
+        if drafts and any(
+            row.kind is not RowKind.DECODE and self.live[row.request_id].atomic_spans for row in plan.rows
+        ):
+            self._reached.add("drafts, states and spans in a step")
         most_drafts = config.speculative.num_tokens if config.speculates else config.num_speculative_tokens
         for row in plan.rows:
             assert row.request_id in self.live, "I-26: only what was launched before the end may still run"

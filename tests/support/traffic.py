@@ -63,6 +63,10 @@ _LOOPS: list[dict[str, Any]] = [
     {"num_speculative_tokens": 2, "speculative": _PROPOSED},
     {"recurrent_state": True},
     {"recurrent_state": True, "overlap": True},
+    {"recurrent_state": True, "num_speculative_tokens": 3},
+    {"recurrent_state": True, "num_speculative_tokens": 3, "drafting_limit": 5},
+    {"recurrent_state": True, "num_speculative_tokens": 2, "speculative": _LOOKED_UP},
+    {"recurrent_state": True, "num_speculative_tokens": 2, "speculative": _PROPOSED},
 ]
 
 
