@@ -251,10 +251,11 @@ class Scheduler:
             for i in range(request.num_published, num_full):
                 self._blocks.publish(request.block_ids[i], request.block_hashes[i])
             request.num_published = num_full
-        if end < scheduled.end:  # a draft was rejected: the state did not get to where it was to be kept
-            self.discard(scheduled)
-        elif scheduled.state is not None and scheduled.state.save is not None and self._snapshots is not None:
-            self._snapshots.publish(scheduled.state.save, request.block_hashes[num_full - 1])
+        if scheduled.state is not None and scheduled.state.save is not None and self._snapshots is not None:
+            if end == scheduled.end:
+                self._snapshots.publish(scheduled.state.save, request.block_hashes[num_full - 1])
+            else:  # a draft was rejected before the position at which the state was to be kept
+                self._snapshots.cancel(scheduled.state.save)
 
     def draft(self, request: Request, drafts: tuple[int, ...], method: DraftMethod) -> None:
         """Keep what is drafted to follow, as far as the answer may still go; what was not accepted is taken back."""
@@ -263,7 +264,7 @@ class Scheduler:
         request.draft_method = method
 
     def discard(self, scheduled: ScheduledRequest) -> None:
-        """The state that a row was to keep is nobody's: the request has ended or was preempted, or the row failed."""
+        """A row's results are nobody's: its request has ended or was preempted, or the row failed."""
         if scheduled.state is not None and scheduled.state.save is not None and self._snapshots is not None:
             self._snapshots.cancel(scheduled.state.save)
 

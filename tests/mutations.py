@@ -1287,8 +1287,8 @@ MUTATIONS = (
         "I-9 k",
         "The state after a rejected draft is published as that of the text.",
         "engine/scheduler.py",
-        "        if end < scheduled.end:",
-        "        if end < 0:",
+        "            if end == scheduled.end:\n",
+        "            if end:\n",
         (STATES,),
     ),
     Mutation(
