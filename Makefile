@@ -6,7 +6,7 @@ CONFIG ?= config.yaml
 PEERS_VENV ?= .venv-peers
 SCENARIO ?= smoke
 URL ?= http://127.0.0.1:8000
-WORKERS ?= --numprocesses 2 --dist loadfile
+WORKERS ?= --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .PHONY: serve test test-slow test-clients test-gpu test-chaos test-deep test-mutations check format install model docs load simulate find-rate bench-peers bench-gpu chart studies validate-k8s render-k8s k8s-tools clean
@@ -15,7 +15,7 @@ serve: install ## prepare the model of config.yaml, serve it, and say how to cal
 	@$(BIN)/python -m serve_app.front.announce $(CONFIG) & exec $(BIN)/serve run $(CONFIG)
 
 test: model ## the whole suite but for what takes minutes
-	$(BIN)/python -m pytest -m "not slow and not chaos and not clients"
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not chaos and not clients"
 
 test-slow: model ## what takes minutes: a newcomer's `make serve` in a fresh clone, kernels in Triton's interpreter, loads; every command of loadtest/README.md
 	$(BIN)/python -m pytest $(WORKERS) -m slow

@@ -19,6 +19,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """With `--dist loadgroup`, a worker takes whole modules, whose fixtures are then made once, and one of them takes
+    all that start servers: two at a time would starve each other."""
+    group = "servers" if item.get_closest_marker("server") else item.path.relative_to(item.config.rootpath).as_posix()
+    item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def default_server() -> Iterator[Server]:
     """config.yaml as it is, the default model included, on a free port."""

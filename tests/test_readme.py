@@ -20,6 +20,8 @@ from serve_app.api.schema import ChatRequest, CompletionRequest, StreamOptions
 from serve_app.reference import BEGIN, END, METRICS_BEGIN, METRICS_END, render, render_metrics
 from serve_app.settings import AppSettings
 
+pytestmark = pytest.mark.server
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = [(kind, text) for kind, text in re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)]
