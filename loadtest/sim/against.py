@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -81,8 +82,10 @@ def compare(live: Document, deployment: Sequence[str], within: float = WITHIN) -
     """Simulate what was asked live, and hold one against the other.
 
     Raises:
-        ValueError: as `options_of`, `rows` and `load.check`, or nothing was answered.
+        ValueError: as `options_of`, `rows` and `load.check`, or nothing was answered, or `within` is no factor.
     """
+    if not 1 <= within < math.inf:
+        raise ValueError(f"--within is a factor, 1 or more, not {within:g}")
     options = options_of(live, deployment)
     found = list(rows(live, load.run(options)))
     ratios = [cell["ratio"] for row in found for cell in row["ms"].values()]
