@@ -1,5 +1,5 @@
-"""Owns the promise that a draft model changes nothing but the number of steps: with it, every answer is the same token
-for token. Never trusts a draft model: one is the model itself, one nearly so, and one has nothing to do with it."""
+"""Owns the promise that a draft model changes no token of any answer. Long: each way to ask, and each refusal at start.
+Never trusts a draft model: one is the model itself, one nearly so, and one has nothing to do with it."""
 
 from __future__ import annotations
 
