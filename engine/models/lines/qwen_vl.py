@@ -49,7 +49,7 @@ def _vision(raw: Fields, sections: tuple[int, int, int], hidden_size: int) -> Vi
         temporal_patch_size=integer(found, "temporal_patch_size", 2),
         merge_size=integer(found, "spatial_merge_size", 2),
         window_size=integer(found, "window_size", 112),
-        full_attention=tuple(sequence({"fullatt_block_indexes": (7, 15, 23, 31)} | found, "fullatt_block_indexes")),
+        full_attention=tuple(sequence({"fullatt_block_indexes": (7, 15, 23, 31), **found}, "fullatt_block_indexes")),
         output_size=integer(found, "out_hidden_size", 3584),
         rope_theta=number(rope, "rope_theta", 10000.0),
         token_id=integer(raw, "image_token_id", 151655),
