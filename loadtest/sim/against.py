@@ -42,8 +42,9 @@ def options_of(live: Document, deployment: Sequence[str]) -> argparse.Namespace:
     Raises:
         ValueError: no report of a load, one whose figures are not the server's, or a simulated one.
     """
-    if live.get("schema") != SCHEMA:
-        raise ValueError(f"schema {live.get('schema')} is not {SCHEMA}, that of a load's report.json")
+    schema = live.get("schema") if isinstance(live, dict) else None  # it may be any file of JSON
+    if schema != SCHEMA:
+        raise ValueError(f"schema {schema} is not {SCHEMA}, that of a load's report.json")
     if live["exit_code"] in (SATURATED, BROKEN):
         raise ValueError(f"the live run failed with code {live['exit_code']}: {[*live['broken'], *live['saturated']]}")
     if "deployment" in live:

@@ -149,3 +149,12 @@ def test_the_page_has_the_comparison_that_is_kept_and_none_before_there_is_one()
     page = README.read_text()
     text = table(json.loads(KEPT.read_text())) if KEPT.exists() else "Not measured yet."
     assert with_text(page, "against", text) == page
+
+
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    report.write_text("[1]")
+    with pytest.raises(SystemExit) as refused:
+        main([str(report), *ENGINE, "--out", str(tmp_path / "against.json")])
+    assert refused.value.code == 2
+    assert "schema None is not 1, that of a load's report.json" in capsys.readouterr().err
