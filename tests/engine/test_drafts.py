@@ -11,9 +11,15 @@ import pytest
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
-from engine.protocol import ErrorCode, Failed, FinishReason
+from engine.protocol import FinishReason
 from engine.step import RowKind, StepOutput
-from tests.support.drafting import decode_rows, no_room_beyond_thirty, row_through_a_retry
+from tests.support.drafting import (
+    check_bad_fails_alone,
+    decode_rows,
+    no_logit_for_bad,
+    no_room_beyond_thirty,
+    row_through_a_retry,
+)
 from tests.support.engines import EOS, RecordingCore, answer_alone, resolved_config
 
 PROMPT = list(range(1, 20))
@@ -322,14 +328,8 @@ def test_a_block_that_only_rejected_drafts_filled_is_not_offered() -> None:
 
 
 def test_a_row_with_drafts_that_fails_alone_leaves_its_neighbours_untouched() -> None:
-    core = drafting(3, failing=lambda row: "no finite logit" if row.request_id == "bad" and row.start > 22 else None)
-    for name in ("good", "bad"):
-        core.send(name, PROMPT, max_tokens=20, ignore_eos=True)
-    core.run()
-    assert core.events["bad"][-1] == Failed("bad", ErrorCode.STEP_FAILED, "no finite logit")
-    answer = answer_alone(PROMPT, max_tokens=20, ignore_eos=True)
-    assert core.tokens("good") == answer
-    assert core.tokens("bad") == answer[: len(core.tokens("bad"))]
+    core = drafting(3, failing=no_logit_for_bad)
+    check_bad_fails_alone(core)
     check_nothing_is_left(core)
 
 

@@ -32,8 +32,8 @@ from engine.fake_draft_model import FakeDraftModel, UnreadTextError
 from engine.fake_executor import FakeExecutor
 from engine.model_drafts import ModelDrafts
 from engine.observer import StepFacts, Verified
-from engine.protocol import ErrorCode, Event, Failed, SamplingParams, Submission, Token
-from engine.request import Request, create_request
+from engine.protocol import ErrorCode, Event, SamplingParams, Submission, Token
+from engine.request import Request
 from engine.speculation import LONGEST_WAIT, PROBE_STEPS
 from engine.step import DRAFT_TOKEN, Reading, RowKind, ScheduledRequest, StepPlan
 from tests.engine.test_grammar import PERSON, grammar_core
@@ -43,8 +43,11 @@ from tests.support.drafting import (
     SCHEDULES,
     TIGHT,
     check_another_engine_goes_on,
+    check_bad_fails_alone,
     check_nobody_can_tell,
     decode_rows,
+    decoding_requests,
+    no_logit_for_bad,
     no_room_beyond_thirty,
     row_through_a_retry,
 )
@@ -340,17 +343,14 @@ def answer_long(prompt: list[int], **params: Any) -> list[int]:
     return core.tokens("a")
 
 
-def requests(count: int, **overrides: Any) -> tuple[ModelDrafts, list[Request]]:
+def requests(count: int) -> tuple[ModelDrafts, list[Request]]:
     """Requests that decode, in an engine of no steps."""
     config = resolved_config(
-        speculative=ADAPTIVE, num_speculative_tokens=3, max_num_batched_tokens=64, max_model_len=4096, **overrides
+        speculative=ADAPTIVE, num_speculative_tokens=3, max_num_batched_tokens=64, max_model_len=4096
     )
-    made = []
-    for number in range(count):
-        params = SamplingParams(temperature=0.0, max_tokens=200)
-        request = create_request(Submission(f"r{number}", tuple([1, 2, 3] * 5), params), config, number)
+    made = decoding_requests(config, count)
+    for request in made:
         request.token_ids.append(4)
-        made.append(request)
     return ModelDrafts(config), made
 
 
@@ -389,14 +389,8 @@ def test_a_short_answer_to_a_long_prompt_is_not_worth_reading_it() -> None:
 
 
 def test_a_row_with_drafts_that_fails_alone_leaves_its_neighbours_untouched() -> None:
-    core = DraftingCore(failing=lambda row: "no logit" if row.request_id == "bad" and row.start > 22 else None)
-    for name in ("good", "bad"):
-        core.send(name, PROMPT, max_tokens=20, ignore_eos=True)
-    core.run()
-    assert core.events["bad"][-1] == Failed("bad", ErrorCode.STEP_FAILED, "no logit")
-    answer = answer_alone(PROMPT, max_tokens=20, ignore_eos=True)
-    assert core.tokens("good") == answer
-    assert core.tokens("bad") == answer[: len(core.tokens("bad"))]
+    core = DraftingCore(failing=no_logit_for_bad)
+    check_bad_fails_alone(core)
     core.check_nothing_is_left()
 
 

@@ -13,8 +13,8 @@ import pytest
 from engine.config import ConfigError, EngineConfig, FakeConfig, SchedulerConfig, SpeculativeConfig
 from engine.observer import Verified
 from engine.planner import Plan
-from engine.protocol import FinishReason, SamplingParams, Submission
-from engine.request import Request, create_request
+from engine.protocol import FinishReason
+from engine.request import Request
 from engine.speculation import LONGEST_WAIT, PROBE_STEPS, Speculation
 from engine.step import RowKind
 from tests.engine.test_grammar import PERSON, grammar_core, is_person, text_of
@@ -25,6 +25,7 @@ from tests.support.drafting import (
     check_another_engine_goes_on,
     check_nobody_can_tell,
     decode_rows,
+    decoding_requests,
 )
 from tests.support.engines import RecordingCore, resolved_config
 
@@ -193,11 +194,7 @@ def test_beside_many_rows_nothing_is_drafted_or_even_looked_at_until_few_are_lef
 def requests(count: int) -> tuple[Speculation, list[Request]]:
     """Requests whose texts repeat themselves, in an engine of no steps."""
     config = resolved_config(speculative=ADAPTIVE, num_speculative_tokens=3, max_num_batched_tokens=64)
-    made = []
-    for number in range(count):
-        submission = Submission(f"r{number}", tuple([1, 2, 3] * 5), SamplingParams(temperature=0.0, max_tokens=200))
-        made.append(create_request(submission, config, number))
-    return Speculation(config), made
+    return Speculation(config), decoding_requests(config, count)
 
 
 def proposals(speculation: Speculation, decoding: list[Request], right: bool, steps: int) -> Iterator[int]:

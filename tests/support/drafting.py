@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from engine.config import SchedulerConfig
-from engine.protocol import Token
+from engine.config import ResolvedConfig, SchedulerConfig
+from engine.protocol import ErrorCode, Failed, SamplingParams, Submission, Token
+from engine.request import Request, create_request
 from engine.step import ExecutorOutOfMemoryError, RowKind, ScheduledRequest, StepPlan
 from tests.support.engines import EOS, RecordingCore, answer_alone
 
@@ -89,3 +90,25 @@ def row_through_a_retry(core: RecordingCore) -> ScheduledRequest:
     assert core.tokens("a") == answer_alone([1, 2, 3], max_tokens=30, ignore_eos=True)
     assert core.tokens("b") == answer_alone([5] * 40, max_tokens=2, ignore_eos=True)
     return before
+
+
+def no_logit_for_bad(row: ScheduledRequest) -> str | None:
+    """For RecordingCore's `failing`."""
+    return "no logit" if row.request_id == "bad" and row.start > 22 else None
+
+
+def check_bad_fails_alone(core: RecordingCore) -> None:
+    """A row with drafts fails, and its neighbour's answer is what it is alone. core: with `no_logit_for_bad`."""
+    for name in ("good", "bad"):
+        core.send(name, PROMPT, max_tokens=20, ignore_eos=True)
+    core.run()
+    assert core.events["bad"][-1] == Failed("bad", ErrorCode.STEP_FAILED, "no logit")
+    answer = answer_alone(PROMPT, max_tokens=20, ignore_eos=True)
+    assert core.tokens("good") == answer
+    assert core.tokens("bad") == answer[: len(core.tokens("bad"))]
+
+
+def decoding_requests(config: ResolvedConfig, count: int) -> list[Request]:
+    """Whose texts repeat themselves, of an engine that takes no steps."""
+    params, text = SamplingParams(temperature=0.0, max_tokens=200), (1, 2, 3) * 5
+    return [create_request(Submission(f"r{number}", text, params), config, number) for number in range(count)]
