@@ -73,7 +73,7 @@ def plan_buckets(
     """Buckets for every step that such an engine can plan. What is None is chosen here.
 
     Raises:
-        ConfigError: the sizes asked for are not ascending, or leave steps without a bucket.
+        ConfigError: sizes that are asked for are not ascending, leave steps without a bucket, or are for no step.
     """
     if scope == "none":
         return Buckets()
@@ -117,6 +117,8 @@ def _checked(name: str, asked: Sequence[int] | None, chosen: tuple[int, ...], li
         raise ConfigError(
             f"{name} ends at {asked[-1]}, but {limit} is {most}: larger steps would have no graph. Add {most}."
         )
+    if len(asked) > 1 and asked[-2] >= most:
+        raise ConfigError(f"{name} has {asked[-1]}, but {limit} is {most}: no step is larger than {asked[-2]}.")
     return tuple(asked)
 
 

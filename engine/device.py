@@ -62,7 +62,8 @@ class Device(Protocol):
 
 
 class HostDevice:
-    """The CPU: everything is done when it is asked for."""
+    """The CPU: everything is done when it is asked for. Nobody asks it for captures, nor for its memory, since the
+    number of blocks follows from the config there."""
 
     torch_device = torch.device("cpu")
     name = "cpu"
@@ -70,7 +71,7 @@ class HostDevice:
     captures = False
 
     def memory(self) -> tuple[int, int]:
-        raise NotImplementedError("blocks on the CPU follow from kv_cache_memory_gib")
+        raise AssertionError("blocks on the CPU follow from kv_cache_memory_gib")
 
     def release_unused(self) -> None:
         """torch's CPU allocator keeps nothing."""
@@ -82,7 +83,7 @@ class HostDevice:
         return _Done([tensor.clone() for tensor in tensors])  # a later step may write to the same memory
 
     def capture(self, work: Callable[[], None], beside: Graph | None = None) -> Graph:
-        raise NotImplementedError("the CPU has nothing to gain from it")
+        raise AssertionError("the CPU captures nothing")
 
 
 class _Done:

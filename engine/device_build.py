@@ -11,9 +11,9 @@ import torch
 
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings
 from engine.cuda_graph_buckets import Buckets, plan_buckets
-from engine.device import Device
+from engine.device import Device, device_faults
 from engine.device_executor import DeviceExecutor
-from engine.device_memory import MemoryUse, check_blocks_fit, check_states_fit, kv_blocks_that_fit
+from engine.device_memory import GIB, MemoryUse, check_blocks_fit, check_states_fit, kv_blocks_that_fit
 from engine.device_model import DeviceModel
 from engine.executor import StateLostError, read_grammars
 from engine.kv_cache import KVCache, blocks_in, bytes_per_block
@@ -58,7 +58,16 @@ def create_on_device(
     free, total = device.memory()
     where = device.torch_device
     dummy = config.load_format == "dummy"
-    weights = dummy_weights(model, dtype, device=where) if dummy else load_weights(model_dir, model, dtype, where)
+    try:
+        with device_faults():
+            weights = (
+                dummy_weights(model, dtype, device=where) if dummy else load_weights(model_dir, model, dtype, where)
+            )
+    except ExecutorOutOfMemoryError as error:
+        raise ConfigError(
+            f"The weights of {model_dir} in {resolved.dtype} do not fit: {free / GIB:.2f} of {device.name}'s "
+            f"{total / GIB:.2f} GiB were free."
+        ) from error
     device.release_unused()
     decoder = Decoder(model, weights, resolved.max_model_len)
     loaded = device.memory()[0]
@@ -125,7 +134,14 @@ class _Start:
         after = self._device.memory()[0]
         use = replace(use, activations=max(0, before - after))
         if self._buckets.all:
-            probe.capture(self._buckets)
+            try:
+                with device_faults():
+                    probe.capture(self._buckets)
+            except ExecutorOutOfMemoryError as error:
+                raise ConfigError(
+                    f"cuda_graphs is {self._config.cuda_graphs}, but the GPU has no memory for its "
+                    f"{len(self._buckets.all)} sizes beside the largest step: {use.text()}. Ask for fewer, or none."
+                ) from error
             use = replace(use, graphs=max(0, after - self._device.memory()[0]))
         executor.shutdown()
         del probe

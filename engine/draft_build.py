@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config import ConfigError, EngineConfig
+from engine.model_cache import ModelError
 from engine.models.config import ModelConfig, read_model_config
 from engine.prepare import prepare_model
 from engine.resolve import weights_read
@@ -40,8 +41,11 @@ def read_draft(model_dir: Path, model: ModelConfig, config: EngineConfig) -> Dra
         raise ConfigError(
             f"speculative.model is {name}, but {model.architecture} takes images, which no draft model reads."
         )
-    directory = prepare_model(name, weights=config.load_format != "dummy")
-    draft = read_model_config(directory)
+    try:
+        directory = prepare_model(name, weights=config.load_format != "dummy")
+        draft = read_model_config(directory)
+    except ModelError as error:  # which names a model, and there are two
+        raise ModelError(f"speculative.model is {name}: {error}") from error
     if draft.vision is not None or draft.linear_layers:
         why = "takes images" if draft.vision is not None else "has a recurrent state, which cannot be taken back"
         raise ConfigError(f"speculative.model is {name}, but {draft.architecture} {why}: it cannot be a draft model.")

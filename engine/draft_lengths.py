@@ -3,7 +3,7 @@ Never reads a clock and keeps nothing: it is arithmetic on chances, on plain cou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -77,29 +77,37 @@ def choose_lengths(wishes: Sequence[Wish], beside: Beside, room: int, costs: Cos
     that no row is slowed down beyond KEPT.
     """
     lengths, gains = [0] * len(wishes), [0.0] * len(wishes)
-    heap = [(-wish.chance, number) for number, wish in enumerate(wishes)]
-    heapify(heap)
     chosen: list[int] = []
     num_fair = 0
     tokens = beside.num_rows + beside.num_forced
     expected = float(tokens)
     slowest = costs.of(tokens) / KEPT
-    while heap and len(chosen) < room:
-        gain, number = -heap[0][0], heappop(heap)[1]
+    for number, gain in _likeliest(wishes, room):
         if not _pays(gain, tokens, expected, costs, first=not chosen):
             break
         chosen.append(number)
         lengths[number] += 1
         gains[number] += gain
         tokens, expected = tokens + 1, expected + gain
-        if lengths[number] < wishes[number].most:
-            heappush(heap, (-gain * wishes[number].chance, number))
         least_gain = 0.0 if beside.num_bare else min(gains)
         if costs.of(tokens) + START <= slowest * (1 + least_gain):
             num_fair = len(chosen)
     for number in chosen[num_fair:]:
         lengths[number] -= 1
     return lengths
+
+
+def _likeliest(wishes: Sequence[Wish], room: int) -> Iterator[tuple[int, float]]:
+    """(whose, how many it is expected to yield) of tokens that may be drafted, up to `room`: the likeliest first, and
+    none before the one that it follows."""
+    heap = [(-wish.chance, number, 1) for number, wish in enumerate(wishes)]
+    heapify(heap)
+    while heap and room > 0:
+        gain, number, length = heappop(heap)
+        yield number, -gain
+        room -= 1
+        if length < wishes[number].most:
+            heappush(heap, (gain * wishes[number].chance, number, length + 1))
 
 
 def _pays(gain: float, tokens: int, expected: float, costs: Costs, *, first: bool) -> bool:
@@ -113,22 +121,19 @@ def choose_model_lengths(
     wishes: Sequence[Wish], beside: Beside, room: int, costs: Costs, drafter: ModelCosts
 ) -> list[int]:
     """As `choose_lengths`, of tokens that a draft model proposes: its i-th pass gives a token to every row that has i
-    or more. O(room * log(wishes)).
+    or more. O(room * wishes).
 
     A pass costs much for its first row and little for others, so tokens are not judged one by one: of all the numbers
     of tokens that might be taken, likeliest first, the one with the most tokens a second is.
     """
     lengths, gains = [0] * len(wishes), [0.0] * len(wishes)
-    heap = [(-wish.chance, number) for number, wish in enumerate(wishes)]
-    heapify(heap)
     chosen: list[int] = []
     passes: list[int] = []  # rows of each
     num_best = 0
     tokens = beside.num_rows + beside.num_forced
     plain, plain_took = float(tokens), costs.of(tokens)
     expected, drafting, best_pace = plain, 0.0, plain / plain_took
-    while heap and len(chosen) < room:
-        gain, number = -heap[0][0], heappop(heap)[1]
+    for number, gain in _likeliest(wishes, room):
         if lengths[number] == len(passes):
             passes.append(0)
         drafting -= drafter.of(passes[lengths[number]])
@@ -138,8 +143,6 @@ def choose_model_lengths(
         lengths[number] += 1
         gains[number] += gain
         tokens, expected = tokens + 1, expected + gain
-        if lengths[number] < wishes[number].most:
-            heappush(heap, (-gain * wishes[number].chance, number))
         took = costs.of(tokens) + START + drafting
         pays = (expected - plain) * plain_took >= MARGIN * (took - plain_took) * plain
         least_gain = 0.0 if beside.num_bare else min(gains)

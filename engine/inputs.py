@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from engine.step import PENDING_TOKEN, RowKind, ScheduledRequest, StepPlan
+from engine.step import DRAFT_TOKEN, PENDING_TOKEN, RowKind, ScheduledRequest, StepPlan
 from engine.verification import sampled_places
 from kernels.integers import joined
 from kernels.reference import PagedRows
@@ -98,6 +98,8 @@ def check_plan(plan: StepPlan, block_size: int, num_state_slots: int = 0) -> Non
             raise ValueError(f"Row {row.request_id}: decode rows come before chunks, those without drafts first.")
         if has_drafts and row.token_ids[0] == PENDING_TOKEN:
             raise ValueError(f"Row {row.request_id}: drafts follow a token that is known.")
+        if has_drafts and DRAFT_TOKEN in row.token_ids:  # an embedding of it would be read from before the table
+            raise ValueError(f"Row {row.request_id}: places for drafts, and no draft model has filled them.")
         if row.kind is not RowKind.DECODE and row.token_ids[0] == PENDING_TOKEN:
             raise ValueError(f"Row {row.request_id}: a chunk's tokens are known.")
         _check_options(row, num_state_slots)

@@ -49,6 +49,8 @@ PURE = [
     "cuda_graph_buckets",
     "device_memory",
 ]
+LONGEST = 400
+"""Lines of a file that need no reason."""
 HEAVY = ["torch", "numpy", "ray", "starlette", "pydantic", "transformers", "tokenizers", "safetensors", "kernels"]
 
 
@@ -56,6 +58,16 @@ def run_python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def test_a_file_that_is_long_says_why_in_its_first_line() -> None:
+    silent = []
+    for folder in ("engine", "kernels", "serve_app", "loadtest", "k8s", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            if len(lines) > LONGEST and "long" not in lines[0].lower():
+                silent.append(f"{path.relative_to(ROOT)}: {len(lines)} lines")
+    assert not silent
 
 
 @pytest.mark.parametrize("module", PURE)

@@ -14,6 +14,7 @@ from engine.models.description import ModelConfig as ModelConfig
 from engine.models.line import Line
 from engine.models.quantization import read_quantization
 from engine.models.registry import LINES
+from engine.models.values import sequence
 
 
 class CheckpointError(ModelError):
@@ -61,9 +62,9 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _line(raw: Mapping[str, Any]) -> Line:
-    names = raw.get("architectures") or []
+    names = sequence(raw, "architectures")
     for name in names:
-        if name in LINES:
+        if isinstance(name, str) and name in LINES:
             return LINES[name]
     found = ", ".join(map(str, names)) or "none"
     raise ValueError(f"architecture {found} is not supported; supported are {', '.join(LINES)}.")

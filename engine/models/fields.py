@@ -3,28 +3,21 @@ Never knows a line: each says what is different about it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from engine.models.description import Experts, LayerConfig, ModelConfig
 from engine.models.rope import RopeConfig, read_rope
+from engine.models.values import Fields as Fields
+from engine.models.values import integer as integer
+from engine.models.values import number, sequence
 from kernels.forward import Routing
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
-Fields = Mapping[str, Any]
 Windows = Sequence[int | None]
 """Of each layer; see LayerConfig."""
-
-
-def integer(raw: Fields, key: str, default: int | None = None) -> int:
-    """A positive number. Raises ValueError where it is none."""
-    value = raw.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} is {value!r}: expected a positive integer.")
-    return value
 
 
 def read_decoder(
@@ -48,8 +41,8 @@ def read_decoder(
     if windows is None:
         refuse_windows(raw)
     hidden_size, num_heads = integer(raw, "hidden_size"), integer(raw, "num_attention_heads")
-    num_kv_heads = raw.get("num_key_value_heads") or num_heads
-    head_dim = raw.get("head_dim") or head_dim or hidden_size // num_heads
+    num_kv_heads = integer(raw, "num_key_value_heads", num_heads)
+    head_dim = integer(raw, "head_dim", head_dim or hidden_size // num_heads)
     if num_heads % num_kv_heads or head_dim % 2:
         raise ValueError(
             f"{num_heads} attention heads, {num_kv_heads} KV heads of size {head_dim} do not fit together: "
@@ -67,7 +60,7 @@ def read_decoder(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(raw.get("rms_norm_eps", eps)),
+        rms_norm_eps=number(raw, "rms_norm_eps", eps),
         max_position_embeddings=positions,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", tied)),
         attention_scale=head_dim**-0.5,
@@ -89,7 +82,7 @@ def read_experts(*, count: int, intermediate_size: int, routing: Routing, shared
 
 def sparse_layers(raw: Fields, layers: Sequence[LayerConfig], experts: Experts) -> tuple[LayerConfig, ...]:
     """`experts` in every `decoder_sparse_step`-th layer, but in those that `mlp_only_layers` names."""
-    step, dense = integer(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    step, dense = integer(raw, "decoder_sparse_step", 1), sequence(raw, "mlp_only_layers")
     return tuple(
         layer if number in dense or (number + 1) % step else replace(layer, experts=experts)
         for number, layer in enumerate(layers)
@@ -116,7 +109,7 @@ def refuse_windows(raw: Fields) -> None:
 
 def expect_kinds(raw: Fields, *supported: str) -> None:
     """Raise ValueError where `layer_types` names other kinds of layers."""
-    others = sorted({str(kind) for kind in raw.get("layer_types") or []} - set(supported))
+    others = sorted({str(kind) for kind in sequence(raw, "layer_types")} - set(supported))
     if others:
         raise ValueError(f"layer_types {', '.join(others)} are not supported; supported is {', '.join(supported)}.")
 

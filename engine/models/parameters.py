@@ -271,8 +271,8 @@ _Place = Linear | Tensor | _Bare | None
 def checkpoint_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, Tensor]:
     """Checkpoint tensor name -> the view that it fills. Every element of `weights` is filled by exactly one name."""
     names = LINES[config.architecture].names
-    tied = config.tie_word_embeddings
-    model = {"embedding": weights.embedding, "norm": weights.norm, "lm_head": None if tied else weights.lm_head}
+    head = None if config.tie_word_embeddings else weights.lm_head
+    model: dict[str, _Place] = dict(zip(MODEL_PLACES, (weights.embedding, weights.norm, head), strict=True))
     table = _table({name: place for name, place in names.items() if "{layer}" not in name}, model)
     of_layers = {name: place for name, place in names.items() if "{layer}" in name}
     for number, (of, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.models.packing import FP8, INT8, INT32, Awq, Gptq, Grid, Packing
-
-Fields = Mapping[str, Any]
+from engine.models.values import Fields, section
 
 SUPPORTED = (
     "compressed-tensors (int-quantized, float-quantized, naive-quantized, pack-quantized), fp8, gptq (4 and 8 bit), "
@@ -60,14 +59,14 @@ def read_quantization(raw: Fields) -> Quantization | None:
     Raises:
         ValueError: the method, or a variant of it, is not read.
     """
-    nested = raw.get("text_config") or {}
+    nested = section(raw, "text_config")
     found = raw.get("quantization_config") or nested.get("quantization_config") or raw.get("compression_config")
     if not found:
         return None
     if not isinstance(found, Mapping):
         raise ValueError(f"quantization_config is {found!r}: expected an object.")
     method = found.get("quant_method", "compressed-tensors" if "config_groups" in found else "unknown")
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise ValueError(f"quantization_config ({method}) is not supported; supported are {SUPPORTED}.")
     return _METHODS[method](found)
 
@@ -112,23 +111,20 @@ def _compressed_tensors(found: Fields) -> Quantization:
     method = "compressed-tensors"
     for key in ("kv_cache_scheme", "transform_config"):
         _none_of(found, method, key)
-    _one_of(found.get("sparsity_config") or {}, method, "format", "dense")
+    _one_of(_object(found, method, "sparsity_config"), method, "format", "dense")
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ValueError(f"quantization_config ({method}): config_groups is {groups!r}: expected its groups.")
     read, activations = [], ""
-    for name, group in groups.items():
-        where = f"{method}, {name}"
+    for name in groups:
+        group, where = _object(groups, method, name), f"{method}, {name}"
         stored_as = group.get("format") or found.get("format")
-        read.append((_patterns(group.get("targets") or (), where), _grid(group.get("weights") or {}, stored_as, where)))
-        inputs = group.get("input_activations")
-        if inputs:
+        read.append((_patterns(group, where, "targets"), _grid(_object(group, where, "weights"), stored_as, where)))
+        if inputs := _object(group, where, "input_activations"):
             kind = "fp" if inputs.get("type") == "float" else "int"
             activations = f"{kind}{inputs.get('num_bits', 8)} ({'dynamic' if inputs.get('dynamic') else 'static'})"
         _none_of(group, where, "output_activations")
-    return Quantization(
-        groups=tuple(read), ignored=_patterns(found.get("ignore") or (), method), activations=activations
-    )
+    return Quantization(groups=tuple(read), ignored=_patterns(found, method, "ignore"), activations=activations)
 
 
 _METHODS: dict[str, Callable[[Fields], Quantization]] = {
@@ -144,7 +140,7 @@ def _grid(weights: Fields, stored_as: Any, where: str) -> Grid:
     kind_of = _one_of(weights, where, "type", "int", "float")
     if stored_as == "naive-quantized":  # each value in a type of its own, as the other two
         stored_as = f"{kind_of}-quantized"
-    if stored_as not in _WEIGHTS_OF:
+    if not isinstance(stored_as, str) or stored_as not in _WEIGHTS_OF:
         raise ValueError(
             f"quantization_config ({where}): format is {stored_as!r}; supported are {', '.join(_WEIGHTS_OF)} and "
             "naive-quantized."
@@ -173,7 +169,7 @@ def _grid(weights: Fields, stored_as: Any, where: str) -> Grid:
 def _cell(weights: Fields, where: str) -> tuple[tuple[int | None, int | None], str]:
     """Outputs and inputs that share a scale; the same for people."""
     size = weights.get("group_size")
-    default = "group" if size is not None and size > 0 else "channel" if size == -1 else "tensor"
+    default = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = weights.get("strategy") or default
     if strategy == "tensor":
         return (None, None), "a scale for each matrix"
@@ -223,7 +219,18 @@ def _none_of(found: Fields, where: str, key: str) -> None:
         raise ValueError(f"quantization_config ({where}): {key} is {str(value)[:80]}, which is not supported.")
 
 
-def _patterns(targets: Any, where: str) -> tuple[str, ...]:
+def _object(found: Fields, where: str, key: str) -> Fields:
+    """Without a field where there is none."""
+    value = found.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"quantization_config ({where}): {key} is {value!r}: expected an object.")
+    return value
+
+
+def _patterns(found: Fields, where: str, key: str) -> tuple[str, ...]:
+    targets = found.get(key) or []
+    if not isinstance(targets, list | tuple):
+        raise ValueError(f"quantization_config ({where}): {key} is {targets!r}: expected a list of modules.")
     for target in targets:
         if not isinstance(target, str):
             raise ValueError(f"quantization_config ({where}): {target!r} is no name of a module.")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.models.values import integer, number, numbers, section
+
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -78,30 +80,28 @@ def read_rope(
     spec: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
     if "partial_rotary_factor" in config:
         spec["partial_rotary_factor"] = config["partial_rotary_factor"]
-    spec.update(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    spec.update(section(config, "rope_scaling") or section(config, "rope_parameters"))
     rope_type = spec.get("rope_type", spec.get("type", "default"))
     _refuse_unknown(rope_type, spec, partial)
     original = max_position_embeddings
     if rope_type in ("llama3", "yarn", "longrope"):
         key = "original_max_position_embeddings"  # transformers prefers the one outside the RoPE parameters
-        original = int(config.get(key) or spec.get(key) or max_position_embeddings)
-    factor = spec.get("factor")
-    if factor is None:
-        factor = max_position_embeddings / original if rope_type in ("yarn", "longrope") else 1.0
+        original = integer(spec, key, max_position_embeddings) if config.get(key) is None else integer(config, key)
+    factor = number(spec, "factor", max_position_embeddings / original if rope_type in ("yarn", "longrope") else 1.0)
     return RopeConfig(
         rope_type=rope_type,
-        theta=float(spec["rope_theta"] or theta),
-        factor=float(factor),
+        theta=number(spec, "rope_theta", theta),
+        factor=factor,
         original_max_position=original,
-        low_freq_factor=float(spec.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(spec.get("high_freq_factor") or 1.0),
-        beta_fast=float(spec.get("beta_fast") or 32.0),
-        beta_slow=float(spec.get("beta_slow") or 1.0),
+        low_freq_factor=number(spec, "low_freq_factor", 1.0),
+        high_freq_factor=number(spec, "high_freq_factor", 1.0),
+        beta_fast=number(spec, "beta_fast", 32.0),
+        beta_slow=number(spec, "beta_slow", 1.0),
         truncate=bool(spec.get("truncate", True)),
-        attention_factor=_attention_factor(rope_type, spec, float(factor), original),
-        short_factors=tuple(map(float, spec["short_factor"])) if rope_type == "longrope" else (),
-        long_factors=tuple(map(float, spec["long_factor"])) if rope_type == "longrope" else (),
-        rotated=float(spec.get("partial_rotary_factor") or 1.0),
+        attention_factor=_attention_factor(rope_type, spec, factor, original),
+        short_factors=numbers(spec, "short_factor") if rope_type == "longrope" else (),
+        long_factors=numbers(spec, "long_factor") if rope_type == "longrope" else (),
+        rotated=number(spec, "partial_rotary_factor", 1.0),
     )
 
 
@@ -136,16 +136,15 @@ def _attention_factor(rope_type: str, spec: Mapping[str, Any], factor: float, or
     if rope_type not in ("yarn", "longrope"):
         return 1.0
     if spec.get("attention_factor") is not None:
-        return float(spec["attention_factor"])
+        return number(spec, "attention_factor")
     if rope_type == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
     def temperature(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    mscale, mscale_all_dim = spec.get("mscale"), spec.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return temperature(mscale) / temperature(mscale_all_dim)
+    if spec.get("mscale") and spec.get("mscale_all_dim"):
+        return temperature(number(spec, "mscale")) / temperature(number(spec, "mscale_all_dim"))
     return temperature(1.0)
 
 

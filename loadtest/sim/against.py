@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -41,8 +42,9 @@ def options_of(live: Document, deployment: Sequence[str]) -> argparse.Namespace:
     Raises:
         ValueError: no report of a load, one whose figures are not the server's, or a simulated one.
     """
-    if live.get("schema") != SCHEMA:
-        raise ValueError(f"schema {live.get('schema')} is not {SCHEMA}, that of a load's report.json")
+    schema = live.get("schema") if isinstance(live, dict) else None  # it may be any file of JSON
+    if schema != SCHEMA:
+        raise ValueError(f"schema {schema} is not {SCHEMA}, that of a load's report.json")
     if live["exit_code"] in (SATURATED, BROKEN):
         raise ValueError(f"the live run failed with code {live['exit_code']}: {[*live['broken'], *live['saturated']]}")
     if "deployment" in live:
@@ -81,8 +83,10 @@ def compare(live: Document, deployment: Sequence[str], within: float = WITHIN) -
     """Simulate what was asked live, and hold one against the other.
 
     Raises:
-        ValueError: as `options_of`, `rows` and `load.check`, or nothing was answered.
+        ValueError: as `options_of`, `rows` and `load.check`, or nothing was answered, or `within` is no factor.
     """
+    if not 1 <= within < math.inf:
+        raise ValueError(f"--within is a factor, 1 or more, not {within:g}")
     options = options_of(live, deployment)
     found = list(rows(live, load.run(options)))
     ratios = [cell["ratio"] for row in found for cell in row["ms"].values()]

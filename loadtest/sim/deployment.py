@@ -159,6 +159,7 @@ class Deployment:
             for name in batch:
                 if name in self.running:  # it may have failed meanwhile
                     self.drain(name)
+            self.scale(self.target)  # a failure may have given up a start, to keep to the target
 
     # --- where ------------------------------------------------------------------------------------------------------
 

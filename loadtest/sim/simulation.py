@@ -33,6 +33,9 @@ def simulate(
     Returns:
         The figures of the scenario's jobs (see summary), and what is left of the world. Only `on_answer` sees single
         requests.
+
+    Raises:
+        Exception: what the router, the scaler, `happening` or `send` raised.
     """
     chosen = router or (lambda: PowerOfTwo(scenario.seed))
     return run(_simulate(scenario, chosen, scaler, happening, on_answer, send))
@@ -57,5 +60,7 @@ async def _simulate(
     await asyncio.gather(cost, *([event] if event else []))
     for task in others:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    for ended in await asyncio.gather(*others, return_exceptions=True):
+        if isinstance(ended, Exception):  # and not that it was cancelled: what ran without it is no result
+            raise ended
     return figures(world), world

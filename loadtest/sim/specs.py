@@ -73,7 +73,7 @@ def routing(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
     for seed in range(seeds):
         for trace in ("mooncake_conv", "mooncake_synth"):
             for policy in ROUTERS:
-                yield {"trace": trace, "policy": policy, "seed": seed, "seconds": seconds, "replicas": round(24 * size)}
+                yield {"trace": trace, "policy": policy, "seed": seed, "seconds": seconds, "replicas": _sized(24, size)}
 
 
 def reservation(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
@@ -81,13 +81,13 @@ def reservation(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
     memory keeps waiting and not the products of matrices."""
     for seed in range(seeds):
         for mode in ("full", "ratio", "prompt"):
-            yield {"policy": mode, "seed": seed, "requests": round(2000 * size), "rate": 45.0}
+            yield {"policy": mode, "seed": seed, "requests": _sized(2000, size), "rate": 45.0}
 
 
 def scale(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
     """A thousand replicas and a million requests, times `size` for the requests alone."""
     for seed in range(seeds):
-        yield {"policy": "none", "seed": seed, "replicas": 1000, "requests": round(1_000_000 * size)}
+        yield {"policy": "none", "seed": seed, "replicas": 1000, "requests": _sized(1_000_000, size)}
 
 
 def disruption(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
@@ -95,8 +95,13 @@ def disruption(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
     every replica is replaced. The requests of the first are those of `scale`."""
     for seed in range(seeds):
         for policy, requests in DISRUPTED.items():
-            replicas = round(1000 * size)
-            yield {"policy": policy, "seed": seed, "replicas": replicas, "requests": round(requests * size)}
+            replicas = _sized(1000, size)
+            yield {"policy": policy, "seed": seed, "replicas": replicas, "requests": _sized(requests, size)}
+
+
+def _sized(number: int, size: float) -> int:
+    """At least one: among no replicas, the first request would wait for ever."""
+    return max(1, round(number * size))
 
 
 STUDIES: dict[str, Callable[[int, float, float], Iterator[Spec]]] = {

@@ -16,6 +16,8 @@ import numpy as np
 from engine.step import RowKind, StepPlan
 
 MEASURED = Path(__file__).parents[1] / "results" / "engine_step.json"
+BENCHMARK = "engine_step"
+"""What such a file calls itself."""
 ATTENTION_CONTEXT = 3072
 """Context at which attention costs a token as much as the matrix products, from the shape of SmolLM2-135M, as the
 engine itself derives it (`chunk_halving_context`). The measured steps have one context only, so this is not fitted."""
@@ -138,7 +140,7 @@ def measured(path: Path = MEASURED) -> tuple[LinearStep, float]:
         with path.open(errors="replace") as log:
             return fit_trace(log)
     document = json.loads(path.read_text())
-    cells = document.get("cells") if isinstance(document, dict) else None
-    if not cells:
-        raise ValueError(f"{path} is no result of engine.bench: it has no cells")
-    return fit(cells)
+    benchmark = document.get("benchmark") if isinstance(document, dict) else None
+    if benchmark != BENCHMARK or not document.get("cells"):  # other benchmarks have cells of their own kinds
+        raise ValueError(f"{path} is no result of engine.bench with cells: its benchmark is {benchmark}")
+    return fit(document["cells"])

@@ -7,6 +7,7 @@ import argparse
 import gc
 import json
 import logging
+import math
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -115,6 +116,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="the results file; by default loadtest/results/sim_STUDY.json")
     parser.add_argument("--reports", type=Path, help="a folder for a load's report.html and report.json of each run")
     options = parser.parse_args(arguments)
+    for name in ("seeds", "processes"):
+        if (count := getattr(options, name)) < 1:
+            parser.error(f"--{name} is 1 or more, not {count}")
+    for name in ("seconds", "size"):
+        if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
+            parser.error(f"--{name} is a positive number, not {value:g}")
     path = options.out or RESULTS / f"sim_{options.study}.json"
     document = load(path, options.study, anew=options.anew)
     specs = list(STUDIES[options.study](options.seeds, options.seconds or SECONDS[options.study], options.size))

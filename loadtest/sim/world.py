@@ -103,13 +103,15 @@ class World:
             seen.num_moves += submission.request_id != name
             return SimulatedAttempt(self.deployment, submission, avoid, seen)
 
-        async with aclosing(self._migration.stream(submission, start)) as stream:
-            async for events in stream:
-                visit.started()
-                tokens += [event.token_id for event in events if isinstance(event, Token)]
-                if isinstance(events[-1], Finished):
-                    visit.finished()
-        del self.ends[name]
+        try:
+            async with aclosing(self._migration.stream(submission, start)) as stream:
+                async for events in stream:
+                    visit.started()
+                    tokens += [event.token_id for event in events if isinstance(event, Token)]
+                    if isinstance(events[-1], Finished):
+                        visit.finished()
+        finally:
+            del self.ends[name]
         asked = job.num_prompt_tokens
         assert tokens == [token_at(asked + i) for i in range(job.num_answer_tokens)], f"{name}: not its answer"
 

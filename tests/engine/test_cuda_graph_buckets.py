@@ -82,9 +82,10 @@ def test_what_no_bucket_holds_is_a_miss_with_its_reason() -> None:
         ({"decode_rows": [0, 64]}, r"cuda_graph_decode_rows is \[0, 64\]"),
         ({"mixed_tokens": [512, 512]}, "each larger than the one before"),
         ({"mixed_tokens": [600, 512]}, "each larger than the one before"),
+        ({"decode_rows": [64, 128]}, "cuda_graph_decode_rows has 128, but max_num_seqs is 64: .* larger than 64"),
     ],
 )
-def test_sizes_that_leave_a_hole_are_refused(sizes: dict[str, list[int]], why: str) -> None:
+def test_sizes_that_leave_a_hole_or_are_for_no_step_are_refused(sizes: dict[str, list[int]], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         planned(**sizes)
 

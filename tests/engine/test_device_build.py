@@ -101,6 +101,25 @@ def test_a_step_that_does_not_fit_beside_the_weights_is_refused_at_the_start(
 
 @pytest.mark.usefixtures("_flash")
 @pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("engine.device_build.dummy_weights", r"weights of .* in bfloat16 do not fit: 0\.01 of fake GPU's 0\.02 GiB"),
+        ("engine.device_model.DeviceModel.capture", r"cuda_graphs is auto, but .* no memory for its \d+ sizes"),
+    ],
+)
+def test_weights_and_captures_that_do_not_fit_are_refused_by_what_there_is(
+    model: Path, monkeypatch: pytest.MonkeyPatch, place: str, why: str
+) -> None:
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(place, no_memory)
+    with pytest.raises(ConfigError, match=why):
+        create(model)
+
+
+@pytest.mark.usefixtures("_flash")
+@pytest.mark.parametrize(
     ("settings", "why"),
     [
         ({"kernels": "native"}, "kernels is native, which is for the CPU's kernels"),

@@ -11,8 +11,15 @@ import pytest
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
-from engine.protocol import ErrorCode, Failed, FinishReason
-from engine.step import ExecutorOutOfMemoryError, RowKind, ScheduledRequest, StepOutput, StepPlan
+from engine.protocol import FinishReason
+from engine.step import RowKind, StepOutput
+from tests.support.drafting import (
+    check_bad_fails_alone,
+    decode_rows,
+    no_logit_for_bad,
+    no_room_beyond_thirty,
+    row_through_a_retry,
+)
 from tests.support.engines import EOS, RecordingCore, answer_alone, resolved_config
 
 PROMPT = list(range(1, 20))
@@ -42,11 +49,6 @@ def watch_results(core: RecordingCore) -> list[StepOutput]:
 
     core._executor.collect = watched  # type: ignore[method-assign]
     return outputs
-
-
-def decode_rows(core: RecordingCore, request_id: str | None = None) -> list[ScheduledRequest]:
-    rows = [row for plan in core.plans for row in plan.rows if row.kind is RowKind.DECODE]
-    return [row for row in rows if request_id in (None, row.request_id)]
 
 
 def check_nothing_is_left(core: RecordingCore) -> None:
@@ -326,32 +328,12 @@ def test_a_block_that_only_rejected_drafts_filled_is_not_offered() -> None:
 
 
 def test_a_row_with_drafts_that_fails_alone_leaves_its_neighbours_untouched() -> None:
-    core = drafting(3, failing=lambda row: "no finite logit" if row.request_id == "bad" and row.start > 22 else None)
-    for name in ("good", "bad"):
-        core.send(name, PROMPT, max_tokens=20, ignore_eos=True)
-    core.run()
-    assert core.events["bad"][-1] == Failed("bad", ErrorCode.STEP_FAILED, "no finite logit")
-    answer = answer_alone(PROMPT, max_tokens=20, ignore_eos=True)
-    assert core.tokens("good") == answer
-    assert core.tokens("bad") == answer[: len(core.tokens("bad"))]
+    core = drafting(3, failing=no_logit_for_bad)
+    check_bad_fails_alone(core)
     check_nothing_is_left(core)
 
 
 def test_decode_rows_keep_their_drafts_through_a_retry() -> None:
-    def check(plan: StepPlan) -> None:
-        if plan.num_tokens > 30:
-            raise ExecutorOutOfMemoryError("no room for activations")
-
-    core = drafting(3, before_step=check, max_prefill_tokens=64)
-    core.send("a", [1, 2, 3], max_tokens=30, ignore_eos=True)
-    for _ in range(3):
-        core.keep(core.step())
-    core.send("b", [5] * 40, max_tokens=2, ignore_eos=True)
-    core.run()
-    failed = next(i for i, plan in enumerate(core.plans) if plan.num_tokens > 30)
-    before, after = (plan.rows[0] for plan in core.plans[failed : failed + 2])
-    assert before == after
-    assert len(before.token_ids) == 4
-    assert core.tokens("a") == answer_alone([1, 2, 3], max_tokens=30, ignore_eos=True)
-    assert core.tokens("b") == answer_alone([5] * 40, max_tokens=2, ignore_eos=True)
+    core = drafting(3, before_step=no_room_beyond_thirty, max_prefill_tokens=64)
+    assert len(row_through_a_retry(core).token_ids) == 4
     check_nothing_is_left(core)

@@ -21,6 +21,7 @@ from engine.executor import LOST_TOKEN, NO_LOGIT, TorchExecutor, create_executor
 from engine.inputs import build_inputs
 from engine.sampler import uniform
 from engine.step import (
+    DRAFT_TOKEN,
     PENDING_TOKEN,
     Capabilities,
     ExecutorOutOfMemoryError,
@@ -254,6 +255,7 @@ def test_what_is_kept_of_a_request_goes_when_it_is_forgotten(executor: TorchExec
         (ScheduledRequest("r", RowKind.MIDDLE, 0, (), (1,), None), "1 blocks for 0..0"),
         (ScheduledRequest("r", RowKind.MIDDLE, 10, (5,) * 7, (1,), None), "1 blocks for 10..17"),
         (ScheduledRequest("r", RowKind.DECODE, 3, (PENDING_TOKEN, 6), (1,), greedy()), "drafts follow a token"),
+        (ScheduledRequest("r", RowKind.DECODE, 3, (6, DRAFT_TOKEN), (1,), greedy()), "no draft model has filled them"),
         (ScheduledRequest("r", RowKind.DECODE, 3, (5,), (1,), None), "kind decode with sampling None"),
         (ScheduledRequest("r", RowKind.MIDDLE, 0, (5,), (1,), greedy()), "kind middle with sampling"),
         (ScheduledRequest("r", RowKind.LAST, 0, (PENDING_TOKEN,), (1,), greedy()), "a chunk's tokens are known"),

@@ -1,4 +1,4 @@
-"""Contracts of drafts of a second model: nobody can tell by the answer, and it reads what it drafts for, and no more.
+"""Contracts of drafts of a second model: nobody can tell by the answer. Long: what is read, when, and how many.
 Texts are hashes, of which the scripted draft model foresees three tokens of four."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.async_engine import AsyncEngine
 from engine.build import build_engine
-from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig, SpeculativeConfig
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, SpeculativeConfig
 from engine.core import EngineCore
 from engine.draft_lengths import (
     KEPT,
@@ -32,19 +32,31 @@ from engine.fake_draft_model import FakeDraftModel, UnreadTextError
 from engine.fake_executor import FakeExecutor
 from engine.model_drafts import ModelDrafts
 from engine.observer import StepFacts, Verified
-from engine.protocol import ErrorCode, Event, Failed, SamplingParams, Submission, Token
-from engine.request import Request, create_request
+from engine.protocol import ErrorCode, Event, SamplingParams, Submission, Token
+from engine.request import Request
 from engine.speculation import LONGEST_WAIT, PROBE_STEPS
-from engine.step import DRAFT_TOKEN, ExecutorOutOfMemoryError, Reading, RowKind, ScheduledRequest, StepPlan
+from engine.step import DRAFT_TOKEN, Reading, RowKind, ScheduledRequest, StepPlan
 from tests.engine.test_grammar import PERSON, grammar_core
-from tests.support.engines import EOS, RecordingCore, answer_alone, resolved_config
+from tests.support.drafting import (
+    FEW,
+    PROMPT,
+    SCHEDULES,
+    TIGHT,
+    check_another_engine_goes_on,
+    check_bad_fails_alone,
+    check_nobody_can_tell,
+    decode_rows,
+    decoding_requests,
+    no_logit_for_bad,
+    no_room_beyond_thirty,
+    row_through_a_retry,
+)
+from tests.support.engines import RecordingCore, answer_alone, resolved_config
 
-PROMPT = [1, 2, 3, 4, 5, 6] * 3
 ALWAYS = SpeculativeConfig(
     method="draft_model", model="a name", num_tokens=4, adaptive=False, free_tokens=8, model_cost=0.1
 )
 ADAPTIVE = replace(ALWAYS, adaptive=True)
-FEW = [EOS, 1, 2]
 
 
 class DraftingCore(RecordingCore):
@@ -70,27 +82,11 @@ class DraftingCore(RecordingCore):
         assert set(self.drafts._pages) <= set(range(self._blocks.num_blocks))
 
 
-def decode_rows(core: RecordingCore, request_id: str | None = None) -> list[ScheduledRequest]:
-    rows = [row for plan in core.plans for row in plan.rows if row.kind is RowKind.DECODE]
-    return [row for row in rows if request_id in (None, row.request_id)]
-
-
 def num_drafted(core: RecordingCore) -> int:
     return sum(row.token_ids.count(DRAFT_TOKEN) for row in decode_rows(core))
 
 
 # --- the same answer -------------------------------------------------------------------------------------------------
-
-TIGHT = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0, preempt_policy="lifo")
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "small steps": {"max_num_seqs": 2, "max_num_batched_tokens": 9, "max_prefill_tokens": 3},
-    "preemptions": {"num_kv_blocks": 18, "block_size": 2, "scheduler": TIGHT},
-    "no prefix cache": {"enable_prefix_caching": False},
-    "prefill alone": {"scheduler": SchedulerConfig(batch_mode="prefill_first")},
-    "decodes alone": {"scheduler": SchedulerConfig(batch_mode="decode_first")},
-    "all promised": {"scheduler": SchedulerConfig(reserve_mode="full", preempt_policy="none"), "num_kv_blocks": 24},
-}
 
 
 @pytest.mark.parametrize("speculative", [ALWAYS, ADAPTIVE], ids=["always", "adaptive"])
@@ -99,29 +95,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 def test_every_event_but_its_step_is_that_of_the_plain_loop(
     speculative: SpeculativeConfig, schedule: str, temperature: float
 ) -> None:
-    plain, core = RecordingCore(alphabet=FEW), DraftingCore(speculative, alphabet=FEW, **SCHEDULES[schedule])
-    for each in (plain, core):
-        for i in range(9):
-            params = {"stop_token_ids": (2,)} if i == 7 else {"min_tokens": 5} if i == 8 else {"ignore_eos": i % 3 > 0}
-            each.send(
-                f"r{i}",
-                [1 + i % 3, *PROMPT[: 2 + i]],
-                max_tokens=3 * i + 1,
-                temperature=temperature,
-                seed=i,
-                logprobs=2 if i % 2 else None,
-                **params,
-            )
-        each.run()
-    for i in range(9):
-        got, want = ([event for event in each.events[f"r{i}"] if isinstance(event, Token)] for each in (core, plain))
-        assert got == want, "log-probabilities included"
-        got_end, want_end = (each.finished(f"r{i}") for each in (core, plain))
-        assert got_end == replace(want_end, usage=got_end.usage)
-        assert got_end.usage.completion_tokens == want_end.usage.completion_tokens
+    core = DraftingCore(speculative, alphabet=FEW, **SCHEDULES[schedule])
+    check_nobody_can_tell(core, schedule, temperature, num_texts=3)
     assert num_drafted(core) > (0 if speculative.adaptive else 20)
-    assert bool(core.load().num_preemptions) is (schedule == "preemptions")
-    assert max(plan.num_tokens for plan in core.plans) <= core.config.max_num_batched_tokens
     core.check_nothing_is_left()
 
 
@@ -183,12 +159,7 @@ def answer_alone_of(alphabet: list[int], prompt: list[int], count: int) -> list[
 
 
 def test_another_engine_goes_on_from_any_token_of_an_accepted_draft() -> None:
-    whole = answer_alone(PROMPT, max_tokens=30, temperature=1.0, seed=4, ignore_eos=True)
-    for cut in (1, 7, 29):
-        other = DraftingCore()
-        other.send("b", [*PROMPT, *whole[:cut]], max_tokens=30 - cut, temperature=1.0, seed=4, ignore_eos=True)
-        other.run()
-        assert [*whole[:cut], *other.tokens("b")] == whole
+    check_another_engine_goes_on(DraftingCore)
 
 
 def test_an_answer_in_a_grammar_is_drafted_what_is_forced_and_by_the_model_where_nothing_is() -> None:
@@ -214,8 +185,7 @@ def test_a_prompt_is_read_once_and_then_what_was_sampled() -> None:
     assert readings[0].start == 0
     assert readings[0].token_ids[: len(PROMPT)] == tuple(PROMPT)
     for before, after in pairwise(readings):
-        assert after.start <= before.end + 4, "but what it proposed itself, and was right"
-        assert before.end <= after.start or after.start > before.start
+        assert before.end <= after.start <= before.end + 4, "but what it proposed itself, and was right"
     assert core.reads.num_read < len(PROMPT) + 40
 
 
@@ -373,17 +343,14 @@ def answer_long(prompt: list[int], **params: Any) -> list[int]:
     return core.tokens("a")
 
 
-def requests(count: int, **overrides: Any) -> tuple[ModelDrafts, list[Request]]:
+def requests(count: int) -> tuple[ModelDrafts, list[Request]]:
     """Requests that decode, in an engine of no steps."""
     config = resolved_config(
-        speculative=ADAPTIVE, num_speculative_tokens=3, max_num_batched_tokens=64, max_model_len=4096, **overrides
+        speculative=ADAPTIVE, num_speculative_tokens=3, max_num_batched_tokens=64, max_model_len=4096
     )
-    made = []
-    for number in range(count):
-        params = SamplingParams(temperature=0.0, max_tokens=200)
-        request = create_request(Submission(f"r{number}", tuple([1, 2, 3] * 5), params), config, number)
+    made = decoding_requests(config, count)
+    for request in made:
         request.token_ids.append(4)
-        made.append(request)
     return ModelDrafts(config), made
 
 
@@ -422,35 +389,16 @@ def test_a_short_answer_to_a_long_prompt_is_not_worth_reading_it() -> None:
 
 
 def test_a_row_with_drafts_that_fails_alone_leaves_its_neighbours_untouched() -> None:
-    core = DraftingCore(failing=lambda row: "no logit" if row.request_id == "bad" and row.start > 22 else None)
-    for name in ("good", "bad"):
-        core.send(name, PROMPT, max_tokens=20, ignore_eos=True)
-    core.run()
-    assert core.events["bad"][-1] == Failed("bad", ErrorCode.STEP_FAILED, "no logit")
-    answer = answer_alone(PROMPT, max_tokens=20, ignore_eos=True)
-    assert core.tokens("good") == answer
-    assert core.tokens("bad") == answer[: len(core.tokens("bad"))]
+    core = DraftingCore(failing=no_logit_for_bad)
+    check_bad_fails_alone(core)
     core.check_nothing_is_left()
 
 
 def test_what_a_step_without_memory_was_to_read_is_read_by_the_next() -> None:
-    def check(plan: StepPlan) -> None:
-        if plan.num_tokens > 30:
-            raise ExecutorOutOfMemoryError("no room for activations")
-
-    core = DraftingCore(before_step=check)
-    core.send("a", [1, 2, 3], max_tokens=30, ignore_eos=True)
-    for _ in range(3):
-        core.keep(core.step())
-    core.send("b", [5] * 40, max_tokens=2, ignore_eos=True)
-    core.run()
-    failed = next(i for i, plan in enumerate(core.plans) if plan.num_tokens > 30)
-    before, after = (plan.rows[0] for plan in core.plans[failed : failed + 2])
-    assert before == after
-    assert before.reading is not None
-    assert DRAFT_TOKEN in before.token_ids
-    assert core.tokens("a") == answer_alone([1, 2, 3], max_tokens=30, ignore_eos=True)
-    assert core.tokens("b") == answer_alone([5] * 40, max_tokens=2, ignore_eos=True)
+    core = DraftingCore(before_step=no_room_beyond_thirty)
+    row = row_through_a_retry(core)
+    assert row.reading is not None
+    assert DRAFT_TOKEN in row.token_ids
     core.check_nothing_is_left()
 
 

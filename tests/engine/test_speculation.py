@@ -13,29 +13,30 @@ import pytest
 from engine.config import ConfigError, EngineConfig, SchedulerConfig, SpeculativeConfig
 from engine.observer import Verified
 from engine.planner import Plan
-from engine.protocol import FinishReason, SamplingParams, Submission, Token
-from engine.request import Request, create_request
+from engine.protocol import FinishReason
+from engine.request import Request
 from engine.speculation import LONGEST_WAIT, PROBE_STEPS, Speculation
-from engine.step import RowKind, ScheduledRequest
+from engine.step import RowKind
 from tests.engine.test_grammar import PERSON, grammar_core, is_person, text_of
-from tests.support.engines import EOS, RecordingCore, answer_alone, resolved_config
+from tests.support.drafting import (
+    FEW,
+    PROMPT,
+    SCHEDULES,
+    check_another_engine_goes_on,
+    check_nobody_can_tell,
+    decode_rows,
+    decoding_requests,
+)
+from tests.support.engines import RecordingCore, resolved_config
 
-PROMPT = [1, 2, 3, 4, 5, 6] * 3
 EAGER = SpeculativeConfig(method="suffix", min_match=1, num_tokens=6, adaptive=False, free_tokens=8)
 NGRAM = replace(EAGER, method="ngram", max_match=3)
 ADAPTIVE = replace(EAGER, adaptive=True, min_match=2, num_tokens=8)
-FEW = [EOS, 1, 2]
-"""An alphabet in which half of the drafts are right by chance."""
 
 
 def looking(speculative: SpeculativeConfig = EAGER, **overrides: Any) -> RecordingCore:
     settings = {"num_speculative_tokens": 3, "max_num_batched_tokens": 64, **overrides}
     return RecordingCore(speculative=speculative, **settings)
-
-
-def decode_rows(core: RecordingCore, request_id: str | None = None) -> list[ScheduledRequest]:
-    rows = [row for plan in core.plans for row in plan.rows if row.kind is RowKind.DECODE]
-    return [row for row in rows if request_id in (None, row.request_id)]
 
 
 def num_drafted(core: RecordingCore, request_id: str | None = None) -> int:
@@ -44,16 +45,6 @@ def num_drafted(core: RecordingCore, request_id: str | None = None) -> int:
 
 # --- the same answer -------------------------------------------------------------------------------------------------
 
-TIGHT = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0, preempt_policy="lifo")
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "small steps": {"max_num_seqs": 2, "max_num_batched_tokens": 9, "max_prefill_tokens": 3},
-    "preemptions": {"num_kv_blocks": 18, "block_size": 2, "scheduler": TIGHT},
-    "prefill alone": {"scheduler": SchedulerConfig(batch_mode="prefill_first")},
-    "decodes alone": {"scheduler": SchedulerConfig(batch_mode="decode_first")},
-    "all promised": {"scheduler": SchedulerConfig(reserve_mode="full", preempt_policy="none"), "num_kv_blocks": 24},
-}
-
 
 @pytest.mark.parametrize("speculative", [EAGER, NGRAM, ADAPTIVE], ids=["suffix", "ngram", "adaptive"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -61,40 +52,15 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 def test_every_event_but_its_step_is_that_of_the_plain_loop(
     speculative: SpeculativeConfig, schedule: str, temperature: float
 ) -> None:
-    plain, core = RecordingCore(alphabet=FEW), looking(speculative, alphabet=FEW, **SCHEDULES[schedule])
-    for each in (plain, core):
-        for i in range(9):
-            params = {"stop_token_ids": (2,)} if i == 7 else {"min_tokens": 5} if i == 8 else {"ignore_eos": i % 3 > 0}
-            each.send(
-                f"r{i}",
-                [1 + i, *PROMPT[: 2 + i]],
-                max_tokens=3 * i + 1,
-                temperature=temperature,
-                seed=i,
-                logprobs=2 if i % 2 else None,
-                **params,
-            )
-        each.run()
-    for i in range(9):
-        got, want = ([event for event in each.events[f"r{i}"] if isinstance(event, Token)] for each in (core, plain))
-        assert got == want, "log-probabilities included"
-        got_end, want_end = (each.finished(f"r{i}") for each in (core, plain))
-        assert got_end == replace(want_end, usage=got_end.usage)
-        assert got_end.usage.completion_tokens == want_end.usage.completion_tokens
+    core = looking(speculative, alphabet=FEW, **SCHEDULES[schedule])
+    check_nobody_can_tell(core, schedule, temperature, num_texts=9)
     assert num_drafted(core) > (0 if speculative.adaptive else 20)
-    assert bool(core.load().num_preemptions) is (schedule == "preemptions")
-    assert max(plan.num_tokens for plan in core.plans) <= core.config.max_num_batched_tokens
     assert core._speculation is not None
     assert core._speculation._lookups == {}, "nothing is kept of requests that have ended"
 
 
 def test_another_engine_goes_on_from_any_token_of_an_accepted_draft() -> None:
-    whole = answer_alone(PROMPT, max_tokens=30, temperature=1.0, seed=4, ignore_eos=True)
-    for cut in (1, 7, 29):
-        other = looking()
-        other.send("b", [*PROMPT, *whole[:cut]], max_tokens=30 - cut, temperature=1.0, seed=4, ignore_eos=True)
-        other.run()
-        assert [*whole[:cut], *other.tokens("b")] == whole
+    check_another_engine_goes_on(looking)
 
 
 def test_an_answer_in_a_grammar_is_drafted_what_is_forced_and_looked_up_where_nothing_is() -> None:
@@ -228,11 +194,7 @@ def test_beside_many_rows_nothing_is_drafted_or_even_looked_at_until_few_are_lef
 def requests(count: int) -> tuple[Speculation, list[Request]]:
     """Requests whose texts repeat themselves, in an engine of no steps."""
     config = resolved_config(speculative=ADAPTIVE, num_speculative_tokens=3, max_num_batched_tokens=64)
-    made = []
-    for number in range(count):
-        submission = Submission(f"r{number}", tuple([1, 2, 3] * 5), SamplingParams(temperature=0.0, max_tokens=200))
-        made.append(create_request(submission, config, number))
-    return Speculation(config), made
+    return Speculation(config), decoding_requests(config, count)
 
 
 def proposals(speculation: Speculation, decoding: list[Request], right: bool, steps: int) -> Iterator[int]:

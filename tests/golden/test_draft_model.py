@@ -1,5 +1,5 @@
-"""Owns the promise that a draft model changes nothing but the number of steps: with it, every answer is the same token
-for token. Never trusts a draft model: one is the model itself, one nearly so, and one has nothing to do with it."""
+"""Owns the promise that a draft model changes no token of any answer. Long: each way to ask, and each refusal at start.
+Never trusts a draft model: one is the model itself, one nearly so, and one has nothing to do with it."""
 
 from __future__ import annotations
 
@@ -364,9 +364,18 @@ def test_a_checkpoint_that_cannot_draft_for_this_one_is_refused_by_what_differs(
         create_executor(checkpoints["itself"], EngineConfig(**ASKED, speculative=drafted_by(tmp_path)))
 
 
-def test_a_draft_model_that_is_not_there_is_refused_by_name(checkpoints: dict[str, Path]) -> None:
-    asked = EngineConfig(**ASKED, speculative=SpeculativeConfig(method="draft_model", model="nowhere"))
-    with pytest.raises(ModelError, match="No model 'nowhere'"):
+def test_a_draft_model_that_cannot_be_read_is_refused_by_the_setting_and_the_name(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Whoever starts a server has named two models."""
+    asked = EngineConfig(**ASKED, speculative=drafted_by(Path("nowhere")))
+    with pytest.raises(ModelError, match=r"speculative\.model is nowhere: No model 'nowhere'"):
+        create_executor(checkpoints["itself"], asked)
+    save_model("llama", tmp_path)
+    save_tokenizer(tmp_path)
+    edit_config(tmp_path, hidden_act="gelu")
+    asked = EngineConfig(**ASKED, speculative=drafted_by(tmp_path))
+    with pytest.raises(ModelError, match=r"speculative\.model is .*: .*config\.json: hidden_act 'gelu' is not"):
         create_executor(checkpoints["itself"], asked)
 
 

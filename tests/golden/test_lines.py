@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from engine.config import SchedulerConfig
 from engine.protocol import SamplingParams
 from tests.golden.bench import Bench
 from tests.golden.models import make_executor
 from tests.support.compiler import needs_compiler
-from tests.support.tiny_models import HYBRIDS, LINES, VOCAB, WINDOW, save_model
+from tests.support.tiny_models import HYBRIDS, LINES, VOCAB, WINDOW, greedy_answer, save_model
 
 NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -29,26 +28,12 @@ class Line(Bench):
 
     def __init__(self, kind: str, directory: Path) -> None:
         model = save_model(kind, directory)
-        self.want = [greedy_answer(model, prompt) for prompt in PROMPTS]
+        self.want = [greedy_answer(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
         # A prefix hit of a hybrid starts from a snapshot. Without hits there are none, so that no chunk ends at one.
         kept = {"scheduler": SchedulerConfig(state_snapshot_tokens=16)} if kind in HYBRIDS else {}
         super().__init__(*make_executor(directory, "float32", num_threads=1, **kept), PROMPTS)
         plain = dataclasses.replace(self.resolved.scheduler, state_snapshot_tokens=0)
         self.without_hits: dict[str, Any] = {"enable_prefix_caching": False, "scheduler": plain}
-
-
-def greedy_answer(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    answer = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    found: list[int] = answer[0, len(prompt) :].tolist()
-    return found
 
 
 @pytest.fixture(scope="module", params=LINES)

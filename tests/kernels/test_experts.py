@@ -6,31 +6,19 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from kernels import reference
 from kernels.forward import Routing
 from kernels.ops import TORCH_CPU
-from tests.kernels.rows import fresh_generator
+from tests.kernels.experts_case import experts_case
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 ROUTINGS = [Routing(1, renormalize=True), Routing(2, renormalize=False), Routing(3, renormalize=True)]
 
 
-def case(num_tokens: int, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, router, gate_up and down of experts of size 24."""
-    generator = fresh_generator()
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
-
-    x = torch.randn(num_tokens, 32, generator=generator).to(dtype)
-    return x, 4 * normal(num_experts, 32), normal(num_experts, 48, 32).to(dtype), normal(num_experts, 32, 24).to(dtype)
-
-
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_the_reference_equals_the_sum_over_all_experts_with_shares_of_nothing_for_the_others(routing: Routing) -> None:
-    x, router, gate_up, down = (each.double() for each in case(9, 5, torch.float32))
+    x, router, gate_up, down = (each.double() for each in experts_case(9, 5))
     logits = x @ router.T
     shares = logits.softmax(-1)
     least = logits.topk(routing.per_token).values[:, -1:]
@@ -49,14 +37,14 @@ def test_the_reference_equals_the_sum_over_all_experts_with_shares_of_nothing_fo
 def test_tokens_sorted_by_expert_match_the_reference(
     num_tokens: int, num_experts: int, routing: Routing, dtype: torch.dtype
 ) -> None:
-    given = case(num_tokens, num_experts, dtype)
+    given = experts_case(num_tokens, num_experts, dtype=dtype)
     got, want = TORCH_CPU.experts(*given, routing), reference.experts(*given, routing)
     assert got.dtype == dtype
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 def test_a_token_that_is_not_finite_spoils_no_other() -> None:
-    x, *weights = case(12, 4, torch.float32)
+    x, *weights = experts_case(12, 4)
     want = TORCH_CPU.experts(x, *weights, ROUTINGS[1])  # type: ignore[call-arg]
     x = x.clone()
     x[5] = torch.nan

@@ -4,7 +4,7 @@ Never downloads anything; every shape is chosen to be awkward (odd vocabulary, G
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,21 @@ LONG: dict[str, Any] = {
 
 
 SHARPENED = ("mixtral", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_vl")
+
+
+def greedy_answer(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What transformers goes on with, whatever ends there may be."""
+    ids = torch.tensor([list(prompt)])
+    answer = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    found: list[int] = answer[0, len(prompt) :].tolist()
+    return found
 
 
 def make_model(kind: str) -> PreTrainedModel:

@@ -9,6 +9,7 @@ from engine.models.description import ModelConfig
 from engine.models.fields import FULL, SLIDING, Fields, expect, integer, read_decoder, windows_by_kind
 from engine.models.line import LLAMA_NAMES, Line
 from engine.models.rope import RopeConfig, read_rope
+from engine.models.values import number, section
 from kernels.forward import GELU
 
 NAMES = LLAMA_NAMES | {
@@ -48,18 +49,18 @@ def _gemma3(raw: Fields) -> ModelConfig:
         norm_offset=1.0,
         activation=GELU,
         embedding_scale=config.hidden_size**0.5,
-        attention_scale=float(raw.get("query_pre_attn_scalar", 256)) ** -0.5,
+        attention_scale=number(raw, "query_pre_attn_scalar", 256) ** -0.5,
     )
 
 
 def _ropes(raw: Fields) -> tuple[RopeConfig, RopeConfig]:
     """Of layers that see all, and of those that see a window, which are never scaled unless the config says how."""
     positions = integer(raw, "max_position_embeddings")
-    found = raw.get("rope_parameters") or {}
+    found = section(raw, "rope_parameters")
     if set(found) - {FULL, SLIDING}:
         raise ValueError(f"rope_parameters has {', '.join(found)}: expected {FULL} and {SLIDING}.")
-    everywhere = found.get(FULL) or {"rope_theta": raw.get("rope_theta")} | (raw.get("rope_scaling") or {})
-    nearby = found.get(SLIDING) or {"rope_theta": raw.get("rope_local_base_freq")}
+    everywhere = section(found, FULL) or {"rope_theta": raw.get("rope_theta"), **section(raw, "rope_scaling")}
+    nearby = section(found, SLIDING) or {"rope_theta": raw.get("rope_local_base_freq")}
     return (
         read_rope({"rope_parameters": everywhere}, positions, theta=1e6),
         read_rope({"rope_parameters": nearby}, positions),

@@ -9,6 +9,7 @@ from engine.models.description import ModelConfig
 from engine.models.fields import Fields, expect_silu, integer, one_window, read_decoder
 from engine.models.line import ATTENTION_NAMES, Line
 from engine.models.rope import read_rope
+from engine.models.values import section
 
 NAMES = {name: place for name, place in ATTENTION_NAMES.items() if place not in ("q", "k", "v", "q_norm", "k_norm")} | {
     "model.layers.{layer}.self_attn.qkv_proj": "qkv",
@@ -27,7 +28,7 @@ def _todays(raw: Fields) -> dict[str, Any]:
     """LongRoPE was called `su`, and `yarn`, by the first of these checkpoints."""
     fields = dict(raw)
     for key in ("rope_scaling", "rope_parameters"):
-        spec = dict(raw.get(key) or {})
+        spec = dict(section(raw, key))
         if spec.get("rope_type", spec.get("type")) in ("su", "yarn"):
             fields[key] = spec | {"rope_type": "longrope"}
     return fields

@@ -4,38 +4,40 @@ Never holds more than the description: `engine.models.vision` computes what is b
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from engine.models.description import ModelConfig
 from engine.models.fields import Fields, expect, integer
 from engine.models.line import LLAMA_NAMES, Line
 from engine.models.lines.qwen import QWEN2
+from engine.models.values import number, section, sequence
 from engine.models.vision_config import VisionConfig
 
 
 def _qwen2_5_vl(raw: Fields) -> ModelConfig:
     """Published checkpoints have the decoder's fields at the top, transformers 5 writes them as `text_config`."""
-    nested: Fields = raw.get("text_config") or {}
+    nested = section(raw, "text_config")
     text = {key: value for key, value in raw.items() if key not in ("text_config", "vision_config")} | dict(nested)
     text["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings") or nested.get("tie_word_embeddings"))
     key = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
-    rope = dict(text.get(key) or {})
-    sections = rope.pop("mrope_section", (16, 24, 24))
+    rope = dict(section(text, key))
+    given = {"mrope_section": rope.pop("mrope_section", (16, 24, 24))}
+    sections = [integer({"mrope_section": size}, "mrope_section") for size in sequence(given, "mrope_section")]
     for name in ("type", "rope_type"):
         if rope.get(name) == "mrope":
             rope[name] = "default"
     config = QWEN2.describe({"rope_theta": 1e6} | text | {key: rope})
     if len(sections) != 3 or sum(sections) != config.head_dim // 2:
         raise ValueError(f"mrope_section is {sections}: expected three numbers that sum up to {config.head_dim // 2}.")
-    return replace(config, vision=_vision(raw, tuple(sections), config.hidden_size))
+    frame, row, column = sections
+    return replace(config, vision=_vision(raw, (frame, row, column), config.hidden_size))
 
 
-def _vision(raw: Fields, sections: tuple[Any, ...], hidden_size: int) -> VisionConfig:
-    found: Fields = raw.get("vision_config") or {}
+def _vision(raw: Fields, sections: tuple[int, int, int], hidden_size: int) -> VisionConfig:
+    found = section(raw, "vision_config")
     expect(found, "hidden_act", "silu")
-    rope = found.get("rope_parameters") or {}
+    rope = section(found, "rope_parameters")
     expect(rope, "rope_type", "axial", "default")
-    channels = integer(found, "in_channels", found.get("in_chans") or 3)
+    channels = integer(found, "in_channels", integer(found, "in_chans", 3))
     expect({"in_channels": channels}, "in_channels", 3)
     config = VisionConfig(
         depth=integer(found, "depth", 32),
@@ -47,11 +49,11 @@ def _vision(raw: Fields, sections: tuple[Any, ...], hidden_size: int) -> VisionC
         temporal_patch_size=integer(found, "temporal_patch_size", 2),
         merge_size=integer(found, "spatial_merge_size", 2),
         window_size=integer(found, "window_size", 112),
-        full_attention=tuple(found.get("fullatt_block_indexes", (7, 15, 23, 31))),
+        full_attention=tuple(sequence({"fullatt_block_indexes": (7, 15, 23, 31), **found}, "fullatt_block_indexes")),
         output_size=integer(found, "out_hidden_size", 3584),
-        rope_theta=float(rope.get("rope_theta") or 10000.0),
+        rope_theta=number(rope, "rope_theta", 10000.0),
         token_id=integer(raw, "image_token_id", 151655),
-        position_sections=(int(sections[0]), int(sections[1]), int(sections[2])),
+        position_sections=sections,
     )
     if config.hidden_size % config.num_heads or config.head_dim % 4 or config.window_size % config.side:
         raise ValueError(

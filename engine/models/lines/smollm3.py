@@ -9,6 +9,7 @@ from engine.models.description import ModelConfig
 from engine.models.fields import FULL, SLIDING, Fields, expect_silu, integer, read_decoder, windows_by_kind
 from engine.models.line import LLAMA_NAMES, Line
 from engine.models.rope import read_rope
+from engine.models.values import sequence
 
 
 def _smollm3(raw: Fields) -> ModelConfig:
@@ -31,7 +32,7 @@ def _smollm3(raw: Fields) -> ModelConfig:
 def _rotated(raw: Fields) -> list[bool]:
     """Of each layer. `no_rope_layers` has, in spite of its name, a 1 for those that are rotated."""
     num_layers, interval = integer(raw, "num_hidden_layers"), integer(raw, "no_rope_layer_interval", 4)
-    listed = raw.get("no_rope_layers") or [(number + 1) % interval for number in range(num_layers)]
+    listed = sequence(raw, "no_rope_layers") or [(number + 1) % interval for number in range(num_layers)]
     if len(listed) < num_layers:
         raise ValueError(f"no_rope_layers has {len(listed)} entries, but there are {num_layers} layers.")
     return [bool(entry) for entry in listed[:num_layers]]

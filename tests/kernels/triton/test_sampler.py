@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from engine import sampler as engine_sampler
+from engine.device import HostDevice
+from engine.device_sampler import choose_on_device
 from engine.logprobs import token_logprobs
 from engine.step import LogitControls, RowSampling
 from kernels import reference
@@ -21,6 +23,7 @@ import triton.language as tl  # isort: skip
 
 from kernels.triton import controls, logprobs, numbers, sampler  # isort: skip
 from kernels.sampled_row import SampledRow  # isort: skip
+from kernels.triton.ops import TRITON  # isort: skip
 from kernels.triton.sampling_rows import pack_rows  # isort: skip
 
 BLOCK = 256
@@ -242,26 +245,9 @@ def test_tokens_are_those_of_the_engines_own_sampler(device: str) -> None:
         RowSampling(0.0, 0, 1.0, 0.0, 2, controls=LogitControls(logit_bias=((7, 3.5),))),
         RowSampling(1.2, 0, 0.7, 0.0, 3, controls=LogitControls(frequency_penalty=0.5, presence_penalty=0.25)),
     ]
-    rows = [
-        SampledRow(
-            temperature=row.temperature,
-            top_k=row.top_k,
-            top_p=row.top_p,
-            min_p=row.min_p,
-            seed=row.seed,
-            position=position,
-            banned=row.banned_token_ids,
-            bias=row.controls.logit_bias if row.controls else (),
-            repetition_penalty=row.controls.repetition_penalty if row.controls else 1.0,
-            frequency_penalty=row.controls.frequency_penalty if row.controls else 0.0,
-            presence_penalty=row.controls.presence_penalty if row.controls else 0.0,
-            prompt=row.controls.prompt_token_ids if row.controls else (),
-            answer=answer,
-        )
-        for position, (row, answer) in enumerate(zip(how, answers, strict=True))
-    ]
     logits = random_logits(3)
-    assert draw(logits, rows, device) == engine_sampler.sample(logits, how, range(3), answers)
+    got = choose_on_device(HostDevice(), TRITON, logits.to(device), how, range(3), answers, None)
+    assert got.tolist() == engine_sampler.sample(logits, how, range(3), answers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

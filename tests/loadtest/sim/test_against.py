@@ -133,7 +133,28 @@ def test_a_report_that_cannot_be_compared_is_refused_with_the_reason(
     assert not (tmp_path / "against.json").exists()
 
 
+@pytest.mark.parametrize("within", ["0.5", "nan"])
+def test_a_factor_that_no_percentile_could_keep_is_refused(
+    live: dict[str, Any], within: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps(live))
+    with pytest.raises(SystemExit) as refused:
+        main([str(report), *ENGINE, "--within", within, "--out", str(tmp_path / "against.json")])
+    assert refused.value.code == 2
+    assert f"--within is a factor, 1 or more, not {within}" in capsys.readouterr().err
+
+
 def test_the_page_has_the_comparison_that_is_kept_and_none_before_there_is_one() -> None:
     page = README.read_text()
     text = table(json.loads(KEPT.read_text())) if KEPT.exists() else "Not measured yet."
     assert with_text(page, "against", text) == page
+
+
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    report.write_text("[1]")
+    with pytest.raises(SystemExit) as refused:
+        main([str(report), *ENGINE, "--out", str(tmp_path / "against.json")])
+    assert refused.value.code == 2
+    assert "schema None is not 1, that of a load's report.json" in capsys.readouterr().err

@@ -49,6 +49,13 @@ def test_an_answer_ends_before_its_limit_where_the_job_says_so() -> None:
     assert is_at_rest(world)
 
 
+def test_nothing_is_kept_of_a_request_that_no_engine_takes() -> None:
+    too_long = Job(0.2, 256 * 16 + 1, 4)
+    figures, world = simulate(scenario([Job(0.0, 10, 4), too_long, Job(0.4, 10, 4)]))
+    assert (figures["offered"], figures["ok"], figures["failed"]) == (3, 2, 1)
+    assert is_at_rest(world)
+
+
 def test_a_prefix_that_prompts_share_is_computed_once_at_each_replica_that_gets_one() -> None:
     jobs = [Job(5.0 * i, BLOCK_TOKENS + 20, 2, hash_ids=(7, 100 + i)) for i in range(4)]
     figures, _ = simulate(scenario(jobs))

@@ -98,6 +98,23 @@ def test_a_rolling_upgrade_replaces_every_replica_and_loses_no_request() -> None
     assert figures["replicas_most"] == 6
 
 
+def test_an_upgrade_during_which_a_replica_fails_ends_with_as_many_as_before() -> None:
+    """The failure gives up a start that is the upgrade's own, which then ended with two of four."""
+    jobs = poisson(4.0, 60, num_prompt_tokens=30, num_answer_tokens=20, seed=8)
+
+    async def upgrade(world: World) -> None:
+        await asyncio.sleep(5)
+        upgrade = asyncio.create_task(world.deployment.upgrade(surge=2))
+        await asyncio.sleep(1)
+        world.deployment.kill(["replica-3"])
+        await upgrade
+
+    figures, world = simulate(scenario(jobs, replicas=4, cold_start_s=5.0), happening=upgrade)
+    assert figures["ok"] == len(jobs)
+    assert len(world.deployment.running) == 4
+    assert not world.deployment.running.keys() & {f"replica-{i}" for i in range(4)}
+
+
 def test_a_zone_that_fails_takes_its_replicas_and_no_request() -> None:
     jobs = poisson(4.0, 40, num_prompt_tokens=30, num_answer_tokens=20, seed=8)
     figures, world = simulate(

@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 
+import pytest
+
+from loadtest.sim.deployment import Deployment
 from loadtest.sim.scalers import EngineLoad, Scaler
 from loadtest.sim.serve_scaler import ServeDefault, autoscaling_policy, serve_clock
 from loadtest.sim.simulation import simulate
@@ -47,6 +50,27 @@ def test_serves_policy_reads_the_real_clock_again_afterwards() -> None:
     with serve_clock(lambda: 5.0):
         assert autoscaling_policy.time.time() == 5.0
     assert autoscaling_policy.time is time
+
+
+class Broken:
+    """A scaler that fails when it is asked for the third time."""
+
+    period_s = 0.5
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def decide(self, deployment: Deployment, now_s: float, num_live: int) -> int:
+        self.num_asked += 1
+        if self.num_asked == 3:
+            raise ZeroDivisionError("no report")
+        return 1
+
+
+def test_a_scaler_that_fails_ends_the_simulation_with_its_own_error() -> None:
+    """What went on without it had the figures of a deployment that nobody scales."""
+    with pytest.raises(ZeroDivisionError, match="no report"):
+        simulate(scenario(CROWD), scaler=lambda clock: Broken())
 
 
 def test_our_policy_adds_replicas_when_its_own_delay_is_over() -> None:

@@ -79,6 +79,35 @@ def test_a_run_that_another_study_holds_is_taken_over_and_not_simulated_twice(tm
     assert "elsewhere" not in [run["commit"] for run in runs_of(0.001, anew=True)]
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "limit"),
+    [
+        ("--seeds", "0", "1 or more, not 0"),
+        ("--processes", "-1", "1 or more, not -1"),
+        ("--size", "0", "a positive number, not 0"),
+        ("--seconds", "nan", "a positive number, not nan"),
+    ],
+)
+def test_options_of_no_study_are_refused_and_the_results_stay(
+    option: str, value: str, limit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No seeds were all that a study had, so that every kept run was another form's, and was dropped."""
+    path = tmp_path / "results.json"
+    save({**empty("reservation"), "runs": [run_of("full", 0, 0.9)]}, path)
+    held = path.read_text()
+    with pytest.raises(SystemExit) as refused:
+        main(["reservation", option, value, "--out", str(path)])
+    assert refused.value.code == 2
+    assert f"{option} is {limit}" in capsys.readouterr().err
+    assert path.read_text() == held
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_the_smallest_study_has_a_replica_and_a_request(study: str) -> None:
+    for spec in STUDIES[study](1, 60.0, 1e-6):
+        assert min(spec.get("replicas", 1), spec.get("requests", 1)) == 1
+
+
 @pytest.mark.parametrize(("part", "name"), [("step_time", "token_s"), ("goal", "ttft_ms")])
 def test_results_of_other_step_times_or_another_goal_are_not_taken_over(tmp_path: Path, part: str, name: str) -> None:
     path = tmp_path / "results.json"

@@ -17,7 +17,7 @@ from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
 from tests.golden.test_draft_model import save_tokenizer
 from tests.serve_app.harness import MODEL, LocalClient, joined_choice, post
-from tests.support.tiny_models import HYBRIDS, LINES, VOCAB, save_model
+from tests.support.tiny_models import HYBRIDS, LINES, VOCAB, greedy_answer, save_model
 
 pytestmark = pytest.mark.anyio
 
@@ -29,16 +29,7 @@ NEW_TOKENS = 6
 async def test_a_completion_has_the_tokens_of_transformers_whole_streamed_and_from_the_prefix_cache(
     kind: str, tmp_path: Path
 ) -> None:
-    model, ids = save_model(kind, tmp_path), torch.tensor([PROMPT])
-    answer = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    want = answer[0, len(PROMPT) :].tolist()
+    want = greedy_answer(save_model(kind, tmp_path), PROMPT, NEW_TOKENS)
     config = EngineConfig(
         dtype="float32",
         num_kv_blocks=32,

@@ -17,7 +17,7 @@ from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
 from tests.serve_app.harness import MODEL, LocalClient, post
 from tests.support.packed_models import save_packed
-from tests.support.tiny_models import VOCAB
+from tests.support.tiny_models import VOCAB, greedy_answer
 
 pytestmark = pytest.mark.anyio
 
@@ -30,15 +30,7 @@ NEW_TOKENS = 6
 )
 async def test_a_completion_has_the_tokens_of_the_same_weights_in_transformers(name: str, tmp_path: Path) -> None:
     save_packed(tmp_path / "packed", tmp_path / "plain", name)
-    ids = torch.tensor([PROMPT])
-    answer = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    want = greedy_answer(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), PROMPT, NEW_TOKENS)
     config = EngineConfig(dtype="float32", num_kv_blocks=32, max_num_batched_tokens=16, max_num_seqs=4, num_threads=1)
     engine = AsyncEngine(EngineCore(*create_executor(tmp_path / "packed", config)))
     try:
@@ -46,6 +38,6 @@ async def test_a_completion_has_the_tokens_of_the_same_weights_in_transformers(n
         asked = {"model": MODEL.id, "prompt": PROMPT, "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
         got = await post(app, "/v1/completions", asked | {"return_token_ids": True})
         assert got.status == 200, got.json
-        assert got.json["choices"][0]["token_ids"] == answer[0, len(PROMPT) :].tolist()
+        assert got.json["choices"][0]["token_ids"] == want
     finally:
         engine.shutdown()

@@ -1,4 +1,4 @@
-"""Contracts of an engine replica's metrics: exact counts and times, over cores and engines that run for real.
+"""Contracts of an engine replica's metrics: exact counts and times, of cores that run. Long: every metric.
 Never waits for time to pass: the clock is turned by hand, and a core's steps are made one by one."""
 
 from __future__ import annotations
