@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings, refuse_gpu_settings
 from engine.device import choose_device, device_faults
-from engine.draft_build import check_length, read_draft
+from engine.draft_build import DraftCheckpoint, check_length, read_draft
 from engine.draft_model import DraftModel
 from engine.grammar import Grammars
 from engine.inputs import is_lost
@@ -346,12 +346,12 @@ def create_executor(model_dir: Path, config: EngineConfig) -> tuple[TorchExecuto
 
         return create_with_encoder(model_dir, model_config, config, resolved)
     refuse_encoder_settings(config, f"{model_config.architecture} takes text alone")
+    # Adapters are the model's own, and drafts do without; nor do they change the bits of an answer.
+    alone = replace(config, max_loras=0, batch_invariant=False)
+    of_draft = None if draft is None else _draft_kernels(draft, alone, resolved.max_model_len)
     model = _load(model_dir, model_config, config, resolved, kernels)
     proposes, with_torch = None, kernels.name != NATIVE
-    if draft is not None:
-        check_length(draft, resolved.max_model_len)
-        alone = replace(config, max_loras=0)  # adapters are the model's, and drafts do without
-        of_draft = _kernels(draft.model, alone)
+    if draft is not None and of_draft is not None:
         with_torch |= of_draft.name != NATIVE
         proposes = DraftModel(_load(draft.directory, draft.model, alone, resolved, of_draft))
     # What torch does beside the native kernels is small: a second thread of its own would take a core that they need.
@@ -416,6 +416,15 @@ def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
         if asked and choice.name != NATIVE:
             raise ConfigError(f"{setting} needs the native kernels, and these are chosen: {choice.reason}.")
     return choice
+
+
+def _draft_kernels(draft: DraftCheckpoint, config: EngineConfig, max_model_len: int) -> Choice:
+    """Of a draft model that reads as far as the model, before any weights are loaded."""
+    check_length(draft, max_model_len)
+    try:
+        return _kernels(draft.model, config)
+    except ConfigError as error:  # which names settings, and they are those of two models
+        raise ConfigError(f"speculative.model is {config.speculative.model}, for which {error}") from error
 
 
 def read_grammars(model_dir: Path, resolved: ResolvedConfig) -> Grammars | None:

@@ -379,17 +379,27 @@ def test_a_draft_model_that_cannot_be_read_is_refused_by_the_setting_and_the_nam
         create_executor(checkpoints["itself"], asked)
 
 
-def test_models_with_recurrent_state_or_images_have_no_draft_model(
-    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_models_that_take_images_have_no_draft_model(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     asked = EngineConfig(**ASKED, speculative=drafted_by(checkpoints["itself"]))
-    hybrid, seeing = tmp_path_factory.mktemp("hybrid"), tmp_path_factory.mktemp("vision")
-    save_model("qwen3_next", hybrid)
-    with pytest.raises(ConfigError, match=r"speculative\.method is draft_model, but .* recurrent state cannot"):
-        create_executor(hybrid, asked)
-    save_vision_model(seeing)
+    save_vision_model(tmp_path)
     with pytest.raises(ConfigError, match="takes images, which no draft model reads"):
-        create_executor(seeing, asked)
+        create_executor(tmp_path, asked)
+
+
+@needs_compiler
+def test_kernels_that_a_draft_model_cannot_have_are_refused_by_its_name_and_not_asked_of_it_for_the_bits(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any weights are loaded. An answer's bits are the model's own, whatever drafts for it."""
+    save_model("llama", tmp_path)
+    save_tokenizer(tmp_path)
+    edit_config(tmp_path, head_dim=10)
+    asked = EngineConfig(**ASKED | {"kernels": "auto"}, batch_invariant=True, speculative=drafted_by(tmp_path))
+    executor, _ = create_executor(checkpoints["itself"], dataclasses.replace(asked, load_format="dummy"))
+    executor.shutdown()
+    monkeypatch.setattr("engine.executor.load_weights", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError, match=r"speculative\.model is .*, for which kernels is native.*head_dim is 10"):
+        create_executor(checkpoints["itself"], dataclasses.replace(asked, kernels="native"))
 
 
 def test_a_gpu_engine_has_no_draft_model(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
