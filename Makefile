@@ -6,7 +6,7 @@ CONFIG ?= config.yaml
 PEERS_VENV ?= .venv-peers
 SCENARIO ?= smoke
 URL ?= http://127.0.0.1:8000
-WORKERS ?= --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+WORKERS ?= --numprocesses 2
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .PHONY: serve test test-slow test-clients test-gpu test-chaos test-deep test-mutations check format install model docs load simulate find-rate bench-peers bench-gpu chart studies validate-k8s render-k8s k8s-tools clean
