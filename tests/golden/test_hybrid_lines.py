@@ -21,8 +21,8 @@ from engine.request import Request, create_request
 from engine.step import StepPlan
 from tests.golden.bench import Bench
 from tests.golden.models import make_executor
-from tests.golden.test_lines import GREEDY, PROMPTS, greedy_answer
-from tests.support.tiny_models import HYBRIDS, VOCAB, edit_config, save_model
+from tests.golden.test_lines import GREEDY, NEW_TOKENS, PROMPTS
+from tests.support.tiny_models import HYBRIDS, VOCAB, edit_config, greedy_answer, save_model
 
 STRIDE = 16
 SNAPSHOTS = SchedulerConfig(state_snapshot_tokens=STRIDE)
@@ -34,7 +34,7 @@ class Hybrid(Bench):
 
     def __init__(self, kind: str, directory: Path) -> None:
         model = save_model(kind, directory)
-        self.want = [greedy_answer(model, prompt) for prompt in PROMPTS]
+        self.want = [greedy_answer(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
         executor, resolved = make_executor(directory, "float32", num_threads=1, scheduler=SNAPSHOTS)
         super().__init__(executor, resolved, PROMPTS)
         self.copies: Counter[str] = Counter()
@@ -121,7 +121,7 @@ def test_sampled_text_depends_on_the_seed_only(hybrid: Hybrid) -> None:
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_a_budget_of_4_and_a_whole_prompt_of_273_tokens_give_the_same_text(kind: str, tmp_path: Path) -> None:
     """S1-N5. A whole prompt is 5 systems of equations, the last one of 17 tokens; a budget of 4 has 69 of its own."""
-    want = greedy_answer(save_model(kind, tmp_path), LONG_PROMPT)
+    want = greedy_answer(save_model(kind, tmp_path), LONG_PROMPT, NEW_TOKENS)
     edit_config(tmp_path, max_position_embeddings=512)
     bench = Bench(*make_executor(tmp_path, "float32", num_threads=1), [LONG_PROMPT])
     texts = {}
