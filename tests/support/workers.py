@@ -1,0 +1,33 @@
+"""Owns which worker runs which tests, where pytest-xdist has several.
+Never changes what a test does, nor the order of a module's tests."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from xdist.scheduler import LoadScopeScheduling
+
+from loadtest.server import ROOT
+
+SERVERS = "servers"
+
+
+class WholeModules(LoadScopeScheduling):
+    """A worker takes whole modules, whose fixtures are then made once, and one of them takes all that start servers,
+    before all else: two at a time would starve each other. (`--dist loadgroup` of pytest-xdist 3.8 finds no groups with
+    pytest 9.2.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.partition("::")[0]
+        return SERVERS if starts_servers(module) else module
+
+    def _assign_work_unit(self, node: object) -> None:
+        if SERVERS in self.workqueue:
+            self.workqueue.move_to_end(SERVERS, last=False)
+        super()._assign_work_unit(node)
+
+
+@cache
+def starts_servers(module: str) -> bool:
+    """By its text, for it is collected elsewhere. module: its path below the checkout."""
+    return "pytest.mark.server" in (ROOT / module).read_text(encoding="utf-8")
