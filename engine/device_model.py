@@ -19,7 +19,7 @@ from engine.kv_cache import KVCache
 from engine.models.computed import Computed
 from engine.models.decoder import Decoder
 from engine.recurrent_state import RecurrentState
-from engine.step import GraphUse, RowKind, StepPlan
+from engine.step import GraphUse, StepPlan
 from kernels.choice import forward_pass
 from kernels.ops import Ops
 from kernels.reference import PagedRows, StateRows
@@ -128,9 +128,7 @@ class DeviceModel:
             ValueError: a row breaks the seam's contract.
         """
         num_slots = 0 if self.state is None else self.state.num_slots
-        if num_slots and any(row.kind is RowKind.DECODE and len(row.token_ids) > 1 for row in plan.rows):
-            raise ValueError(f"Step {plan.step_id}: on a device no state is taken back to before a rejected draft.")
-        inputs = build_inputs(plan, self._block_size, newest, num_state_slots=num_slots)
+        inputs = build_inputs(plan, self._block_size, newest, num_state_slots=num_slots, drafts=not num_slots)
         bucket = self._bucket(inputs)
         sampled, places = self._loose(inputs, pending)
         hidden = self._replay(bucket, inputs, places) if isinstance(bucket, Bucket) else self._eager(inputs, places)

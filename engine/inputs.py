@@ -33,15 +33,20 @@ class StepInputs:
 
 
 def build_inputs(
-    plan: StepPlan, block_size: int, newest: Mapping[str, int] = NONE_PENDING, *, num_state_slots: int = 0
+    plan: StepPlan,
+    block_size: int,
+    newest: Mapping[str, int] = NONE_PENDING,
+    *,
+    num_state_slots: int = 0,
+    drafts: bool = True,
 ) -> StepInputs:
     """Tensors of a plan in kernel order (see engine.verification). `newest`: what a request's PENDING_TOKEN stands for.
-    num_state_slots: 0: the model has no recurrent state.
+    num_state_slots: 0: the model has no recurrent state. drafts: rows may carry some.
 
     Raises:
         ValueError: a row breaks the seam's contract, or asks for what this executor's capabilities do not offer.
     """
-    check_plan(plan, block_size, num_state_slots)
+    check_plan(plan, block_size, num_state_slots, drafts=drafts)
     counts = [len(row.token_ids) for row in plan.rows]
     starts = [row.start for row in plan.rows]
     ends = list(accumulate(counts))
@@ -83,7 +88,7 @@ def fed_tokens(row: ScheduledRequest, newest: Mapping[str, int]) -> tuple[int, .
     return (newest.get(row.request_id, 0),)  # a lost row fails alone, so any token of the vocabulary will do
 
 
-def check_plan(plan: StepPlan, block_size: int, num_state_slots: int = 0) -> None:
+def check_plan(plan: StepPlan, block_size: int, num_state_slots: int = 0, *, drafts: bool = True) -> None:
     """Raise ValueError where a row breaks the seam's contract. num_state_slots: 0: the model has no recurrent state."""
     if not plan.rows or (plan.state_moves and not num_state_slots):
         raise ValueError(f"Step {plan.step_id} has {'state moves' if plan.rows else 'no rows'}.")
@@ -98,6 +103,8 @@ def check_plan(plan: StepPlan, block_size: int, num_state_slots: int = 0) -> Non
             raise ValueError(f"Row {row.request_id}: decode rows come before chunks, those without drafts first.")
         if has_drafts and row.token_ids[0] == PENDING_TOKEN:
             raise ValueError(f"Row {row.request_id}: drafts follow a token that is known.")
+        if has_drafts and not drafts:
+            raise ValueError(f"Row {row.request_id}: drafts, which this executor takes no state back from.")
         if has_drafts and DRAFT_TOKEN in row.token_ids:  # an embedding of it would be read from before the table
             raise ValueError(f"Row {row.request_id}: places for drafts, and no draft model has filled them.")
         if row.kind is not RowKind.DECODE and row.token_ids[0] == PENDING_TOKEN:

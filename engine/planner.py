@@ -256,7 +256,7 @@ class _Planner:
     def _with_drafts(self, decoding: list[Request]) -> list[int]:
         """Tokens of each row. Where drafts are more than a step has room for, those who decode longest have theirs."""
         counts = [request.num_decode_tokens for request in decoding]
-        if self._view.snapshots is not None:  # a row ends where its state is to be kept
+        if self._policy.state_snapshot_tokens:  # a row ends where its state is to be kept
             counts = [
                 min(count, self._chunks.to_snapshot(request.scheduled, count))
                 for request, count in zip(decoding, counts, strict=True)

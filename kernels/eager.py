@@ -3,7 +3,7 @@ Never keeps anything from one step to the next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.forward import GELU, SILU, HeadShape, Linear, LinearHeads, Routing
 from kernels.ops import Ops
 from kernels.reference import StateRows
-from kernels.rewind import Rewind
+from kernels.rewind import Advance, Rewind
 
 
 class EagerPass:
@@ -120,9 +120,7 @@ class EagerPass:
 
         return self._advance(advance, (qkv, strength, step), state)
 
-    def _advance(
-        self, advance: Callable[[Sequence[Tensor], StateRows], Tensor], inputs: Sequence[Tensor], state: Tensor
-    ) -> Tensor:
+    def _advance(self, advance: Advance, inputs: Sequence[Tensor], state: Tensor) -> Tensor:
         assert self._states is not None
         if self._rewind is not None:
             self._rewind.keep(state, inputs, advance)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.reference import StateRows
 
-Advance = Callable[[Sequence[Tensor], StateRows], object]
+Advance = Callable[[Sequence[Tensor], StateRows], Tensor]
 """An operator on a layer's state in place: (its inputs, each [num_tokens, ...], the rows that they belong to)."""
 
 
