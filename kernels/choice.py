@@ -46,7 +46,8 @@ def choose_kernels(
         return Choice(asked, f"{asked}: asked for by name")
     problem = unfit or why_unfit(head_dim, block_size, inputs) or _why_no_library()
     if problem is None:
-        return Choice(NATIVE, "native: C++ compiled for this processor, one call a step")
+        unit = ", bfloat16 by its matrix unit (AMX)" if load_library().matrix_unit() else ""
+        return Choice(NATIVE, f"native: C++ compiled for this processor{unit}, one call a step")
     if asked == NATIVE:
         raise ValueError(f"The native kernels cannot run: {problem}.")
     return Choice(TORCH_CPU, f"torch_cpu: torch's own operators; not native: {problem}")

@@ -17,9 +17,10 @@ from kernels.cpu.native.library import NoLibraryError
 from kernels.ops import TORCH
 
 
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "load_library", lambda: None)
+@pytest.fixture(params=[0, 1], ids=["vectors", "matrix unit"])
+def library(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
+    monkeypatch.setattr(choice, "load_library", lambda: SimpleNamespace(matrix_unit=lambda: request.param))
+    return int(request.param)
 
 
 @pytest.fixture
@@ -30,10 +31,10 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "load_library", fail)
 
 
-@pytest.mark.usefixtures("library")
-def test_native_kernels_are_chosen_where_they_run() -> None:
+def test_native_kernels_are_chosen_where_they_run(library: int) -> None:
     chosen = choose_kernels(head_dim=64, block_size=16)
     assert chosen.name == "native"
+    assert ("matrix unit" in chosen.reason) == bool(library)
     assert chosen == choose_kernels("native", head_dim=64, block_size=16)
 
 

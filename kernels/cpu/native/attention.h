@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "attention_tiles.h"
 #include "cache.h"
 #include "step.h"
 #include "vector.h"
@@ -37,12 +38,17 @@ class Attention {
         total.assign(num_queries, 0.0f);
         const int64_t begin = std::max<int64_t>(context + 1 - window, 0) / KEYS * KEYS;
         Groups here = find(step, tile.row, kv_head, begin, length);
+        TilePass<T> by_tiles(num_queries, head_dim);
+        for (int64_t query = 0; by_tiles && query < num_queries; query++)
+            std::copy_n(q + place(tile, kv_head, group, query), head_dim, by_tiles.query(query));
         for (int64_t first = begin; first < length; first += KEYS) {
             const Groups next = find(step, tile.row, kv_head, first + KEYS, length);
+            if (by_tiles) widen(here, by_tiles);
             for (int64_t query = 0; query < num_queries;) {  // flattened (token, head of the group)
                 Part part{this, &tile, kv_head, group, query, context, first, &here, &next,
                           sums.data() + query * head_dim, best.data() + query, total.data() + query};
-                query += part.template run<MAX_ROWS>(num_queries - query);
+                const int64_t left = num_queries - query;
+                query += by_tiles ? part.run_by_tiles(by_tiles, left) : part.template run<MAX_ROWS>(left);
             }
             here = next;
         }
@@ -54,7 +60,6 @@ class Attention {
     }
 
    private:
-    static constexpr int KEYS = 128;
     static constexpr int PAIR = Element<T>::PAIR;
     static constexpr bool NARROW = Cache<T, C>::NARROW;
 
@@ -73,6 +78,17 @@ class Attention {
             found.values[found.count++] = cache.value_group(block, kv_head, offset);
         }
         return found;
+    }
+
+    // Where tiles are loaded from: the groups themselves, or what their bytes are.
+    void widen(const Groups& here, TilePass<T>& pass) const {
+        for (int i = 0; i < here.count; i++)
+            if constexpr (NARROW) {
+                pass.widen(i, here.keys[i], here.values[i]);
+            } else {
+                pass.keys[i] = here.keys[i];
+                pass.values[i] = here.values[i];
+            }
     }
 
     int64_t place(const Step::Tile& tile, int64_t kv_head, int64_t group, int64_t query) const {
@@ -108,6 +124,29 @@ class Attention {
             return ROWS;
         }
 
+        // Up to TILE_ROWS queries. The first ones fetch what is read next, as below.
+        int64_t run_by_tiles(TilePass<T>& pass, int64_t left) const {
+            const int64_t rows = std::min(left, TILE_ROWS), head_dim = of->cache.head_dim;
+            alignas(64) float scores[TILE_ROWS][KEYS];
+            alignas(64) T weights[TILE_ROWS][KEYS];
+            pass.take(rows);
+            for (int i = 0; query == 0 && i < here->count; i++) fetch(here->values[i]);
+            pass.score(query, here->count, scores[0]);
+            for (int64_t r = 0; r < rows; r++) {
+                const float keep = soften(scores[r], context + (query + r) / group, r, weights[r]);
+                if (keep == 1.0f) continue;
+                for (int64_t d = r * head_dim; d < (r + 1) * head_dim; d += LANES) store(sums + d, load(sums + d) * splat(keep));
+            }
+            for (int i = 0; query == 0 && i < next->count; i++) fetch(next->keys[i]);
+            pass.mix(weights[0], here->count, sums);
+            return rows;
+        }
+
+        void fetch(const C* group) const {
+            const char* from = reinterpret_cast<const char*>(group);
+            for (int64_t line = 0; line < LANES * of->cache.head_dim * int64_t(sizeof(C)); line += 64) __builtin_prefetch(from + line);
+        }
+
         // Blocks lie anywhere in memory: what is read next is fetched meanwhile, here the group's values.
         template <int ROWS>
         void score(const T* const (&q)[ROWS], int i, int64_t head_dim, float (&scores)[ROWS][KEYS]) const {
@@ -119,12 +158,10 @@ class Attention {
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) found[r] = dot<T>(found[r], broadcast(q[r] + d), k);
             }
-            f32x16 scale = splat(of->scale);
-            if constexpr (NARROW) scale *= load(of->cache.scales(here->keys[i]));
-            for (int r = 0; r < ROWS; r++) store(scores[r] + i * LANES, found[r] * scale);
+            for (int r = 0; r < ROWS; r++) store(scores[r] + i * LANES, found[r]);
         }
 
-        // Scores of keys up to `position`, within its window, to weights; what the sums so far are to be multiplied with.
+        // q k^T of keys up to `position`, within its window, to weights; what the sums so far are to be multiplied with.
         float soften(const float* scores, int64_t position, int r, T* weights) const {
             constexpr float NONE = -std::numeric_limits<float>::infinity();
             const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -137,7 +174,9 @@ class Attention {
             }
             for (int i = 0; i < here->count; i++) {
                 const int32_t last = int32_t(std::min<int64_t>(position - first - i * LANES, LANES));
-                seen[i] = lane <= (i32x16{} + last) ? load(scores + i * LANES) : splat(NONE);
+                f32x16 scale = splat(of->scale);
+                if constexpr (NARROW) scale *= load(of->cache.scales(here->keys[i]));
+                seen[i] = lane <= (i32x16{} + last) ? load(scores + i * LANES) * scale : splat(NONE);
                 if (before >= i * LANES) {
                     const int32_t unseen = int32_t(std::min<int64_t>(before - i * LANES, LANES));
                     seen[i] = lane > (i32x16{} + unseen) ? seen[i] : splat(NONE);

@@ -22,6 +22,7 @@ COMPILE_TIMEOUT_S = 300.0
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "": None}
 _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments), a letter each
+    "matrix_unit": ("i", ""),
     "team_create": ("p", "i"),
     "team_destroy": ("", "p"),
     "program_create": ("p", "pl"),

@@ -4,12 +4,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
+#include "tiles.h"
 #include "vector.h"
 
 // Weights [N, K] are stored as panels of 32 outputs, [N / 32][K / PAIR][32][PAIR]: a step of the sum reads 128 bytes in a
-// row, and a panel of a small model stays in the first cache while all rows pass by it.
+// row, and a panel of a small model stays in the first cache while all rows pass by it. In bfloat16 it is two tiles of the
+// matrix unit beside each other, too: 32 inputs of 16 outputs each.
 constexpr int PANEL = 2 * LANES;
 
 template <class T>
@@ -137,20 +140,175 @@ void multiply_by(const T* x, int64_t rows, const Linear<T>& linear, int64_t firs
         all_rows(x, rows, inputs, weights(panel), reinterpret_cast<const char*>(weights(panel + 1)), panel, s);
 }
 
+// Panels [first, last) widened once for many rows, to the same numbers.
+template <class T>
+inline const T* widen_panels(const Linear<T>& linear, int64_t first, int64_t last) {
+    thread_local std::vector<T> wide;
+    const int64_t size = (last - first) * linear.inputs * PANEL;
+    wide.resize(std::max<int64_t>(wide.size(), size));
+    widen_lanes(linear.template panel<int8_t>(first), size, wide.data());
+    return wide.data();
+}
+
+#if MATRIX_UNIT
+
+// Tiles 0 and 1: sums of up to 16 rows, 2 and 3: of the next 16. 4 and 5: the activations of those rows. 6 and 7: weights.
+constexpr int64_t BLOCK_ROWS = 2 * TILE_ROWS;
+
+// Of many rows: as many panels as the second cache holds beside the rows, each time that the first one holds a block of those.
+constexpr int64_t PANELS_AT_ONCE = 4;
+
+inline void shape_product(Tiles::Shapes& shapes, int64_t rows) {
+    const int64_t upper = std::min(rows, TILE_ROWS), lower = std::max<int64_t>(rows - TILE_ROWS, 1);
+    for (int tile : {0, 1, 4}) shapes.set(tile, upper);
+    for (int tile : {2, 3, 5}) shapes.set(tile, lower);
+    for (int tile : {6, 7}) shapes.set(tile, TILE_INPUTS / 2);
+}
+
+// The sums of a block, which are stored while the unit multiplies the next one: an activation takes as long as the products.
+template <class Store>
+class Sums {
+   public:
+    using Block = float[BLOCK_ROWS][PANEL];
+
+    explicit Sums(const Store& store) : store_(store) {}
+
+    Block& next() { return blocks_[1 - at_]; }
+
+    // Stores `rows` rows of the last block.
+    void advance(int64_t rows) {
+        for (const int64_t end = std::min(stored_ + rows, rows_); stored_ < end; stored_++) {
+            const float* from = blocks_[at_][stored_];
+            store_(row_ + stored_, panel_, load(from), load(from + LANES));
+        }
+    }
+
+    // What was summed to `next()` is of these rows and this panel.
+    void put(int64_t row, int64_t rows, int64_t panel) {
+        advance(BLOCK_ROWS);
+        at_ = 1 - at_;
+        row_ = row;
+        rows_ = rows;
+        panel_ = panel;
+        stored_ = 0;
+    }
+
+   private:
+    const Store& store_;
+    alignas(64) Block blocks_[2];
+    int at_ = 0;
+    int64_t row_ = 0, rows_ = 0, panel_ = 0, stored_ = 0;
+};
+
+template <bool LOWER>
+inline void add_tiles(const bf16* x, int64_t stride, const bf16* weights) {
+    constexpr int64_t line = PANEL * sizeof(bf16) * 2;
+    const int64_t row = stride * sizeof(bf16);
+    _tile_loadd(6, weights, line);
+    _tile_loadd(4, x, row);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, weights + PANEL, line);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (LOWER) {
+        _tile_loadd(5, x + TILE_ROWS * stride, row);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+// `rows` rows, at most BLOCK_ROWS, and more than 16 if LOWER. What is behind the last whole tile of inputs is filled up with zeros.
+template <bool LOWER, class W, class Store>
+inline void sum_tiles(const bf16* x, int64_t rows, int64_t inputs, const W* weights, Sums<Store>& sums) {
+    constexpr bool BYTES = sizeof(W) == 1;
+    const int64_t steps = inputs / TILE_INPUTS, each = steps ? (BLOCK_ROWS + steps - 1) / steps : 0;
+    constexpr int64_t SIZE = TILE_INPUTS * PANEL;
+    alignas(64) bf16 wide[2][SIZE];  // by turns: what was stored just now cannot be loaded as a tile at once
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (LOWER) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    if constexpr (BYTES)
+        if (steps) widen_lanes(weights, SIZE, wide[0]);
+    for (int64_t step = 0; step < steps; step++) {
+        const int64_t k = step * TILE_INPUTS;
+        if constexpr (BYTES) {
+            if (step + 1 < steps) widen_lanes(weights + (step + 1) * SIZE, SIZE, wide[(step + 1) % 2]);
+            settle();
+            add_tiles<LOWER>(x + k, inputs, wide[step % 2]);
+        } else {
+            add_tiles<LOWER>(x + k, inputs, weights + step * SIZE);
+        }
+        sums.advance(each);
+    }
+    if (const int64_t k = steps * TILE_INPUTS; k < inputs) {
+        alignas(64) bf16 rest[BLOCK_ROWS][TILE_INPUTS] = {};
+        for (int64_t r = 0; r < rows; r++) std::copy(x + r * inputs + k, x + (r + 1) * inputs, rest[r]);
+        std::fill(wide[0], wide[0] + SIZE, bf16{});
+        if constexpr (BYTES)
+            widen_lanes(weights + k * PANEL, (inputs - k) * PANEL, wide[0]);
+        else
+            std::copy(weights + k * PANEL, weights + inputs * PANEL, wide[0]);
+        settle();
+        add_tiles<LOWER>(rest[0], TILE_INPUTS, wide[0]);
+    }
+    auto& to = sums.next();
+    constexpr int64_t line = sizeof to[0];
+    _tile_stored(0, to[0], line);
+    _tile_stored(1, to[0] + LANES, line);
+    if constexpr (LOWER) {
+        _tile_stored(2, to[TILE_ROWS], line);
+        _tile_stored(3, to[TILE_ROWS] + LANES, line);
+    }
+}
+
+// All rows and the panels [first, last), a few of them at a time: a block of rows stays in the first cache while they pass.
+template <class W, class Store>
+void multiply_tiles(const bf16* x, int64_t rows, int64_t inputs, const W* weights, int64_t first, int64_t last, const Store& s) {
+    Tiles tiles;
+    Sums<Store> sums(s);
+    settle();
+    for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
+        const int64_t count = std::min(BLOCK_ROWS, rows - row);
+        tiles.shape(count, shape_product);
+        for (int64_t panel = first; panel < last; panel++) {
+            const W* from = weights + (panel - first) * inputs * PANEL;
+            if (count > TILE_ROWS)
+                sum_tiles<true>(x + row * inputs, count, inputs, from, sums);
+            else
+                sum_tiles<false>(x + row * inputs, count, inputs, from, sums);
+            sums.put(row, count, panel);
+        }
+    }
+    sums.advance(BLOCK_ROWS);
+}
+
+template <class Store>
+void multiply_by_tiles(const bf16* x, int64_t rows, const Linear<bf16>& linear, int64_t first, int64_t last, const Store& s) {
+    const int64_t inputs = linear.inputs;
+    if (rows <= BLOCK_ROWS && linear.scales)
+        return multiply_tiles(x, rows, inputs, linear.panel<int8_t>(first), first, last, s);
+    if (rows <= BLOCK_ROWS) return multiply_tiles(x, rows, inputs, linear.panel<bf16>(first), first, last, s);
+    for (int64_t end; first < last; first = end) {
+        end = std::min(last, first + PANELS_AT_ONCE);
+        const bf16* weights = linear.scales ? widen_panels(linear, first, end) : linear.panel<bf16>(first);
+        multiply_tiles(x, rows, inputs, weights, first, end, s);
+    }
+}
+
+#endif
+
 template <class T, class Store>
 void multiply(const T* x, int64_t rows, const Linear<T>& linear, int64_t first, int64_t last, const Store& s) {
+#if MATRIX_UNIT
+    if constexpr (std::is_same_v<T, bf16>)
+        if (has_matrix_unit()) return multiply_by_tiles(x, rows, linear, first, last, s);
+#endif
     if (!linear.scales) return multiply_by<T, T>(x, rows, linear, first, last, s);
     if (rows <= MAX_ROWS) return multiply_by<T, int8_t>(x, rows, linear, first, last, s);
-    // Many rows: a panel is widened once for all of them, to the same numbers.
-    thread_local std::vector<T> wide;
-    const int64_t size = linear.inputs * PANEL;
-    wide.resize(size);
     for (int64_t panel = first; panel < last; panel++) {
-        const int8_t* bytes = linear.template panel<int8_t>(panel);
-        for (int64_t i = 0; i < size; i += LANES * Element<T>::PAIR) {
-            const i32x16 found = lanes<T>(bytes + i);
-            std::memcpy(wide.data() + i, &found, sizeof found);
-        }
-        all_rows(x, rows, linear.inputs, wide.data(), reinterpret_cast<const char*>(bytes + size), panel, s);
+        const char* next = reinterpret_cast<const char*>(linear.template panel<int8_t>(panel + 1));
+        all_rows(x, rows, linear.inputs, widen_panels(linear, panel, panel + 1), next, panel, s);
     }
 }

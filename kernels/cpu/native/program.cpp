@@ -271,6 +271,8 @@ static T* as(const void* pointer) {
 
 extern "C" {
 
+int matrix_unit() { return has_matrix_unit(); }
+
 Team* team_create(int num_threads) { return new Team(num_threads); }
 
 void team_destroy(Team* team) { delete team; }

@@ -125,6 +125,15 @@ inline i32x16 lanes(const int8_t* from) {
     return widen_bytes(from + LANES) | std::bit_cast<i32x16>(first >> 16);
 }
 
+// `count` bytes, a multiple of a vector's lanes, as elements of T.
+template <class T>
+inline void widen_lanes(const int8_t* bytes, int64_t count, T* wide) {
+    for (int64_t i = 0; i < count; i += LANES * Element<T>::PAIR) {
+        const i32x16 found = lanes<T>(bytes + i);
+        std::memcpy(wide + i, &found, sizeof found);
+    }
+}
+
 // sum + x * w in each lane, over the lane's one or two elements, accumulated in float32.
 template <class T>
 inline f32x16 dot(f32x16 sum, i32x16 x, i32x16 w);

@@ -1,0 +1,71 @@
+// Owns the processor's matrix unit (AMX): products of bfloat16 tiles of 16 rows, 16 outputs and 32 inputs, summed in float32.
+// Never leaves the unit in use behind an operation: its 8 KiB would be saved at every switch of threads.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "vector.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define MATRIX_UNIT 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define MATRIX_UNIT 0
+#endif
+
+constexpr int64_t TILE_ROWS = 16, TILE_INPUTS = 32, TILE_LINE = 64;  // a tile's line has 64 bytes, whatever lies in it
+
+// Whether Linux lets this process use the unit (arch/x86/include/uapi/asm/prctl.h, since 5.16). Asked once, for all threads.
+inline bool has_matrix_unit() {
+#if MATRIX_UNIT
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return granted;
+#else
+    return false;
+#endif
+}
+
+// What the compiler has stored before is in memory, where a tile is loaded from: GCC 12's loads do not say that they read it.
+inline void settle() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
+#if MATRIX_UNIT
+
+// The shapes of the eight tiles, while it lives. To set them again takes as long as ten products, so it is done on a change.
+class Tiles {
+   public:
+    struct alignas(64) Shapes {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t bytes[16] = {};  // of a line
+        uint8_t lines[16] = {};
+
+        void set(int tile, int64_t count, int64_t line = TILE_LINE) {
+            lines[tile] = uint8_t(count);
+            bytes[tile] = uint16_t(line);
+        }
+    };
+
+    Tiles() = default;
+    Tiles(const Tiles&) = delete;
+    Tiles& operator=(const Tiles&) = delete;
+    ~Tiles() {
+        if (rows_) _tile_release();
+    }
+
+    // `describe` says what the shapes for so many rows are: the same one in all of an object's life.
+    template <class Describe>
+    void shape(int64_t rows, const Describe& describe) {
+        if (rows == rows_) return;
+        rows_ = rows;
+        Shapes shapes;
+        describe(shapes, rows);
+        _tile_loadconfig(&shapes);
+    }
+
+   private:
+    int64_t rows_ = 0;
+};
+
+#endif
