@@ -86,12 +86,16 @@ class Products:
         return lambda: self._program.run(rows)
 
 
+ANSWER_BESIDES = 40
+"""Tokens of each stream's answer besides those that are timed: nobody may end while others still read their prompts."""
+
+
 def python_share(
     executor: TorchExecutor, config: ResolvedConfig, rows: int, context: int, steps: int, draw: Callable[[], int]
 ) -> dict[str, Any]:
     """Percent of the time of `steps` steps of the whole engine loop, `rows` streams decoding, that no program ran."""
     core = EngineCore(executor, config)
-    params = SamplingParams(temperature=0.0, max_tokens=steps + 40, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=steps + ANSWER_BESIDES, ignore_eos=True)
     for i in range(rows):
         prompt = tuple(draw() for _ in range(context))
         core.submit(create_request(Submission(f"stream {i}", prompt, params), config, i))
@@ -136,10 +140,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     model = prepare_model(options.model, progress=False, weights=options.load_format != "dummy")
     largest = max([1, *options.rows]) * (options.context + 1) + max([0, *options.prefill]) + options.context
+    streams = options.loop * (options.context + options.steps + ANSWER_BESIDES + 16)  # 16: a block that is not full
     config = EngineConfig(
         dtype=options.dtype,
         load_format=options.load_format,
-        num_kv_blocks=largest // 16 + 64,
+        num_kv_blocks=max(largest, streams) // 16 + 64,
+        max_num_seqs=max(EngineConfig().max_num_seqs, options.loop),
         speculative=SpeculativeConfig(method="none"),
     )
     made = {name: create_executor(model, dataclasses.replace(config, **_settings(name))) for name in options.kernels}

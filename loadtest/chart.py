@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.comparison import OURS, ROWS, Document, Row, figure, table
+from loadtest.comparison import OURS, OURS_NO_DRAFTS, ROWS, Document, Row, figure, table
 from loadtest.marks import with_text
 from loadtest.panels import Panel, bars, document
 from loadtest.peer_servers import SERVERS
@@ -31,7 +31,7 @@ def svg(results: Document) -> str:
 def _panel(results: Document, row: Row) -> Panel:
     found = {SERVERS[name].title: figure(results, name, row) for name in results["servers"]}
     note = "more is better" if row.more_is_better else "less is better"
-    return bars(row.title, note, found, row.digits, ours=[SERVERS[OURS].title])
+    return bars(row.title, note, found, row.digits, ours=[SERVERS[name].title for name in (OURS, OURS_NO_DRAFTS)])
 
 
 def with_tables(readme: str, results: Document) -> str:

@@ -12,6 +12,7 @@ from loadtest.panels import Spread
 from loadtest.peer_servers import SERVERS
 
 OURS = "chunkserve"
+OURS_NO_DRAFTS = "chunkserve-no-drafts"
 VLLM = ("vllm", "vllm-512")
 RAY_LLM = "ray-llm"
 
@@ -90,13 +91,13 @@ def figure(document: Document, server: str, row: Row) -> Spread | None:
     return spread(list(by_round(document, server, row).values()))
 
 
-def ratio(document: Document, row: Row, other: str) -> Spread | None:
+def ratio(document: Document, row: Row, other: str, ours: str = OURS) -> Spread | None:
     """Ours divided by another server's: of the medians, then least and most of the rounds that have both."""
-    ours, theirs = by_round(document, OURS, row), by_round(document, other, row)
-    rounds = [ours[number] / theirs[number] for number in ours.keys() & theirs.keys()]
+    own, theirs = by_round(document, ours, row), by_round(document, other, row)
+    rounds = [own[number] / theirs[number] for number in own.keys() & theirs.keys()]
     if not rounds:
         return None
-    medians = statistics.median(ours.values()) / statistics.median(theirs.values())
+    medians = statistics.median(own.values()) / statistics.median(theirs.values())
     return medians, min(rounds), max(rounds)
 
 
@@ -113,9 +114,10 @@ def best_vllm(document: Document, row: Row) -> str | None:
 
 
 def table(document: Document) -> str:
-    """Each server's figures, then our share of the others': what README shows."""
+    """Each server's figures, then our share of the others', with drafts and without: what README shows."""
     notes = [f"{SERVERS[name].title} was not measured: {why}" for name, why in document["failed"].items()]
-    return "\n\n".join([_measured_with(document), _figures_table(document), _ratios_table(document), *notes])
+    ratios = [_ratios_table(document, name) for name in (OURS, OURS_NO_DRAFTS) if name in document["servers"]]
+    return "\n\n".join([_measured_with(document), _figures_table(document), *ratios, _aims_of_ours(document), *notes])
 
 
 def _measured_with(document: Document) -> str:
@@ -138,21 +140,23 @@ def _figures_table(document: Document) -> str:
     return "\n".join(lines)
 
 
-def _ratios_table(document: Document) -> str:
-    lines = ["| chunkserve ÷ | vLLM's better setting | aim | Ray Serve LLM | aim |", "|---" * 5 + "|"]
+def _ratios_table(document: Document, ours: str) -> str:
+    lines = [f"| {SERVERS[ours].title} ÷ | vLLM's better setting | aim | Ray Serve LLM | aim |", "|---" * 5 + "|"]
     for row in ROWS:
         best = best_vllm(document, row)
-        vllm = ratio(document, row, best) if best else None
-        ray_llm = ratio(document, row, RAY_LLM)
+        vllm = ratio(document, row, best, ours) if best else None
+        ray_llm = ratio(document, row, RAY_LLM, ours)
         setting = f", {SERVERS[best].title}" if best and vllm else ""
         cells = [_shown(vllm, 2) + setting, _verdict(row.of_vllm, vllm), _shown(ray_llm, 2)]
         lines.append(f"| {row.title} | {' | '.join(cells)} | {_verdict(row.of_ray_llm, ray_llm)} |")
-    return "\n".join([*lines, "", *_aims_of_ours(document)])
+    return "\n".join(lines)
 
 
-def _aims_of_ours(document: Document) -> list[str]:
+def _aims_of_ours(document: Document) -> str:
     rows = [(row, figure(document, OURS, row)) for row in ROWS if row.alone]
-    return [f"- {row.title}: {_shown(found, row.digits)}, aim {_verdict(row.alone, found)}" for row, found in rows]
+    return "\n".join(
+        f"- {row.title}: {_shown(found, row.digits)}, aim {_verdict(row.alone, found)}" for row, found in rows
+    )
 
 
 def _shown(found: Spread | None, digits: int) -> str:

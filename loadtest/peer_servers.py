@@ -3,6 +3,7 @@ Never runs two at once, and never installs one: peers_env.sh does."""
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
@@ -102,6 +103,13 @@ def chunkserve(setup: Setup) -> AbstractContextManager[Server]:
     return starting(setup.config, {"PYTHONPATH": str(ROOT)})
 
 
+def chunkserve_no_drafts(setup: Setup) -> AbstractContextManager[Server]:
+    """The same, but that every token takes a step: vLLM as it comes drafts nothing either."""
+    config = copy.deepcopy(setup.config)
+    _args(config)["engine"]["speculative"] = {"method": "none"}
+    return starting(config, {"PYTHONPATH": str(ROOT)})
+
+
 @contextmanager
 def vllm(setup: Setup, *flags: str) -> Iterator[Server]:
     port = free_port()
@@ -149,6 +157,7 @@ class Contender:
 
 SERVERS = {
     "chunkserve": Contender("chunkserve", chunkserve),
+    "chunkserve-no-drafts": Contender("chunkserve, no drafts", chunkserve_no_drafts),
     "vllm": Contender("vLLM", vllm),
     "vllm-512": Contender("vLLM, 512 a step", vllm_512),
     "ray-llm": Contender("Ray Serve LLM", ray_llm, ready_path="/v1/models"),  # it has no /health

@@ -9,9 +9,7 @@ from typing import Any
 
 from engine.models.description import Experts, LayerConfig, ModelConfig
 from engine.models.rope import RopeConfig, read_rope
-from engine.models.values import Fields as Fields
-from engine.models.values import integer as integer
-from engine.models.values import number, sequence
+from engine.models.values import Fields, integer, number, sequence
 from kernels.forward import Routing
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"

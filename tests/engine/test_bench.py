@@ -58,6 +58,18 @@ def test_the_last_line_is_one_document_with_a_cell_for_each_shape(
     assert (document["seed"], document["config"]["max_model_len"]) == (5, 128)
 
 
+@needs_compiler
+def test_the_loop_has_room_for_its_streams_whatever_else_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `--rows` and nothing behind it, sixteen streams never had blocks enough at once, and it waited for ever."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "head_dim": 16}))
+    arguments = ["--model", str(tmp_path), "--load-format", "dummy", "--kernels", "native", "--rounds", "1"]
+    main([*arguments, "--context", "60", "--steps", "2", "--rows", "--prefill", "1", "--loop", "70"])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [loop["size"] for loop in document["loops"]] == [70]
+
+
 def test_the_mixed_load_runs_on_any_executor_and_says_whether_it_measured_anything() -> None:
     """S1-R5: prompts that waited for a seat left the streams undisturbed, and the figures looked perfect."""
     config = resolved_config(max_model_len=4096, num_kv_blocks=4096, max_num_batched_tokens=64, max_prefill_tokens=64)

@@ -19,9 +19,10 @@ from engine.config import EngineConfig
 from engine.executor import create_executor
 from engine.models.config import CheckpointError, read_model_config
 from engine.models.description import ModelConfig
-from engine.models.fields import Fields, expect, read_decoder
+from engine.models.fields import expect, read_decoder
 from engine.models.line import Line
 from engine.models.registry import LINES
+from engine.models.values import Fields
 from engine.weights import load_weights
 from kernels.forward import GELU
 from tests.support.plans import forced_logits

@@ -95,6 +95,17 @@ def test_the_tables_show_every_server_the_ratios_and_whether_each_aim_is_met() -
     assert "- command to first token, s: 25.0 (25.0–25.0), aim ≤ 20: missed" in text
 
 
+def test_without_drafts_we_are_held_to_the_same_aims_in_a_table_of_its_own() -> None:
+    found = document(
+        chunkserve={"single.tpot_ms": [2.0]},
+        chunkserve_no_drafts={"single.tpot_ms": [5.0]},
+        vllm={"single.tpot_ms": [10.0]},
+    )
+    with_drafts, without = table(found).split("| chunkserve ÷ ")[1].split("| chunkserve, no drafts ÷ ")
+    assert "| alone: ms a token | 0.20 (0.20–0.20), vLLM | ≤ 0.45: met |" in with_drafts
+    assert "| alone: ms a token | 0.50 (0.50–0.50), vLLM | ≤ 0.45: missed |" in without
+
+
 def test_a_server_that_failed_has_a_column_and_is_named_with_the_reason() -> None:
     found = document(failed={"ray-llm": "it broke"}, chunkserve={"single.tpot_ms": [4.0]})
     text = table(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -239,6 +240,11 @@ def test_ours_is_config_yaml_as_it_is(monkeypatch: pytest.MonkeyPatch, setup: Se
     monkeypatch.setattr(peer_servers, "starting", starting)
     with SERVERS["chunkserve"].start(setup):
         assert given == [setup.config]
+    with SERVERS["chunkserve-no-drafts"].start(setup):
+        pass
+    engines = [config["applications"][0]["args"].pop("engine") for config in copy.deepcopy(given)]
+    assert engines[1] == engines[0] | {"speculative": {"method": "none"}}
+    assert "speculative" not in engines[0]
 
 
 # --- processes ------------------------------------------------------------------------------------------------------

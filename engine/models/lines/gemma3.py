@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.models.description import ModelConfig
-from engine.models.fields import FULL, SLIDING, Fields, expect, integer, read_decoder, windows_by_kind
+from engine.models.fields import FULL, SLIDING, expect, read_decoder, windows_by_kind
 from engine.models.line import LLAMA_NAMES, Line
 from engine.models.rope import RopeConfig, read_rope
-from engine.models.values import number, section
+from engine.models.values import Fields, integer, number, section
 from kernels.forward import GELU
 
 NAMES = LLAMA_NAMES | {

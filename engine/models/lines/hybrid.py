@@ -10,16 +10,15 @@ from engine.models.description import Experts, LayerConfig, LinearAttention, Mod
 from engine.models.fields import (
     FULL,
     LINEAR,
-    Fields,
     expect_kinds,
     expect_silu,
-    integer,
     read_decoder,
     read_experts,
     sparse_layers,
 )
 from engine.models.line import LLAMA_NAMES, Line
 from engine.models.rope import RopeConfig, read_rope
+from engine.models.values import Fields, integer
 from kernels.forward import LinearHeads, Routing
 
 _LINEAR_NAMES = {

@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.models.description import ModelConfig
-from engine.models.fields import Fields, expect_silu, read_decoder
+from engine.models.fields import expect_silu, read_decoder
 from engine.models.line import LLAMA_NAMES, Line
+from engine.models.values import Fields
 
 
 def _llama(raw: Fields) -> ModelConfig:

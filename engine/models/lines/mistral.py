@@ -4,8 +4,9 @@ Never holds more than the description: `engine.models.decoder` computes."""
 from __future__ import annotations
 
 from engine.models.description import ModelConfig
-from engine.models.fields import Fields, expect_silu, one_window, read_decoder
+from engine.models.fields import expect_silu, one_window, read_decoder
 from engine.models.line import LLAMA_NAMES, Line
+from engine.models.values import Fields
 
 
 def _mistral(raw: Fields) -> ModelConfig:

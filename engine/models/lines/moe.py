@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.models.description import ModelConfig
-from engine.models.fields import Fields, expect_silu, integer, one_window, read_decoder, read_experts, sparse_layers
+from engine.models.fields import expect_silu, one_window, read_decoder, read_experts, sparse_layers
 from engine.models.line import ATTENTION_NAMES, LLAMA_NAMES, Line
 from engine.models.rope import read_rope
+from engine.models.values import Fields, integer
 from kernels.forward import Routing
 
 QWEN3_MOE_NAMES = LLAMA_NAMES | {

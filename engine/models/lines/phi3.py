@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from engine.models.description import ModelConfig
-from engine.models.fields import Fields, expect_silu, integer, one_window, read_decoder
+from engine.models.fields import expect_silu, one_window, read_decoder
 from engine.models.line import ATTENTION_NAMES, Line
 from engine.models.rope import read_rope
-from engine.models.values import section
+from engine.models.values import Fields, integer, section
 
 NAMES = {name: place for name, place in ATTENTION_NAMES.items() if place not in ("q", "k", "v", "q_norm", "k_norm")} | {
     "model.layers.{layer}.self_attn.qkv_proj": "qkv",

@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.models.description import ModelConfig
-from engine.models.fields import FULL, SLIDING, Fields, Windows, expect_silu, integer, read_decoder, windows_by_kind
+from engine.models.fields import FULL, SLIDING, Windows, expect_silu, read_decoder, windows_by_kind
 from engine.models.line import LLAMA_NAMES, Line
+from engine.models.values import Fields, integer
 
 
 def _qwen2(raw: Fields) -> ModelConfig:

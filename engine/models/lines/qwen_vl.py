@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.models.description import ModelConfig
-from engine.models.fields import Fields, expect, integer
+from engine.models.fields import expect
 from engine.models.line import LLAMA_NAMES, Line
 from engine.models.lines.qwen import QWEN2
-from engine.models.values import number, section, sequence
+from engine.models.values import Fields, integer, number, section, sequence
 from engine.models.vision_config import VisionConfig
 
 

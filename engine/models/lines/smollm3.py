@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.models.description import ModelConfig
-from engine.models.fields import FULL, SLIDING, Fields, expect_silu, integer, read_decoder, windows_by_kind
+from engine.models.fields import FULL, SLIDING, expect_silu, read_decoder, windows_by_kind
 from engine.models.line import LLAMA_NAMES, Line
 from engine.models.rope import read_rope
-from engine.models.values import sequence
+from engine.models.values import Fields, integer, sequence
 
 
 def _smollm3(raw: Fields) -> ModelConfig:
