@@ -24,6 +24,14 @@ ATTENTION = (FLASH, TRITON, TORCH_ATTENTION)
 TRITON_TABLE = "kernels.triton.ops"
 
 
+MATRIX_UNITS = (
+    "",
+    ", bfloat16 by its matrix unit (AMX)",
+    ", though not for its matrix unit (AMX), which Linux does not grant",
+)
+"""What the library says of it: none that it was compiled for, used, refused."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     name: str
@@ -46,7 +54,7 @@ def choose_kernels(
         return Choice(asked, f"{asked}: asked for by name")
     problem = unfit or why_unfit(head_dim, block_size, inputs) or _why_no_library()
     if problem is None:
-        unit = ", bfloat16 by its matrix unit (AMX)" if load_library().matrix_unit() else ""
+        unit = MATRIX_UNITS[load_library().matrix_unit()]
         return Choice(NATIVE, f"native: C++ compiled for this processor{unit}, one call a step")
     if asked == NATIVE:
         raise ValueError(f"The native kernels cannot run: {problem}.")

@@ -126,11 +126,11 @@ def entry(score: Score, dtype: str) -> dict[str, Any]:
 
 
 def larger(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of two entries, each figure's larger one: either is a sample of what rounding and another order of sums do, and
-    the gate must hold for all orders, those of processors with other instructions included."""
+    """Of two entries, the later one last, each figure's larger one. Either is a sample of what rounding and another
+    order of sums do, and the gate must hold for all orders, those of other processors included."""
     figures = {key: max(value, other["floor"][key]) for key, value in one["floor"].items()}
     seen = max(one["delta_max_seen"], other["delta_max_seen"])
-    return {"floor": figures, "multiple": one["multiple"], "delta_max_seen": seen}
+    return {"floor": figures, "multiple": other["multiple"], "delta_max_seen": seen}
 
 
 def largest(scores: Sequence[Score]) -> dict[str, Any]:
@@ -218,20 +218,22 @@ def main() -> None:
     parser.add_argument("--another-processor", action="store_true", help="keep what is recorded where it is larger")
     options = parser.parse_args()
     kinds: list[str] = options.kinds
-    before: dict[str, Any] = json.loads(FLOORS_FILE.read_text())
+    before: dict[str, Any] = json.loads(FLOORS_FILE.read_text()) if FLOORS_FILE.exists() else {}
+    versions = {"_transformers": transformers.__version__, "_torch": torch.__version__}
+    if options.another_processor and any(before.get(name) != version for name, version in versions.items()):
+        parser.error(f"What is recorded is of other versions than {versions}: record it anew.")
     recorded: dict[str, Any] = dict(before) if kinds else {}
     recorded |= {
         "_": "Nats. float32 floor: transformers eager vs SDPA, hybrids also token by token vs whole; "
         "bfloat16 floor: transformers bfloat16, eager and SDPA, vs float32; int8, fp8: the same with rounded weights; "
-        "kv: with rounded keys and values. The largest of each on processors with and without AMX. "
-        "Written by python -m tests.golden.record",
-        "_transformers": transformers.__version__,
-        "_torch": torch.__version__,
+        "kv: with rounded keys and values. Written by python -m tests.golden.record.",
+        **versions,
     }
     recorded |= {} if kinds else of_default_model()
     for kind in kinds or (*FAMILIES, *OTHERS):
         recorded |= OTHERS[kind]() if kind in OTHERS else of_family(kind)
     if options.another_processor:
+        recorded["_"] += " The largest of each on processors with and without AMX."
         for name in before.keys() & recorded.keys():
             if not name.startswith("_"):
                 recorded[name] = larger(before[name], recorded[name])

@@ -17,7 +17,7 @@ from kernels.cpu.native.library import NoLibraryError
 from kernels.ops import TORCH
 
 
-@pytest.fixture(params=[0, 1], ids=["vectors", "matrix unit"])
+@pytest.fixture(params=[0, 1, 2], ids=["vectors", "matrix unit", "not granted"])
 def library(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
     monkeypatch.setattr(choice, "load_library", lambda: SimpleNamespace(matrix_unit=lambda: request.param))
     return int(request.param)
@@ -34,7 +34,7 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_native_kernels_are_chosen_where_they_run(library: int) -> None:
     chosen = choose_kernels(head_dim=64, block_size=16)
     assert chosen.name == "native"
-    assert ("matrix unit" in chosen.reason) == bool(library)
+    assert ["matrix unit" in chosen.reason, "does not grant" in chosen.reason] == [library > 0, library == 2]
     assert chosen == choose_kernels("native", head_dim=64, block_size=16)
 
 

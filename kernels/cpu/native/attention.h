@@ -130,7 +130,8 @@ class Attention {
             alignas(64) float scores[TILE_ROWS][KEYS];
             alignas(64) T weights[TILE_ROWS][KEYS];
             pass.take(rows);
-            for (int i = 0; query == 0 && i < here->count; i++) fetch(here->values[i]);
+            if constexpr (!NARROW)  // else they have been widened
+                for (int i = 0; query == 0 && i < here->count; i++) fetch(here->values[i]);
             pass.score(query, here->count, scores[0]);
             for (int64_t r = 0; r < rows; r++) {
                 const float keep = soften(scores[r], context + (query + r) / group, r, weights[r]);

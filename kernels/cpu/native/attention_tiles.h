@@ -28,8 +28,9 @@ struct NoTilePass {
 
 #if MATRIX_UNIT
 
-// One pass of a tile's queries over their keys. Tiles 0 to 3 are sums; 4 and 5 are q and keys of 32 numbers of a head; 6 and 7
-// have half as many lines: the last 16 numbers of a head of 16 more, and the weights and values of 16 keys.
+// One pass of a step's tile of queries over their keys; one object a thread at a time. The unit's tiles 0 to 3 are sums; 4 and 5
+// are q and keys of 32 numbers of a head; 6 and 7 are halves of such: the last 16 numbers of a head of 16 more, and the weights and
+// values of 16 keys.
 class MatrixPass {
    public:
     const bf16 *keys[KEYS / LANES], *values[KEYS / LANES];  // groups, as cache.h lays them out

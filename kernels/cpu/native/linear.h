@@ -155,7 +155,7 @@ inline const T* widen_panels(const Linear<T>& linear, int64_t first, int64_t las
 // Tiles 0 and 1: sums of up to 16 rows, 2 and 3: of the next 16. 4 and 5: the activations of those rows. 6 and 7: weights.
 constexpr int64_t BLOCK_ROWS = 2 * TILE_ROWS;
 
-// Of many rows: as many panels as the second cache holds beside the rows, each time that the first one holds a block of those.
+// Of many rows: panels by which a block of them passes while it is in the first cache (147 KiB of weights at 576 inputs).
 constexpr int64_t PANELS_AT_ONCE = 4;
 
 inline void shape_product(Tiles::Shapes& shapes, int64_t rows) {
@@ -237,6 +237,7 @@ inline void sum_tiles(const bf16* x, int64_t rows, int64_t inputs, const W* weig
             if (step + 1 < steps) widen_lanes(weights + (step + 1) * SIZE, SIZE, wide[(step + 1) % 2]);
             settle();
             add_tiles<LOWER>(x + k, inputs, wide[step % 2]);
+            settle();
         } else {
             add_tiles<LOWER>(x + k, inputs, weights + step * SIZE);
         }

@@ -271,7 +271,8 @@ static T* as(const void* pointer) {
 
 extern "C" {
 
-int matrix_unit() { return has_matrix_unit(); }
+// 0: compiled without one; 1: bfloat16 is multiplied by it; 2: Linux does not grant it.
+int matrix_unit() { return !MATRIX_UNIT ? 0 : has_matrix_unit() ? 1 : 2; }
 
 Team* team_create(int num_threads) { return new Team(num_threads); }
 

@@ -28,7 +28,8 @@ inline bool has_matrix_unit() {
 #endif
 }
 
-// What the compiler has stored before is in memory, where a tile is loaded from: GCC 12's loads do not say that they read it.
+// What the compiler has stored before is in memory, where a tile is loaded from, and nothing that comes after is yet: GCC 12's
+// loads do not say that they read it.
 inline void settle() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
 #if MATRIX_UNIT
@@ -61,7 +62,7 @@ class Tiles {
         rows_ = rows;
         Shapes shapes;
         describe(shapes, rows);
-        _tile_loadconfig(&shapes);
+        asm volatile("ldtilecfg %0" : : "m"(shapes));  // GCC 12's _tile_loadconfig says that it reads 8 of these bytes
     }
 
    private:
