@@ -1,4 +1,4 @@
-"""Owns the offline measurement of steps: how long one takes without a server, on which kernels, and what bounds it.
+"""Owns the offline measurement of steps on the CPU: how long one takes, by which kernels, and what bounds it.
 Never schedules but for Python's share: it hands plans of a given shape to executors. Ends with one JSON document."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.models.native import NativeModel
 from engine.prepare import prepare_model
 from engine.protocol import SamplingParams, Submission
 from engine.request import create_request
-from engine.step import Executor, RowKind, RowSampling, ScheduledRequest, StepPlan
+from engine.step import Executor, RowKind, RowSampling, ScheduledRequest, StepOutput, StepPlan
 from kernels.cpu.native.program import Program, StepRows
 
 GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -57,8 +57,8 @@ def measure(run: Callable[[], object], steps: int) -> list[float]:
     return times[3:]
 
 
-def step_of(executor: Executor, plan: StepPlan) -> Callable[[], object]:
-    def run() -> object:
+def step_of(executor: Executor, plan: StepPlan) -> Callable[[], StepOutput]:
+    def run() -> StepOutput:
         executor.launch(plan)
         return executor.collect()
 
@@ -142,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     largest = max([1, *options.rows]) * (options.context + 1) + max([0, *options.prefill]) + options.context
     streams = options.loop * (options.context + options.steps + ANSWER_BESIDES + 16)  # 16: a block that is not full
     config = EngineConfig(
+        device="cpu",  # whose kernels are compared; engine.bench_device measures a GPU's steps
         dtype=options.dtype,
         load_format=options.load_format,
         num_kv_blocks=max(largest, streams) // 16 + 64,
@@ -188,7 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m engine.bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.bench", description=__doc__, epilog="Steps of a GPU: engine.bench_device."
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])

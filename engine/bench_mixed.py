@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,35 @@ from engine.core import EngineCore
 from engine.executor import create_executor
 from engine.machine import machine
 from engine.prepare import prepare_model
-from engine.protocol import Failed, SamplingParams, Submission, Token
+from engine.protocol import Failed, Finished, SamplingParams, Submission, Token
 from engine.request import create_request
 from engine.step import Executor, RowKind, StepPlan
 
-STREAMS, STREAM_PROMPT, STREAM_ANSWER, HEAD_START = 4, 48, 1500, 40
-PROMPTS, PROMPT_TOKENS, EVERY_S = 5, 1500, 5.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Streams that decode, and long prompts that arrive beside them."""
+
+    streams: int = 4
+    stream_prompt: int
+    stream_answer: int
+    """Most tokens of a stream. All end with the load; one that ends earlier makes the run invalid."""
+    head_start: int
+    """Tokens that every stream has before anything else arrives."""
+    warm_up: int = 0
+    """Prompts that do not count, one after another."""
+    alone_s: float = 0.0
+    """How long streams then decode alone, to compare with. 0, and no warm-up: it is the head start."""
+    prompts: int = 5
+    prompt_tokens: int
+    every_s: float
+
+
+ON_CPU = Traffic(stream_prompt=48, stream_answer=1500, head_start=40, prompt_tokens=1500, every_s=5.0)
+# S1's own cell, but for the answers: a fast card would be through with 1,024 tokens before the last prompt came.
+CANONICAL = Traffic(
+    stream_prompt=512, stream_answer=8192, head_start=8, warm_up=5, alone_s=10.0, prompt_tokens=4096, every_s=2.0
+)
 WHOLE = 1 << 20
 """A budget that no prompt reaches: chunking is off."""
 
@@ -33,7 +57,8 @@ WHOLE = 1 << 20
 class _Watched:
     """Notices whether any step carried prefill beside all streams: without one, nothing was measured."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, num_streams: int) -> None:
+        self._num_streams = num_streams
         self.collect, self.forget, self.shutdown = executor.collect, executor.forget, executor.shutdown
         self.capabilities = executor.capabilities
         self._launch = executor.launch
@@ -41,41 +66,50 @@ class _Watched:
 
     def launch(self, plan: StepPlan) -> None:
         num_decode = sum(row.kind is RowKind.DECODE for row in plan.rows)
-        self.num_mixed_steps += num_decode == STREAMS and len(plan.rows) > num_decode
+        self.num_mixed_steps += num_decode == self._num_streams and len(plan.rows) > num_decode
         self._launch(plan)
 
 
 class MixedLoad:
-    """Four streams decode; after a head start, five long prompts arrive on time, whatever the engine does."""
+    """Streams decode; after a head start, long prompts arrive on time, whatever the engine does."""
 
-    def __init__(self, executor: Executor, config: ResolvedConfig, seed: int, every_s: float = EVERY_S) -> None:
-        self._every_s = every_s
-        self._watched = _Watched(executor)
+    def __init__(self, executor: Executor, config: ResolvedConfig, seed: int, traffic: Traffic = ON_CPU) -> None:
+        self._traffic = traffic
+        self._streams = [f"stream {i}" for i in range(traffic.streams)]
+        self._prompts = [f"prompt {i}" for i in range(traffic.prompts)]
+        self._watched = _Watched(executor, traffic.streams)
         self._core = EngineCore(self._watched, config)
         self._draw = random.Random(seed)
         self._vocab = config.vocab_size
         self._tickets = 0
         self._stamps: dict[str, list[float]] = defaultdict(list)
         self._submitted: dict[str, float] = {}
+        self._finished: set[str] = set()
 
     def run(self) -> dict[str, Any]:
-        for i in range(STREAMS):
-            self._submit(f"stream {i}", STREAM_PROMPT, STREAM_ANSWER)
-        while min(len(self._stamps[f"stream {i}"]) for i in range(STREAMS)) < HEAD_START:
+        traffic = self._traffic
+        for name in self._streams:
+            self._submit(name, traffic.stream_prompt, traffic.stream_answer)
+        while min(len(self._stamps[name]) for name in self._streams) < traffic.head_start:
+            self._step()
+        for i in range(traffic.warm_up):
+            self._submit(f"warm-up {i}", traffic.prompt_tokens, 1)
+            while not self._stamps[f"warm-up {i}"]:
+                self._step()
+        alone_from = time.perf_counter() if traffic.warm_up or traffic.alone_s else 0.0
+        while time.perf_counter() < alone_from + traffic.alone_s:
             self._step()
         start = time.perf_counter()
-        while len(self._submitted) < STREAMS + PROMPTS or any(not self._stamps[p] for p in self._prompts()):
-            due = self._tickets - STREAMS
-            if due < PROMPTS and time.perf_counter() >= start + due * self._every_s:
-                self._submit(f"prompt {due}", PROMPT_TOKENS, 1)
+        self._watched.num_mixed_steps = submitted = 0
+        while submitted < traffic.prompts or any(not self._stamps[name] for name in self._prompts):
+            if submitted < traffic.prompts and time.perf_counter() >= start + submitted * traffic.every_s:
+                self._submit(self._prompts[submitted], traffic.prompt_tokens, 1)
+                submitted += 1
             self._step()
         end = time.perf_counter()
         for request_id in list(self._submitted):
             self._core.abort(request_id)
-        return self._figures(start, end)
-
-    def _prompts(self) -> list[str]:
-        return [f"prompt {i}" for i in range(PROMPTS)]
+        return self._figures(alone_from, start, end)
 
     def _submit(self, request_id: str, prompt: int, answer: int) -> None:
         ids = tuple(self._draw.randrange(self._vocab) for _ in range(prompt))
@@ -92,24 +126,45 @@ class MixedLoad:
                 raise RuntimeError(f"{event.request_id} failed: {event.message}")
             if isinstance(event, Token):
                 self._stamps[event.request_id].append(now)
+            if isinstance(event, Finished):
+                self._finished.add(event.request_id)
 
-    def _figures(self, start: float, end: float) -> dict[str, Any]:
-        """Milliseconds. Gaps between tokens of the streams while prompts arrive, and `alone` before that."""
-        gaps: list[float] = []
-        alone: list[float] = []
-        for i in range(STREAMS):
-            for earlier, later in pairwise(self._stamps[f"stream {i}"]):
-                if later <= end:
-                    (alone if later < start else gaps).append((later - earlier) * 1000)
-        first = [(self._stamps[p][0] - self._submitted[p]) * 1000 for p in self._prompts()]
+    def _figures(self, alone_from: float, start: float, end: float) -> dict[str, Any]:
+        """Milliseconds. Gaps between tokens of the streams while prompts arrive, and `alone` before that. Of the former
+        `stall` are those in which a prompt was there, and `steady` the others."""
+        spans = [
+            span
+            for name in self._streams
+            for span in pairwise(self._stamps[name])
+            if span[1] >= alone_from and span[0] < end
+        ]
+        there = [(self._submitted[name], self._stamps[name][0]) for name in self._prompts]
+        during = [(earlier, later) for earlier, later in spans if start <= later <= end]
+
+        def is_stall(span: tuple[float, float]) -> bool:
+            return any(span[0] < token and span[1] > submitted for submitted, token in there)
+
+        first = [(token - submitted) * 1000 for submitted, token in there]
         return {
-            "alone_p50": statistics.median(alone),
-            **{f"gap_p{q}": percentile(gaps, q / 100) for q in (50, 99, 99.9)},
-            "gap_max": max(gaps),
+            **_spread("alone", [span for span in spans if span[1] < start]),
+            **_spread("gap", during),
+            **_spread("stall", [span for span in during if is_stall(span)]),
+            **_spread("steady", [span for span in during if not is_stall(span)]),
             "ttft_p50": statistics.median(first),
             "ttft_max": max(first),
-            "valid": self._watched.num_mixed_steps > 0,
+            "num_overruns": sum(ms > 1000 * self._traffic.every_s for ms in first),
+            "num_ended_early": len(self._finished.intersection(self._streams)),
+            "valid": self._watched.num_mixed_steps > 0 and self._finished.isdisjoint(self._streams),
         }
+
+
+def _spread(name: str, spans: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Of how long they are, in milliseconds; nothing where there are none."""
+    if not spans:
+        return {}
+    gaps = [(later - earlier) * 1000 for earlier, later in spans]
+    found = {f"{name}_p{q}": percentile(gaps, q / 100) for q in (50, 95, 99, 99.9)}
+    return found | {f"{name}_max": max(gaps), f"num_{name}": len(gaps)}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -127,18 +182,19 @@ def with_budget(config: ResolvedConfig, budget: int) -> ResolvedConfig:
 
 def measure(rounds: int, budgets: Sequence[int], seed: int, every_s: float) -> dict[str, Any]:
     """All budgets in turn, round by round, with fresh prompts each time."""
-    asked = EngineConfig(max_num_seqs=16, speculative=SpeculativeConfig(method="none"))  # a gap is one token's
+    traffic = dataclasses.replace(ON_CPU, every_s=every_s)
+    asked = EngineConfig(device="cpu", max_num_seqs=16, speculative=SpeculativeConfig(method="none"))  # one token a gap
     executor, resolved = create_executor(prepare_model(DEFAULT_MODEL, progress=False), asked)
     cells: dict[int, list[dict[str, Any]]] = {budget: [] for budget in budgets}
     for number in range(rounds):
         for budget in budgets:
-            cells[budget].append(MixedLoad(executor, with_budget(resolved, budget), seed + number, every_s).run())
+            cells[budget].append(MixedLoad(executor, with_budget(resolved, budget), seed + number, traffic).run())
             print(budget if budget < WHOLE else "off", cells[budget][-1], flush=True)
     executor.shutdown()
-    load = {"streams": STREAMS, "prompts": PROMPTS, "prompt_tokens": PROMPT_TOKENS, "every_s": every_s}
     summary = [{"budget": budget, **_summary(found)} for budget, found in cells.items()]
     config = dataclasses.asdict(resolved)
-    return {"benchmark": "mixed_load", **machine(), "seed": seed, "rounds": rounds, "load": load} | {
+    return {"benchmark": "mixed_load", **machine(), "seed": seed, "rounds": rounds} | {
+        "load": dataclasses.asdict(traffic),
         "config": config,
         "cells": summary,
     }
@@ -146,7 +202,7 @@ def measure(rounds: int, budgets: Sequence[int], seed: int, every_s: float) -> d
 
 def _summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Median, least and most over the rounds of each figure; valid only if every round was."""
-    names = [name for name in rounds[0] if name != "valid"]
+    names = [name for name in rounds[0] if name != "valid" and all(name in found for found in rounds)]
     figures = {name: [found[name] for found in rounds] for name in names}
     spread = {name: [statistics.median(values), min(values), max(values)] for name, values in figures.items()}
     return {"valid": all(found["valid"] for found in rounds), **spread}
@@ -173,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m engine.bench_mixed", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budgets", type=int, nargs="*", default=[WHOLE, 512, 256, 128])
-    parser.add_argument("--every-s", type=float, default=EVERY_S, help="more than a prompt takes, or they queue")
+    parser.add_argument("--every-s", type=float, default=ON_CPU.every_s, help="more than a prompt takes, or they queue")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
     parser.add_argument("--out", type=Path, help="also write the JSON document there")
     options = parser.parse_args(arguments)

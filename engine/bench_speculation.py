@@ -200,7 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
     parser.add_argument("--out", type=Path, help="also write the JSON document there")
     options = parser.parse_args(arguments)
-    asked = EngineConfig(max_num_seqs=64, max_num_batched_tokens=128, kv_cache_memory_gib=0.5)  # config.yaml's
+    asked = EngineConfig(  # config.yaml's
+        device="cpu", max_num_seqs=64, max_num_batched_tokens=128, kv_cache_memory_gib=0.5
+    )
     model = prepare_model(options.model, progress=False)
     document = measure(model, asked, options.rounds, options.streams, options.seed)
     if options.out:

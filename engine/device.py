@@ -3,6 +3,7 @@ Never decides anything by the answers; `engine.device_memory` does."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -26,6 +27,17 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Do it again, on what its tensors hold now."""
+
+
+class TimingEvent(Protocol):
+    """A point in the order of work, whose time the device notes when it gets there."""
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the device got there."""
+
+    def ms_until(self, later: Any) -> float:
+        """Milliseconds of the device's time up to `later`, of the same device; waits for it."""
 
 
 class Device(Protocol):
@@ -60,6 +72,9 @@ class Device(Protocol):
         """Run `work` and keep what it does. It allocates nothing that outlives it, and reads no value back. beside: a
         graph to share memory with; the two never run at a time."""
 
+    def timing_event(self) -> TimingEvent:
+        """Behind all that was queued. For measurements: a step needs none."""
+
 
 class HostDevice:
     """The CPU: everything is done when it is asked for. Nobody asks it for captures, nor for its memory, since the
@@ -84,6 +99,19 @@ class HostDevice:
 
     def capture(self, work: Callable[[], None], beside: Graph | None = None) -> Graph:
         raise AssertionError("the CPU captures nothing")
+
+    def timing_event(self) -> TimingEvent:
+        return _HostEvent()
+
+
+class _HostEvent:
+    is_past = True
+
+    def __init__(self) -> None:
+        self._s = time.perf_counter()
+
+    def ms_until(self, later: _HostEvent) -> float:
+        return (later._s - self._s) * 1000
 
 
 class _Done:
@@ -132,6 +160,23 @@ class CudaDevice:
         with torch.cuda.graph(graph, pool=None if beside is None else beside.pool()):
             work()
         return graph
+
+    def timing_event(self) -> TimingEvent:
+        return _CudaEvent()
+
+
+class _CudaEvent:
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    @property
+    def is_past(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def ms_until(self, later: _CudaEvent) -> float:
+        later._event.synchronize()
+        return float(self._event.elapsed_time(later._event))
 
 
 class _CudaDownload:

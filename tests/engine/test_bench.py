@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from engine import bench, bench_mixed, bench_speculation
 from engine.bench import main, table
-from engine.bench_mixed import STREAMS, MixedLoad, percentile
+from engine.bench_mixed import MixedLoad, Traffic, percentile
 from engine.bench_speculation import ARMS, one_round
-from engine.config import FakeConfig, ResolvedConfig, SpeculativeConfig
+from engine.config import EngineConfig, FakeConfig, ResolvedConfig, SpeculativeConfig
 from engine.fake_executor import FakeExecutor
 from engine.protocol import SamplingParams, Submission
 from engine.step import ScheduledRequest
@@ -70,14 +71,40 @@ def test_the_loop_has_room_for_its_streams_whatever_else_is_measured(
     assert [loop["size"] for loop in document["loops"]] == [70]
 
 
+TRAFFIC = Traffic(stream_prompt=48, stream_answer=1500, head_start=40, prompt_tokens=1500, every_s=0.02)
+
+
 def test_the_mixed_load_runs_on_any_executor_and_says_whether_it_measured_anything() -> None:
     """S1-R5: prompts that waited for a seat left the streams undisturbed, and the figures looked perfect."""
     config = resolved_config(max_model_len=4096, num_kv_blocks=4096, max_num_batched_tokens=64, max_prefill_tokens=64)
-    for seats, valid in ((16, True), (STREAMS, False)):
+    for seats, valid in ((16, True), (TRAFFIC.streams, False)):
         executor = FakeExecutor(config.num_kv_blocks, config.block_size, range(32), config=FakeConfig(step_delay_ms=1))
-        figures = MixedLoad(executor, dataclasses.replace(config, max_num_seqs=seats), seed=1, every_s=0.02).run()
+        figures = MixedLoad(executor, dataclasses.replace(config, max_num_seqs=seats), seed=1, traffic=TRAFFIC).run()
         assert figures["valid"] is valid
         assert 0 < figures["gap_p50"] <= figures["gap_p99"] <= figures["gap_max"]
+        assert figures["num_gap"] == figures.get("num_stall", 0) + figures.get("num_steady", 0)
+
+
+def test_streams_that_end_before_the_last_prompt_are_no_valid_mixed_load() -> None:
+    """On a fast card they did, and the last prompts disturbed nobody."""
+    config = resolved_config(max_model_len=4096, num_kv_blocks=4096, max_num_batched_tokens=64, max_prefill_tokens=64)
+    for answer, num_ended in ((1500, 0), (50, 4)):
+        executor = FakeExecutor(config.num_kv_blocks, config.block_size, range(32))
+        traffic = dataclasses.replace(TRAFFIC, stream_answer=answer, prompts=2, every_s=0.0)
+        figures = MixedLoad(executor, config, seed=1, traffic=traffic).run()
+        assert (figures["num_ended_early"], figures["valid"]) == (num_ended, num_ended == 0)
+
+
+def test_what_came_before_the_prompts_is_not_counted_with_them() -> None:
+    config = resolved_config(max_model_len=4096, num_kv_blocks=4096, max_num_batched_tokens=64, max_prefill_tokens=64)
+    found = []
+    for changes in ({}, {"warm_up": 3}, {"warm_up": 1, "alone_s": 0.05}):
+        executor = FakeExecutor(config.num_kv_blocks, config.block_size, range(32))
+        traffic = dataclasses.replace(TRAFFIC, stream_answer=4000, every_s=0.0, **changes)
+        found.append(MixedLoad(executor, config, seed=1, traffic=traffic).run())
+    assert found[0]["num_gap"] == found[1]["num_gap"] == found[2]["num_gap"]
+    assert found[0]["num_alone"] >= TRAFFIC.streams * (TRAFFIC.head_start - 1)
+    assert ["num_alone" in figures for figures in found] == [True, False, True]
 
 
 def test_a_stream_that_fails_ends_the_mixed_load_and_is_no_good_figure() -> None:
@@ -89,7 +116,26 @@ def test_a_stream_that_fails_ends_the_mixed_load_and_is_no_good_figure() -> None
 
     executor = FakeExecutor(config.num_kv_blocks, config.block_size, range(32), failing=late_row_of_a_stream)
     with pytest.raises(RuntimeError, match="stream 0 failed: kernel fault"):
-        MixedLoad(executor, config, seed=1, every_s=0.02).run()
+        MixedLoad(executor, config, seed=1, traffic=TRAFFIC).run()
+
+
+def test_the_tools_of_the_cpu_ask_for_it_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to choose, the engine took the GPU, and refused the CPU's kernels that they had asked for."""
+    asked: list[EngineConfig] = []
+
+    class AskedError(Exception):
+        pass
+
+    def ask(model: Path, config: EngineConfig) -> None:
+        asked.append(config)
+        raise AskedError
+
+    for module in (bench, bench_mixed, bench_speculation):
+        monkeypatch.setattr(module, "create_executor", ask)
+        monkeypatch.setattr(module, "prepare_model", lambda *_, **__: tmp_path)
+        with pytest.raises(AskedError):
+            module.main([])
+    assert [config.device for config in asked] == ["cpu"] * 3
 
 
 def test_percentiles_lie_between_the_nearest_ranks() -> None:
