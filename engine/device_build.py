@@ -15,6 +15,7 @@ from engine.device import Device, device_faults
 from engine.device_executor import DeviceExecutor
 from engine.device_memory import GIB, MemoryUse, check_blocks_fit, check_states_fit, kv_blocks_that_fit
 from engine.device_model import DeviceModel
+from engine.device_sampler import warm_up_sampler
 from engine.executor import StateLostError, read_grammars
 from engine.kv_cache import KVCache, blocks_in, bytes_per_block
 from engine.models.config import ModelConfig, read_model_config
@@ -125,6 +126,8 @@ class _Start:
         try:
             executor.launch(plan)
             executor.collect()
+            with device_faults(), torch.inference_mode():
+                warm_up_sampler(self._device, self._ops, self._dtype, self._model.vocab_size)
         except (ExecutorOutOfMemoryError, StateLostError) as error:
             raise ConfigError(
                 f"max_num_batched_tokens is {self._resolved.max_num_batched_tokens}, but the GPU has no memory for a "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.device import Device
 from engine.logit_controls import Within, control_logits
+from engine.logprobs import find_logprobs
 from engine.sampler import SMALLEST_TEMPERATURE, keep_largest, uniform
 from engine.step import LogitControls, RowSampling
 from kernels.ops import Ops
@@ -40,6 +41,26 @@ def choose_on_device(
         words = torch.full((len(rows), within.words.shape[1]), -1, dtype=torch.int32)
         words[within.rows] = within.words
     return ops.sample(logits, list(map(_sampled_row, rows, positions, answers)), words)
+
+
+def warm_up_sampler(device: Device, ops: Ops, dtype: torch.dtype, vocab: int) -> None:
+    """Choose tokens in every way once, greedy and drawn, with and without controls, and find log-probabilities.
+
+    A kernel is compiled when it is first launched with such arguments. In a step, every stream would wait for that.
+    dtype, vocab: of the model's logits.
+    """
+    biased = LogitControls(logit_bias=((0, 1.0),))
+    limited = LogitControls(logit_bias=((0, 1.0),), allowed_token_ids=(0,))
+    for count in (1, 2):
+        logits = torch.zeros(count, vocab, dtype=dtype, device=device.torch_device)
+        any_token = Within(torch.arange(count), torch.full((count, -(-vocab // 32)), -1, dtype=torch.int32))
+        for controls, within in ((None, None), (biased, None), (limited, any_token)):
+            rows = [
+                RowSampling(float(number), top_k=0, top_p=1.0, min_p=0.0, seed=0, controls=controls)
+                for number in range(count)
+            ]
+            tokens = choose_on_device(device, ops, logits, rows, range(count), [()] * count, within)
+        (ops.logprobs or find_logprobs)(logits, tokens.clamp(min=0), 1)
 
 
 def _sampled_row(row: RowSampling, position: int, answer: Sequence[int]) -> SampledRow:

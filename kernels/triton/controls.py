@@ -31,7 +31,8 @@ def _copy(own, stride, allowed, controlled, vocab, num_words, BLOCK: tl.constexp
     tl.store(controlled + row * vocab + i, value, mask=inside)
 
 
-@triton.jit
+# Parts of two copies, which begin anywhere: whether they are aligned must not choose between compiled kernels.
+@triton.jit(do_not_specialize_on_alignment=["begins", "tokens", "biases", "repetitions", "penalties"])
 def _edit(controlled, begins, tokens, biases, repetitions, penalties, vocab, BLOCK: tl.constexpr):
     """One row for each program. No token is twice among a row's edits, so that no two threads change the same logit."""
     row = tl.program_id(0).to(tl.int64)

@@ -41,7 +41,7 @@ def _top_p_edge(logits, kept_logits, whole, size, target, best, temperature, BLO
     return low.to(tl.int32), tl.maximum(tl.minimum(ties, 1e9), 1.0).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ps", "min_ps", "seeds", "positions"])  # as narrow's
 def draw(
     logits,
     stride,

@@ -14,7 +14,8 @@ from kernels.triton.numbers import logit_of, order_key
 BLOCK = 256 if INTERPRETED else 2048
 
 
-@triton.jit
+# What differs between steps must not choose between compiled kernels: requests ask for any count, 1 and 16 too.
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["token_ids"])
 def _logprobs(logits, stride, token_ids, own, top_ids, top, vocab, count, BLOCK: tl.constexpr):
     """One row for each program: the logarithm of the sum once, then the `count` largest, one after another."""
     row = tl.program_id(0).to(tl.int64)

@@ -56,7 +56,8 @@ def keeps(keys, edge, ties, tied):
     return (keys > edge) | ((at_edge != 0) & (before < ties)), tied + tl.sum(at_edge, axis=0)
 
 
-@triton.jit
+# Parts of two copies, one number of each read: whether they are aligned must not choose between compiled kernels.
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps"])
 def narrow(
     logits,
     stride,

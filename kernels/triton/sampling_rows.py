@@ -3,15 +3,14 @@ Never sees a logit."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import inf
 
 import torch
 from torch import Tensor
 
+from kernels.integers import joined
 from kernels.sampled_row import SampledRow
 
 
@@ -68,41 +67,64 @@ def pack_rows(
         top_ks,
         seeds,
         positions,
-        edits=None if edits is None else Edits(*map(moved, edits)),
+        edits=None if edits is None else _edits_of(moved(edits[0]), moved(edits[1]), len(rows)),
         allowed=moved(_bits([row.allowed for row in rows], vocab)) if limited else None,
         within=None if within is None else moved(within),
     )
 
 
-def _edits(rows: Sequence[SampledRow]) -> tuple[Tensor, ...] | None:
-    """Of all rows, one after another; None: there are none."""
-    each = [_row_edits(row) for row in rows]
-    if not any(each):
+def _edits_of(integers: Tensor, floats: Tensor, num_rows: int) -> Edits:
+    biases, repetitions, penalties = floats
+    return Edits(integers[: num_rows + 1], integers[num_rows + 1 :], biases, repetitions, penalties)
+
+
+def _edits(rows: Sequence[SampledRow]) -> tuple[Tensor, Tensor] | None:
+    """(begins and tokens [rows + 1 + edits] int32, the three numbers [3, edits] float32) of `Edits`; None: no edits.
+
+    No Python for each token: a prompt may have 100,000, and with a repetition penalty all of them count in each step.
+    """
+    kinds: tuple[list[Sequence[int]], ...] = (
+        [[token for token, _ in row.bias] for row in rows],
+        [_seen(row) if row.repetition_penalty != 1.0 else () for row in rows],
+        [row.answer if row.frequency_penalty or row.presence_penalty else () for row in rows],
+        [_banned(row) for row in rows],
+    )
+    if not any(tokens for kind in kinds for tokens in kind):
         return None
-    begins = torch.tensor(list(accumulate(map(len, each), initial=0)), dtype=torch.int32)
-    flat = [(token, *edit) for row in each for token, edit in row.items()]
-    numbers = torch.tensor([numbers for _, *numbers in flat], dtype=torch.float32).T.contiguous()
-    return begins, torch.tensor([token for token, *_ in flat], dtype=torch.int32), *numbers
+    found = [_places(kind) for kind in kinds]
+    places, edit_of = torch.cat(found).unique(return_inverse=True)  # sorted: row by row
+    biased, seen, answered, banned = edit_of.split([len(each) for each in found])
+    row_of = places >> 32
+    repetition, frequency, presence = torch.tensor(
+        [(row.repetition_penalty, row.frequency_penalty, row.presence_penalty) for row in rows], dtype=torch.float64
+    ).T
+    numbers = torch.zeros(3, len(places), dtype=torch.float64)
+    amounts = [amount for row in rows for _, amount in row.bias]
+    numbers[0].index_add_(0, biased, torch.tensor(amounts, dtype=torch.float64))
+    numbers[1] = 1.0
+    numbers[1, seen] = repetition[row_of[seen]]
+    times = answered.bincount(minlength=len(places))
+    numbers[2] = torch.where(times > 0, times * frequency[row_of] + presence[row_of], 0.0)
+    numbers[2, banned] = inf
+    begins = torch.searchsorted(places, torch.arange(len(rows) + 1) << 32)
+    return torch.cat([begins, places & 0xFFFFFFFF]).to(torch.int32), numbers.to(torch.float32)
 
 
-def _row_edits(row: SampledRow) -> dict[int, list[float]]:
-    """By token: [bias, repetition penalty, penalty]."""
-    edits: dict[int, list[float]] = {}
+def _places(tokens: Sequence[Sequence[int]]) -> Tensor:
+    """row << 32 | token, for each of each row's tokens. # [tokens of all rows] int64"""
+    flat = joined(tokens)
+    if not flat:
+        return torch.empty(0, dtype=torch.int64)
+    row_of = torch.arange(len(tokens)).repeat_interleave(torch.tensor([len(each) for each in tokens]))
+    return (row_of << 32) + torch.frombuffer(flat, dtype=torch.int64)
 
-    def edit(token: int) -> list[float]:
-        return edits.setdefault(token, [0.0, 1.0, 0.0])
 
-    for token, amount in row.bias:
-        edit(token)[0] += amount
-    if row.repetition_penalty != 1.0:
-        for token in (*row.prompt, *row.answer):
-            edit(token)[1] = row.repetition_penalty
-    if row.frequency_penalty or row.presence_penalty:
-        for token, times in Counter(row.answer).items():
-            edit(token)[2] = times * row.frequency_penalty + row.presence_penalty
-    for token in (*row.banned, *(word[-1] for word in row.bad_words if _ends_with(row.answer, word[:-1]))):
-        edit(token)[2] = inf
-    return edits
+def _seen(row: SampledRow) -> list[int]:
+    return list(dict.fromkeys((*row.prompt, *row.answer)))
+
+
+def _banned(row: SampledRow) -> list[int]:
+    return [*row.banned, *(word[-1] for word in row.bad_words if _ends_with(row.answer, word[:-1]))]
 
 
 def _ends_with(answer: Sequence[int], tokens: Sequence[int]) -> bool:

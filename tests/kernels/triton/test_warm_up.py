@@ -1,0 +1,141 @@
+"""Owns that an engine's start compiles whatever its sampler launches later, by Triton's own rule of what it compiles.
+Never runs a kernel: launches are noted, and nothing is computed."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.device_build import create_on_device
+from engine.device_sampler import choose_on_device
+from engine.logit_controls import Within
+from engine.step import LogitControls, RowSampling
+from kernels.sampled_row import SampledRow
+from tests.support.fake_device import VOCAB, FakeDevice, write_model
+
+from triton.backends.compiler import GPUTarget  # isort: skip
+from triton.backends.nvidia.compiler import CUDABackend  # isort: skip
+from triton.runtime.interpreter import InterpretedFunction  # isort: skip
+from triton.runtime.jit import JITFunction, create_function_from_signature  # isort: skip
+
+from kernels.triton import sampling_rows  # isort: skip
+from kernels.triton.ops import TRITON  # isort: skip
+from kernels.triton.sampler import ROWS_AT_A_TIME  # isort: skip
+
+BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
+SAMPLER = {"_copy": 2, "_edit": 1, "_limit": 1, "narrow": 2, "draw": 2, "_logprobs": 1}
+"""How often each is compiled: for logits with and without controls, and for rows with and without allowed tokens."""
+
+
+def bind(kernel: InterpretedFunction) -> Callable[..., Any]:
+    """What tells Triton whether it has compiled this kernel for such arguments."""
+    compiled = JITFunction(kernel.fn, **kernel.kwargs)
+    bound: Callable[..., Any] = create_function_from_signature(compiled.signature, compiled.params, BACKEND)
+    return bound
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+    """(kernel, what it is compiled for) of each launch of the sampler. Nothing is computed."""
+    found: set[tuple[str, str]] = set()
+    binders: dict[Any, Callable[..., Any]] = {}
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if self.__name__ in SAMPLER:
+            if self.fn not in binders:
+                binders[self.fn] = bind(self)
+            _, specialization, left = binders[self.fn](*args, **options)
+            found.add((self.__name__, f"{specialization} {left}"))
+
+    monkeypatch.setattr(InterpretedFunction, "run", note)
+    return found
+
+
+def some_row(draw: random.Random) -> RowSampling:
+    controls = LogitControls(
+        allowed_token_ids=draw.choice([(), (), (1, 2, 3)]),
+        logit_bias=draw.choice([(), ((3, 1.5),)]),
+        repetition_penalty=draw.choice([1.0, 1.3]),
+        prompt_token_ids=tuple(range(draw.randrange(9))),
+        frequency_penalty=draw.choice([0.0, 0.4]),
+        bad_words=draw.choice([(), ((20,),)]),
+    )
+    return RowSampling(
+        temperature=draw.choice([0.0, 0.7]),
+        top_k=draw.choice([0, 1, 16]),
+        top_p=draw.choice([1.0, 0.9]),
+        min_p=draw.choice([0.0, 0.1]),
+        seed=draw.randrange(2**63),
+        banned_token_ids=draw.choice([(), (), (7,)]),
+        controls=draw.choice([None, controls]),
+    )
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 16 * 15, VOCAB - 1])
+def test_no_step_compiles_a_kernel_of_the_sampler(vocab: int, tmp_path: Path, launches: set[tuple[str, str]]) -> None:
+    """The second number of rows to come along, the first penalty, the first grammar: each stalled all streams once."""
+    model = write_model(tmp_path, vocab_size=vocab)
+    config = EngineConfig(load_format="dummy", attention="triton", max_num_seqs=4, max_num_batched_tokens=40)
+    device, draw = FakeDevice(), random.Random(vocab)
+    create_on_device(model, config, device, "a test")
+    at_start = set(launches)
+    assert Counter(name for name, _ in at_start) == SAMPLER
+    for count in (*range(1, 71), ROWS_AT_A_TIME + 1):
+        logits = torch.zeros(count, vocab, dtype=torch.bfloat16)
+        answers = [tuple(range(draw.randrange(5))) for _ in range(count)]
+        plain = RowSampling(draw.choice([0.0, 1.0]), 0, 1.0, 0.0, seed=1)
+        rows = [plain if count % 3 == 0 else some_row(draw) for _ in range(count)]
+        within = None
+        if count % 4 == 0:
+            limited = torch.arange(draw.randrange(1, count + 1))
+            within = Within(limited, torch.zeros(len(limited), -(-vocab // 32), dtype=torch.int32))
+        choose_on_device(device, TRITON, logits, rows, range(count), answers, within)
+        places = device.upload(torch.zeros(2, count, dtype=torch.int64))  # the executor's, of a prompt's tokens
+        assert TRITON.logprobs is not None
+        TRITON.logprobs(logits, places[1], draw.choice([0, 1, 5, 16, 20]))
+        assert launches <= at_start, f"{count} rows"
+
+
+def opcodes_run(work: Callable[[], object]) -> int:
+    """In sampling_rows, by Python."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != sampling_rows.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_no_python_runs_for_each_token_of_a_prompt_or_an_answer() -> None:
+    """With a repetition penalty each step went over the whole prompt of each row, one token after another."""
+
+    def pack(length: int) -> int:
+        row = SampledRow(
+            temperature=0.0,
+            repetition_penalty=1.2,
+            frequency_penalty=0.5,
+            prompt=tuple(range(length)),
+            answer=tuple(range(length)),
+        )
+        return opcodes_run(lambda: sampling_rows.pack_rows([row, row], 5000, "cpu"))
+
+    assert 0 < pack(4000) == pack(10)
