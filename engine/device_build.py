@@ -136,23 +136,20 @@ class _Start:
 
     def measure(self, decoder: Decoder, use: MemoryUse) -> MemoryUse:
         """What the largest steps take, and what captures keep, on a KV cache that is just large enough."""
-        plan = largest_step(self._resolved)
+        resolved = self._resolved
+        plan = largest_step(resolved)
         use = replace(use, states=state_bytes(self._model, self._resolved, self._dtype))
         check_states_fit(use)
         probe = self.model(decoder, len(plan.rows[0].block_ids))
         before = self._device.memory()[0]
         executor = DeviceExecutor(probe, self._device, num_threads=self._resolved.num_threads)
-        try:
-            # The decode step comes before any capture: its kernels choose their configurations at their first launch,
-            # for good, and a capture's own first step is of padding.
-            for step in (plan, longest_decode_step(self._resolved)):
-                executor.launch(step)
-                executor.collect()
-        except (ExecutorOutOfMemoryError, StateLostError) as error:
-            raise ConfigError(
-                f"max_num_batched_tokens is {self._resolved.max_num_batched_tokens}, but the GPU has no memory for a "
-                f"step of that many tokens beside the weights: {use.text()}."
-            ) from error
+        tokens = f"max_num_batched_tokens is {resolved.max_num_batched_tokens}"
+        rows = f"max_num_seqs is {resolved.max_num_seqs} and max_model_len {resolved.max_model_len}"
+        _try_step(executor, plan, f"{tokens}, but the GPU has no memory for a step of that many tokens", use)
+        # Before any capture: kernels choose their configurations at their first launch, for good, and a capture's own
+        # first step is of padding.
+        longest = longest_decode_step(resolved)
+        _try_step(executor, longest, f"{rows}, but the GPU has no memory for a decode step of such rows", use)
         # torch keeps the memory of these steps for the next ones, so what is free now is free whatever they are.
         use = replace(use, activations=max(0, before - self._device.memory()[0]))
         if self._buckets.all:
@@ -200,6 +197,14 @@ class _Start:
         utilization = config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
         found = kv_blocks_that_fit(use, utilization, self._block_bytes, spare_blocks=spare)
         return found, f"what gpu_memory_utilization {utilization:g} leaves; {use.text()}"
+
+
+def _try_step(executor: DeviceExecutor, plan: StepPlan, why: str, use: MemoryUse) -> None:
+    try:
+        executor.launch(plan)
+        executor.collect()
+    except (ExecutorOutOfMemoryError, StateLostError) as error:
+        raise ConfigError(f"{why} beside the weights: {use.text()}.") from error
 
 
 def largest_step(config: ResolvedConfig) -> StepPlan:

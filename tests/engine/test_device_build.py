@@ -25,7 +25,7 @@ from engine.kv_cache import KVCache
 from engine.logit_controls import control_logits
 from engine.models.config import read_model_config
 from engine.models.decoder import Decoder
-from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError
+from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, RowKind, StepPlan
 from engine.weights import dummy_weights, load_weights
 from tests.support.engines import resolved_config
 from tests.support.fake_device import CachingDevice, FakeDevice, write_model
@@ -195,14 +195,25 @@ def test_the_largest_step_is_one_that_can_be_planned(seqs: int, tokens: int, len
     assert max(max(row.block_ids) for row in plan.rows) < len(plan.rows[0].block_ids)
 
 
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (RowKind.LAST, "max_num_batched_tokens is 40, but the GPU has no memory"),
+        (RowKind.DECODE, "max_num_seqs is 4 and max_model_len 256, but the GPU has no memory for a decode step"),
+    ],
+)
 def test_a_step_that_does_not_fit_beside_the_weights_is_refused_at_the_start(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, kind: RowKind, why: str
 ) -> None:
-    def no_memory(*_: Any) -> None:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+    start = DeviceModel.start
 
-    monkeypatch.setattr("engine.device_model.DeviceModel.start", no_memory)
-    with pytest.raises(ConfigError, match="max_num_batched_tokens is 40, but the GPU has no memory"):
+    def no_memory(self: DeviceModel, plan: StepPlan, *rest: Any) -> Any:
+        if plan.rows[0].kind is kind:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return start(self, plan, *rest)
+
+    monkeypatch.setattr(DeviceModel, "start", no_memory)
+    with pytest.raises(ConfigError, match=why):
         create(model)
 
 
