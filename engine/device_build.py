@@ -4,6 +4,8 @@ Never computes a request's step, and never guesses what can be measured."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +24,15 @@ from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
 from engine.recurrent_state import RecurrentState, state_bytes
 from engine.resolve import resolve, resolve_dtype
-from engine.step import ExecutorOutOfMemoryError, RowKind, RowSampling, ScheduledRequest, StateUse, StepPlan
+from engine.step import (
+    ExecutorOutOfMemoryError,
+    LogitControls,
+    RowKind,
+    RowSampling,
+    ScheduledRequest,
+    StateUse,
+    StepPlan,
+)
 from engine.weights import dummy_weights, load_weights
 from kernels.choice import Choice, choose_attention
 from kernels.ops import Ops
@@ -31,6 +41,15 @@ logger = logging.getLogger(__name__)
 
 GPU_MEMORY_UTILIZATION = 0.9
 """Unless the config says otherwise."""
+
+DECODE_CONTEXT = 4096
+"""Tokens of each row but one in the decode step of the start: enough that it mostly reads K and V."""
+
+# Controls want a copy of the logits in float32.
+_CONTROLS = LogitControls(
+    allowed_token_ids=(0, 1), logit_bias=((0, 1.0),), repetition_penalty=1.1, prompt_token_ids=(0,)
+)
+_DEAREST = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.0, seed=0, num_logprobs=1, controls=_CONTROLS)
 
 
 def create_on_device(
@@ -77,7 +96,8 @@ def create_on_device(
     resolved = replace(resolved, num_kv_blocks=num_blocks, reasons=resolved.reasons | {"num_kv_blocks": why_blocks})
     built = start.model(decoder, num_blocks)
     if buckets.all:
-        built.capture(buckets)
+        with start.captures_fit(use, f"the largest step and {num_blocks} KV blocks"):
+            built.capture(buckets)
     grammars = read_grammars(model_dir, resolved)
     return DeviceExecutor(built, device, num_threads=resolved.num_threads, grammars=grammars), resolved
 
@@ -116,41 +136,57 @@ class _Start:
         )
 
     def measure(self, decoder: Decoder, use: MemoryUse) -> MemoryUse:
-        """What the largest step takes, and what captures keep, on a KV cache that is just large enough."""
-        plan = largest_step(self._resolved)
+        """What the largest steps take, and what captures keep, on a KV cache that is just large enough."""
+        resolved = self._resolved
+        plan = largest_step(resolved)
         use = replace(use, states=state_bytes(self._model, self._resolved, self._dtype))
         check_states_fit(use)
         probe = self.model(decoder, len(plan.rows[0].block_ids))
         before = self._device.memory()[0]
         executor = DeviceExecutor(probe, self._device, num_threads=self._resolved.num_threads)
-        try:
-            executor.launch(plan)
-            executor.collect()
+        tokens = f"max_num_batched_tokens is {resolved.max_num_batched_tokens}"
+        rows = f"max_num_seqs is {resolved.max_num_seqs} and max_model_len {resolved.max_model_len}"
+        with _fits(f"{tokens}, but the GPU has no memory for a step of that many tokens", use):
+            _run(executor, plan)
             with device_faults(), torch.inference_mode():
                 warm_up_sampler(self._device, self._ops, self._dtype, self._model.vocab_size)
-        except (ExecutorOutOfMemoryError, StateLostError) as error:
-            raise ConfigError(
-                f"max_num_batched_tokens is {self._resolved.max_num_batched_tokens}, but the GPU has no memory for a "
-                f"step of that many tokens beside the weights: {use.text()}."
-            ) from error
-        # torch keeps the memory of this step for the next ones, so what is free now is free whatever they are.
-        after = self._device.memory()[0]
-        use = replace(use, activations=max(0, before - after))
+        # Before any capture: kernels choose their configurations at their first launch, for good, and a capture's own
+        # first step is of padding.
+        with _fits(f"{rows}, but the GPU has no memory for a decode step of such rows", use):
+            _run(executor, longest_decode_step(resolved))
+        # torch keeps the memory of these steps for the next ones, so what is free now is free whatever they are.
+        use = replace(use, activations=max(0, before - self._device.memory()[0]))
         if self._buckets.all:
-            try:
-                with device_faults():
-                    probe.capture(self._buckets)
-            except ExecutorOutOfMemoryError as error:
-                raise ConfigError(
-                    f"cuda_graphs is {self._config.cuda_graphs}, but the GPU has no memory for its "
-                    f"{len(self._buckets.all)} sizes beside the largest step: {use.text()}. Ask for fewer, or none."
-                ) from error
-            use = replace(use, graphs=max(0, after - self._device.memory()[0]))
+            use = self._measure_captures(probe, use, before)
         executor.shutdown()
         del probe
         self._device.release_unused()
         logger.info("device memory: %s", use.text())
         return use
+
+    def _measure_captures(self, probe: DeviceModel, use: MemoryUse, before: int) -> MemoryUse:
+        """What they keep, which no step can use, and what running their work takes. before: bytes free before steps."""
+        device = self._device
+        with self.captures_fit(use, "the largest step"):
+            probe.warm_up(self._buckets)
+            use = replace(use, activations=max(use.activations, before - device.memory()[0]))
+            device.release_unused()  # a capture would, and what steps had cached would hide what captures keep
+            released = device.memory()[0]
+            probe.capture(self._buckets)
+            device.release_unused()
+        return replace(use, graphs=max(0, released - device.memory()[0]))
+
+    @contextmanager
+    def captures_fit(self, use: MemoryUse, beside: str) -> Iterator[None]:
+        """Raise ConfigError where the device runs out of memory within. beside: what has its memory then."""
+        try:
+            with device_faults():
+                yield
+        except ExecutorOutOfMemoryError as error:
+            raise ConfigError(
+                f"cuda_graphs is {self._config.cuda_graphs}, but the GPU has no memory for its "
+                f"{len(self._buckets.all)} sizes beside {beside}: {use.text()}. Ask for fewer, or none."
+            ) from error
 
     def num_blocks(self, use: MemoryUse) -> tuple[int, str]:
         config, spare = self._config, self._spare_blocks
@@ -167,9 +203,22 @@ class _Start:
         return found, f"what gpu_memory_utilization {utilization:g} leaves; {use.text()}"
 
 
+@contextmanager
+def _fits(why: str, use: MemoryUse) -> Iterator[None]:
+    """Raise ConfigError where the device runs out of memory within."""
+    try:
+        yield
+    except (ExecutorOutOfMemoryError, StateLostError) as error:
+        raise ConfigError(f"{why} beside the weights: {use.text()}.") from error
+
+
+def _run(executor: DeviceExecutor, plan: StepPlan) -> None:
+    executor.launch(plan)
+    executor.collect()
+
+
 def largest_step(config: ResolvedConfig) -> StepPlan:
-    """As many tokens, rows and samples as a step may have, each of the samples by the dearest way."""
-    sampling = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.0, seed=0, num_logprobs=1)
+    """As many tokens, rows and samples as a step may have, each of the samples by the dearest way but a grammar's."""
     num_rows = config.max_num_seqs
     longest = min(config.max_num_batched_tokens - num_rows + 1, config.max_model_len)
     blocks = tuple(range(-(-longest // config.block_size)))
@@ -178,8 +227,20 @@ def largest_step(config: ResolvedConfig) -> StepPlan:
         count = max(1, min(longest, left - (num_rows - number - 1)))
         left -= count
         state = StateUse(number) if config.recurrent_state else None
-        rows.append(ScheduledRequest(f"row {number}", RowKind.LAST, 0, (0,) * count, blocks, sampling, state=state))
+        rows.append(ScheduledRequest(f"row {number}", RowKind.LAST, 0, (0,) * count, blocks, _DEAREST, state=state))
     return StepPlan(0, tuple(rows))
+
+
+def longest_decode_step(config: ResolvedConfig) -> StepPlan:
+    """A decode row for each seat, one as long as a row may be and the others of up to DECODE_CONTEXT tokens, all in
+    block 0."""
+    rows = []
+    for number in range(config.max_num_seqs):
+        length = min(config.max_model_len, DECODE_CONTEXT) if number else config.max_model_len
+        blocks = (0,) * -(-length // config.block_size)
+        state = StateUse(number) if config.recurrent_state else None
+        rows.append(ScheduledRequest(f"row {number}", RowKind.DECODE, length - 1, (0,), blocks, _DEAREST, state=state))
+    return StepPlan(1, tuple(rows))
 
 
 def _refuse_cpu_settings(config: EngineConfig) -> None:

@@ -4,7 +4,7 @@ Never looks at values that are on the device already."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -22,12 +22,13 @@ class DeviceInputs:
     token_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     slots: Tensor  # [num_tokens] int64
-    numbers: Tensor  # int64: block tables, first tokens, lengths, first keys and state slots of the rows
+    numbers: Tensor  # int64: first tokens, lengths, first keys and state slots of the rows
+    tables: Tensor  # [num_rows, width] int64
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each part of a packed step lies: token ids, positions, slots, block tables, and four lists by row."""
+    """Where each part of a packed step lies: token ids, positions, slots, four lists by row, and block tables."""
 
     num_tokens: int
     num_rows: int
@@ -38,32 +39,46 @@ class Layout:
 
     @property
     def size(self) -> int:
+        return self.tables_begin + self.num_rows * self.width
+
+    @property
+    def tables_begin(self) -> int:
+        """What the block tables lie behind."""
         return 3 * self.num_tokens + sum(self._of_rows)
 
     @property
-    def _of_rows(self) -> tuple[int, int, int, int, int]:
-        states = self.num_rows if self.has_states else 0
-        return self.num_rows * self.width, self.num_rows + 1, self.num_rows, self.num_rows + 1, states
+    def _of_rows(self) -> tuple[int, int, int, int]:
+        return self.num_rows + 1, self.num_rows, self.num_rows + 1, self.num_rows if self.has_states else 0
 
-    def split(self, packed: Tensor) -> DeviceInputs:
-        """packed: [size] int64"""
+    def as_wide_as(self, inputs: StepInputs, *, decode: bool) -> Layout:
+        """With block tables that end where the longest row does, a row of padding included."""
+        padding = self.num_tokens - len(inputs.token_ids)
+        of_padding = -(-(min(padding, 1) if decode else padding) // inputs.rows.block_size)
+        return replace(self, width=max(inputs.rows.block_tables.shape[1], of_padding))
+
+    def split(self, packed: Tensor, tables: Tensor | None = None) -> DeviceInputs:
+        """packed: [size] int64; or [tables_begin], and the block tables by themselves."""
         tokens = packed[: 3 * self.num_tokens].view(3, self.num_tokens)
-        return DeviceInputs(tokens[0], tokens[1], tokens[2], packed[3 * self.num_tokens : self.size])
+        if tables is None:
+            tables = packed[self.tables_begin : self.size].view(self.num_rows, self.width)
+        numbers = packed[3 * self.num_tokens : self.tables_begin]
+        return DeviceInputs(tokens[0], tokens[1], tokens[2], numbers, tables)
 
-    def rows(self, numbers: Tensor, block_size: int, *, num_decode: int, max_count: int, max_length: int) -> DeviceRows:
-        """Rows that read `numbers`, converted to int32 here. A captured step does so itself, in each replay."""
-        tables = numbers[: self._of_rows[0]].view(self.num_rows, self.width)
-        parts = numbers.to(torch.int32).split(self._of_rows)  # type: ignore[no-untyped-call]
+    def rows(
+        self, inputs: DeviceInputs, block_size: int, *, num_decode: int, max_count: int, max_length: int
+    ) -> DeviceRows:
+        """Rows that read `inputs`, converted to int32 here. A captured step does so itself, in each replay."""
+        parts = inputs.numbers.to(torch.int32).split(self._of_rows)  # type: ignore[no-untyped-call]
         return DeviceRows(
             num_decode=num_decode,
             contexts=(),
             counts=(),
-            block_tables=tables,
+            block_tables=inputs.tables,
             block_size=block_size,
-            first_tokens=parts[1],
-            lengths=parts[2],
-            first_keys=parts[3],
-            tables=parts[0].view(self.num_rows, self.width),
+            first_tokens=parts[0],
+            lengths=parts[1],
+            first_keys=parts[2],
+            tables=inputs.tables.to(torch.int32),
             max_count=max_count,
             max_length=max_length,
         )
@@ -127,11 +142,11 @@ def pack(inputs: StepInputs, layout: Layout, *, decode: bool = False, padding_bl
             positions,
             inputs.slots,
             padding_block * rows.block_size + positions % rows.block_size,
-            tables.flatten(),
             _integers(accumulate([*counts, *added], initial=0)),
             _integers([*lengths, *added]),
             _integers(accumulate([*lengths, *added], initial=0)),
             *([_integers([*inputs.state_slots, *[-1] * spare])] if layout.has_states else []),
+            tables.flatten(),
         ]
     )
 

@@ -19,7 +19,7 @@ class MemoryUse:
     """In use when the engine came: other processes, and the driver."""
     weights: int
     activations: int
-    """The most that the largest step took beyond weights."""
+    """The most that the largest steps, and the work of captures, took beyond weights."""
     states: int = 0
     """Of recurrent state, all slots and snapshots."""
     graphs: int = 0

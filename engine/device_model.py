@@ -60,50 +60,80 @@ class DeviceModel:
         self._pass = forward_pass(ops)
         self._buckets = Buckets()
         self._captured: dict[Bucket, _Captured] = {}
-        self._packed = self._hidden = torch.empty(0)
+        self._packed = self._tables = self._hidden = torch.empty(0)
 
     # --- captured steps -----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def warm_up(self, buckets: Buckets) -> None:
+        """Run the largest bucket of each kind once, uncaptured: `capture` needs that memory besides what it keeps."""
+        layouts, kinds = self._prepare(buckets), set[bool]()
+        for bucket, layout in layouts.items():  # largest first
+            if bucket.decode not in kinds:
+                kinds.add(bucket.decode)
+                self._place(self._nothing(), bucket, layout)
+                self._work(bucket, layout)()
 
     @torch.inference_mode()
     def capture(self, buckets: Buckets) -> None:
         """Capture every bucket. They share their memory, the integers they read and the hidden states they leave."""
         assert self.ops.capturable
         assert self._device.captures
-        layouts = {bucket: self._layout(bucket) for bucket in buckets.all}
-        where = self._device.torch_device
-        most_tokens = max(bucket.num_tokens for bucket in layouts)
-        self._packed = torch.zeros(max(layout.size for layout in layouts.values()), dtype=torch.int64, device=where)
-        size = self.decoder.config.hidden_size
-        self._hidden = torch.zeros(most_tokens, size, dtype=self.decoder.dtype, device=where)
         first: Graph | None = None
-        for bucket, layout in layouts.items():
-            self._device.upload(self._nothing(bucket, layout), self._packed[: layout.size])
+        for bucket, layout in self._prepare(buckets).items():
+            self._place(self._nothing(), bucket, layout)
             graph = self._device.capture(self._work(bucket, layout), first)
             first = first or graph
             self._captured[bucket] = _Captured(graph, layout)
         self._buckets = buckets
 
+    def _prepare(self, buckets: Buckets) -> dict[Bucket, Layout]:
+        """The tensors that captures read and write, and where in them each bucket has its part."""
+        layouts = {bucket: self._layout(bucket) for bucket in buckets.all}
+        sizes, where = layouts.values(), self._device.torch_device
+        most_tokens = max(layout.num_tokens for layout in sizes)
+        self._packed = torch.zeros(max(layout.tables_begin for layout in sizes), dtype=torch.int64, device=where)
+        # Apart from other numbers, lest one of those stands where a kernel looks for a block.
+        shape = max(layout.num_rows for layout in sizes), max(layout.width for layout in sizes)
+        self._tables = torch.full(shape, self._padding_block, dtype=torch.int64, device=where)
+        size = self.decoder.config.hidden_size
+        self._hidden = torch.zeros(most_tokens, size, dtype=self.decoder.dtype, device=where)
+        return layouts
+
     def _layout(self, bucket: Bucket) -> Layout:
         has_states = self.state is not None
         return bucket_layout(bucket, self._block_size, self._max_model_len, has_states=has_states)
 
-    def _nothing(self, bucket: Bucket, layout: Layout) -> Tensor:
+    def _nothing(self) -> StepInputs:
         """A step of padding alone."""
         empty = torch.zeros(0, dtype=torch.int64)
         rows = PagedRows(0, (), (), torch.zeros(0, 0, dtype=torch.int64), self._block_size)
-        nothing = StepInputs(empty, empty, empty, empty, rows)
-        return pack(nothing, layout, decode=bucket.decode, padding_block=self._padding_block)
+        return StepInputs(empty, empty, empty, empty, rows)
+
+    def _place(self, inputs: StepInputs, bucket: Bucket, layout: Layout) -> DeviceInputs:
+        """The step, padded, where the bucket reads it. Of block tables only as many columns are copied as its longest
+        row has: those behind name blocks of steps before, and no kernel uses what lies beyond a row's length."""
+        step = layout.as_wide_as(inputs, decode=bucket.decode)
+        host = pack(inputs, step, decode=bucket.decode, padding_block=self._padding_block)
+        there, begin = self._views(layout), step.tables_begin
+        self._device.upload(host[:begin], self._packed[:begin])
+        self._device.upload(host[begin:].view(step.num_rows, step.width), there.tables[:, : step.width])
+        return there
+
+    def _views(self, layout: Layout) -> DeviceInputs:
+        tables = self._tables[: layout.num_rows, : layout.width]
+        return layout.split(self._packed[: layout.tables_begin], tables)
 
     @property
     def _padding_block(self) -> int:
         return len(self.cache.layers[0][0]) - 1
 
     def _work(self, bucket: Bucket, layout: Layout) -> Callable[[], None]:
-        inputs, hidden = layout.split(self._packed[: layout.size]), self._hidden[: bucket.num_tokens]
+        inputs, hidden = self._views(layout), self._hidden[: bucket.num_tokens]
 
         def work() -> None:
             rows = layout.rows(
-                inputs.numbers,
+                inputs,
                 self._block_size,
                 num_decode=bucket.num_rows if bucket.decode else 0,
                 max_count=1 if bucket.decode else bucket.num_tokens,
@@ -166,10 +196,7 @@ class DeviceModel:
 
     def _replay(self, bucket: Bucket, inputs: StepInputs, places: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         captured = self._captured[bucket]
-        packed = self._packed[: captured.layout.size]
-        host = pack(inputs, captured.layout, decode=bucket.decode, padding_block=self._padding_block)
-        self._device.upload(host, packed)
-        _put(captured.layout.split(packed).token_ids, places)
+        _put(self._place(inputs, bucket, captured.layout).token_ids, places)
         captured.graph.replay()
         return self._hidden[: len(inputs.token_ids)]
 
@@ -178,12 +205,11 @@ class DeviceModel:
         there = layout.split(self._device.upload(pack(inputs, layout)))
         _put(there.token_ids, places)
         if not self.ops.capturable:
-            tables = there.numbers[: rows.block_tables.numel()].view(rows.block_tables.shape)
-            plain = PagedRows(rows.num_decode, rows.contexts, rows.counts, tables, rows.block_size)
+            plain = PagedRows(rows.num_decode, rows.contexts, rows.counts, there.tables, rows.block_size)
             return self._run(there, plain, self._host_states(inputs, layout.state_slots(there.numbers)))
         lengths = map(sum, zip(rows.contexts, rows.counts, strict=True))
         of_device = layout.rows(
-            there.numbers,
+            there,
             self._block_size,
             num_decode=rows.num_decode,
             max_count=max(rows.counts),

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 import sys
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,19 @@ import torch
 from engine.build import build_engine
 from engine.config import GPU_ONLY, ConfigError, EngineConfig, ResolvedConfig
 from engine.device import HostDevice, choose_device, device_faults
-from engine.device_build import create_on_device, largest_step
+from engine.device_build import DECODE_CONTEXT, create_on_device, largest_step, longest_decode_step
 from engine.device_executor import DeviceExecutor
+from engine.device_model import DeviceModel
 from engine.executor import create_executor
 from engine.inputs import check_plan
+from engine.kv_cache import KVCache
+from engine.logit_controls import control_logits
 from engine.models.config import read_model_config
-from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError
-from engine.weights import load_weights
+from engine.models.decoder import Decoder
+from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, RowKind, StepPlan
+from engine.weights import dummy_weights, load_weights
 from tests.support.engines import resolved_config
-from tests.support.fake_device import FakeDevice, write_model
+from tests.support.fake_device import CachingDevice, FakeDevice, write_model
 from tests.support.fake_flash import FakeFlash
 from tests.support.tiny_models import save_model
 from tests.support.tiny_vision import save_vision_model
@@ -50,14 +56,115 @@ MIB = 1 / 1024
 
 @pytest.mark.usefixtures("_flash")
 def test_kv_blocks_follow_from_what_is_measured_at_the_start(model: Path) -> None:
-    # Free: at the start, with weights, with the probe's cache, after the largest step, after its captures.
-    executor, resolved = create(model, FakeDevice([15, 12, 11.5, 10, 9.25]), gpu_memory_utilization=0.75)
-    left = 12 - 1 - 3 - 1.5 - 0.75  # others, weights, the largest step, captures
+    # Free: at the start, with weights, with the probe's cache, after the largest steps, after the captures' own work,
+    # once that is released, after captures.
+    free = [15, 12, 11.5, 10, 9.75, 11.5, 10.75]
+    executor, resolved = create(model, FakeDevice(free), gpu_memory_utilization=0.75)
+    left = 12 - 1 - 3 - 1.75 - 0.75  # others, weights, the largest step, captures
     assert resolved.num_kv_blocks == int(left * 2**20) // BLOCK_BYTES - 1
     assert len(executor.model.cache.layers[0][0]) == resolved.num_kv_blocks + 1, "one is for padding"
     assert "what gpu_memory_utilization 0.75 leaves; others 0.00, weights" in resolved.reasons["num_kv_blocks"]
     assert (resolved.device, resolved.kernels, resolved.dtype) == ("fake GPU", "vllm_flash_attn", "bfloat16")
     assert resolved.reasons["cuda_graphs"].startswith("all: the attention can be captured; ")
+
+
+WEIGHTS, OF_A_TOKEN = 3 * 2**20, 64 * 2**10
+"""Bytes that a CachingDevice is told of: in all, and for each token of a forward pass."""
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> CachingDevice:
+    """A device of 16 MiB that is told of weights, KV caches and forward passes."""
+    device, allocate, forward = CachingDevice(16 * 2**20), KVCache.allocate, Decoder.forward
+
+    def weights(*args: Any, **options: Any) -> Any:
+        device.hold(WEIGHTS)
+        return dummy_weights(*args, **options)
+
+    def cache(*args: Any) -> KVCache:
+        made = allocate(*args)
+        for tensor in (tensor for pair in made.layers for tensor in pair):
+            device.hold(tensor.nbytes)
+            weakref.finalize(tensor, device.give_up, tensor.nbytes)
+        return made
+
+    def run(self: Decoder, *args: Any) -> Any:
+        device.use(len(args[0]._token_ids) * OF_A_TOKEN)
+        return forward(self, *args)
+
+    monkeypatch.setattr("engine.device_build.dummy_weights", weights)
+    monkeypatch.setattr(KVCache, "allocate", cache)
+    monkeypatch.setattr(Decoder, "forward", run)
+    monkeypatch.setattr(FakeFlash, "_record", lambda *_: None)  # it would keep the caches
+    return device
+
+
+@pytest.mark.usefixtures("_flash")
+@pytest.mark.parametrize(("scope", "kept"), [("none", 0), ("decode", 4), ("all", 40)])
+def test_what_captures_keep_is_counted_beside_what_steps_use(
+    model: Path, monkeypatch: pytest.MonkeyPatch, scope: str, kept: int
+) -> None:
+    """It was less by what the largest step had left in the allocator's cache: nothing, of captured decode alone."""
+    device = watched(monkeypatch)
+    executor, resolved = create(model, device, cuda_graphs=scope)
+    spare, left = scope != "none", int(0.9 * 16 * 2**20) - WEIGHTS - (40 + kept) * OF_A_TOKEN
+    assert resolved.num_kv_blocks == left // BLOCK_BYTES - spare
+    held = WEIGHTS + kept * OF_A_TOKEN + (resolved.num_kv_blocks + spare) * BLOCK_BYTES
+    assert device.held == held, "nothing is left of what was for measuring"
+    executor.shutdown()
+
+
+@pytest.mark.usefixtures("_flash")
+def test_captures_larger_than_any_step_have_memory_to_run_their_work_in(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each capture runs its work first: the second of this size does so beside what the first keeps."""
+    sizes: dict[str, Any] = {"cuda_graph_mixed_tokens": (64,), "cuda_graph_mixed_rows": (2, 4)}
+    _, resolved = create(model, watched(monkeypatch), gpu_memory_utilization=1.0, **sizes)
+    assert resolved.num_kv_blocks == (16 * 2**20 - WEIGHTS - 2 * 64 * OF_A_TOKEN) // BLOCK_BYTES - 1
+
+
+@pytest.mark.usefixtures("_flash")
+def test_captures_that_do_not_fit_beside_kv_blocks_are_refused_by_their_setting(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture, caches = DeviceModel.capture, list[int]()
+
+    def second_fails(self: DeviceModel, *args: Any) -> None:
+        caches.append(len(self.cache.layers[0][0]))
+        if len(caches) == 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        capture(self, *args)
+
+    monkeypatch.setattr(DeviceModel, "capture", second_fails)
+    with pytest.raises(ConfigError, match=r"cuda_graphs is auto, but .* for its \d+ sizes beside .* and 7 KV blocks"):
+        create(model, num_kv_blocks=7)
+    assert caches[1] == 8
+
+
+@pytest.mark.usefixtures("_flash")
+def test_the_first_decode_step_of_an_engine_has_long_contexts(model: Path) -> None:
+    """Kernels choose their configurations in it, for good: it was the padding that the first capture runs."""
+    flash: Any = sys.modules["vllm_flash_attn"]
+    create(model)
+    first = next(call for name, call in flash.calls if name == "kvcache")
+    assert first["cache_seqlens"].tolist() == [256] * 4
+
+
+def test_the_longest_decode_step_has_a_row_of_any_length_and_others_that_are_bounded() -> None:
+    config = resolved_config(max_num_seqs=3, max_num_batched_tokens=8, max_model_len=131_072, block_size=16)
+    plan = longest_decode_step(config)
+    check_plan(plan, 16)
+    assert [row.end for row in plan.rows] == [131_072, DECODE_CONTEXT, DECODE_CONTEXT]
+    check_plan(longest_decode_step(replace(config, recurrent_state=True)), 16, 3)
+
+
+def test_every_row_of_the_largest_step_wants_a_copy_of_its_logits() -> None:
+    rows = [row.sampling for row in largest_step(resolved_config(max_num_seqs=3)).rows]
+    logits = torch.zeros(3, 9)
+    for number, row in enumerate(rows):
+        assert row is not None
+        alone = logits[number : number + 1]
+        assert control_logits(alone, [row], [()]) is not alone
 
 
 def test_without_captures_no_block_is_set_aside(model: Path) -> None:
@@ -88,14 +195,25 @@ def test_the_largest_step_is_one_that_can_be_planned(seqs: int, tokens: int, len
     assert max(max(row.block_ids) for row in plan.rows) < len(plan.rows[0].block_ids)
 
 
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (RowKind.LAST, "max_num_batched_tokens is 40, but the GPU has no memory"),
+        (RowKind.DECODE, "max_num_seqs is 4 and max_model_len 256, but the GPU has no memory for a decode step"),
+    ],
+)
 def test_a_step_that_does_not_fit_beside_the_weights_is_refused_at_the_start(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, kind: RowKind, why: str
 ) -> None:
-    def no_memory(*_: Any) -> None:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+    start = DeviceModel.start
 
-    monkeypatch.setattr("engine.device_model.DeviceModel.start", no_memory)
-    with pytest.raises(ConfigError, match="max_num_batched_tokens is 40, but the GPU has no memory"):
+    def no_memory(self: DeviceModel, plan: StepPlan, *rest: Any) -> Any:
+        if plan.rows[0].kind is kind:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return start(self, plan, *rest)
+
+    monkeypatch.setattr(DeviceModel, "start", no_memory)
+    with pytest.raises(ConfigError, match=why):
         create(model)
 
 

@@ -79,8 +79,10 @@ def eager(model: Path, flash: FakeFlash) -> Iterator[DeviceExecutor]:
 
 @torch.inference_mode()
 def poison(executor: DeviceExecutor) -> None:
-    """What nobody owns is NaN: KV blocks, the block of padding, and what earlier steps left."""
+    """What nobody owns is NaN: KV blocks, the block of padding, and what earlier steps left; their block tables, too,
+    name such a block."""
     executor.model._hidden.fill_(torch.nan)
+    executor.model._tables.fill_(len(executor.model.cache.layers[0][0]) - 2)
     for tensors in executor.model.cache.layers:
         for tensor in tensors:
             tensor.fill_(torch.nan)
@@ -202,7 +204,7 @@ def test_padding_has_a_block_of_its_own_and_takes_nothing_from_the_step(
         assert getattr(views, name)[:num_tokens].tolist() == getattr(inputs, name).tolist()
     assert set((views.slots[num_tokens:] // block_size).tolist()) <= {5000}
     padded = layout.rows(
-        views.numbers, block_size, num_decode=0, max_count=found.num_tokens, max_length=layout.width * block_size
+        views, block_size, num_decode=0, max_count=found.num_tokens, max_length=layout.width * block_size
     )
     counts, lengths = padded.first_tokens.diff(), padded.lengths
     assert counts.sum() == found.num_tokens
@@ -223,7 +225,7 @@ def test_without_padding_a_packed_step_is_the_step() -> None:
     inputs = build_inputs(plan, BLOCK_SIZE)
     layout = layout_of(inputs)
     views = layout.split(pack(inputs, layout))
-    rows = layout.rows(views.numbers, BLOCK_SIZE, num_decode=1, max_count=23, max_length=40)
+    rows = layout.rows(views, BLOCK_SIZE, num_decode=1, max_count=23, max_length=40)
     assert (rows.first_tokens.tolist(), rows.lengths.tolist(), rows.first_keys.tolist()) == (
         [0, 1, 24],
         [6, 40],
@@ -231,6 +233,45 @@ def test_without_padding_a_packed_step_is_the_step() -> None:
     )
     assert rows.tables.tolist() == inputs.rows.block_tables.tolist()
     assert rows.tables.dtype == torch.int32
+
+
+@pytest.mark.usefixtures("flash")
+def test_a_captured_step_copies_block_tables_as_long_as_its_longest_row(tmp_path: Path) -> None:
+    """They were as long as the longest row that there may be, in every step."""
+    executor = make(write_model(tmp_path, max_position_embeddings=65_536), cuda_graphs="decode")
+    device: Any = executor._device
+    assert executor.model._tables.shape == (6, 4096)
+
+    def copied(*lengths: int) -> int:
+        device.uploaded.clear()
+        rows = [decode(f"r{n}", 1, length - 1, (n,) * -(-length // 16)) for n, length in enumerate(lengths)]
+        executor.launch(StepPlan(0, tuple(rows)))
+        graph = executor.collect().graph
+        assert graph is not None
+        assert graph.hit
+        return sum(device.uploaded)
+
+    few = copied(16, 5)
+    assert few < 50
+    assert copied(16, 1600) == few + 2 * 99
+    assert copied(16, 5) == few
+
+
+@pytest.mark.parametrize("size", [None, 17])
+def test_block_tables_of_longer_steps_before_do_not_reach_shorter_ones(
+    captured: DeviceExecutor, eager: DeviceExecutor, size: int | None
+) -> None:
+    """Of all sizes that share them; a kernel may look up a block behind a row's end, so each entry is one."""
+    want = forced_logits(eager, TOKENS[:20], OTHER_BLOCKS, size)
+    forced_logits(captured, TOKENS, BLOCKS)
+    run(captured, decode("a", 1, 90, BLOCKS), decode("b", 1, 90, BLOCKS))
+    model = captured.model
+    for tensors in model.cache.layers:
+        for tensor in tensors:
+            tensor[list(BLOCKS)] = torch.nan
+    torch.testing.assert_close(forced_logits(captured, TOKENS[:20], OTHER_BLOCKS, size), want, atol=2e-5, rtol=1e-5)
+    assert int(model._tables.min()) >= 0
+    assert int(model._tables.max()) < len(model.cache.layers[0][0])
 
 
 def test_each_step_says_which_capture_it_was_or_why_none(model: Path, captured: DeviceExecutor) -> None:

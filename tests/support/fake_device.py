@@ -30,6 +30,8 @@ class FakeDevice(HostDevice):
     def __init__(self, free: Sequence[float] = (15, 12, 11.5, 10, 9.25), total: float = 16) -> None:
         self._free, self._total = [*free], total
         self.asked: list[str] = []
+        self.uploaded: list[int] = []
+        """Numbers in each upload."""
 
     def memory(self) -> tuple[int, int]:
         free = self._free.pop(0) if len(self._free) > 1 else self._free[0]
@@ -41,6 +43,7 @@ class FakeDevice(HostDevice):
     def upload(self, host: Tensor, into: Tensor | None = None) -> Tensor:
         assert host.device.type == "cpu"
         self.asked.append("upload")
+        self.uploaded.append(host.numel())
         return host.clone() if into is None else into.copy_(host)
 
     def download(self, tensors: Sequence[Tensor]) -> Any:
@@ -71,6 +74,69 @@ class _Replay:
     def replay(self) -> None:
         self.device.asked.append("replay")
         self.work()
+
+
+class CachingDevice(FakeDevice):
+    """Its memory as torch's allocator has it: what a step gave up stays cached until it is released or wanted, and a
+    capture runs its work once, releases what is cached, and then keeps what the work takes, in the pool that it shares.
+
+    In bytes, of what it is told of: `hold`, `give_up`, and `use` for the time of a forward pass.
+    """
+
+    def __init__(self, total: int) -> None:
+        super().__init__()
+        self.held = self.cached = 0
+        self._bytes = total
+        self._pool: _Pool | None = None
+
+    def memory(self) -> tuple[int, int]:
+        return self._bytes - self.held - self.cached, self._bytes
+
+    def release_unused(self) -> None:
+        super().release_unused()
+        self.cached = 0
+
+    def hold(self, size: int) -> None:
+        if self.held + size > self._bytes:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        self.held += size
+        self.cached = min(self.cached, self._bytes - self.held)
+
+    def give_up(self, size: int) -> None:
+        self.held -= size
+        self.cached += size
+
+    def use(self, size: int) -> None:
+        if self._pool is not None:
+            self._pool.grow(size)
+            return
+        kept = self.cached
+        self.hold(size)
+        self.give_up(size)
+        self.cached = max(kept, size)
+
+    def capture(self, work: Callable[[], None], beside: Any = None) -> Any:
+        self.asked.append("capture")
+        work()
+        self.cached = 0
+        pool = self._pool = _Pool(self) if beside is None else beside
+        work()
+        self._pool = None
+        return pool
+
+
+class _Pool:
+    """Of captures, as long as one of them lives. Nothing can be replayed."""
+
+    def __init__(self, device: CachingDevice) -> None:
+        self._device, self._size = device, 0
+
+    def grow(self, size: int) -> None:
+        self._device.hold(max(0, size - self._size))
+        self._size = max(size, self._size)
+
+    def __del__(self) -> None:
+        self._device.give_up(self._size)
 
 
 def write_model(directory: Path, **changes: Any) -> Path:
