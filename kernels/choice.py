@@ -83,6 +83,9 @@ def choose_attention(
     triton = _triton_table(capability, load)
     others = TORCH if isinstance(triton, str) else triton
     refused: list[str] = []
+    without_triton = (
+        [f"all else by torch, not triton: {triton}"] if capability is not None and isinstance(triton, str) else []
+    )
     for name in ATTENTION if asked == "auto" else (asked,):
         found: Ops | str
         if name == FLASH:
@@ -98,7 +101,8 @@ def choose_attention(
                 capturable=False,
             )
         if not isinstance(found, str):
-            return Choice(name, "; ".join([_reason(name, asked, found), *refused])), found
+            rest = without_triton if f"not {TRITON}: {triton}" not in refused else []
+            return Choice(name, "; ".join([_reason(name, asked, found), *refused, *rest])), found
         refused.append(f"not {name}: {found}")
     raise ValueError(f"{asked} attention cannot run: {refused[0].removeprefix(f'not {asked}: ')}.")
 

@@ -3,18 +3,23 @@ Never compiles: whether there is a library is set by hand."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import kernels
 from kernels import choice
 from kernels.choice import ATTENTION, KERNELS, TRITON_TABLE, choose_attention, choose_kernels
 from kernels.cpu.native.library import NoLibraryError
 from kernels.ops import TORCH
+from tests.support.fake_flash import FakeFlash
 
 
 @pytest.fixture(params=[0, 1], ids=["vectors", "matrix unit"])
@@ -89,7 +94,7 @@ def choose(asked: str = "auto", present: tuple[str, ...] = (), **changes: Any) -
     def load(module: str) -> object:
         if module not in present:
             raise ImportError(f"No module named '{module}'")
-        return SimpleNamespace(TRITON=TRITON)
+        return SimpleNamespace(TRITON=TRITON) if module == TRITON_TABLE else FakeFlash()
 
     model: dict[str, Any] = dict(dtype=torch.bfloat16, head_dim=128, block_size=16, capability=(9, 0), load=load)
     return choose_attention(asked, **model | changes)
@@ -128,3 +133,49 @@ def test_the_reference_runs_anywhere_and_is_never_captured(capability: tuple[int
 def test_attention_asked_for_by_name_is_never_replaced(asked: str, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=re.escape(why)):
         choose(asked, **changes)
+
+
+@pytest.fixture
+def _triton_3_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """That of torch 2.4, with which vllm-flash-attn comes: no knobs, and an autotune that takes no `cache_results`."""
+
+    def autotune(configs: list[object], key: list[str]) -> Callable[[object], object]:
+        return lambda kernel: kernel
+
+    def same(each: object) -> object:
+        return each
+
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    vars(language).update(constexpr=same)
+    vars(triton).update(__version__="3.0.0", language=language, jit=same, autotune=autotune, Config=SimpleNamespace)
+    for name in kernel_modules():
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(kernels, "triton", None, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setitem(sys.modules, "triton.language", language)
+    yield
+    for name in kernel_modules():  # those that were imported on this Triton
+        del sys.modules[name]
+
+
+def kernel_modules() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[:2] == ["kernels", "triton"]]
+
+
+def load_beside_flash(module: str) -> object:
+    return FakeFlash() if module == "vllm_flash_attn" else importlib.import_module(module)
+
+
+@pytest.mark.usefixtures("_triton_3_0")
+def test_a_triton_that_is_too_old_leaves_the_other_attentions_as_they_are() -> None:
+    """It ended every engine on the one torch that vllm-flash-attn goes with."""
+    old = f"{TRITON_TABLE} does not import (Triton is 3.0.0, and the kernels need 3.6)"
+    for asked in ("auto", "vllm_flash_attn"):
+        chosen, table = choose(asked, load=load_beside_flash)
+        assert (chosen.name, table.rms_norm, table.sample) == ("vllm_flash_attn", TORCH.rms_norm, None)
+        assert chosen.reason.endswith(f"; all else by torch, not triton: {old}")
+    chosen, table = choose("torch", load=load_beside_flash)
+    assert (chosen.name, table) == ("torch", TORCH)
+    assert chosen.reason == f"torch: asked for by name; all else by torch, not triton: {old}"
+    with pytest.raises(ValueError, match=re.escape(f"triton attention cannot run: {old}")):
+        choose("triton", load=load_beside_flash)
