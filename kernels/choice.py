@@ -140,7 +140,7 @@ def _triton_table(capability: Capability | None, load: Import) -> Ops | str:
 
 def forward_pass(table: Ops) -> Callable[..., ForwardPass]:
     """What runs a model's operations by `table`: takes token_ids, positions, slots and plan, as EagerPass does."""
-    if table.name != TRITON:
+    if not table.fused_rotation:
         return partial(EagerPass, table)
     fused: Callable[..., ForwardPass] = importlib.import_module("kernels.triton.forward").TritonPass
-    return fused
+    return partial(fused, table)

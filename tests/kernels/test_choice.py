@@ -16,9 +16,12 @@ import torch
 
 import kernels
 from kernels import choice
-from kernels.choice import ATTENTION, KERNELS, TRITON_TABLE, choose_attention, choose_kernels
+from kernels.choice import ATTENTION, KERNELS, TRITON_TABLE, choose_attention, choose_kernels, forward_pass
 from kernels.cpu.native.library import NoLibraryError
+from kernels.eager import EagerPass
+from kernels.forward import HeadShape
 from kernels.ops import TORCH
+from tests.kernels.rows import paged_case
 from tests.support.fake_flash import FakeFlash
 
 
@@ -179,3 +182,45 @@ def test_a_triton_that_is_too_old_leaves_the_other_attentions_as_they_are() -> N
     assert chosen.reason == f"torch: asked for by name; all else by torch, not triton: {old}"
     with pytest.raises(ValueError, match=re.escape(f"triton attention cannot run: {old}")):
         choose("triton", load=load_beside_flash)
+
+
+@pytest.mark.parametrize("asked", ["vllm_flash_attn", "torch"])
+def test_another_attention_over_tritons_table_keeps_its_fused_rotation(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was dropped with the table's name; now the pass gives what single operators of torch give, by one launch."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+    forward = importlib.import_module("kernels.triton.forward")
+    launches: list[int] = []
+    fused = forward.rotate_and_cache
+
+    def counted(qkv: torch.Tensor, *others: Any) -> torch.Tensor:
+        launches.append(len(qkv))
+        out: torch.Tensor = fused(qkv, *others)
+        return out
+
+    monkeypatch.setattr(forward, "rotate_and_cache", counted)
+    chosen, table = choose(asked, load=load_beside_flash, dtype=torch.float16, head_dim=16)
+    assert chosen.reason == f"{asked}: asked for by name"
+    case = paged_case([5, 20], [(3, 6)], group=2, dtype=torch.float16)
+    rows, heads, num_tokens = case.rows, HeadShape(num_heads=4, num_kv_heads=2, head_dim=16), len(case.q)
+    spans = [(start, start + count) for start, count in zip(rows.contexts, rows.counts, strict=True)]
+    inputs = {
+        "token_ids": torch.zeros(num_tokens, dtype=torch.int64),
+        "positions": torch.cat([torch.arange(*span) for span in spans]),
+        "slots": torch.cat([rows.slots(row)[-count:] for row, count in enumerate(rows.counts)]),
+    }
+    qkv, norms = torch.randn(num_tokens, 8 * 16).half(), (torch.rand(16).half(), torch.rand(16).half())
+    frequencies = torch.rand(8)
+
+    def attend(make: Any, ops: Any) -> list[torch.Tensor]:
+        run = make(plan=ops.prepare_attention(rows, 2, torch.float16), **inputs)
+        cache = case.k_cache.clone(), case.v_cache.clone()
+        q = run.rotate_and_cache(qkv, run.rotations(frequencies, 1.0), heads, cache, norms, 1e-5)
+        return [q, run.attention(q, heads, cache, case.scale), *cache]
+
+    got = attend(forward_pass(table), table)
+    want = attend(lambda **given: EagerPass(TORCH, **given), TORCH)
+    assert launches == [num_tokens]
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-2, rtol=1e-2, equal_nan=True)
