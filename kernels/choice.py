@@ -91,6 +91,9 @@ def choose_attention(
     triton = _triton_table(capability, load)
     others = TORCH if isinstance(triton, str) else triton
     refused: list[str] = []
+    without_triton = (
+        [f"all else by torch, not triton: {triton}"] if capability is not None and isinstance(triton, str) else []
+    )
     for name in ATTENTION if asked == "auto" else (asked,):
         found: Ops | str
         if name == FLASH:
@@ -106,7 +109,8 @@ def choose_attention(
                 capturable=False,
             )
         if not isinstance(found, str):
-            return Choice(name, "; ".join([_reason(name, asked, found), *refused])), found
+            rest = without_triton if f"not {TRITON}: {triton}" not in refused else []
+            return Choice(name, "; ".join([_reason(name, asked, found), *refused, *rest])), found
         refused.append(f"not {name}: {found}")
     raise ValueError(f"{asked} attention cannot run: {refused[0].removeprefix(f'not {asked}: ')}.")
 
@@ -144,7 +148,7 @@ def _triton_table(capability: Capability | None, load: Import) -> Ops | str:
 
 def forward_pass(table: Ops) -> Callable[..., ForwardPass]:
     """What runs a model's operations by `table`: takes token_ids, positions, slots and plan, as EagerPass does."""
-    if table.name != TRITON:
+    if not table.fused_rotation:
         return partial(EagerPass, table)
     fused: Callable[..., ForwardPass] = importlib.import_module("kernels.triton.forward").TritonPass
-    return fused
+    return partial(fused, table)

@@ -4,7 +4,8 @@ Never imports one at import, and never falls back: what cannot run is refused wi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,6 +38,25 @@ class Package:
     whole: bool = False
     """One call takes mixed rows of a paged cache (FlashAttention-3)."""
 
+    @property
+    def calls(self) -> Mapping[str, tuple[str, ...]]:
+        """The functions that are called, and what each is given by name."""
+        return WHOLE_CALLS if self.whole else BY_KIND_CALLS
+
+
+BY_KIND_CALLS = {
+    "flash_attn_with_kvcache": ("cache_seqlens", "block_table", "softmax_scale", "causal", "window_size"),
+    "flash_attn_varlen_func": (
+        *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+        *("softmax_scale", "causal", "window_size", "block_table"),
+    ),
+}
+WHOLE_CALLS = {
+    "flash_attn_with_kvcache": (
+        *("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q"),
+        *("softmax_scale", "causal", "window_size"),
+    )
+}
 
 PACKAGES = (
     Package("vllm_flash_attn", 16, (8, 9)),
@@ -66,10 +86,29 @@ def find_flash(
             refused.append(f"{package.module} takes multiples of {package.block_multiple} as block_size")
         else:
             try:
-                return package, load(package.module)
+                module = load(package.module)
             except (ImportError, OSError) as error:  # OSError: built for another torch or CUDA
                 refused.append(f"{package.module} does not import ({error})")
+                continue
+            problem = _why_unlike(package, module)
+            if problem is None:
+                return package, module
+            refused.append(problem)
     return "; ".join(refused)
+
+
+def _why_unlike(package: Package, module: Any) -> str | None:
+    """What the installed release lacks of the calls that are made; not all packages have a version to ask for."""
+    version = getattr(module, "__version__", None)
+    name = package.module if version is None else f"{package.module} {version}"
+    for call, given in package.calls.items():
+        function = getattr(module, call, None)
+        if function is None:
+            return f"{name} has no {call}"
+        lacking = [each for each in given if each not in inspect.signature(function).parameters]
+        if lacking:
+            return f"{name} has a {call} without {', '.join(lacking)}"
+    return None
 
 
 def flash_ops(package: Package, module: Any, others: Ops) -> Ops:

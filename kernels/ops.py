@@ -61,6 +61,9 @@ class Ops:
     """The same of `causal_conv` and `delta_rule`, with kernels.paged.DeviceStateRows."""
     experts_capturable: bool = False
     """`experts` waits for nothing: which tokens an expert has is never known on the host."""
+    fused_rotation: bool = False
+    """Norms by head, rotation and the cache's write are one launch of Triton's, whatever `attention` is:
+    kernels.choice.forward_pass takes kernels.triton.forward.TritonPass."""
 
 
 REFERENCE = Ops(

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from kernels.eager import EagerPass
 from kernels.forward import HeadShape
+from kernels.ops import Ops
 from kernels.reference import StateRows
 from kernels.triton.norm import add_rms_norm
 from kernels.triton.ops import TRITON
-from kernels.triton.plan import AttentionPlan
 from kernels.triton.rotate import rotate_and_cache
 
 
@@ -22,14 +22,16 @@ class TritonPass(EagerPass):
 
     def __init__(
         self,
+        ops: Ops = TRITON,
         *,
         token_ids: Tensor,
         positions: Tensor,
         slots: Tensor,
-        plan: AttentionPlan,
+        plan: object,
         states: StateRows | None = None,
     ) -> None:
-        super().__init__(TRITON, token_ids=token_ids, positions=positions, slots=slots, plan=plan, states=states)
+        """`ops`: the Triton table, with any attention; `plan`: what its `prepare_attention` made of the step's rows."""
+        super().__init__(ops, token_ids=token_ids, positions=positions, slots=slots, plan=plan, states=states)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, weight, eps)

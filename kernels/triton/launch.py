@@ -9,6 +9,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
+OLDEST = (3, 6)
+"""Of Triton's versions, the first that the kernels were compiled with: pyproject.toml's extra `cuda` says so, too."""
+
+# Before anything is taken from triton.knobs, or given to autotune, that older ones lack: torch 2.4 brings 3.0.
+if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST:
+    raise ImportError(f"Triton is {triton.__version__}, and the kernels need {OLDEST[0]}.{OLDEST[1]}")
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1 before triton was imported), on any tensors."""
 

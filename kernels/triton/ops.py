@@ -48,4 +48,5 @@ TRITON = Ops(
     capturable=True,  # it reads DeviceRows as they are, and sizes its launches by their largest
     states_capturable=True,
     experts_capturable=True,
+    fused_rotation=True,
 )

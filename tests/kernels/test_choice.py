@@ -3,18 +3,26 @@ Never compiles: whether there is a library is set by hand."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import kernels
 from kernels import choice
-from kernels.choice import ATTENTION, KERNELS, TRITON_TABLE, choose_attention, choose_kernels
+from kernels.choice import ATTENTION, KERNELS, TRITON_TABLE, choose_attention, choose_kernels, forward_pass
 from kernels.cpu.native.library import NoLibraryError
+from kernels.eager import EagerPass
+from kernels.forward import HeadShape
 from kernels.ops import TORCH
+from tests.kernels.rows import paged_case
+from tests.support.fake_flash import FakeFlash
 
 
 @pytest.fixture(params=[0, 1, 2], ids=["vectors", "matrix unit", "not granted"])
@@ -89,7 +97,7 @@ def choose(asked: str = "auto", present: tuple[str, ...] = (), **changes: Any) -
     def load(module: str) -> object:
         if module not in present:
             raise ImportError(f"No module named '{module}'")
-        return SimpleNamespace(TRITON=TRITON)
+        return SimpleNamespace(TRITON=TRITON) if module == TRITON_TABLE else FakeFlash()
 
     model: dict[str, Any] = dict(dtype=torch.bfloat16, head_dim=128, block_size=16, capability=(9, 0), load=load)
     return choose_attention(asked, **model | changes)
@@ -128,3 +136,91 @@ def test_the_reference_runs_anywhere_and_is_never_captured(capability: tuple[int
 def test_attention_asked_for_by_name_is_never_replaced(asked: str, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=re.escape(why)):
         choose(asked, **changes)
+
+
+@pytest.fixture
+def _triton_3_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """That of torch 2.4, with which vllm-flash-attn comes: no knobs, and an autotune that takes no `cache_results`."""
+
+    def autotune(configs: list[object], key: list[str]) -> Callable[[object], object]:
+        return lambda kernel: kernel
+
+    def same(each: object) -> object:
+        return each
+
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    vars(language).update(constexpr=same)
+    vars(triton).update(__version__="3.0.0", language=language, jit=same, autotune=autotune, Config=SimpleNamespace)
+    for name in kernel_modules():
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(kernels, "triton", None, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setitem(sys.modules, "triton.language", language)
+    yield
+    for name in kernel_modules():  # those that were imported on this Triton
+        del sys.modules[name]
+
+
+def kernel_modules() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[:2] == ["kernels", "triton"]]
+
+
+def load_beside_flash(module: str) -> object:
+    return FakeFlash() if module == "vllm_flash_attn" else importlib.import_module(module)
+
+
+@pytest.mark.usefixtures("_triton_3_0")
+def test_a_triton_that_is_too_old_leaves_the_other_attentions_as_they_are() -> None:
+    """It ended every engine on the one torch that vllm-flash-attn goes with."""
+    old = f"{TRITON_TABLE} does not import (Triton is 3.0.0, and the kernels need 3.6)"
+    for asked in ("auto", "vllm_flash_attn"):
+        chosen, table = choose(asked, load=load_beside_flash)
+        assert (chosen.name, table.rms_norm, table.sample) == ("vllm_flash_attn", TORCH.rms_norm, None)
+        assert chosen.reason.endswith(f"; all else by torch, not triton: {old}")
+    chosen, table = choose("torch", load=load_beside_flash)
+    assert (chosen.name, table) == ("torch", TORCH)
+    assert chosen.reason == f"torch: asked for by name; all else by torch, not triton: {old}"
+    with pytest.raises(ValueError, match=re.escape(f"triton attention cannot run: {old}")):
+        choose("triton", load=load_beside_flash)
+
+
+@pytest.mark.parametrize("asked", ["vllm_flash_attn", "torch"])
+def test_another_attention_over_tritons_table_keeps_its_fused_rotation(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was dropped with the table's name; now the pass gives what single operators of torch give, by one launch."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+    forward = importlib.import_module("kernels.triton.forward")
+    launches: list[int] = []
+    fused = forward.rotate_and_cache
+
+    def counted(qkv: torch.Tensor, *others: Any) -> torch.Tensor:
+        launches.append(len(qkv))
+        out: torch.Tensor = fused(qkv, *others)
+        return out
+
+    monkeypatch.setattr(forward, "rotate_and_cache", counted)
+    chosen, table = choose(asked, load=load_beside_flash, dtype=torch.float16, head_dim=16)
+    assert chosen.reason == f"{asked}: asked for by name"
+    case = paged_case([5, 20], [(3, 6)], group=2, dtype=torch.float16)
+    rows, heads, num_tokens = case.rows, HeadShape(num_heads=4, num_kv_heads=2, head_dim=16), len(case.q)
+    spans = [(start, start + count) for start, count in zip(rows.contexts, rows.counts, strict=True)]
+    inputs = {
+        "token_ids": torch.zeros(num_tokens, dtype=torch.int64),
+        "positions": torch.cat([torch.arange(*span) for span in spans]),
+        "slots": torch.cat([rows.slots(row)[-count:] for row, count in enumerate(rows.counts)]),
+    }
+    qkv, norms = torch.randn(num_tokens, 8 * 16).half(), (torch.rand(16).half(), torch.rand(16).half())
+    frequencies = torch.rand(8)
+
+    def attend(make: Any, ops: Any) -> list[torch.Tensor]:
+        run = make(plan=ops.prepare_attention(rows, 2, torch.float16), **inputs)
+        cache = case.k_cache.clone(), case.v_cache.clone()
+        q = run.rotate_and_cache(qkv, run.rotations(frequencies, 1.0), heads, cache, norms, 1e-5)
+        return [q, run.attention(q, heads, cache, case.scale), *cache]
+
+    got = attend(forward_pass(table), table)
+    want = attend(lambda **given: EagerPass(TORCH, **given), TORCH)
+    assert launches == [num_tokens]
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-2, rtol=1e-2, equal_nan=True)

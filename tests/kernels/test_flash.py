@@ -3,6 +3,7 @@ Never runs FlashAttention itself: tests/gpu does."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def find(present: set[str], **changes: Any) -> Any:
     def load(module: str) -> object:
         if module not in present:
             raise ImportError(f"No module named '{module}'")
-        return module
+        return FAKES[module]()
 
     asked: dict[str, Any] = dict(dtype=torch.bfloat16, head_dim=128, block_size=16, capability=(9, 0), load=load)
     return find_flash(**asked | changes)
@@ -139,3 +140,55 @@ def test_the_first_package_that_imports_and_takes_the_model_is_found() -> None:
 )
 def test_each_refusal_has_its_reason(changes: dict[str, Any], why: str) -> None:
     assert why in find(set(), **changes)
+
+
+class FakeFlash25(FakeFlash):
+    """Of flash-attn 2.5.6: a paged cache for decode rows, and none for the varlen call."""
+
+    __version__ = "2.5.6"
+
+    def flash_attn_varlen_func(  # type: ignore[override]
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> torch.Tensor:
+        raise AssertionError("this one has no block tables")
+
+
+def test_a_release_that_lacks_what_it_would_be_given_is_refused_and_the_next_package_taken() -> None:
+    """It was found, and raised a TypeError in the first step with a chunk."""
+
+    def load(module: str) -> object:
+        return {"vllm_flash_attn": FakeFlash25(), "flash_attn_interface": SimpleNamespace()}.get(module) or FakeFlash()
+
+    why = find(set(), load=load)
+    assert "vllm_flash_attn 2.5.6 has a flash_attn_varlen_func without block_table; " in why
+    assert "flash_attn_interface has no flash_attn_with_kvcache; " in why
+    assert find(set(), load=load, block_size=256)[0].module == "flash_attn"
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_releases_are_checked_for_what_steps_give_them(name: str) -> None:
+    given: dict[str, tuple[str, ...]] = {}
+
+    def recorder(call: str) -> Any:
+        def record(q: torch.Tensor, *_: torch.Tensor, **options: Any) -> torch.Tensor:
+            given[call] = tuple(sorted(options))
+            return q
+
+        return record
+
+    module: Any = SimpleNamespace(**{call: recorder(call) for call in package(name).calls})
+    for decodes, chunks in (STEPS["decode only"], STEPS["mixed"]):
+        case = paged_case(decodes, chunks, block_size=256, dtype=torch.bfloat16)
+        attend(name, module, case, case.rows, window=8)
+    assert given == {call: tuple(sorted(names)) for call, names in package(name).calls.items()}
