@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtest.server import Server
+from tests.support.gpu_runs import DRIVER, hide_gpu, is_of_the_gpu
 from tests.support.serve_process import serve_run
 
-# Read when triton is imported, which other tests' libraries may do first: without a GPU its kernels are interpreted.
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-# So is this: threads of torch that wait for each other must not keep those of the other worker from the cores.
+# Read when torch is imported: threads that wait for each other must not keep those of the other worker from the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before a test imports triton or torch, which read this once.
+    if not DRIVER.exists():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    elif not is_of_the_gpu(config.args, config.invocation_params.dir):
+        hide_gpu(os.environ)
 
 
 @pytest.hookimpl(optionalhook=True)

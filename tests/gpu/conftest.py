@@ -14,5 +14,5 @@ from engine.device import Device, choose_device
 def device() -> Device:
     """The GPU."""
     if not torch.cuda.is_available():
-        pytest.skip(f"no GPU: torch {torch.__version__} sees none")
+        pytest.skip(f"no GPU: torch {torch.__version__} sees none (`make test-gpu` runs these alone)")
     return choose_device(EngineConfig(device="cuda"))[0]

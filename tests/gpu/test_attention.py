@@ -3,12 +3,17 @@ Never compares with stored numbers: inputs are fresh, and slots that no row owns
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from engine.device import Device
-from kernels.choice import ATTENTION, choose_attention
+from kernels.choice import FLASH, TORCH_ATTENTION, TRITON, choose_attention
+from kernels.flash import PACKAGES
+from kernels.ops import Ops
 from kernels.paged import on_device
 from tests.kernels.rows import Case, paged_case
 
@@ -23,11 +28,38 @@ STEPS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
 }
 SHAPES = {"llama-3.1-8b": (8, 4, 128), "qwen3-0.6b": (8, 2, 128), "qwen3-32b": (8, 8, 128), "smollm2": (3, 3, 64)}
 """(KV heads, query heads of each, head_dim)"""
-BFLOAT16_ERROR = 1e-2
+ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of the whole, by norm: bfloat16 keeps 8 bits, and an error of the arithmetic's order is several times less."""
+BLOCK_SIZE = 16
+BACKENDS = (TRITON, TORCH_ATTENTION, *(package.module for package in PACKAGES))
 
 
-def exact(case: Case) -> Tensor:
+def choose(device: Device, backend: str, dtype: torch.dtype, head_dim: int) -> tuple[Ops, int]:
+    """Its table, and a block size that it takes: of FlashAttention this package alone. Skips what cannot run."""
+    package = next((each for each in PACKAGES if each.module == backend), None)
+
+    def load(module: str) -> Any:
+        if package is not None and module in {each.module for each in PACKAGES} - {package.module}:
+            raise ImportError(f"this case is of {package.module}")
+        return importlib.import_module(module)
+
+    block_size = BLOCK_SIZE if package is None else max(BLOCK_SIZE, package.block_multiple)
+    try:
+        _, ops = choose_attention(
+            backend if package is None else FLASH,
+            dtype=dtype,
+            head_dim=head_dim,
+            block_size=block_size,
+            capability=device.capability,
+            load=load,
+        )
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert package is None or ops.name == package.module
+    return ops, block_size
+
+
+def exact(case: Case, window: int | None = None) -> Tensor:
     """In float64, on the CPU, from the same rounded inputs."""
     out, first = torch.empty(case.q.shape, dtype=torch.float64), 0
     for row, (context, count) in enumerate(zip(case.rows.contexts, case.rows.counts, strict=True)):
@@ -38,29 +70,45 @@ def exact(case: Case) -> Tensor:
             for cache in (case.k_cache, case.v_cache)
         )
         scores = torch.einsum("qhd,khd->hqk", case.q[first : first + count].double(), k) * case.scale
-        future = torch.arange(context + count) > context + torch.arange(count).unsqueeze(1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
+        behind = context + torch.arange(count).unsqueeze(1) - torch.arange(context + count)  # [count, keys]
+        unseen = (behind < 0) | (behind >= (window or context + count))
+        weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
         out[first : first + count] = torch.einsum("hqk,khd->qhd", weights, v)
         first += count
     return out
 
 
+def check(device: Device, ops: Ops, case: Case, window: int | None = None) -> None:
+    there, kv_heads = device.torch_device, case.k_cache.shape[2]
+    plan = ops.prepare_attention(on_device(case.rows, there), kv_heads, case.q.dtype)
+    tensors = (each.to(there) for each in (case.q, case.k_cache, case.v_cache))
+    got = ops.attention(*tensors, plan, case.scale, window=window)
+    want = exact(case, window)
+    error = (got.cpu().double() - want).norm() / want.norm()
+    assert error < ERROR[case.q.dtype], "NaN, too, is no agreement"
+
+
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ATTENTION)
-def test_a_backend_agrees_with_float64_at_the_edges(device: Device, name: str, shape: str, step: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_agrees_with_float64_at_the_edges(
+    device: Device, backend: str, dtype: torch.dtype, shape: str, step: str
+) -> None:
     kv_heads, group, head_dim = SHAPES[shape]
-    try:
-        _, ops = choose_attention(
-            name, dtype=torch.bfloat16, head_dim=head_dim, block_size=16, capability=device.capability
-        )
-    except ValueError as error:
-        pytest.skip(str(error))
-    case = paged_case(*STEPS[step], kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=torch.bfloat16)
-    there = device.torch_device
-    rows = on_device(case.rows, there)
-    plan = ops.prepare_attention(rows, kv_heads, torch.bfloat16)
-    got = ops.attention(case.q.to(there), case.k_cache.to(there), case.v_cache.to(there), plan, case.scale)
-    want = exact(case)
-    error = (got.cpu().double() - want).norm() / want.norm()
-    assert error < BFLOAT16_ERROR, "NaN, too, is no agreement"
+    ops, block_size = choose(device, backend, dtype, head_dim)
+    sizes = {"block_size": block_size, "kv_heads": kv_heads, "group": group, "head_dim": head_dim}
+    check(device, ops, paged_case(*STEPS[step], **sizes, dtype=dtype))
+
+
+@pytest.mark.parametrize("step", ["decode only", "mixed"])
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_head_size_and_window_agrees_with_float64(
+    device: Device, backend: str, dtype: torch.dtype, head_dim: int, window: int | None, step: str
+) -> None:
+    """A long row's first keys are outside of its window; of a chunk, each token has a window of its own."""
+    ops, block_size = choose(device, backend, dtype, head_dim)
+    check(device, ops, paged_case(*STEPS[step], block_size=block_size, head_dim=head_dim, dtype=dtype), window)

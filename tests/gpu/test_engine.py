@@ -18,10 +18,12 @@ from engine.core import EngineCore
 from engine.device import Device
 from engine.device_executor import DeviceExecutor
 from engine.executor import create_executor
-from engine.protocol import Event, Failed, SamplingParams, Submission, Token
+from engine.protocol import Event, Failed, LoadSnapshot, SamplingParams, Submission, Token
 from engine.request import create_request
-from kernels.choice import ATTENTION
-from tests.support.plans import forced_logits
+from engine.step import GraphUse
+from kernels.choice import ATTENTION, FLASH
+from kernels.flash import PACKAGES
+from tests.support.plans import forced_logits, forced_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -31,11 +33,16 @@ TOKENS = torch.randint(0, VOCAB, (700,), generator=torch.Generator().manual_seed
 BLOCKS = tuple(range(60, 10, -1))
 BFLOAT16_ERROR = 3e-2
 """Of logits after 28 layers, by norm."""
+PROMPTS = (1, 15, 16, 17, 100, 127, 128, 129, 250)
+"""Lengths: the first decode rows behind them are at the edges of blocks and splits."""
+FLASH_BLOCKS = sorted({max(16, package.block_multiple) for package in PACKAGES})
 
 
-@pytest.fixture(params=ATTENTION)
-def attention(request: pytest.FixtureRequest, device: Device) -> str:
-    return str(request.param)
+@pytest.fixture(params=[(name, size) for name in ATTENTION for size in (FLASH_BLOCKS if name == FLASH else [16])])
+def attention(request: pytest.FixtureRequest, device: Device) -> dict[str, Any]:
+    """Settings. Each package of FlashAttention has a block size that it takes."""
+    name, block_size = request.param
+    return {"attention": name, "block_size": block_size, "num_kv_blocks": max(64, 6400 // block_size)}
 
 
 def make(**settings: Any) -> tuple[DeviceExecutor, ResolvedConfig]:
@@ -73,24 +80,48 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def test_captured_steps_give_the_logits_of_plain_ones(made: list[DeviceExecutor], attention: str) -> None:
-    captured = logits(made, 17, attention=attention, cuda_graphs="all")
-    assert distance(captured, logits(made, 17, attention=attention, cuda_graphs="none")) < BFLOAT16_ERROR
+def test_captured_steps_give_the_logits_of_plain_ones(made: list[DeviceExecutor], attention: dict[str, Any]) -> None:
+    captured = logits(made, 17, **attention, cuda_graphs="all")
+    assert distance(captured, logits(made, 17, **attention, cuda_graphs="none")) < BFLOAT16_ERROR
 
 
-def test_chunks_of_any_size_give_the_same_logits(made: list[DeviceExecutor], attention: str) -> None:
-    found = [logits(made, size, attention=attention) for size in (None, 1, 16, 63, 65)]
+def test_decode_rows_of_known_tokens_have_the_same_logits_in_every_captured_size(
+    made: list[DeviceExecutor], attention: dict[str, Any]
+) -> None:
+    """Sequences end one after another, and other sizes take over, each with and without padding."""
+    sequences = [TOKENS[number : 2 * number + begin + 1] for number, begin in enumerate(PROMPTS)]
+    width = -(-max(map(len, sequences)) // attention["block_size"])
+    tables = [tuple(range(number, width * len(PROMPTS), len(PROMPTS))) for number in range(len(PROMPTS))]
+    steps = []
+    for graphs in ("all", "none"):
+        executor, _ = make(**attention | {"num_kv_blocks": width * len(PROMPTS)}, cuda_graphs=graphs)
+        made.append(executor)
+        steps.append(forced_steps(executor, sequences, tables, PROMPTS))
+    mixed = [f"mixed {size}x8" for size in (64, 64, 64, 64, 128, 128, 128, 192, 256)]
+    names = [*mixed, *(f"decode {rows}" for rows in (16, 8, 8, 8, 8, 4, 4, 2, 1))]
+    assert [use for _, use in steps[0]] == [GraphUse(True, name) for name in names]
+    for (got, _), (want, none) in zip(*steps, strict=True):
+        assert none is None
+        for row, (one, other) in enumerate(zip(got.double(), want.double(), strict=True)):
+            assert distance(one, other) < BFLOAT16_ERROR, f"row {row}: NaN, too, is no agreement"
+
+
+def test_chunks_of_any_size_give_the_same_logits(made: list[DeviceExecutor], attention: dict[str, Any]) -> None:
+    found = [logits(made, size, **attention) for size in (None, 1, 16, 63, 65)]
     for one, other in pairwise(found):
         assert distance(one, other) < BFLOAT16_ERROR
 
 
-def test_backends_give_the_logits_of_the_reference(made: list[DeviceExecutor], attention: str) -> None:
+def test_backends_give_the_logits_of_the_reference(made: list[DeviceExecutor], attention: dict[str, Any]) -> None:
     want = logits(made, 64, attention="torch", dtype="float32")
-    assert distance(logits(made, 64, attention=attention), want) < 2 * BFLOAT16_ERROR
+    assert distance(logits(made, 64, **attention), want) < 2 * BFLOAT16_ERROR
 
 
-def serve(executor: DeviceExecutor, resolved: ResolvedConfig, seed: int, count: int, cancels: int = 0) -> Any:
-    """Tokens by request; with each of the first `cancels`, one of the latest is ended, wherever it is."""
+def serve(
+    executor: DeviceExecutor, resolved: ResolvedConfig, seed: int, count: int, cancels: int = 0
+) -> tuple[dict[str, list[int]], LoadSnapshot]:
+    """Tokens by request, and what the engine counted; with each of the first `cancels`, one of the latest is ended,
+    wherever it is."""
     core, draw, found = EngineCore(executor, resolved), random.Random(seed), dict[str, list[int]]()
 
     def keep(events: list[Event]) -> None:
@@ -112,17 +143,24 @@ def serve(executor: DeviceExecutor, resolved: ResolvedConfig, seed: int, count: 
             keep(core.abort(live.pop(draw.randrange(max(0, len(live) - 16), len(live)))))
     while core.has_work:
         keep(core.step())
-    assert core.load().num_held_blocks == 0
-    return found
+    load = core.load()
+    assert load.num_held_blocks == 0
+    return found, load
 
 
-def test_a_step_in_flight_changes_no_text(made: list[DeviceExecutor], device: Device) -> None:
+@pytest.mark.parametrize(("attention", "graphs"), [("torch", "none"), ("triton", "none"), ("triton", "all")])
+def test_a_step_in_flight_changes_no_text(
+    made: list[DeviceExecutor], device: Device, attention: str, graphs: str
+) -> None:
     """In float32: steps hold other rows, and what is summed in another order must not tip an even choice."""
     texts = []
     for overlap in (False, True):
-        executor, resolved = make(dtype="float32", attention="torch", overlap=overlap)
+        executor, resolved = make(dtype="float32", attention=attention, cuda_graphs=graphs, overlap=overlap)
         made.append(executor)
-        texts.append(serve(executor, resolved, seed=1, count=40))
+        text, load = serve(executor, resolved, seed=1, count=40)
+        texts.append(text)
+        assert load.graph_misses == {}
+        assert any(name.startswith("decode") for name in load.graph_hits) == (graphs == "all")
     assert texts[0] == texts[1]
 
 

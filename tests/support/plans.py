@@ -10,9 +10,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from engine.device_executor import DeviceExecutor
 from engine.executor import TorchExecutor
 from engine.protocol import TokenLogprobs
-from engine.step import PromptScoring, RowKind, RowSampling, ScheduledRequest, StateUse, StepPlan
+from engine.step import GraphUse, PromptScoring, RowKind, RowSampling, ScheduledRequest, StateUse, StepPlan
 
 
 def greedy(num_logprobs: int | None = None) -> RowSampling:
@@ -85,6 +86,31 @@ def forced_logits_together(
         for number, part in zip(live, logits.split([len(row.token_ids) for row in rows]), strict=True):
             parts[number].append(part)
     return [torch.cat(part) for part in parts]
+
+
+@torch.inference_mode()
+def forced_steps(
+    executor: DeviceExecutor, sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]], begins: Sequence[int]
+) -> list[tuple[Tensor, GraphUse | None]]:
+    """Logits of every token of each step, and which capture the step was. # [num_tokens, vocab] float32
+
+    Of each sequence the tokens before `begins` are a step of their own; then all decode side by side, one known token
+    a step, as long as they have any.
+    """
+    steps = [
+        [chunk(str(number), tokens, 0, begin, table)]
+        for number, (tokens, table, begin) in enumerate(zip(sequences, tables, begins, strict=True))
+    ]
+    for more in range(max(len(tokens) - begin for tokens, begin in zip(sequences, begins, strict=True))):
+        live = [number for number, tokens in enumerate(sequences) if begins[number] + more < len(tokens)]
+        steps.append([decode(str(n), sequences[n][begins[n] + more], begins[n] + more, tables[n]) for n in live])
+    found = []
+    for step_id, rows in enumerate(steps):
+        plan = StepPlan(step_id, tuple(rows))
+        computed, use = executor.model.start(plan, {}, ())
+        every = torch.arange(plan.num_tokens, device=computed.hidden.device)
+        found.append((computed.logits_at(every).float().cpu(), use))
+    return found
 
 
 def greedy_text(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.logprobs import token_logprobs
 from engine.sampler import uniform
 from kernels import reference
 from kernels.eager import EagerPass
@@ -20,7 +21,10 @@ from tests.kernels.rows import Case, fresh_generator
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
 from kernels.sampled_row import SampledRow
+from kernels.triton import logprobs, norm
+from kernels.triton.activation import silu_and_mul
 from kernels.triton.attention import attention
+from kernels.triton.cache import write_cache
 from kernels.triton.plan import SPLIT, AttentionPlan, prepare_attention
 from kernels.triton.rotate import rotate_and_cache
 from kernels.triton.sampler import sample
@@ -68,7 +72,7 @@ def check_attention(case: Case, device: str, *, window: int | None = None, split
 
 
 def windowed(case: Case, window: int | None) -> Tensor:
-    """The reference, where a query sees `window` tokens. It has none: each token is a row that owns no others' keys."""
+    """The reference, where a query sees `window` tokens: of those alone, token by token, so that no mask is trusted."""
     if window is None:
         return reference.attention(case.q, case.k_cache, case.v_cache, case.rows, case.scale)
     out, token = torch.empty_like(case.q), 0
@@ -85,6 +89,43 @@ def windowed(case: Case, window: int | None) -> Tensor:
             out[token] = torch.einsum("hk,khd->hd", scores.softmax(dim=-1), v).to(out.dtype)
             token += 1
     return out
+
+
+def check_norm(size: int, dtype: torch.dtype, device: str) -> None:
+    """With the residual that is added first."""
+    generator = fresh_generator()
+    x = (torch.randn(5, size, generator=generator) * 5).to(dtype)
+    residual, weight = torch.randn(5, size, generator=generator), torch.rand(size, generator=generator).to(dtype)
+    out = (poisoned(x.shape, dtype, device), poisoned(x.shape, torch.float32, device))
+    got = norm.add_rms_norm(x.to(device), residual.to(device), weight.to(device), EPS, out=out)
+    assert got[0] is out[0]
+    assert got[1] is out[1]
+    for found, want in zip(got, reference.add_rms_norm(x, residual, weight, EPS), strict=True):
+        close(found, want)
+
+
+def check_silu_and_mul(size: int, dtype: torch.dtype, device: str) -> None:
+    x = (torch.randn(3, 2 * size, generator=fresh_generator()) * 4).to(dtype)
+    out = poisoned((3, size), dtype, device)
+    assert silu_and_mul(x.to(device), out=out) is out
+    close(out, reference.silu_and_mul(x))
+
+
+def check_write_cache(dtype: torch.dtype, device: str) -> None:
+    """Two tokens are padding, and V is a view of stacked heads."""
+    generator = fresh_generator()
+    k = torch.randn(7, 3, 80, generator=generator).to(dtype)
+    v = torch.randn(7, 5, 80, generator=generator).to(dtype)[:, 1:4]
+    slots = torch.randperm(40, generator=generator)[:7]
+    want, guarded = ([poisoned((n, 4, 3, 80), dtype, at) for _ in "kv"] for n, at in ((10, "cpu"), (11, device)))
+    got = [whole[1:] for whole in guarded]
+    real = [0, 1, 2, 4, 5]
+    reference.write_cache(k[real], v[real], want[0], want[1], slots[real])
+    slots[[3, 6]] = -1
+    write_cache(k.to(device), v.to(device), got[0], got[1], slots.to(device))
+    for found, expected in zip(guarded, want, strict=True):
+        assert torch.equal(found[1:].cpu(), expected)
+        assert (found[0] == POISON).all(), "slot -1 was written"
 
 
 def check_rotation(
@@ -165,3 +206,17 @@ def expected_token(logits: Tensor, row: SampledRow) -> int:
 
 def check_sampling(logits: Tensor, rows: Sequence[SampledRow], device: str) -> None:
     assert draw(logits, rows, device) == [expected_token(logits[i], row) for i, row in enumerate(rows)]
+
+
+def check_logprobs(logits: Tensor, token_ids: Sequence[int], count: int, device: str) -> None:
+    """Of `token_ids`, one a row, and of the `count` likeliest, against the engine's own."""
+    found = logprobs.token_logprobs(logits.to(device), torch.tensor(token_ids, device=device), count)
+    own, top_ids, top = (x.cpu() for x in found)
+    want = token_logprobs(logits, token_ids, [count] * len(token_ids))
+    for row, expected in enumerate(want):
+        if expected is None:
+            assert own[row].isnan()
+            continue
+        assert float(own[row]) == pytest.approx(expected.logprob, abs=1e-5)
+        assert top_ids[row].tolist() == [token for token, _ in expected.top]
+        assert top[row].tolist() == pytest.approx([value for _, value in expected.top], abs=1e-5)

@@ -1,5 +1,6 @@
 """Owns where the Triton kernels are tested.
-Never asks for a GPU: the interpreter runs them on the CPU, and tests/gpu gives another device to the same cases."""
+Never asks for a GPU: the interpreter runs them on the CPU, on a GPU's machine, too, and tests/gpu/test_kernels.py gives
+that device to the same cases."""
 
 from __future__ import annotations
 

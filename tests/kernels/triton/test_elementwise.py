@@ -9,26 +9,26 @@ import torch
 from kernels import reference
 from kernels.forward import HeadShape
 from tests.kernels.rows import fresh_generator
-from tests.kernels.triton.cases import EPS, POISON, TOLERANCE, check_rotation, close, poisoned
+from tests.kernels.triton.cases import (
+    EPS,
+    TOLERANCE,
+    check_norm,
+    check_rotation,
+    check_silu_and_mul,
+    check_write_cache,
+    close,
+    poisoned,
+)
 
 from kernels.triton import norm  # isort: skip
 from kernels.triton.activation import BLOCK, silu_and_mul  # isort: skip
-from kernels.triton.cache import write_cache  # isort: skip
 from kernels.triton.rotate import HEADS_AT_A_TIME, rope  # isort: skip
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("size", [1, 64, 576, 1025])
 def test_the_norm_with_its_residual_matches_the_reference(device: str, size: int, dtype: torch.dtype) -> None:
-    generator = fresh_generator()
-    x = (torch.randn(5, size, generator=generator) * 5).to(dtype)
-    residual, weight = torch.randn(5, size, generator=generator), torch.rand(size, generator=generator).to(dtype)
-    out = (poisoned(x.shape, dtype, device), poisoned(x.shape, torch.float32, device))
-    got = norm.add_rms_norm(x.to(device), residual.to(device), weight.to(device), EPS, out=out)
-    assert got[0] is out[0]
-    assert got[1] is out[1]
-    for found, want in zip(got, reference.add_rms_norm(x, residual, weight, EPS), strict=True):
-        close(found, want)
+    check_norm(size, dtype, device)
 
 
 def test_the_first_norm_of_a_model_needs_no_residual(device: str) -> None:
@@ -67,10 +67,7 @@ def test_the_norm_matches_the_reference_on_a_view_of_stacked_heads(device: str, 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1])
 def test_silu_and_mul_matches_the_reference(device: str, size: int, dtype: torch.dtype) -> None:
-    x = (torch.randn(3, 2 * size, generator=fresh_generator()) * 4).to(dtype)
-    out = poisoned((3, size), dtype, device)
-    assert silu_and_mul(x.to(device), out=out) is out
-    close(out, reference.silu_and_mul(x))
+    check_silu_and_mul(size, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -106,19 +103,7 @@ def test_any_number_of_heads_and_tokens_matches_the_reference(device: str, heads
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_write_cache_touches_no_other_slot_and_none_for_padding(device: str, dtype: torch.dtype) -> None:
-    generator = fresh_generator()
-    k = torch.randn(7, 3, 80, generator=generator).to(dtype)
-    v = torch.randn(7, 5, 80, generator=generator).to(dtype)[:, 1:4]
-    slots = torch.randperm(40, generator=generator)[:7]
-    want, guarded = ([poisoned((n, 4, 3, 80), dtype, at) for _ in "kv"] for n, at in ((10, "cpu"), (11, device)))
-    got = [whole[1:] for whole in guarded]
-    real = [0, 1, 2, 4, 5]
-    reference.write_cache(k[real], v[real], want[0], want[1], slots[real])
-    slots[[3, 6]] = -1
-    write_cache(k.to(device), v.to(device), got[0], got[1], slots.to(device))
-    for found, expected in zip(guarded, want, strict=True):
-        assert torch.equal(found[1:].cpu(), expected)
-        assert (found[0] == POISON).all(), "slot -1 was written"
+    check_write_cache(dtype, device)
 
 
 def test_no_tokens_are_no_launch(device: str) -> None:

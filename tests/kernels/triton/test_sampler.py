@@ -12,16 +12,15 @@ from torch import Tensor
 from engine import sampler as engine_sampler
 from engine.device import HostDevice
 from engine.device_sampler import choose_on_device
-from engine.logprobs import token_logprobs
 from engine.step import LogitControls, RowSampling
 from kernels import reference
 from tests.kernels.rows import fresh_generator
-from tests.kernels.triton.cases import check_sampling, controlled, draw, expected_token, slow
+from tests.kernels.triton.cases import check_logprobs, check_sampling, controlled, draw, expected_token, slow
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from kernels.triton import controls, logprobs, numbers, sampler  # isort: skip
+from kernels.triton import controls, numbers, sampler  # isort: skip
 from kernels.sampled_row import SampledRow  # isort: skip
 from kernels.triton.ops import TRITON  # isort: skip
 from kernels.triton.sampling_rows import pack_rows  # isort: skip
@@ -258,17 +257,7 @@ def test_logprobs_are_the_engines(device: str, count: int, dtype: torch.dtype) -
     logits[2, 7] = torch.nan
     logits[3] = -torch.inf
     logits[4, 8] = torch.inf
-    token_ids = [0, 299, 3, 4, 8]
-    found = logprobs.token_logprobs(logits.to(device), torch.tensor(token_ids, device=device), count)
-    own, top_ids, top = (x.cpu() for x in found)
-    want = token_logprobs(logits, token_ids, [count] * 5)
-    for row, expected in enumerate(want):
-        if expected is None:
-            assert own[row].isnan()
-            continue
-        assert float(own[row]) == pytest.approx(expected.logprob, abs=1e-5)
-        assert top_ids[row].tolist() == [token for token, _ in expected.top]
-        assert top[row].tolist() == pytest.approx([value for _, value in expected.top], abs=1e-5)
+    check_logprobs(logits, [0, 299, 3, 4, 8], count, device)
 
 
 def test_as_many_rows_of_logits_as_rows_are_expected(device: str) -> None:

@@ -1,0 +1,115 @@
+"""Owns the cases of tests/kernels/triton on a GPU: compiled, in sizes of real models, against the reference.
+Never compares with stored numbers: inputs are made and judged on the CPU, and every output is poisoned first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.device import Device
+from kernels.forward import HeadShape
+from kernels.sampled_row import SampledRow
+from tests.kernels.rows import fresh_generator, paged_case
+from tests.kernels.triton.cases import (
+    TOLERANCE,
+    check_attention,
+    check_logprobs,
+    check_norm,
+    check_rotation,
+    check_sampling,
+    check_silu_and_mul,
+    check_write_cache,
+)
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 151936
+SPLIT = 128
+
+
+@pytest.fixture
+def where(device: Device) -> str:
+    return str(device.torch_device)
+
+
+def random_logits(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(rows, VOCAB, generator=fresh_generator()) * 3).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_attention_at_the_edges_of_a_split(where: str, window: int | None, dtype: torch.dtype) -> None:
+    decodes = [0, 14, 15, 16, SPLIT - 2, SPLIT - 1, SPLIT, 2 * SPLIT]
+    for rows in ((decodes, []), ([5, 300], [(0, 20), (48, 33), (33, 1)])):
+        check_attention(paged_case(*rows, head_dim=64, dtype=dtype), where, window=window, split=SPLIT)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+def test_attention_in_blocks_of_any_size(where: str, block_size: int) -> None:
+    check_attention(paged_case([0, 140], [(5, 11)], block_size=block_size), where, split=SPLIT)
+
+
+@pytest.mark.parametrize(
+    ("normed", "dtype"), [*((False, dtype) for dtype in TOLERANCE), (True, torch.float32), (True, torch.float16)]
+)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_rotation_and_cache_writes(where: str, tokens: int, head_dim: int, normed: bool, dtype: torch.dtype) -> None:
+    """The reference rounds between norm and rotation, the launch does not: in bfloat16 by more than the tolerance."""
+    shape = HeadShape(num_heads=40, num_kv_heads=8, head_dim=head_dim)
+    check_rotation(shape, where, dtype=dtype, tokens=tokens, normed=normed)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("size", [1, 576, 1025, 4096, 8192])
+def test_the_norm_with_its_residual(where: str, size: int, dtype: torch.dtype) -> None:
+    check_norm(size, dtype, where)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("size", [1, 1536, 14336])
+def test_silu_and_mul(where: str, size: int, dtype: torch.dtype) -> None:
+    check_silu_and_mul(size, dtype, where)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_cache_writes_alone(where: str, dtype: torch.dtype) -> None:
+    check_write_cache(dtype, where)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rows_of_every_filter_and_control_draw_the_references_token(where: str, dtype: torch.dtype) -> None:
+    """In 16 bits many logits of so large a vocabulary are equal."""
+    filters: list[dict[str, float]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"top_k": 1},
+        {"top_k": 50, "temperature": 0.7},
+        {"top_k": VOCAB - 1},
+        {"top_p": 0.9},
+        {"top_p": 1e-9},
+        {"min_p": 0.05, "temperature": 1.3},
+        {"top_k": 200, "top_p": 0.8, "min_p": 0.01},
+    ]
+    rows = [
+        SampledRow(**{"temperature": 1.0} | each, seed=seed, position=seed)  # type: ignore[arg-type]
+        for seed, each in enumerate(filters)
+    ]
+    seen = {"answer": (3, 4, 3, VOCAB - 1), "prompt": (7, 7, 256)}
+    rows += [
+        SampledRow(temperature=0.0, banned=range(0, VOCAB, 2), **seen),
+        SampledRow(temperature=1.0, allowed=(1, 2, VOCAB - 1), repetition_penalty=1.3, **seen),
+        SampledRow(temperature=0.8, bias=((3, 9.0), (5, -2.0)), frequency_penalty=0.4, presence_penalty=0.2, **seen),
+        SampledRow(temperature=0.0, bias=((8, 100.0), (9, 50.0)), bad_words=((8,),), **seen),
+    ]
+    check_sampling(random_logits(len(rows), dtype), rows, where)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_logprobs_are_the_engines(where: str, count: int, dtype: torch.dtype) -> None:
+    logits = random_logits(5, dtype)
+    logits[2, 7] = torch.nan
+    logits[3] = -torch.inf
+    check_logprobs(logits, [0, VOCAB - 1, 3, 4, 8], count, where)
