@@ -7,9 +7,10 @@ PEERS_VENV ?= .venv-peers
 SCENARIO ?= smoke
 URL ?= http://127.0.0.1:8000
 WORKERS ?= --numprocesses 2
+FLASH_TESTS := $(addprefix tests/,kernels/test_flash.py kernels/test_choice.py $(patsubst %,engine/test_device_%.py,decode executor memory model))
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test test-slow test-clients test-gpu test-chaos test-deep test-mutations check format install model docs load simulate find-rate bench-peers bench-gpu chart studies validate-k8s render-k8s k8s-tools clean
+.PHONY: serve test test-slow test-clients test-gpu test-flash test-chaos test-deep test-mutations check format install model docs load simulate find-rate bench-peers bench-gpu chart studies validate-k8s render-k8s k8s-tools clean
 
 serve: install ## prepare the model of config.yaml, serve it, and say how to call it once it answers
 	@$(BIN)/python -m serve_app.front.announce $(CONFIG) & exec $(BIN)/serve run $(CONFIG)
@@ -30,6 +31,17 @@ test-clients: model .venv-clients/installed ## the libraries that users bring, i
 
 test-gpu: install ## attention, captured steps, overlap and memory on this machine's GPU (skipped where there is none)
 	$(BIN)/python -m pytest tests/gpu -m gpu -rs
+
+# Torch 2.4 leaves more of itself untyped, which says nothing of ours.
+test-flash: .venv-flash/installed ## the engine beside vllm-flash-attn 2.6.2 and the torch 2.4.0 that it pins: types, attention, steps on a stand-in for a GPU (3 GB)
+	.venv-flash/bin/python -m mypy --no-warn-return-any --allow-untyped-calls --no-warn-unused-ignores -p engine -p kernels
+	.venv-flash/bin/python -c "import vllm_flash_attn"
+	.venv-flash/bin/python -m pytest $(FLASH_TESTS) -rs
+
+.venv-flash/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-flash
+	.venv-flash/bin/python -m pip install --quiet --editable ".[flash]" hypothesis mypy pillow pytest
+	@touch $@
 
 bench-gpu: install ## kernels, steps and loads on this machine's GPU, against its own peaks; JSON to loadtest/results
 	$(BIN)/python -m kernels.bench --out loadtest/results/kernels_gpu.json
