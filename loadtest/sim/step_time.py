@@ -15,7 +15,8 @@ import numpy as np
 
 from engine.step import RowKind, StepPlan
 
-MEASURED = Path(__file__).parents[1] / "results" / "engine_step.json"
+MEASURED = Path(__file__).parents[1] / "results" / "engine_step_vectors.json"
+"""The studies' machine: two cores without a matrix unit, which is what most have."""
 BENCHMARK = "engine_step"
 """What such a file calls itself."""
 ATTENTION_CONTEXT = 3072

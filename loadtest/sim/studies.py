@@ -17,7 +17,7 @@ from typing import Any
 
 from loadtest.server import ROOT
 from loadtest.sim.specs import GOALS, SECONDS, STUDIES, Spec, run_spec, twins
-from loadtest.sim.step_time import measured
+from loadtest.sim.step_time import MEASURED, measured
 
 RESULTS = ROOT / "loadtest" / "results"
 Document = dict[str, Any]
@@ -30,7 +30,7 @@ def empty(study: str) -> Document:
         "study": study,
         "simulated": True,
         "goal": asdict(GOALS[study]),
-        "step_time": {"measured_in": "loadtest/results/engine_step.json", **asdict(step_time), "largest_error": error},
+        "step_time": {"measured_in": f"loadtest/results/{MEASURED.name}", **asdict(step_time), "largest_error": error},
         "runs": [],
     }
 

@@ -11,7 +11,8 @@ import pytest
 from engine.core import _trace
 from engine.observer import ComputedStep
 from engine.step import RowKind, ScheduledRequest, StepPlan
-from loadtest.sim.step_time import ATTENTION_CONTEXT, ConstantStep, LinearStep, fit, measured
+from loadtest.sim.step_time import ATTENTION_CONTEXT, MEASURED, ConstantStep, LinearStep, fit, measured
+from loadtest.sim.validation import STEPS
 
 MODEL = LinearStep(step_s=0.01, token_s=0.001, decode_row_s=0.002, attention_context=1000)
 
@@ -104,7 +105,8 @@ def test_a_file_that_cannot_say_how_long_steps_take_is_refused(document: object,
         measured(path)
 
 
-def test_the_recorded_steps_are_described_to_a_quarter() -> None:
-    model, error = measured()
+@pytest.mark.parametrize("path", [MEASURED, STEPS])
+def test_the_recorded_steps_are_described_to_a_quarter(path: Path) -> None:
+    model, error = measured(path)
     assert error < 0.25
     assert model.token_s < model.decode_row_s < model.step_s

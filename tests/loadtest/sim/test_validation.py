@@ -23,7 +23,7 @@ def test_every_simulated_figure_is_near_the_measured_one() -> None:
 
 def test_what_is_measured_is_the_median_of_our_own_rounds() -> None:
     figures = [dict.fromkeys(("ttft_ms", "tpot_ms", "tokens_per_s"), at) for at in (1.0, 2.0, 9.0)]
-    rounds = [{"chunkserve": {"scenarios": {"single": found}}} for found in figures]
+    rounds = [{"chunkserve-no-drafts": {"scenarios": {"single": found}}} for found in figures]
     assert live_figures({"rounds": rounds}, "single")["tpot_ms"] == 2.0
 
 
