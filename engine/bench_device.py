@@ -465,7 +465,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
         "--model", type=Path, default=Path("llama-3.1-8b"), help=f"a directory with config.json, or: {names}"
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--steps", type=int, default=20, help="of a cell")
     parser.add_argument("--copy-mib", type=int, default=512, help="what the copy's peak is measured on")
     parser.add_argument("--matrix", type=int, default=8192, help="rows and columns of the product's peak")

@@ -273,10 +273,10 @@ class EngineConfig:
         "auto",
         "Where steps run. `auto`: on the GPU that the replica has (engine_num_gpus), else on the CPU.",
     )
-    dtype: Literal["auto", "bfloat16", "float32"] = setting(
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto",
         "Activations, and weights and KV cache unless these are asked for in fewer bits. `auto`: bfloat16 where the "
-        "device multiplies it natively, else float32.",
+        "device multiplies it natively, else float32. `float16`: on a GPU alone.",
     )
     max_model_len: int | None = setting(
         None, "Longest prompt + answer, in tokens. Unset: what the checkpoint was trained for.", ge=1

@@ -81,7 +81,7 @@ def resolve(
 
 def torch_dtype(name: str) -> torch.dtype:
     """The type that ResolvedConfig.dtype names."""
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
 
 
 def _max_model_len(model: ModelConfig, config: EngineConfig) -> tuple[int, str]:
@@ -99,7 +99,13 @@ def _max_model_len(model: ModelConfig, config: EngineConfig) -> tuple[int, str]:
 
 
 def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str]:
-    """Of weights and KV cache, and why."""
+    """Of weights and KV cache, and why.
+
+    Raises:
+        ConfigError: the device does not compute in the type that is asked for.
+    """
+    if config.dtype == "float16" and device.capability is None:
+        raise ConfigError("dtype is float16, which is for a GPU: a CPU computes in bfloat16 or float32.")
     if config.dtype != "auto":
         return torch_dtype(config.dtype), "asked for"
     if device.capability is not None:

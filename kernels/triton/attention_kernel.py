@@ -30,7 +30,10 @@ def _find_row(begins, first_row, num_rows, tile, GROUP: tl.constexpr, TILE: tl.c
 
 
 @tuned(CONFIGS, key=["HEAD_DIM", "GROUP", "BLOCK_SIZE", "TILE", "DECODE"])
-@triton.jit(do_not_specialize=["first_row", "num_rows", "num_splits", "window"])
+@triton.jit(
+    do_not_specialize=["table_stride", "first_row", "num_rows", "num_splits", "window"],
+    do_not_specialize_on_alignment=["begins", "lengths", "block_tables"],  # parts of one tensor, wherever they begin
+)
 def attend(
     q,
     k_cache,

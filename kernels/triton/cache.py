@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.triton.launch import padded, warps
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])  # a row of a tensor, of any number of tokens
 def _write(
     k,
     v,

@@ -16,7 +16,7 @@ CHANNELS_AT_A_TIME = 128
 TOKENS_AT_A_TIME = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["begins", "lengths", "slots"])  # as attend's
 def _convolve(
     x,
     weight,

@@ -12,7 +12,7 @@ from kernels.triton.launch import padded
 AT_A_TIME = 16
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["lengths"])  # as attend's
 def _combine(
     parts, lse, lengths, out, split, num_splits, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, TILE: tl.constexpr
 ):

@@ -27,7 +27,7 @@ def _decay_and_strength(strength, step, rate, bias, at_strength, at_step, head, 
     return tl.where(real, tl.load(rate + head) * softplus, 0.0), tl.where(real, written, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["begins", "lengths", "slots"])  # as attend's
 def _one_step(
     qkv,
     strength,
@@ -89,7 +89,7 @@ def _keys(x, token, token_stride, real, i, of_keys):
     return found * tl.rsqrt(tl.sum(found * found, axis=1) + 1e-6)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["begins", "slots"])
 def _invert(
     qkv,
     strength,
@@ -135,7 +135,7 @@ def _invert(
     tl.store(to, inverse, mask=real[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["begins", "lengths", "slots"])
 def _scan(
     qkv,
     strength,

@@ -14,7 +14,7 @@ from kernels.triton.launch import padded, warps
 HEADS_AT_A_TIME = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])  # a row of a tensor, of any number of tokens
 def _rotate(
     x,
     cos,

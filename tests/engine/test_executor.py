@@ -466,6 +466,11 @@ def test_auto_takes_bfloat16_only_where_the_cpu_has_it(
     assert "bf16" in resolved.reasons["dtype"]
 
 
+def test_float16_is_refused_where_nothing_computes_in_it(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype is float16, which is for a GPU"):
+        resolve(checkpoint, dtype="float16")
+
+
 def test_end_tokens_come_from_the_generation_config_first(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     assert resolve(tmp_path).eos_token_ids == (2,)

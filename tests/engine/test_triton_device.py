@@ -103,3 +103,17 @@ def test_decode_and_mixed_steps_by_triton_captured_with_padding_or_plain_give_th
             got, graph = logits(executor, *rows)
             torch.testing.assert_close(got, want[positions[size]], **CLOSE)
             assert graph == (GraphUse(True, size) if name == "captured" else None)
+
+
+def test_float16_by_triton_gives_the_logits_of_the_reference_to_its_own_digits(
+    model: Path, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.choice.TRITON_TABLE", TRITON_TABLE)
+    limits: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 12, "attention": "triton"}
+    config = EngineConfig(**SETTINGS | limits | {"dtype": "float16", "cuda_graphs": "none"})
+    executor, resolved = create_on_device(model, config, FakeDevice(), "a test")
+    assert (resolved.dtype, executor.model.cache.layers[0][0].dtype) == ("float16", torch.float16)
+    got = forced_logits(executor, TOKENS, BLOCKS, 7)
+    executor.shutdown()
+    assert not torch.equal(got, want)
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=1e-2)
