@@ -124,7 +124,16 @@ class _Start:
         """With a KV cache of `num_blocks`, and those that are nobody's."""
         block_size, device = self._resolved.block_size, self._device
         num_blocks += self._spare_blocks
-        cache = KVCache.allocate(self._model, num_blocks, block_size, self._dtype, device.torch_device)
+        try:
+            with device_faults():
+                cache = KVCache.allocate(self._model, num_blocks, block_size, self._dtype, device.torch_device)
+                state = RecurrentState.allocate(self._model, self._resolved, self._dtype, device.torch_device)
+        except ExecutorOutOfMemoryError as error:
+            free, total = device.memory()
+            raise ConfigError(
+                f"{num_blocks} KV blocks of {self._block_bytes} bytes do not fit: {free / GIB:.2f} of {device.name}'s "
+                f"{total / GIB:.2f} GiB were free. Set num_kv_blocks or gpu_memory_utilization lower."
+            ) from error
         return DeviceModel(
             decoder,
             self._ops,
@@ -132,7 +141,7 @@ class _Start:
             device,
             block_size=block_size,
             max_model_len=self._resolved.max_model_len,
-            state=RecurrentState.allocate(self._model, self._resolved, self._dtype, device.torch_device),
+            state=state,
         )
 
     def measure(self, decoder: Decoder, use: MemoryUse) -> MemoryUse:

@@ -23,7 +23,7 @@ from engine.executor import create_executor
 from engine.inputs import check_plan
 from engine.kv_cache import KVCache
 from engine.logit_controls import control_logits
-from engine.models.config import read_model_config
+from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
 from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, RowKind, StepPlan
 from engine.weights import dummy_weights, load_weights
@@ -139,6 +139,23 @@ def test_captures_that_do_not_fit_beside_kv_blocks_are_refused_by_their_setting(
     with pytest.raises(ConfigError, match=r"cuda_graphs is auto, but .* for its \d+ sizes beside .* and 7 KV blocks"):
         create(model, num_kv_blocks=7)
     assert caches[1] == 8
+
+
+@pytest.mark.usefixtures("_flash")
+def test_kv_blocks_that_somebody_took_the_memory_of_are_refused_by_their_settings(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the measurement and the allocation another process may take it: that was a traceback of torch's."""
+    allocate = KVCache.allocate
+
+    def second_fails(of: ModelConfig, num_blocks: int, *args: Any) -> KVCache:
+        if num_blocks == 8:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return allocate(of, num_blocks, *args)
+
+    monkeypatch.setattr(KVCache, "allocate", second_fails)
+    with pytest.raises(ConfigError, match=r"^8 KV blocks of \d+ bytes do not fit: .* num_kv_blocks or gpu_memory"):
+        create(model, num_kv_blocks=7)
 
 
 @pytest.mark.usefixtures("_flash")
