@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from engine.models.native import NativeModel
 from engine.prepare import prepare_model
 from engine.protocol import SamplingParams, Submission
 from engine.request import create_request
-from engine.step import Executor, RowKind, RowSampling, ScheduledRequest, StepOutput, StepPlan
+from engine.step import Executor, RowKind, RowSampling, ScheduledRequest, StateUse, StepOutput, StepPlan
 from kernels.cpu.native.program import Program, StepRows
 
 GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -57,7 +58,16 @@ def measure(run: Callable[[], object], steps: int) -> list[float]:
     return times[3:]
 
 
+def in_slots(executor: Executor, plan: StepPlan) -> StepPlan:
+    """Each row with a slot for its state, where the model has recurrent state."""
+    if not executor.capabilities.recurrent_state:
+        return plan
+    return replace(plan, rows=tuple(replace(row, state=StateUse(i)) for i, row in enumerate(plan.rows)))
+
+
 def step_of(executor: Executor, plan: StepPlan) -> Callable[[], StepOutput]:
+    plan = in_slots(executor, plan)
+
     def run() -> StepOutput:
         executor.launch(plan)
         return executor.collect()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 import engine.models
-from engine.bench import decode_plan, measure, prefill_plan, step_of
+from engine.bench import decode_plan, in_slots, measure, prefill_plan, step_of
 from engine.bench_mixed import CANONICAL, WHOLE, MixedLoad, Traffic, with_budget
 from engine.config import EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.core import EngineCore
@@ -177,6 +177,7 @@ class DeviceBench:
         """As the function has it; [] on the CPU, too, which computes while Python waits."""
         if self.device is None:
             return []
+        plan = in_slots(executor, plan)
         ballast = torch.zeros(BALLAST_BYTES // 4 if self.on_gpu else 1, device=self.device.torch_device)
         return device_times(self.device, executor, plan, lambda: ballast.add_(1), self.options.steps)
 

@@ -37,6 +37,7 @@ from tests.engine.test_build import TINY
 from tests.support.engines import resolved_config
 from tests.support.fake_device import FakeDevice, write_model
 from tests.support.fake_flash import FakeFlash
+from tests.support.tiny_models import save_model
 
 
 def test_every_cell_is_measured_on_any_device(
@@ -242,6 +243,16 @@ def test_an_aim_is_not_met_by_cells_that_are_not_valid(valid: tuple[bool, bool])
         {"cell": "mixed_load", "size": 1 << 20, "gap_max": 100.0, "valid": valid[1]},
     ]
     assert [(aim["met"], aim["valid"]) for aim in targets(cells)] == [(valid[1],) * 2, (all(valid),) * 2]
+
+
+def test_steps_of_a_model_with_recurrent_state_are_measured(tmp_path: Path) -> None:
+    """Their rows had no slots: no cell of qwen3.5-27b could be measured."""
+    save_model("qwen3_5", tmp_path)
+    bench = DeviceBench(options_of("--model", str(tmp_path)))
+    with bench.engine() as (executor, resolved):
+        assert executor.capabilities.recurrent_state
+        cells = bench.steps(executor, resolved, {"copy_gb_s": 1.0, "matrix_gflop_s": 1.0})
+    assert [cell["cell"] for cell in cells] == ["decode", "decode", "prefill", "prefill_only", "mixed"]
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

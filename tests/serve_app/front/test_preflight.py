@@ -27,7 +27,10 @@ def config_with(tmp_path: Path, args: Any, import_path: str = "serve_app.app:bui
             {"engine": {"block_size": 0}},
             "args.engine.block_size: Input should be greater than or equal to 1 (given: 0)",
         ),
-        ({"engine": {"dtype": "int4"}}, "args.engine.dtype: Input should be 'auto', 'bfloat16' or 'float32'"),
+        (
+            {"engine": {"dtype": "int4"}},
+            "args.engine.dtype: Input should be 'auto', 'bfloat16', 'float16' or 'float32'",
+        ),
         ({"engine": {"max_num_seqs": 600}}, "max_num_batched_tokens (512) must be at least max_num_seqs + 1 (601)"),
         ({"modle": "x"}, "args.modle: Extra inputs are not permitted (given: 'x')"),
         ({"model": "/no/such/model"}, "args.model: No model '/no/such/model': expected"),
