@@ -35,8 +35,9 @@ from tests.support.compiler import needs_compiler
 BLOCK = 16
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-NORMED = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
-"""With norms by head, whose results the reference rounds to bfloat16 before it rotates them, and the kernels do not."""
+NORMED = {torch.float32: 2e-5, torch.bfloat16: 5e-3}
+"""With norms by head, whose results the reference rounds to bfloat16 before it rotates them, and the kernels do not: of
+the root mean square in bfloat16, which the one number in 100,000 that is far off does not move (measured: 3e-3)."""
 EPS = 1e-5
 
 pytestmark = needs_compiler
@@ -85,6 +86,11 @@ def close_but_for_ties(got: Tensor, want: Tensor, tolerance: float) -> None:
     tolerance = max(tolerance, 5e-3)
     apart = (got.double() - want.double()).abs() > tolerance + tolerance * want.double().abs()
     assert apart.sum() <= 256 + 0.03 * apart.numel()
+
+
+def close_on_average(got: Tensor, want: Tensor, tolerance: float) -> None:
+    close(got, want, 0.1)
+    assert (got.double() - want.double()).square().mean().sqrt() <= tolerance
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -378,7 +384,9 @@ def check_attention(
     case = AttentionCase(lengths, heads, dtype, norms=norms, block_size=block_size, window=window, narrow=narrow)
     got, want = case.native(team), case.reference()
     tolerance = (NORMED if norms else TOLERANCE)[dtype]
-    held = functools.partial(close_but_for_ties if narrow else close, tolerance=tolerance)
+    on_average = norms and dtype == torch.bfloat16
+    judge = close_but_for_ties if narrow else close_on_average if on_average else close
+    held = functools.partial(judge, tolerance=tolerance)
     for sequence, (context, _) in enumerate(rows):
         cut = random.randint(0, context)
         for start, end in ((0, cut), (cut, context)):
