@@ -22,13 +22,13 @@ class DeviceInputs:
     token_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     slots: Tensor  # [num_tokens] int64
-    numbers: Tensor  # int64: first tokens, lengths, first keys and state slots of the rows
+    numbers: Tensor  # int64: first tokens, lengths and first keys of the rows, how many are decodes, state slots
     tables: Tensor  # [num_rows, width] int64
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each part of a packed step lies: token ids, positions, slots, four lists by row, and block tables."""
+    """Where each part of a packed step lies: token ids, positions, slots, numbers of the rows, and block tables."""
 
     num_tokens: int
     num_rows: int
@@ -47,8 +47,8 @@ class Layout:
         return 3 * self.num_tokens + sum(self._of_rows)
 
     @property
-    def _of_rows(self) -> tuple[int, int, int, int]:
-        return self.num_rows + 1, self.num_rows, self.num_rows + 1, self.num_rows if self.has_states else 0
+    def _of_rows(self) -> tuple[int, int, int, int, int]:
+        return self.num_rows + 1, self.num_rows, self.num_rows + 1, 1, self.num_rows if self.has_states else 0
 
     def as_wide_as(self, inputs: StepInputs, *, decode: bool) -> Layout:
         """With block tables that end where the longest row does, a row of padding included."""
@@ -65,7 +65,14 @@ class Layout:
         return DeviceInputs(tokens[0], tokens[1], tokens[2], numbers, tables)
 
     def rows(
-        self, inputs: DeviceInputs, block_size: int, *, num_decode: int, max_count: int, max_length: int
+        self,
+        inputs: DeviceInputs,
+        block_size: int,
+        *,
+        num_decode: int,
+        num_chunks: int,
+        max_count: int,
+        max_length: int,
     ) -> DeviceRows:
         """Rows that read `inputs`, converted to int32 here. A captured step does so itself, in each replay."""
         parts = inputs.numbers.to(torch.int32).split(self._of_rows)  # type: ignore[no-untyped-call]
@@ -75,6 +82,8 @@ class Layout:
             counts=(),
             block_tables=inputs.tables,
             block_size=block_size,
+            num_chunks=num_chunks,
+            decodes=parts[3],
             first_tokens=parts[0],
             lengths=parts[1],
             first_keys=parts[2],
@@ -119,8 +128,8 @@ def bucket_layout(bucket: Bucket, block_size: int, max_model_len: int, *, has_st
 def pack(inputs: StepInputs, layout: Layout, *, decode: bool = False, padding_block: int = 0) -> Tensor:
     """The step as `layout` has it, on the host. # [layout.size] int64
 
-    Padding lives in `padding_block`, which no request has, and in no state slot (-1). `decode`: a row of padding has a
-    token:
+    Padding lives in `padding_block`, which no request has, and in no state slot (-1). `decode`: a row of padding is a
+    decode, too:
 
         rows     | the step's | padding: 1 token each |
     otherwise the last row has all tokens of padding, and those before it none:
@@ -145,6 +154,7 @@ def pack(inputs: StepInputs, layout: Layout, *, decode: bool = False, padding_bl
             _integers(accumulate([*counts, *added], initial=0)),
             _integers([*lengths, *added]),
             _integers(accumulate([*lengths, *added], initial=0)),
+            _integers([layout.num_rows if decode else rows.num_decode]),
             *([_integers([*inputs.state_slots, *[-1] * spare])] if layout.has_states else []),
             tables.flatten(),
         ]

@@ -135,7 +135,8 @@ class DeviceModel:
             rows = layout.rows(
                 inputs,
                 self._block_size,
-                num_decode=bucket.num_rows if bucket.decode else 0,
+                num_decode=min(bucket.num_rows, bucket.num_tokens),
+                num_chunks=0 if bucket.decode else layout.num_rows,
                 max_count=1 if bucket.decode else bucket.num_tokens,
                 max_length=layout.width * self._block_size,
             )
@@ -212,6 +213,7 @@ class DeviceModel:
             there,
             self._block_size,
             num_decode=rows.num_decode,
+            num_chunks=len(rows.counts) - rows.num_decode,
             max_count=max(rows.counts),
             max_length=max(lengths),
         )

@@ -17,9 +17,13 @@ class DeviceRows(PagedRows):
     """Rows whose numbers are on the device, too.
 
     In a captured step the tensors are the same in each replay, and hold other rows; `contexts` and `counts` are empty
-    there, and what is largest is what the capture was made for.
+    there. `num_decode`, `num_chunks` and what is largest are the most that the capture was made for: how many rows are
+    decodes, only `decodes` says.
     """
 
+    num_chunks: int
+    decodes: Tensor
+    """[1] int32: so many rows, the first, are decodes"""
     first_tokens: Tensor
     """[num_rows + 1] int32: where each row's tokens begin, and where the last ends"""
     lengths: Tensor
@@ -30,10 +34,6 @@ class DeviceRows(PagedRows):
     """`block_tables` in int32"""
     max_count: int
     max_length: int
-
-    @property
-    def decode_only(self) -> bool:
-        return self.num_decode == len(self.lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,8 @@ def on_device(rows: PagedRows, device: torch.device) -> DeviceRows:
         counts=rows.counts,
         block_tables=rows.block_tables.to(device),
         block_size=rows.block_size,
+        num_chunks=len(rows.counts) - rows.num_decode,
+        decodes=tensor([rows.num_decode]),
         first_tokens=tensor(list(accumulate(rows.counts, initial=0))),
         lengths=tensor(lengths),
         first_keys=tensor(list(accumulate(lengths, initial=0))),

@@ -35,7 +35,7 @@ class _Call:
         return self.q.shape[1] // self.k_cache.shape[2]
 
     def decode(self, out: Tensor) -> None:
-        """Rows that are longer than a split may ever be are summed in parts."""
+        """In parts, if some row may ever be longer than a split."""
         rows, splits = self.plan.num_decode, self.plan.num_splits
         if splits == 1:
             self.launch(rows, out, decode=True)
@@ -43,18 +43,16 @@ class _Call:
         parts = self.q.new_empty((rows, self.q.shape[1], splits, self.q.shape[2]), dtype=torch.float32)
         lse = self.q.new_empty((rows, self.q.shape[1], splits), dtype=torch.float32)
         self.launch(rows, parts, lse, decode=True)
-        combine(parts, lse, self.plan.lengths, self.plan.split, out)
+        combine(parts, lse, self.plan.lengths, self.plan.decodes, self.plan.split, out)
 
     def chunks(self, out: Tensor) -> None:
         """As many programs as the tokens can need; those of rows that are shorter find nothing to do."""
-        plan = self.plan
-        self.launch((len(self.q) - plan.num_decode) * self.group // CHUNK_TILE + plan.num_chunks, out, decode=False)
+        self.launch(len(self.q) * self.group // CHUNK_TILE + self.plan.num_chunks, out, decode=False)
 
     def launch(self, num_tiles: int, out: Tensor, lse: Tensor | None = None, *, decode: bool) -> None:
         """lse: if keys are split, see attend."""
         plan, (_, block_size, kv_heads, head_dim) = self.plan, self.k_cache.shape
         num_splits = 1 if lse is None else lse.shape[2]
-        rows = (0, plan.num_decode) if decode else (plan.num_decode, plan.num_chunks)
         attend[(num_tiles, kv_heads, num_splits)](
             self.q,
             self.k_cache,
@@ -64,9 +62,10 @@ class _Call:
             plan.begins,
             plan.lengths,
             plan.block_tables,
+            plan.decodes,
             self.q.stride(0),
             plan.block_tables.stride(0),
-            *rows,
+            len(plan.lengths),
             num_splits,
             UNLIMITED if self.window is None else self.window,
             self.scale * math.log2(math.e),
@@ -111,6 +110,6 @@ def attention(
     call = _Call(q, k_cache, v_cache, plan, scale, window)
     if plan.num_decode:
         call.decode(out)
-    if plan.num_chunks and len(q) > plan.num_decode:
+    if plan.num_chunks:
         call.chunks(out)
     return out

@@ -7,11 +7,23 @@ import triton
 import triton.language as tl
 
 from kernels.triton.launch import dot, tuned
+from kernels.triton.plan import MOST_SPLITS
 
 CONFIGS = [
     triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages)
     for keys, warps, stages in ((64, 4, 2), (32, 4, 2), (32, 2, 3), (64, 4, 3), (64, 8, 2), (128, 4, 2), (128, 8, 2))
 ]
+
+
+_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
+_KEYS_AT_A_TIME = tl.constexpr(max(config.kwargs["BLOCK_N"] for config in CONFIGS))
+
+
+@triton.jit
+def split_size(length, split):
+    """Keys of each split of a row: `split`, or more, where that would make more of them than there may be."""
+    least = tl.cdiv(length, _MOST_SPLITS)
+    return tl.maximum(split, tl.cdiv(least, _KEYS_AT_A_TIME) * _KEYS_AT_A_TIME)
 
 
 @triton.jit
@@ -31,8 +43,13 @@ def _find_row(begins, first_row, num_rows, tile, GROUP: tl.constexpr, TILE: tl.c
 
 @tuned(CONFIGS, key=["HEAD_DIM", "GROUP", "BLOCK_SIZE", "TILE", "DECODE"])
 @triton.jit(
-    do_not_specialize=["table_stride", "first_row", "num_rows", "num_splits", "window"],
-    do_not_specialize_on_alignment=["begins", "lengths", "block_tables"],  # parts of one tensor, wherever they begin
+    do_not_specialize=["table_stride", "num_rows", "num_splits", "window"],
+    do_not_specialize_on_alignment=[
+        "begins",
+        "lengths",
+        "block_tables",
+        "decodes",
+    ],  # parts of one tensor, wherever they begin
 )
 def attend(
     q,
@@ -43,9 +60,9 @@ def attend(
     begins,
     lengths,
     block_tables,
+    decodes,
     q_stride,
     table_stride,
-    first_row,
     num_rows,
     num_splits,
     window,
@@ -64,17 +81,24 @@ def attend(
     Gimelshein, 2018. Query m of a row is head m % GROUP of its token m // GROUP.
 
     scale: times log2(e). lse: None, or [num_tokens, num_heads, num_splits], the base-2 logarithm of the sum of the
-    exponentials; `out` has that shape then, and HEAD_DIM behind it, in float32.
+    exponentials; `out` has that shape then, and HEAD_DIM behind it, in float32. num_rows: decodes and all others.
     """
     kv_head, part = tl.program_id(1), tl.program_id(2)
+    num_decode = tl.load(decodes)
     if DECODE:
-        row, first = first_row + tl.program_id(0), 0
+        row, first = tl.program_id(0), 0
+        if row >= num_decode:
+            return
     else:
-        row, first_tile = _find_row(begins, first_row, num_rows, tl.program_id(0), GROUP, TILE)
+        row, first_tile = _find_row(begins, num_decode, num_rows - num_decode, tl.program_id(0), GROUP, TILE)
         first = (tl.program_id(0) - first_tile) * TILE
-    begin, length = tl.load(begins + row), tl.load(lengths + row)
+    length = tl.load(lengths + row)
+    size = split_size(length, split)
+    if part * size >= length:
+        return
+    begin = tl.load(begins + row)
     count = tl.load(begins + row + 1) - begin
-    if (first >= count * GROUP) | (part * split >= length):
+    if first >= count * GROUP:
         return
     query = first + tl.arange(0, TILE)
     real = query < count * GROUP
@@ -87,13 +111,13 @@ def attend(
 
     # Keys [start, end) of the split are seen by some query of the tile.
     start = tl.maximum(length - count + first // GROUP - window + 1, 0)
-    end = tl.minimum(length - count + tl.minimum((first + TILE - 1) // GROUP + 1, count), (part + 1) * split)
+    end = tl.minimum(length - count + tl.minimum((first + TILE - 1) // GROUP + 1, count), (part + 1) * size)
     best = tl.full([TILE], float("-inf"), tl.float32)
     mass = tl.zeros([TILE], tl.float32)
     total = tl.zeros([TILE, HEAD_PADDED], tl.float32)
     row_table = block_tables + row.to(tl.int64) * table_stride
     # Tiles of keys begin at multiples of BLOCK_N, wherever the window begins.
-    for tile in tl.range(tl.maximum(start // BLOCK_N * BLOCK_N, part * split), end, BLOCK_N):
+    for tile in tl.range(tl.maximum(start // BLOCK_N * BLOCK_N, part * size), end, BLOCK_N):
         key = tile + tl.arange(0, BLOCK_N)
         owned = (key >= start) & (key < end)
         block = tl.load(row_table + key // BLOCK_SIZE, mask=owned, other=0).to(tl.int64)

@@ -16,6 +16,10 @@ SPLIT = 512
 """Keys of a decode row that one program reads. Splits begin at fixed positions, so a row's sums have one order,
 whatever is beside it in the batch and however long that is."""
 
+MOST_SPLITS = 32
+"""Of one row. A longer row's splits are longer, by its own length alone: programs for the longest row there may be are
+started for every row of a captured step, and most find nothing to do."""
+
 _ALIGNED = 32  # int32 numbers: 128 bytes, so that every part begins where a wide load may
 
 
@@ -24,6 +28,8 @@ class RowsOnDevice(Protocol):
     """Rows whose numbers are in tensors already, such as those that a captured graph reads in each replay."""
 
     num_decode: int
+    num_chunks: int
+    decodes: Tensor
     first_tokens: Tensor
     lengths: Tensor
     tables: Tensor
@@ -32,10 +38,10 @@ class RowsOnDevice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The first num_decode rows have one token each, and come first. A row of length 0 is padding:
+    """Decode rows come first, with one token each. A row of length 0 is padding:
 
-    rows     | decodes | padding ... | chunks          | padding ... |
-    tokens   | 1 each  | 1 each      | begins say      | 0 each      |
+    rows     | decodes | chunks          | padding ... |
+    tokens   | 1 each  | begins say      | 0 each      |
     """
 
     begins: Tensor
@@ -44,29 +50,31 @@ class AttentionPlan:
     """[num_rows] int32, tokens of the request that are in the cache, this step's included."""
     block_tables: Tensor
     """[num_rows, max_blocks] int32"""
+    decodes: Tensor
+    """[1] int32, how many of the rows are decodes"""
     num_decode: int
+    """No more decodes are ever in these tensors."""
+    num_chunks: int
+    """No more rows that are none, padding included."""
     max_length: int
     """No row that is ever in these tensors is longer."""
     split: int = SPLIT
 
     @property
-    def num_chunks(self) -> int:
-        return len(self.lengths) - self.num_decode
-
-    @property
     def num_splits(self) -> int:
         """Of the longest decode row that there may be."""
-        return max(1, -(-self.max_length // self.split))
+        return min(max(1, -(-self.max_length // self.split)), MOST_SPLITS)
 
 
 def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> AttentionPlan:
     """Where the block tables are; one copy there, from pinned memory, which nothing waits for."""
     if isinstance(rows, RowsOnDevice):
-        return AttentionPlan(rows.first_tokens, rows.lengths, rows.tables, rows.num_decode, rows.max_length)
+        tensors = rows.first_tokens, rows.lengths, rows.tables, rows.decodes
+        return AttentionPlan(*tensors, rows.num_decode, rows.num_chunks, rows.max_length)
     device, shape = rows.block_tables.device, rows.block_tables.shape
     begins = list(accumulate(rows.counts, initial=0))
     lengths = [context + count for context, count in zip(rows.contexts, rows.counts, strict=True)]
-    parts = [torch.tensor(begins), torch.tensor(lengths)]
+    parts = [torch.tensor(begins), torch.tensor(lengths), torch.tensor([rows.num_decode])]
     if device.type == "cpu":
         parts.append(rows.block_tables.flatten())
     sizes = [-(-len(part) // _ALIGNED) * _ALIGNED for part in parts]
@@ -75,5 +83,6 @@ def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> Att
         place[: len(part)] = part
     places = host.to(device, non_blocking=True).split(sizes)
     on_device = [place[: len(part)] for part, place in zip(parts, places, strict=True)]
-    tables = on_device[2].view(shape) if len(parts) == 3 else rows.block_tables.to(torch.int32)
-    return AttentionPlan(on_device[0], on_device[1], tables, rows.num_decode, max(lengths))
+    tables = on_device[3].view(shape) if len(parts) == 4 else rows.block_tables.to(torch.int32)
+    num_chunks = len(lengths) - rows.num_decode
+    return AttentionPlan(on_device[0], on_device[1], tables, on_device[2], rows.num_decode, num_chunks, max(lengths))

@@ -204,11 +204,17 @@ def test_padding_has_a_block_of_its_own_and_takes_nothing_from_the_step(
         assert getattr(views, name)[:num_tokens].tolist() == getattr(inputs, name).tolist()
     assert set((views.slots[num_tokens:] // block_size).tolist()) <= {5000}
     padded = layout.rows(
-        views, block_size, num_decode=0, max_count=found.num_tokens, max_length=layout.width * block_size
+        views,
+        block_size,
+        num_decode=found.num_rows,
+        num_chunks=layout.num_rows,
+        max_count=found.num_tokens,
+        max_length=layout.width * block_size,
     )
     counts, lengths = padded.first_tokens.diff(), padded.lengths
     assert counts.sum() == found.num_tokens
     assert padded.first_keys.diff().tolist() == lengths.tolist()
+    assert padded.decodes.tolist() == [found.num_rows if decode_only else 0]
     assert counts[: len(rows)].tolist() == [count for _, count in spans]
     assert lengths[: len(rows)].tolist() == [start + count for start, count in spans]
     assert lengths[len(rows) :].tolist() == counts[len(rows) :].tolist(), "padding attends to padding"
@@ -225,12 +231,13 @@ def test_without_padding_a_packed_step_is_the_step() -> None:
     inputs = build_inputs(plan, BLOCK_SIZE)
     layout = layout_of(inputs)
     views = layout.split(pack(inputs, layout))
-    rows = layout.rows(views, BLOCK_SIZE, num_decode=1, max_count=23, max_length=40)
+    rows = layout.rows(views, BLOCK_SIZE, num_decode=1, num_chunks=1, max_count=23, max_length=40)
     assert (rows.first_tokens.tolist(), rows.lengths.tolist(), rows.first_keys.tolist()) == (
         [0, 1, 24],
         [6, 40],
         [0, 6, 46],
     )
+    assert rows.decodes.tolist() == [1]
     assert rows.tables.tolist() == inputs.rows.block_tables.tolist()
     assert rows.tables.dtype == torch.int32
 

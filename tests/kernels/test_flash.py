@@ -3,6 +3,7 @@ Never runs FlashAttention itself: tests/gpu does."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,14 +81,31 @@ def test_decode_rows_alone_take_the_call_that_splits_long_contexts() -> None:
 
 @pytest.mark.parametrize("step", [name for name in STEPS if name != "decode only"])
 def test_a_chunk_of_one_token_is_never_taken_for_a_decode_row(step: str) -> None:
-    ((call, given),) = calls(*STEPS[step])
-    assert call == "varlen"
+    """Decode rows beside chunks had the varlen call, where one program goes over all keys of a row."""
     decodes, chunks = STEPS[step]
+    *of_decodes, (call, given) = calls(decodes, chunks)
+    assert [(name, options["cache_seqlens"].tolist()) for name, options in of_decodes] == (
+        [("kvcache", [context + 1 for context in decodes])] if decodes else []
+    )
+    assert call == "varlen"
     counts = [1] * len(decodes) + [count for _, count in chunks]
     lengths = [context + 1 for context in decodes] + [sum(chunk) for chunk in chunks]
     assert given["cu_seqlens_q"].diff().tolist() == counts
-    assert given["cu_seqlens_k"].diff().tolist() == lengths
+    assert given["cu_seqlens_k"].diff().tolist() == [1] * len(decodes) + lengths[len(decodes) :]
     assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (max(counts), max(lengths))
+
+
+def test_how_many_rows_are_decodes_is_read_from_the_device() -> None:
+    """A captured mixed step has room for four decodes, two of them, and chunks of one token and of six."""
+    case = paged_case([40, 7], [(20, 1), (3, 6)], dtype=torch.bfloat16)
+    rows = replace(on_device(case.rows, torch.device("cpu")), num_decode=4, num_chunks=4, contexts=(), counts=())
+    fake = FakeFlash()
+    got = attend("vllm_flash_attn", fake, case, rows)
+    want = reference.attention(case.q, case.k_cache, case.v_cache, case.rows, case.scale)
+    torch.testing.assert_close(got, want, atol=0, rtol=0)
+    (_, decodes), (_, others) = fake.calls
+    assert decodes["cache_seqlens"].tolist() == [41, 8, 1, 1]
+    assert others["cu_seqlens_k"].diff().tolist() == [1, 1, 21, 9]
 
 
 def test_what_the_rows_hold_is_read_from_the_tensors_and_not_remembered() -> None:
@@ -95,9 +113,9 @@ def test_what_the_rows_hold_is_read_from_the_tensors_and_not_remembered() -> Non
     first, second = paged_case([5, 9], [], dtype=torch.bfloat16), paged_case([12, 3], [], dtype=torch.bfloat16)
     ops = flash_ops(package("vllm_flash_attn"), FakeFlash(), TORCH)
     rows, others = (on_device(case.rows, torch.device("cpu")) for case in (first, second))
-    plan = ops.prepare_attention(rows, 2, torch.bfloat16)
     for mine, other in ((rows.lengths, others.lengths), (rows.tables, others.tables)):
         mine.copy_(other)
+    plan = ops.prepare_attention(rows, 2, torch.bfloat16)
     got = ops.attention(second.q, second.k_cache, second.v_cache, plan, second.scale)
     want = reference.attention(second.q, second.k_cache, second.v_cache, second.rows, second.scale)
     torch.testing.assert_close(got, want, atol=0, rtol=0)

@@ -93,7 +93,7 @@ def launch_all(dtype: torch.dtype, head_dim: int, group: int) -> None:
     write_cache(cache[0, :5], cache[0, :5], cache, cache, torch.arange(5))
     numbers = torch.zeros(5, dtype=torch.int32)
     for max_length in (100, 5000):
-        plan = AttentionPlan(numbers, numbers[:4], numbers.expand(4, 5).contiguous(), 2, max_length)
+        plan = AttentionPlan(numbers, numbers[:4], numbers.expand(4, 5).contiguous(), numbers[:1], 2, 2, max_length)
         attention.attention(torch.zeros(5, 2 * group, head_dim, dtype=dtype), cache, cache, plan, 0.1)
 
 

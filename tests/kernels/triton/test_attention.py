@@ -13,7 +13,7 @@ from tests.kernels.rows import Case, paged_case
 from tests.kernels.triton.cases import POISON, TOLERANCE, attend, check_attention, close, plan_of, slow
 
 from kernels.triton.attention import attention  # isort: skip
-from kernels.triton.plan import AttentionPlan, prepare_attention  # isort: skip
+from kernels.triton.plan import MOST_SPLITS, AttentionPlan, prepare_attention  # isort: skip
 
 BLOCK = 16
 SPLIT = 128
@@ -90,8 +90,22 @@ def test_all_combinations_match_the_reference(
 
 @pytest.mark.parametrize("split", [24, slow(128)])
 def test_a_context_of_many_splits_matches_the_reference(device: str, split: int) -> None:
-    """More than the combination reads at a time, and splits that no tile of keys divides."""
-    check_attention(paged_case([33 * split + 5, 16 * split, 3], [], kv_heads=1), device, split=split)
+    """More than the combination reads at a time, and splits that no tile of keys divides; and more than there may be,
+    where they are longer."""
+    lengths = [31 * split + 5, 16 * split, 3, MOST_SPLITS * split - 1, MOST_SPLITS * split, 50 * split]
+    check_attention(paged_case(lengths, [], kv_heads=1), device, split=split)
+
+
+def test_a_row_has_its_splits_by_its_own_length(device: str) -> None:
+    """To the last bit, beside one whose splits are longer than they are long at least."""
+    case = paged_case([4 * 24, MOST_SPLITS * 24, 100 * 24], [], kv_heads=1)
+    together = attend(case, device, split=24)
+    assert plan_of(case, device, 24).num_splits == MOST_SPLITS
+    for row in range(3):
+        rows = PagedRows(1, case.rows.contexts[row : row + 1], (1,), case.rows.block_tables[row : row + 1], BLOCK)
+        assert torch.equal(
+            attend(replace(case, q=case.q[row : row + 1], rows=rows), device, split=24)[0], together[row]
+        )
 
 
 def test_neighbours_do_not_change_a_row(device: str) -> None:
@@ -108,29 +122,41 @@ def test_neighbours_do_not_change_a_row(device: str) -> None:
         assert torch.equal(together[tokens], single)
 
 
-def padded_plan(case: Case, device: str, *, decodes: int, chunks: int) -> AttentionPlan:
-    """Room for more rows than the case has. Padding has blocks of other rows: what it reads would not be NaN."""
-    plan, real = plan_of(case, device, SPLIT), case.rows.num_decode
-    more = decodes - real
-    ends = plan.begins[real + 1 :] + more
-    begins = torch.cat((torch.arange(decodes + 1).to(ends), ends, ends[-1:].expand(chunks)))
-    none = torch.zeros(max(more, chunks), plan.block_tables.shape[1], dtype=torch.int32, device=device)
-    lengths = [plan.lengths[:real], none[:more, 0], plan.lengths[real:], none[:chunks, 0]]
-    tables = [plan.block_tables[:real], none[:more], plan.block_tables[real:], none[:chunks]]
-    return AttentionPlan(begins, torch.cat(lengths), torch.cat(tables), decodes, 3 * SPLIT, SPLIT)
+def captured_plan(case: Case, device: str, *, rows: int) -> AttentionPlan:
+    """As a captured mixed step has it: tensors for more rows than the case has, any of them decodes. Padding has
+    blocks of other rows: what it reads would not be NaN."""
+    plan, more = plan_of(case, device, SPLIT), rows - len(case.rows.counts)
+    return replace(
+        plan,
+        begins=torch.cat((plan.begins, plan.begins[-1:].expand(more))),
+        lengths=torch.cat((plan.lengths, plan.lengths.new_zeros(more))),
+        block_tables=torch.cat((plan.block_tables, plan.block_tables.new_zeros(more, plan.block_tables.shape[1]))),
+        num_decode=rows - 1,
+        num_chunks=rows,
+        max_length=40 * SPLIT,
+    )
 
 
-def test_padding_cannot_leak(device: str) -> None:
+@pytest.mark.parametrize(("decodes", "chunks"), [([0, 300], [(17, 30), (3, 2)]), ([], [(7, 5)]), ([9], [(40, 1)])])
+def test_padding_cannot_leak(device: str, decodes: list[int], chunks: list[tuple[int, int]]) -> None:
     """A captured step has room for rows that this one lacks: they change no row, and nothing is written for them."""
-    case = paged_case([0, 200], [(17, 30), (3, 2)])
+    case = paged_case(decodes, chunks)
     alone = attend(case, device, split=SPLIT)
-    padding = torch.full((3, *case.q.shape[1:]), torch.nan)
     behind = torch.full((5, *case.q.shape[1:]), torch.nan)
-    wide = replace(case, q=torch.cat((case.q[:2], padding, case.q[2:], behind)))
-    got = attend(wide, device, plan=padded_plan(case, device, decodes=5, chunks=4))
-    assert torch.equal(torch.cat((got[:2], got[5:-5])), alone)
-    assert (got[2:5] == POISON).all()
+    got = attend(replace(case, q=torch.cat((case.q, behind))), device, plan=captured_plan(case, device, rows=7))
+    assert torch.equal(got[:-5], alone)
     assert (got[-5:] == POISON).all()
+
+
+def test_decode_rows_of_a_captured_mixed_step_have_their_keys_split(device: str) -> None:
+    """One program went over all keys of such a row, however long it was: in a step with a chunk, it was a chunk."""
+    case = paged_case([2 * SPLIT, 5], [(40, 9)])
+    plan = captured_plan(case, device, rows=5)
+    got = attend(case, device, plan=plan)
+    as_chunks = attend(case, device, plan=replace(plan, decodes=torch.zeros_like(plan.decodes)))
+    close(as_chunks, got.cpu())
+    assert not torch.equal(as_chunks[0], got[0]), "its keys were summed up in another order"
+    assert torch.equal(as_chunks[2:], got[2:])
 
 
 def test_a_step_of_padding_alone_writes_nothing(device: str) -> None:
@@ -146,6 +172,8 @@ def test_rows_that_are_on_the_device_are_taken_as_they_are(device: str) -> None:
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Rows(PagedRows):
+        num_chunks: int
+        decodes: torch.Tensor
         first_tokens: torch.Tensor
         lengths: torch.Tensor
         tables: torch.Tensor
@@ -159,13 +187,16 @@ def test_rows_that_are_on_the_device_are_taken_as_they_are(device: str) -> None:
         counts=(),
         block_tables=made.block_tables,
         block_size=BLOCK,
+        num_chunks=1,
+        decodes=made.decodes,
         first_tokens=made.begins,
         lengths=made.lengths,
         tables=made.block_tables,
         max_length=4096,
     )
     plan = prepare_attention(rows, 2, case.q.dtype)
-    assert (plan.begins, plan.lengths, plan.block_tables) == (made.begins, made.lengths, made.block_tables)
+    for name in ("begins", "lengths", "block_tables", "decodes"):
+        assert getattr(plan, name) is getattr(made, name)
     assert (plan.num_chunks, plan.num_splits) == (1, 8)
     close(attend(case, device, plan=plan), attend(case, device))
 
