@@ -4,21 +4,19 @@ Never computes, and never asks the device how long a row is: what sizes a launch
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.triton.attention_kernel import attend
+from kernels.triton.attention_kernel import attend_chunks, attend_decodes
 from kernels.triton.combine import combine
 from kernels.triton.launch import padded
 from kernels.triton.plan import AttentionPlan
 
 UNLIMITED = 1 << 30
 """A sliding window, or a split, that is never reached: 2**30 tokens."""
-
-CHUNK_TILE = 64
-"""Queries, each of one head, that a program takes from a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +35,26 @@ class _Call:
     def decode(self, out: Tensor) -> None:
         """In parts, if some row may ever be longer than a split."""
         rows, splits = self.plan.num_decode, self.plan.num_splits
+        _, _, kv_heads, _ = self.k_cache.shape
+        launch = attend_decodes[rows, kv_heads, splits]
         if splits == 1:
-            self.launch(rows, out, decode=True)
+            self._start(launch, out, decode=True)
             return
         parts = self.q.new_empty((rows, self.q.shape[1], splits, self.q.shape[2]), dtype=torch.float32)
         lse = self.q.new_empty((rows, self.q.shape[1], splits), dtype=torch.float32)
-        self.launch(rows, parts, lse, decode=True)
+        self._start(launch, parts, lse, decode=True)
         combine(parts, lse, self.plan.lengths, self.plan.decodes, self.plan.split, out)
 
     def chunks(self, out: Tensor) -> None:
         """As many programs as the tokens can need; those of rows that are shorter find nothing to do."""
-        self.launch(len(self.q) * self.group // CHUNK_TILE + self.plan.num_chunks, out, decode=False)
+        pairs, num_chunks, kv_heads = len(self.q) * self.group, self.plan.num_chunks, self.k_cache.shape[2]
+        launch = attend_chunks[lambda chosen: (pairs // chosen["TILE"] + num_chunks, kv_heads, 1)]
+        self._start(launch, out, decode=False)
 
-    def launch(self, num_tiles: int, out: Tensor, lse: Tensor | None = None, *, decode: bool) -> None:
+    def _start(self, launch: Callable[..., object], out: Tensor, lse: Tensor | None = None, *, decode: bool) -> None:
         """lse: if keys are split, see attend."""
         plan, (_, block_size, kv_heads, head_dim) = self.plan, self.k_cache.shape
-        num_splits = 1 if lse is None else lse.shape[2]
-        attend[(num_tiles, kv_heads, num_splits)](
+        launch(
             self.q,
             self.k_cache,
             self.v_cache,
@@ -66,17 +67,18 @@ class _Call:
             self.q.stride(0),
             plan.block_tables.stride(0),
             len(plan.lengths),
-            num_splits,
+            1 if lse is None else lse.shape[2],
             UNLIMITED if self.window is None else self.window,
             self.scale * math.log2(math.e),
             UNLIMITED if lse is None else plan.split,
             DECODE=decode,
+            WINDOWED=self.window is not None,
             NUM_KV_HEADS=kv_heads,
             GROUP=self.group,
             HEAD_DIM=head_dim,
             HEAD_PADDED=padded(head_dim, least=16),
             BLOCK_SIZE=block_size,
-            TILE=padded(self.group, least=16) if decode else CHUNK_TILE,
+            **({"TILE": padded(self.group, least=16)} if decode else {}),
         )
 
 

@@ -9,14 +9,26 @@ import triton.language as tl
 from kernels.triton.launch import dot, tuned
 from kernels.triton.plan import MOST_SPLITS
 
-CONFIGS = [
+# Where keys are is read within the loop over them, which takes stages, too: with 3 no copy of keys is under way while
+# others are computed with, with 5 that of one tile is, with 7 those of two.
+DECODE_CONFIGS = [
     triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages)
-    for keys, warps, stages in ((64, 4, 2), (32, 4, 2), (32, 2, 3), (64, 4, 3), (64, 8, 2), (128, 4, 2), (128, 8, 2))
+    for keys, warps, stages in (
+        *((64, 4, 5), (64, 4, 3), (64, 4, 7), (32, 4, 5), (32, 4, 7), (32, 2, 5), (128, 4, 3)),
+        *((128, 4, 5), (128, 8, 5)),
+    )
+]
+CHUNK_CONFIGS = [
+    triton.Config({"TILE": queries, "BLOCK_N": keys}, num_warps=warps, num_stages=stages)
+    for queries, keys, warps, stages in (
+        *((64, 64, 4, 5), (64, 64, 4, 3), (64, 32, 4, 5), (64, 128, 4, 5)),
+        *((128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 8, 7), (128, 128, 8, 3), (128, 128, 8, 5)),
+    )
 ]
 
 
 _MOST_SPLITS = tl.constexpr(MOST_SPLITS)
-_KEYS_AT_A_TIME = tl.constexpr(max(config.kwargs["BLOCK_N"] for config in CONFIGS))
+_KEYS_AT_A_TIME = tl.constexpr(max(config.kwargs["BLOCK_N"] for config in DECODE_CONFIGS + CHUNK_CONFIGS))
 
 
 @triton.jit
@@ -41,15 +53,58 @@ def _find_row(begins, first_row, num_rows, tile, GROUP: tl.constexpr, TILE: tl.c
     return first_row + low, (tl.load(begins + first_row + low) - first_token) * GROUP // TILE + low
 
 
-@tuned(CONFIGS, key=["HEAD_DIM", "GROUP", "BLOCK_SIZE", "TILE", "DECODE"])
+@triton.jit
+def _add_keys(
+    queries,
+    best,
+    mass,
+    total,
+    k_cache,
+    v_cache,
+    row_table,
+    tile,
+    start,
+    end,
+    position,
+    window,
+    scale,
+    kv_head,
+    MASKED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(best, mass, total) with BLOCK_N more keys, from `tile` on. Not MASKED: every query sees all of them."""
+    key = tile + tl.arange(0, BLOCK_N)
+    i = tl.arange(0, HEAD_PADDED)
+    inside, owned = i < HEAD_DIM, (key >= start) & (key < end)
+    if MASKED:
+        block = tl.load(row_table + key // BLOCK_SIZE, mask=owned, other=0).to(tl.int64)
+        of_keys, of_values = owned[None, :] & inside[:, None], owned[:, None] & inside[None, :]
+    else:
+        block = tl.load(row_table + key // BLOCK_SIZE).to(tl.int64)
+        of_keys, of_values = inside[:, None], inside[None, :]
+    at = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+    keys = tl.load(k_cache + at[None, :] + i[:, None], mask=of_keys, other=0.0)
+    scores = dot(queries, keys, tl.zeros([TILE, BLOCK_N], tl.float32)) * scale
+    if MASKED:
+        seen = owned[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, axis=1))
+    finite = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best  # it may have seen no key yet
+    weights = tl.exp2(scores - finite[:, None])
+    kept = tl.exp2(best - finite)
+    values = tl.load(v_cache + at[:, None] + i[None, :], mask=of_values, other=0.0)
+    return new_best, mass * kept + tl.sum(weights, axis=1), dot(weights.to(values.dtype), values, total * kept[:, None])
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "num_rows", "num_splits", "window"],
-    do_not_specialize_on_alignment=[
-        "begins",
-        "lengths",
-        "block_tables",
-        "decodes",
-    ],  # parts of one tensor, wherever they begin
+    # Parts of one tensor, wherever they begin.
+    do_not_specialize_on_alignment=["begins", "lengths", "block_tables", "decodes"],
 )
 def attend(
     q,
@@ -69,6 +124,7 @@ def attend(
     scale,
     split,
     DECODE: tl.constexpr,
+    WINDOWED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -116,24 +172,20 @@ def attend(
     mass = tl.zeros([TILE], tl.float32)
     total = tl.zeros([TILE, HEAD_PADDED], tl.float32)
     row_table = block_tables + row.to(tl.int64) * table_stride
-    # Tiles of keys begin at multiples of BLOCK_N, wherever the window begins.
-    for tile in tl.range(tl.maximum(start // BLOCK_N * BLOCK_N, part * size), end, BLOCK_N):
-        key = tile + tl.arange(0, BLOCK_N)
-        owned = (key >= start) & (key < end)
-        block = tl.load(row_table + key // BLOCK_SIZE, mask=owned, other=0).to(tl.int64)
-        at = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
-        keys = tl.load(k_cache + at[None, :] + i[:, None], mask=owned[None, :] & inside[:, None], other=0.0)
-        scores = dot(queries, keys, tl.zeros([TILE, BLOCK_N], tl.float32)) * scale
-        seen = owned[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        finite = tl.where(new_best == float("-inf"), 0.0, new_best)  # a query that has seen no key yet
-        weights = tl.exp2(scores - finite[:, None])
-        kept = tl.exp2(best - finite)
-        values = tl.load(v_cache + at[:, None] + i[None, :], mask=owned[:, None] & inside[None, :], other=0.0)
-        mass = mass * kept + tl.sum(weights, axis=1)
-        total = dot(weights.to(values.dtype), values, total * kept[:, None])
-        best = new_best
+    # Tiles of keys begin at multiples of BLOCK_N, wherever the window begins. Every query sees those before `masked`.
+    lowest, masked = tl.maximum(start // BLOCK_N * BLOCK_N, part * size), 0
+    if not DECODE and not WINDOWED:
+        masked = tl.minimum((length - count + first // GROUP + 1) // BLOCK_N * BLOCK_N, end)
+        for tile in tl.range(lowest, masked, BLOCK_N):
+            best, mass, total = _add_keys(
+                queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
+                kv_head, False, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
+            )  # fmt: skip
+    for tile in tl.range(tl.maximum(lowest, masked), end, BLOCK_N):
+        best, mass, total = _add_keys(
+            queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
+            kv_head, True, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
+        )  # fmt: skip
 
     divisor = tl.where(mass > 0.0, mass, 1.0)  # a query may see no key of this split
     total = total / divisor[:, None]
@@ -143,3 +195,10 @@ def attend(
         tl.store(lse + cell, best + tl.log2(divisor), mask=real)
     to = out + cell[:, None] * HEAD_DIM + i[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
+_KEY = ["HEAD_DIM", "GROUP", "BLOCK_SIZE", "WINDOWED"]
+attend_decodes = tuned(DECODE_CONFIGS, _KEY)(attend)
+"""TILE holds the queries of one token."""
+attend_chunks = tuned(CHUNK_CONFIGS, _KEY)(attend)
+"""As many programs as there are tiles, whatever TILE is chosen."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,7 @@ def compile_instead(found: list[dict[str, Any]]) -> None:
                 "shared_bytes": kernel.metadata.shared,
                 "tensor_cores": "mma" in ptx,
                 "fused": "fma.rn.f32" in ptx,
+                "copies_in_flight": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
             }
         )
         return kernel
@@ -143,7 +145,8 @@ def main() -> None:
     assert not launch.INTERPRETED, "TRITON_INTERPRET is set"
     driver.set_active(NoGpu(round(args.capability * 10)))
     if args.first_config:
-        for kernel in (attention_kernel.attend, routing._router_logits, experts._gate_up, experts._down):
+        of_attention = (attention_kernel.attend_decodes, attention_kernel.attend_chunks)
+        for kernel in (*of_attention, routing._router_logits, experts._gate_up, experts._down):
             kernel.configs = kernel.configs[:1]
     found: list[dict[str, Any]] = []
     compile_instead(found)
