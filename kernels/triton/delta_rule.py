@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.forward import LinearHeads
 from kernels.paged import DeviceStateRows, states_on_device
 from kernels.reference import StateRows
+from kernels.triton.attention_kernel import _find_row
 from kernels.triton.launch import dot, padded
 
 PIECE = 32
@@ -89,7 +90,7 @@ def _keys(x, token, token_stride, real, i, of_keys):
     return found * tl.rsqrt(tl.sum(found * found, axis=1) + 1e-6)[:, None]
 
 
-@triton.jit(do_not_specialize_on_alignment=["begins", "slots"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["begins", "slots"])
 def _invert(
     qkv,
     strength,
@@ -99,6 +100,7 @@ def _invert(
     inverses,
     begins,
     slots,
+    num_rows,
     qkv_stride,
     strength_stride,
     step_stride,
@@ -109,10 +111,11 @@ def _invert(
     PIECE: tl.constexpr,
 ):
     """The inverse of one piece's system, by forward substitution. inverses: [num_tokens, VALUE_HEADS, PIECE] float32"""
-    row, head = tl.program_id(0), tl.program_id(2)
+    head = tl.program_id(1)
+    row, first_piece = _find_row(begins, 0, num_rows, tl.program_id(0), 1, PIECE)
     begin = tl.load(begins + row).to(tl.int64)
     count = (tl.load(begins + row + 1) - begin).to(tl.int32)
-    first = tl.program_id(1) * PIECE
+    first = (tl.program_id(0) - first_piece) * PIECE
     if (tl.load(slots + row) < 0) | (count <= 1) | (first >= count):
         return
     n, i = tl.arange(0, PIECE), tl.arange(0, KEY_PADDED)
@@ -225,8 +228,11 @@ def delta_rule(
     _one_step[grid](*given, state, out, *numbers, *strides, scale, *shape, heads.value_dim, key_padded, tile)
     if there.max_count > 1:
         inverses = torch.empty(len(qkv), heads.num_value_heads, PIECE, device=qkv.device)
-        pieces = (len(there.lengths), triton.cdiv(there.max_count, PIECE), heads.num_value_heads)
-        _invert[pieces](*given, inverses, there.first_tokens, there.index, *strides, *shape, key_padded, PIECE)
+        num_rows = len(there.lengths)
+        # Not rows times the longest row's pieces: a captured step says all of its tokens for that.
+        pieces = (len(qkv) // PIECE + num_rows, heads.num_value_heads)
+        of_rows = (there.first_tokens, there.index, num_rows)
+        _invert[pieces](*given, inverses, *of_rows, *strides, *shape, key_padded, PIECE)
         sizes = (*shape, heads.value_dim, key_padded, PIECE, tile)
         # One stage: buffers to load ahead of its loop would be more shared memory than some GPUs have.
         _scan[grid](*given, inverses, state, out, *numbers, *strides, scale, *sizes, num_stages=1)

@@ -20,6 +20,7 @@ STEPS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
     "a whole prompt": ([], [(0, 70)]),
     "chunks of one token": ([], [(0, 1), (9, 1)]),
     "mixed": ([7], [(0, 2), (33, 37)]),
+    "edges of tiles": ([7], [(0, 31), (9, 32), (33, 33), (5, 70), (4, 1)]),
     "ragged": ([7, 200], [(0, 2), (33, 5), (0, 130), (64, 64)]),
 }
 """Contexts of decode rows; (context, count) of chunks."""
