@@ -22,8 +22,9 @@ import torch
 import engine.models
 from engine.bench import decode_plan, in_slots, measure, prefill_plan, step_of
 from engine.bench_mixed import CANONICAL, WHOLE, MixedLoad, Traffic, with_budget
-from engine.config import EngineConfig, ResolvedConfig, SchedulerConfig
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.core import EngineCore
+from engine.cuda_graph_buckets import SMALLEST_MIXED_TOKENS, plan_buckets
 from engine.device import CudaDevice, Device
 from engine.executor import TorchExecutor, create_executor
 from engine.machine import machine
@@ -96,6 +97,8 @@ class DeviceBench:
         """Made anew, and gone afterwards: two of these models may be more than the device holds."""
         load, model = self.load, read_model_config(self.model_dir)
         asked: dict[str, Any] = {"cuda_graphs": "auto" if graphs else "none"} if self.on_gpu else {}
+        if self.on_gpu and graphs:
+            asked["cuda_graph_mixed_tokens"] = mixed_sizes(load)
         config = EngineConfig(
             load_format="dummy",
             device=self.options.device,
@@ -109,7 +112,11 @@ class DeviceBench:
             overlap=overlap,
             **asked,
         )
-        executor, resolved = create_executor(self.model_dir, config)
+        try:
+            executor, resolved = create_executor(self.model_dir, config)
+        except ConfigError:  # where nothing can be captured, sizes are refused; any other reason comes again
+            config = dataclasses.replace(config, cuda_graph_mixed_tokens=None)
+            executor, resolved = create_executor(self.model_dir, config)
         try:
             yield executor, resolved
         finally:
@@ -286,6 +293,16 @@ class DeviceBench:
         wall_s = second(once)
         tokens_s = load.requests * load.answer / wall_s
         return {"cell": "transformers", "size": load.requests, "tokens_s": tokens_s, "wall_s": wall_s}
+
+
+def mixed_sizes(load: Load) -> tuple[int, ...]:
+    """Tokens of captured mixed steps: those that are chosen, and each that a cell runs again and again. A whole prompt
+    that is padded by a quarter would be slower than it need be, and chunks look better beside it."""
+    most, traffic = load.prefill, load.traffic
+    chosen = plan_buckets("all", max_num_seqs=max(load.decode_rows), max_num_batched_tokens=most).mixed_tokens
+    again = (load.mixed, load.traffic_chunk, load.chunk, traffic.prompt_tokens + traffic.streams)
+    exact = {-(-size // SMALLEST_MIXED_TOKENS) * SMALLEST_MIXED_TOKENS for size in again}
+    return tuple(sorted({*chosen, *(size for size in exact if size < most)}))
 
 
 def second(run: Callable[[], Result]) -> Result:

@@ -3,9 +3,11 @@ Never asserts a time."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +26,17 @@ from engine.bench_device import (
     flops,
     main,
     matrix_params,
+    mixed_sizes,
     second,
     targets,
 )
 from engine.config import EngineConfig
+from engine.cuda_graph_buckets import plan_buckets
 from engine.device import TimingEvent
 from engine.device_build import create_on_device
 from engine.fake_executor import FakeExecutor
 from engine.models.config import read_model_config
-from engine.step import RowKind, StepPlan
+from engine.step import GraphUse, RowKind, StepOutput, StepPlan
 from tests.engine.test_build import TINY
 from tests.support.engines import resolved_config
 from tests.support.fake_device import FakeDevice, write_model
@@ -123,6 +127,13 @@ class TimedDevice(FakeDevice):
         return _Quarter()
 
 
+class LazyDevice(TimedDevice):
+    """Which runs nothing of what it captures before it is replayed."""
+
+    def capture(self, work: Callable[[], None], beside: object = None) -> Any:
+        return Namespace(replay=work)
+
+
 class _Quarter:
     is_past = False
 
@@ -156,6 +167,54 @@ def test_decode_rows_and_a_chunk_are_a_captured_step(tmp_path: Path, monkeypatch
     gap = bench.host_gap(executor, resolved)
     assert gap["percent"] == pytest.approx(100 * (1 - 0.25 / gap["loop_ms"]))
     executor.shutdown()
+
+
+@pytest.mark.parametrize(("graphs", "captures"), [(True, True), (False, True), (True, False)])
+def test_whole_prompts_beside_streams_are_a_captured_step_of_little_padding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool, captures: bool
+) -> None:
+    """They were padded to the next size of all, and chunks were faster than them by as much. Where nothing is captured,
+    they are measured all the same."""
+    device = LazyDevice()
+    monkeypatch.setattr(device, "captures", captures)
+    monkeypatch.setitem(sys.modules, "vllm_flash_attn", FakeFlash(any_dtype=True))  # type: ignore[arg-type]
+    monkeypatch.setattr("kernels.flash.DTYPES", (torch.float32,))
+    monkeypatch.setattr(
+        "engine.bench_device.create_executor",
+        lambda model, config: create_on_device(model, config, device, "a test"),
+    )
+    bench = DeviceBench(options_of("--model", str(write_model(tmp_path, max_position_embeddings=1200))))
+    bench.options.device, short = "cuda", bench.load
+    traffic = dataclasses.replace(short.traffic, prompt_tokens=519)
+    bench.load = dataclasses.replace(short, prefill=768, traffic_chunk=256, traffic=traffic)
+    launched: list[int] = []
+    uses: list[GraphUse | None] = []
+    with bench.engine(graphs=graphs) as (executor, resolved):
+        launch, collect = executor.launch, executor.collect
+
+        def watched_launch(plan: StepPlan) -> None:
+            launched.append(sum(len(row.token_ids) for row in plan.rows))
+            launch(plan)
+
+        def watched_collect() -> StepOutput:
+            output = collect()
+            uses.append(output.graph)
+            return output
+
+        monkeypatch.setattr(executor, "launch", watched_launch)
+        monkeypatch.setattr(executor, "collect", watched_collect)
+        assert bench.mixed_load(executor, resolved)[1]["valid"]
+    whole = [use for num_tokens, use in zip(launched, uses, strict=True) if num_tokens == 519 + 1]
+    assert {use and (use.hit, use.name) for use in whole} == (
+        {(True, "mixed 576x2")} if graphs and captures else {None}
+    )
+
+
+def test_every_size_of_the_full_load_has_less_than_64_tokens_of_padding() -> None:
+    sizes = mixed_sizes(FULL)
+    chosen = plan_buckets("all", max_num_seqs=64, max_num_batched_tokens=8192).mixed_tokens
+    assert set(sizes) - set(chosen) == {4160}, "4,096 tokens of a prompt and four streams"
+    assert {FULL.prefill, FULL.mixed, FULL.traffic_chunk, FULL.chunk} <= set(chosen)
 
 
 class CountingExecutor(FakeExecutor):
