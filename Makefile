@@ -45,7 +45,7 @@ test-flash: .venv-flash/installed ## the engine beside vllm-flash-attn 2.6.2 and
 
 bench-gpu: install ## kernels, steps and loads on this machine's GPU, against its own peaks; JSON to loadtest/results
 	$(BIN)/python -m kernels.bench --out loadtest/results/kernels_gpu.json
-	$(BIN)/python -m engine.bench_device --out loadtest/results/engine_gpu.json
+	$(BIN)/python -m engine.bench --out loadtest/results/engine_gpu.json
 
 test-chaos: model ## every fault over a real Ray: killed, hung, drained and replaced parts, clients that storm (ten minutes)
 	$(BIN)/python -m pytest tests/chaos tests/k8s/test_pods.py -rP

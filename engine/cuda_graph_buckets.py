@@ -100,12 +100,13 @@ def _row_sizes(most: int) -> tuple[int, ...]:
 
 
 def _token_sizes(most: int) -> tuple[int, ...]:
-    """Each half as large again as the one before, by turns 4/3 and 3/2: padding adds at most half."""
+    """Multiples of 64 up to 512, then four an octave: padding is less than 64 tokens, or less than a quarter of a step.
+    24 sizes for 8,192 tokens, and four more for each doubling."""
     sizes, size = [], SMALLEST_MIXED_TOKENS
     while size < most:
-        sizes += [size, size * 3 // 2]
-        size *= 2
-    return (*(size for size in sizes if size < most), most)
+        sizes.append(size)
+        size += max(SMALLEST_MIXED_TOKENS, (1 << size.bit_length() - 1) // 4)
+    return (*sizes, most)
 
 
 def _checked(name: str, asked: Sequence[int] | None, chosen: tuple[int, ...], limit: str, most: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine import bench, bench_memory, bench_speculation
+from engine import bench_memory, bench_speculation, bench_step
 from engine.bench_mixed import table
 from loadtest import transport
 from loadtest.server import Server
@@ -119,7 +119,7 @@ def test_the_transport_table_is_what_its_file_says() -> None:
 def test_the_step_table_is_what_its_file_says() -> None:
     document = json.loads((ROOT / "loadtest" / "results" / "engine_step.json").read_text())
     written = README.partition("<!-- engine step -->")[2].partition("<!-- end of engine step -->")[0].strip()
-    assert written == bench.table(document)
+    assert written == bench_step.table(document)
 
 
 def test_the_table_of_drafts_is_what_its_file_says() -> None:

@@ -39,7 +39,14 @@ def test_every_step_that_an_engine_can_plan_fits_the_smallest_bucket_that_holds_
         if not other.decode and other.num_tokens >= num_tokens and other.num_rows >= num_rows
     ]
     assert found == min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.num_rows))
-    assert found.num_tokens <= max(64, 1.5 * num_tokens), "half of a step is not padding"
+    assert found.num_tokens - num_tokens < max(64, num_tokens / 4), "a large chunk's padding is work like its tokens"
+
+
+def test_the_sizes_of_mixed_steps_are_few() -> None:
+    sizes = planned(tokens=8192).mixed_tokens
+    assert sizes[:13] == (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280)
+    assert (len(sizes), sizes[-2:]) == (24, (7168, 8192))
+    assert len(planned(tokens=16384).mixed_tokens) == 28
 
 
 @given(st.integers(1, 2000), st.data())

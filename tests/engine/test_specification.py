@@ -31,10 +31,10 @@ DEFECTS: dict[str, Evidence] = {
         "serve_app/test_serve_run.py::test_the_log_says_what_the_engine_resolved_and_why",
     ),
     "S1-R4": "A rule of measurement: `python -m engine.bench_mixed` compares budgets side by side in one process.",
-    "S1-R5": "engine/test_bench.py::test_the_mixed_load_runs_on_any_executor_and_says_whether_it_measured_anything",
+    "S1-R5": "engine/test_bench_step.py::test_the_mixed_load_runs_on_any_executor_and_says_if_it_measured_anything",
     "S1-R6": (
         "engine/test_bench_memory.py::test_every_answer_has_its_scripted_length_and_every_pool_was_tight",
-        "engine/test_bench.py::test_a_stream_that_fails_ends_the_mixed_load_and_is_no_good_figure",
+        "engine/test_bench_step.py::test_a_stream_that_fails_ends_the_mixed_load_and_is_no_good_figure",
     ),
     "S1-R7": (
         "engine/test_core.py::test_a_step_with_prefill_that_ran_out_of_memory_is_tried_again_with_half",
