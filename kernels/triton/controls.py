@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.launch import padded
 from kernels.triton.sampling_rows import SamplingRows
 
 BLOCK = 1024
@@ -48,23 +49,28 @@ def _edit(controlled, begins, tokens, biases, repetitions, penalties, vocab, BLO
 
 
 @triton.jit
-def _limit(own, stride, within, controlled, vocab, num_words, BLOCK: tl.constexpr):
-    """One row for each program. Where nothing that `within` allows is left, its tokens have the model's own logits."""
-    row = tl.program_id(0).to(tl.int64)
-    words = within + row * num_words
-    found = 0
-    for first in tl.range(0, vocab, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        value = tl.load(controlled + row * vocab + i, mask=i < vocab, other=float("-inf"))
-        # NaN counts as something left: the row must fail, not be sampled from.
-        left = _is_in(words, i, i < vocab) & (value != float("-inf"))
-        found += tl.sum(left.to(tl.int32), axis=0)
-    for first in tl.range(0, vocab, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        kept = tl.load(controlled + row * vocab + i, mask=i < vocab, other=0.0)
-        given = tl.load(own + row * stride + i, mask=(i < vocab) & (found == 0), other=0.0).to(tl.float32)
-        value = tl.where(_is_in(words, i, i < vocab), tl.where(found == 0, given, kept), float("-inf"))
-        tl.store(controlled + row * vocab + i, value, mask=i < vocab)
+def _look(within, controlled, left, vocab, num_words, BLOCK: tl.constexpr):
+    """left: [rows, pieces] int32, how many tokens of each piece `within` allows and the controls have left."""
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = piece * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(controlled + row * vocab + i, mask=i < vocab, other=float("-inf"))
+    # NaN counts as something left: the row must fail, not be sampled from.
+    found = _is_in(within + row * num_words, i, i < vocab) & (value != float("-inf"))
+    tl.store(left + row * tl.num_programs(1) + piece, tl.sum(found.to(tl.int32), axis=0))
+
+
+@triton.jit
+def _limit(own, stride, within, controlled, left, vocab, num_words, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """Where nothing that `within` allows is left, its tokens have the model's own logits."""
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n, pieces = tl.arange(0, PIECES), tl.num_programs(1)
+    found = tl.sum(tl.load(left + row * pieces + n, mask=n < pieces, other=0), axis=0)
+    i = piece * BLOCK + tl.arange(0, BLOCK)
+    kept = tl.load(controlled + row * vocab + i, mask=i < vocab, other=0.0)
+    given = tl.load(own + row * stride + i, mask=(i < vocab) & (found == 0), other=0.0).to(tl.float32)
+    allowed = _is_in(within + row * num_words, i, i < vocab)
+    value = tl.where(allowed, tl.where(found == 0, given, kept), float("-inf"))
+    tl.store(controlled + row * vocab + i, value, mask=i < vocab)
 
 
 def control_logits(logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> Tensor:
@@ -84,5 +90,8 @@ def control_logits(logits: Tensor, rows: SamplingRows, *, out: Tensor | None = N
         )  # fmt: skip
     if rows.within is not None:
         words = rows.within.shape[1]
-        _limit[(num_rows,)](logits, logits.stride(0), rows.within, out, vocab, words, BLOCK)
+        left = torch.empty(num_rows, pieces, dtype=torch.int32, device=logits.device)
+        _look[(num_rows, pieces)](rows.within, out, left, vocab, words, BLOCK)
+        sizes = (vocab, words, BLOCK, padded(pieces))
+        _limit[(num_rows, pieces)](logits, logits.stride(0), rows.within, out, left, *sizes)
     return out

@@ -3,49 +3,80 @@ Never sees bans, temperature or filters: they are the model's own."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import INTERPRETED
+from kernels.triton.launch import padded
 from kernels.triton.numbers import logit_of, order_key
-
-BLOCK = 256 if INTERPRETED else 2048
+from kernels.triton.survey import (
+    BLOCK,
+    GROUP,
+    NUM_WARPS,
+    list_groups,
+    listed_tokens,
+    lowest_peak,
+    mass_of_blocks,
+    row_of_blocks,
+    survey,
+)
 
 
 # What differs between steps must not choose between compiled kernels: requests ask for any count, 1 and 16 too.
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["token_ids"])
-def _logprobs(logits, stride, token_ids, own, top_ids, top, vocab, count, BLOCK: tl.constexpr):
-    """One row for each program: the logarithm of the sum once, then the `count` largest, one after another."""
+def _logprobs(
+    logits,
+    stride,
+    token_ids,
+    block_bests,
+    block_tokens,
+    block_masses,
+    peaks,
+    listed,
+    own,
+    top_ids,
+    top,
+    vocab,
+    num_blocks,
+    count,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """One row for each program, after `survey`: the logarithm of the sum, then the `count` largest, one by one."""
     row = tl.program_id(0).to(tl.int64)
+    groups_of = num_blocks * (BLOCK // GROUP)
     logits += row * stride
-    best, mass = float("-inf"), 0.0
-    for first in tl.range(0, vocab, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        value = tl.load(logits + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
-        new_best = tl.maximum(best, tl.max(value, axis=0))
-        finite = tl.where(new_best == float("-inf"), 0.0, new_best)
-        mass = mass * tl.exp(best - finite) + tl.sum(tl.exp(value - finite), axis=0)
-        best = new_best
-    token = tl.load(token_ids + row)
-    size = tl.log(mass)
-    # Without a distribution: inf - inf, or the NaN that is in the sum.
-    tl.store(own + row, tl.load(logits + token).to(tl.float32) - best - size)
-
-    # Of which no two are equal: the logit's order above the token id counted downwards.
-    previous = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
-    for number in tl.range(0, count):
-        largest = tl.full((), -0x7FFFFFFFFFFFFFFF, tl.int64)
-        for first in tl.range(0, vocab, BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            value = tl.load(logits + i, mask=i < vocab, other=0.0).to(tl.float32)
-            rank = (order_key(value).to(tl.int64) << 32) + (0x7FFFFFFF - i)
-            rank = tl.where((i < vocab) & (rank < previous), rank, -0x7FFFFFFFFFFFFFFF)
-            largest = tl.maximum(largest, tl.max(rank, axis=0))
-        tl.store(top_ids + row * count + number, 0x7FFFFFFF - (largest & 0x7FFFFFFF))
-        tl.store(top + row * count + number, logit_of((largest >> 32).to(tl.int32)) - best - size)
-        previous = largest
+    block_bests += row * num_blocks
+    best, _, sound = row_of_blocks(block_bests, block_tokens + row * num_blocks, num_blocks, vocab, BLOCKS)
+    mass = tl.sum(mass_of_blocks(block_bests, block_masses + row * num_blocks, best, 1.0, num_blocks, BLOCKS), axis=0)
+    size = tl.where(sound, best.to(tl.float64) + tl.log(mass), float("nan"))
+    given = tl.load(logits + tl.load(token_ids + row)).to(tl.float64)
+    tl.store(own + row, (given - size).to(tl.float32))
+    if count > 0:
+        g = tl.arange(0, GROUPS)
+        real = g * GROUP < vocab
+        peak = tl.load(peaks + row * groups_of + g, mask=real, other=float("-inf"))
+        matters = real & (order_key(peak) >= lowest_peak(peak, real, best, count))
+        listed += row * groups_of
+        num_listed = list_groups(listed, matters, g)
+        # Of which no two are equal: the logit's order above the token id counted downwards.
+        previous = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+        for number in tl.range(0, count):
+            largest = tl.full((), -0x7FFFFFFFFFFFFFFF, tl.int64)
+            for first in tl.range(0, num_listed, BLOCK // GROUP):
+                i, some, value = listed_tokens(logits, listed, first, num_listed, vocab, BLOCK, GROUP)
+                rank = (order_key(value).to(tl.int64) << 32) + (0x7FFFFFFF - i)
+                rank = tl.where(some & (rank < previous), rank, -0x7FFFFFFFFFFFFFFF)
+                largest = tl.maximum(largest, tl.max(rank, axis=0))
+            found = logit_of((largest >> 32).to(tl.int32)).to(tl.float64)
+            tl.store(top_ids + row * count + number, 0x7FFFFFFF - (largest & 0x7FFFFFFF))
+            tl.store(top + row * count + number, (found - size).to(tl.float32))
+            previous = largest
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,5 +90,18 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tenso
     top_ids = torch.empty(num_rows, count, dtype=torch.int64, device=logits.device)
     top = torch.empty(num_rows, count, dtype=torch.float32, device=logits.device)
     if num_rows:
-        _logprobs[(num_rows,)](logits, logits.stride(0), token_ids, own, top_ids, top, vocab, count, BLOCK, num_warps=8)
+        num_blocks = triton.cdiv(vocab, BLOCK)
+        num_groups = num_blocks * (BLOCK // GROUP)
+        numbers = partial(torch.empty, device=logits.device)
+        blocks = (
+            numbers(num_rows, num_blocks, dtype=torch.float32),
+            numbers(num_rows, num_blocks, dtype=torch.int32),
+            numbers(num_rows, num_blocks, dtype=torch.float64),
+            numbers(num_rows, num_groups, dtype=torch.float32),
+        )
+        stride, warps = logits.stride(0), {"num_warps": NUM_WARPS}
+        survey[(num_rows, num_blocks)](logits, stride, None, None, *blocks, vocab, BLOCK, GROUP, **warps)
+        listed = numbers(num_rows, num_groups, dtype=torch.int32)
+        sizes = (vocab, num_blocks, count, BLOCK, GROUP, padded(num_blocks), padded(num_groups))
+        _logprobs[(num_rows,)](logits, stride, token_ids, *blocks, listed, own, top_ids, top, *sizes, **warps)
     return own, top_ids, top

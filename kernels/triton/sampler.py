@@ -4,17 +4,16 @@ Never copies a logit to the host, and never draws for one row by what is beside 
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from kernels.triton.controls import control_logits
 from kernels.triton.draw import draw
-from kernels.triton.launch import INTERPRETED
+from kernels.triton.launch import padded
 from kernels.triton.narrow import narrow
 from kernels.triton.sampling_rows import SamplingRows
+from kernels.triton.survey import BLOCK, GROUP, NUM_WARPS, survey
 
-# Logits that a program looks at together. The interpreter pays for each block, and its tests cross several.
-BLOCK = 256 if INTERPRETED else 2048
-NUM_WARPS = 8
 # Rows that are narrowed at a time: each needs 8 bytes for each token of the vocabulary, 128 of 150,000 take 154 MB.
 ROWS_AT_A_TIME = 128
 
@@ -40,15 +39,30 @@ def sample(logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> 
 
 def _sample(logits: Tensor, rows: SamplingRows, piece: slice, tokens: Tensor) -> None:
     (num_rows, vocab), device = logits.shape, logits.device
-    bests = torch.empty(num_rows, dtype=torch.float32, device=device)
-    totals = torch.empty(num_rows, dtype=torch.float64, device=device)
-    sizes = torch.empty(num_rows, dtype=torch.int32, device=device)
-    kept_ids = torch.empty(num_rows, vocab, dtype=torch.int32, device=device)
-    kept_logits = torch.empty(num_rows, vocab, dtype=torch.float32, device=device)
-    found = (tokens, bests, totals, sizes, kept_ids, kept_logits, vocab, BLOCK)
-    temperatures, top_ps = rows.temperatures[piece], rows.top_ps[piece]
-    narrow[(num_rows,)](logits, logits.stride(0), temperatures, rows.top_ks[piece], top_ps, *found, num_warps=NUM_WARPS)
+    num_blocks = triton.cdiv(vocab, BLOCK)
+    num_groups = num_blocks * (BLOCK // GROUP)
+
+    def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(num_rows, *shape, dtype=dtype, device=device)
+
+    block_bests, block_tokens = numbers(torch.float32, num_blocks), numbers(torch.int32, num_blocks)
+    block_masses, peaks = numbers(torch.float64, num_blocks), numbers(torch.float32, num_groups)
+    bests, totals, sizes = numbers(torch.float32), numbers(torch.float64), numbers(torch.int32)
+    kept = numbers(torch.int32, vocab), numbers(torch.float32, vocab)
+    found = (tokens, bests, totals, sizes, *kept, vocab, num_blocks)
+    temperatures, top_ks, top_ps, min_ps = (
+        each[piece] for each in (rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
+    )
+    survey[(num_rows, num_blocks)](
+        logits, logits.stride(0), temperatures, top_ks, block_bests, block_tokens, block_masses, peaks, vocab,
+        BLOCK, GROUP, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    narrow[(num_rows,)](
+        logits, logits.stride(0), temperatures, top_ks, top_ps, min_ps,
+        block_bests, block_tokens, block_masses, peaks, numbers(torch.int32, num_groups), *found,
+        BLOCK, GROUP, padded(num_blocks), padded(num_groups), num_warps=NUM_WARPS,
+    )  # fmt: skip
     draw[(num_rows,)](
-        logits, logits.stride(0), temperatures, top_ps, rows.min_ps[piece], rows.seeds[piece], rows.positions[piece],
-        *found, num_warps=NUM_WARPS,
+        logits, logits.stride(0), temperatures, top_ps, min_ps, rows.seeds[piece], rows.positions[piece],
+        block_bests, block_masses, *found, BLOCK, padded(num_blocks), num_warps=NUM_WARPS,
     )  # fmt: skip

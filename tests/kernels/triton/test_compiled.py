@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
 EVERY = {
-    "_norm", "_silu_and_mul", "_rotate", "_write", "attend", "_combine", "_copy", "_edit", "_limit", "narrow", "draw",
-    "_logprobs", "_convolve", "_one_step", "_invert", "_scan", "_gated_norm", "_sigmoid_gate",
-    "_router_logits", "_choose", "_sort", "_gate_up", "_down", "_add_parts",
+    "_norm", "_silu_and_mul", "_rotate", "_write", "attend", "_combine", "_copy", "_edit", "_look", "_limit",
+    "survey", "narrow", "draw", "_logprobs", "_convolve", "_one_step", "_invert", "_scan", "_gated_norm",
+    "_sigmoid_gate", "_router_logits", "_choose", "_sort", "_gate_up", "_down", "_add_parts",
 }  # fmt: skip
 
 

@@ -105,6 +105,17 @@ def test_vocabularies_at_the_edges_of_a_block_match_the_reference(device: str, v
         check_sampling(random_logits(1, vocab), rows_like(1, **options), device)
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.02}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 30}], ids=str)
+def test_tokens_are_found_in_whatever_block_they_are(device: str, options: dict[str, float]) -> None:
+    """Blocks without any, one that has nearly all of the mass and one that has the rest, and the last one in part."""
+    logits = random_logits(4, 5 * BLOCK + 7)
+    logits[:, BLOCK : 2 * BLOCK] = -torch.inf
+    logits[0, : 5 * BLOCK] = -torch.inf
+    logits[1, 3 * BLOCK : 4 * BLOCK] += 9
+    logits[2] += 1e4
+    check_sampling(logits, rows_like(4, **options), device)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)])
 def test_logits_of_few_bits_have_ties_which_go_to_the_lower_id(device: str, dtype: torch.dtype) -> None:
     logits = (random_logits(2) / 3).round().to(dtype)  # some ten values
