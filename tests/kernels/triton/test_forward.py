@@ -103,7 +103,9 @@ def test_a_step_padded_to_a_captured_size_computes_the_same(decoder: Decoder) ->
         torch.arange(6, dtype=torch.int32),
         torch.cat((plan.lengths, none)),
         torch.cat((plan.block_tables, none.unsqueeze(1).expand(3, plan.block_tables.shape[1]))),
+        decodes=torch.tensor([5], dtype=torch.int32),
         num_decode=5,
+        num_chunks=0,
         max_length=BLOCK * 3,
     )
     padding = {"token_ids": 3, "positions": 0, "slots": -1}
