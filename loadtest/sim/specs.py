@@ -48,7 +48,9 @@ SPEEDS = {"azure_conv": 1, "azure_code": 1, "mooncake_conv": 16, "mooncake_synth
 """How many times as fast as measured the engines are. Two cores compute Mooncake's prompts in minutes."""
 FAST = {"block_size": 64, "num_kv_blocks": 4096, "max_num_batched_tokens": 2048, "max_prefill_tokens": 2048}
 MOST_REPLICAS = 16
-DISRUPTED = {"none": 1_000_000, "zone-loss": 250_000, "upgrade": 1_000_000}
+MILLION = 1_005_000
+"""Requests on average. Arrivals are random, with a deviation of a thousand: there are a million by any seed."""
+DISRUPTED = {"none": MILLION, "zone-loss": 250_000, "upgrade": MILLION}
 """Requests: a zone is back after half a minute, and an upgrade by tenths takes six."""
 SECONDS = {"autoscaling": 1200.0, "routing": 120.0, "reservation": 0.0, "scale": 0.0, "disruption": 0.0}
 """Of a trace that a run takes: for autoscaling twice Serve's delay before it removes a replica."""
@@ -87,7 +89,7 @@ def reservation(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
 def scale(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
     """A thousand replicas and a million requests, times `size` for the requests alone."""
     for seed in range(seeds):
-        yield {"policy": "none", "seed": seed, "replicas": 1000, "requests": _sized(1_000_000, size)}
+        yield {"policy": "none", "seed": seed, "replicas": 1000, "requests": _sized(MILLION, size)}
 
 
 def disruption(seeds: int, seconds: float, size: float) -> Iterator[Spec]:

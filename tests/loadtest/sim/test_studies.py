@@ -70,7 +70,7 @@ def test_a_run_that_another_study_holds_is_taken_over_and_not_simulated_twice(tm
 
     path = tmp_path / "sim_disruption.json"
     held = empty("scale")
-    undisturbed = {"policy": "none", "seed": 0, "replicas": 1, "requests": 1000}
+    undisturbed = {"policy": "none", "seed": 0, "replicas": 1, "requests": 1005}
     held["runs"] = [{"spec": undisturbed, "commit": "elsewhere", "figures": {"good_share": 0.5}}]
     save(held, tmp_path / "sim_scale.json")
     runs = runs_of(0.001)
