@@ -35,9 +35,10 @@ from tests.support.compiler import needs_compiler
 BLOCK = 16
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-NORMED = {torch.float32: 2e-5, torch.bfloat16: 5e-3}
-"""With norms by head, whose results the reference rounds to bfloat16 before it rotates them, and the kernels do not: of
-the root mean square in bfloat16, which the one number in 100,000 that is far off does not move (measured: 3e-3)."""
+NORMED = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
+"""With norms by head, whose results the reference rounds to bfloat16 before it rotates them, and the kernels do not."""
+NORMED_MEAN = 5e-3
+"""Of the root mean square, which the one number in 100,000 that is beyond 4e-2 does not move (measured: 3e-3)."""
 EPS = 1e-5
 
 pytestmark = needs_compiler
@@ -88,9 +89,9 @@ def close_but_for_ties(got: Tensor, want: Tensor, tolerance: float) -> None:
     assert apart.sum() <= 256 + 0.03 * apart.numel()
 
 
-def close_on_average(got: Tensor, want: Tensor, tolerance: float) -> None:
+def close_on_average(got: Tensor, want: Tensor) -> None:
     close(got, want, 0.1)
-    assert (got.double() - want.double()).square().mean().sqrt() <= tolerance
+    assert (got.double() - want.double()).square().mean().sqrt() <= NORMED_MEAN
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -383,10 +384,9 @@ def check_attention(
     lengths = [context + count for context, count in rows]
     case = AttentionCase(lengths, heads, dtype, norms=norms, block_size=block_size, window=window, narrow=narrow)
     got, want = case.native(team), case.reference()
-    tolerance = (NORMED if norms else TOLERANCE)[dtype]
-    on_average = norms and dtype == torch.bfloat16
-    judge = close_but_for_ties if narrow else close_on_average if on_average else close
-    held = functools.partial(judge, tolerance=tolerance)
+    held = functools.partial(close_but_for_ties if narrow else close, tolerance=(NORMED if norms else TOLERANCE)[dtype])
+    if norms and dtype == torch.bfloat16 and not narrow:
+        held = close_on_average
     for sequence, (context, _) in enumerate(rows):
         cut = random.randint(0, context)
         for start, end in ((0, cut), (cut, context)):
