@@ -44,8 +44,8 @@ test-flash: .venv-flash/installed ## the engine beside vllm-flash-attn 2.6.2 and
 	@touch $@
 
 bench-gpu: install ## kernels, steps and loads on this machine's GPU, against its own peaks; JSON to loadtest/results
-	$(BIN)/python -m kernels.bench --out loadtest/results/kernels_gpu.json
-	$(BIN)/python -m engine.bench --out loadtest/results/engine_gpu.json
+	$(BIN)/python -m kernels.bench --out loadtest/results/kernels_gpu.json; kernels=$$?; \
+	$(BIN)/python -m engine.bench --out loadtest/results/engine_gpu.json && exit $$kernels
 
 test-chaos: model ## every fault over a real Ray: killed, hung, drained and replaced parts, clients that storm (ten minutes)
 	$(BIN)/python -m pytest tests/chaos tests/k8s/test_pods.py -rP

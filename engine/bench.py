@@ -6,11 +6,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import random
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,8 @@ from engine.request import create_request
 from engine.resolve import torch_dtype
 from engine.step import Executor, StepPlan
 from kernels.bench import Bench, peaks
+
+logger = logging.getLogger(__name__)
 
 SHAPES = Path(engine.models.__file__).parent / "shapes"
 
@@ -135,25 +138,23 @@ class DeviceBench:
 
     # --- single steps, against the peaks ------------------------------------------------------------------------------
 
-    def steps(self, executor: TorchExecutor, resolved: ResolvedConfig, peak: dict[str, float]) -> list[Cell]:
+    def steps(self, executor: TorchExecutor, resolved: ResolvedConfig, peak: dict[str, float]) -> Iterator[Cell]:
         """Decode against reading all weights and the cache once; prefill against its products; a mixed step against
         one without decode rows, which is worth something only if both or neither of them were captured."""
         load, model = self.load, executor.model.decoder.config  # type: ignore[attr-defined]
         size = torch_dtype(resolved.dtype).itemsize
-        cells: list[Cell] = []
         for rows in load.decode_rows:
             plan = decode_plan(rows, load.context, resolved.block_size, self.token)
             least_ms = bytes_read(model, rows, load.context, size) / peak["copy_gb_s"] / 1e6
-            cells.append(self._step("decode", rows, executor, plan, least_ms))
+            yield self._step("decode", rows, executor, plan, least_ms)
         plan = prefill_plan(load.prefill, 0, resolved.block_size, self.token)
         least_ms = flops(model, load.prefill, 0) / peak["matrix_gflop_s"] / 1e6
-        cells.append(self._step("prefill", load.prefill, executor, plan, least_ms))
-        alone = prefill_plan(load.mixed, 0, resolved.block_size, self.token)
-        cells.append(self._step("prefill_only", load.mixed, executor, alone, 0.0))
-        mixed = self._mixed_plan(resolved.block_size)
-        cells.append(self._step("mixed", load.mixed, executor, mixed, cells[-1]["ms_p50"]))
-        cells[-1]["valid"] = cells[-1].get("captured") == cells[-2].get("captured")
-        return cells
+        yield self._step("prefill", load.prefill, executor, plan, least_ms)
+        plan = prefill_plan(load.mixed, 0, resolved.block_size, self.token)
+        alone = self._step("prefill_only", load.mixed, executor, plan, 0.0)
+        yield alone
+        mixed = self._step("mixed", load.mixed, executor, self._mixed_plan(resolved.block_size), alone["ms_p50"])
+        yield mixed | {"valid": mixed.get("captured") == alone.get("captured")}
 
     def _mixed_plan(self, block_size: int) -> StepPlan:
         rows = max(self.load.decode_rows) - 1  # the chunk has a seat, too: there is no captured step of more rows
@@ -190,7 +191,7 @@ class DeviceBench:
 
     # --- loads --------------------------------------------------------------------------------------------------------
 
-    def host_gap(self, executor: TorchExecutor, resolved: ResolvedConfig) -> Cell:
+    def host_gap(self, executor: TorchExecutor, resolved: ResolvedConfig) -> Iterator[Cell]:
         """Percent of the whole loop's decode step in which the device does nothing of it."""
         rows, steps = max(self.load.decode_rows), self.options.steps
         plan = decode_plan(rows, self.load.context + steps // 2, resolved.block_size, self.token)
@@ -209,11 +210,12 @@ class DeviceBench:
         cell: Cell = {"cell": "host_gap", "size": rows, "loop_ms": loop_ms}
         if not own:
             why = "launching waits for it" if self.device is not None else "the CPU computes while Python waits"
-            return cell | {"missing": f"the device's own time: {why}"}
+            yield cell | {"missing": f"the device's own time: {why}"}
+            return
         device_ms = statistics.median(own)
-        return cell | {"device_ms": device_ms, "percent": max(0.0, 100 * (1 - device_ms / loop_ms))}
+        yield cell | {"device_ms": device_ms, "percent": max(0.0, 100 * (1 - device_ms / loop_ms))}
 
-    def throughput(self, executor: TorchExecutor, resolved: ResolvedConfig) -> Cell:
+    def throughput(self, executor: TorchExecutor, resolved: ResolvedConfig) -> Iterator[Cell]:
         load = self.load
 
         def once() -> float:
@@ -228,21 +230,17 @@ class DeviceBench:
 
         wall_s = second(once)
         tokens_s = load.requests * load.answer / wall_s
-        return {"cell": "throughput", "size": load.requests, "tokens_s": tokens_s, "wall_s": wall_s}
+        yield {"cell": "throughput", "size": load.requests, "tokens_s": tokens_s, "wall_s": wall_s}
 
-    def mixed_load(self, executor: TorchExecutor, resolved: ResolvedConfig) -> list[Cell]:
+    def mixed_load(self, executor: TorchExecutor, resolved: ResolvedConfig) -> Iterator[Cell]:
         """Streams beside long prompts, in chunks and whole; see engine.bench_mixed."""
-        load = self.load
-        return [
-            {"cell": "mixed_load", "size": size}
-            | MixedLoad(executor, with_budget(resolved, size), self.options.seed, load.traffic).run()
-            for size in (load.traffic_chunk, WHOLE)
-        ]
+        for size in (self.load.traffic_chunk, WHOLE):
+            load = MixedLoad(executor, with_budget(resolved, size), self.options.seed, self.load.traffic)
+            yield {"cell": "mixed_load", "size": size} | load.run()
 
-    def owner_by_graphs(self) -> list[Cell]:
+    def owner_by_graphs(self) -> Iterator[Cell]:
         """Who cuts a long prompt, the engine within one step or the scheduler; with captured steps and without: four
         streams, then one long prompt."""
-        cells = []
         for graphs in (True, False) if self.on_gpu else (False,):
             with self.engine(graphs=graphs) as (executor, resolved):
                 for owner, limit in (("engine", self.load.chunk), ("scheduler", self.load.mixed)):
@@ -253,8 +251,7 @@ class DeviceBench:
                         max_prefill_tokens=limit,
                     )
                     cell = second(partial(self._one_long_prompt, executor, config))
-                    cells.append(cell | {"owner": owner, "graphs": graphs})
-        return cells
+                    yield cell | {"owner": owner, "graphs": graphs}
 
     def _one_long_prompt(self, executor: TorchExecutor, config: ResolvedConfig) -> Cell:
         streams, load = [f"stream {i}" for i in range(min(4, config.max_num_seqs - 1))], self.load
@@ -269,12 +266,13 @@ class DeviceBench:
         tokens = core.num_tokens - before + load.long_prompt
         return {"cell": "owner_by_graphs", "ttft_ms": 1000 * ttft_s, "tokens_s": tokens / wall_s}
 
-    def transformers_tokens_s(self) -> Cell:
+    def transformers_tokens_s(self) -> Iterator[Cell]:
         """transformers' own generation of as many answers at once, on random weights of the same shape."""
         try:
             from transformers import AutoConfig, AutoModelForCausalLM
         except ImportError as error:
-            return {"cell": "transformers", "missing": str(error)}
+            yield {"cell": "transformers", "missing": str(error)}
+            return
         load, device = self.load, torch.device(self.options.device)
         config = AutoConfig.from_pretrained(self.model_dir)
         torch.set_default_device(device)
@@ -292,7 +290,7 @@ class DeviceBench:
 
         wall_s = second(once)
         tokens_s = load.requests * load.answer / wall_s
-        return {"cell": "transformers", "size": load.requests, "tokens_s": tokens_s, "wall_s": wall_s}
+        yield {"cell": "transformers", "size": load.requests, "tokens_s": tokens_s, "wall_s": wall_s}
 
 
 def mixed_sizes(load: Load) -> tuple[int, ...]:
@@ -443,6 +441,38 @@ def targets(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     ]
 
 
+class Findings:
+    """What has been measured: printed and kept cell by cell, for a card may be lent for minutes, and not again."""
+
+    def __init__(self, head: Cell, out: Path | None) -> None:
+        self._head, self._out = head, out
+        self.cells: list[Cell] = []
+        self.failed = False
+
+    def add(self, load: str, cells: Iterable[Cell]) -> None:
+        """Or, once something fails, that the rest of the load has: others are measured all the same."""
+        try:
+            for cell in cells:
+                self._keep(cell)
+        except Exception as error:
+            logger.exception("%s failed", load)
+            self.failed = True
+            self._keep({"cell": load, "failed": f"{type(error).__name__}: {error}"})
+
+    def _keep(self, cell: Cell) -> None:
+        self.cells.append(cell)
+        print(" ".join(f"{k}={v:.2f}" if isinstance(v, float) else f"{k}={v}" for k, v in cell.items()), flush=True)
+        self.document()
+
+    def document(self, **more: object) -> str:
+        """One line of JSON, which lies in `out`, too."""
+        self._head |= more
+        text = json.dumps(self._head | {"cells": self.cells, "targets": targets(self.cells)}, default=str)
+        if self._out:
+            self._out.write_text(text + "\n")
+        return text
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     bench = DeviceBench(options)
@@ -451,29 +481,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     peak_of = Bench(
         of_kernels, device, getattr(torch, options.dtype), torch.Generator(device).manual_seed(options.seed)
     )
+    name = torch.cuda.get_device_name(device) if bench.on_gpu else machine()["cpu"]
+    head: Cell = {"benchmark": "engine_device", **machine(), "device": name, "torch": torch.__version__}
     with torch.inference_mode():
         peak = peaks(peak_of)
-        with bench.engine() as (executor, resolved):
-            cells = [*bench.steps(executor, resolved, peak), *bench.mixed_load(executor, resolved)]
-        with bench.engine(overlap=True) as (executor, resolved):
-            cells += [bench.host_gap(executor, resolved), bench.throughput(executor, resolved)]
-        cells += bench.owner_by_graphs()
-        cells.append(bench.transformers_tokens_s())
-    aims = targets(cells)
-    for cell in cells:
-        print(" ".join(f"{k}={v:.2f}" if isinstance(v, float) else f"{k}={v}" for k, v in cell.items()))
-    for aim in aims:
+        head |= {"model": bench.model_dir.name, "short": options.short, "seed": options.seed, "peaks": peak}
+        found = Findings(head, options.out)
+
+        def on_an_engine(
+            loads: Mapping[str, Callable[[TorchExecutor, ResolvedConfig], Iterable[Cell]]], overlap: bool
+        ) -> Iterator[Cell]:
+            """No cells of its own: an engine that cannot be made fails as a load does."""
+            with bench.engine(overlap=overlap) as (executor, resolved):
+                found.document(config=dataclasses.asdict(resolved))
+                for load, cells_of in loads.items():
+                    found.add(load, cells_of(executor, resolved))
+            yield from ()
+
+        steps = partial(bench.steps, peak=peak)
+        found.add("engine", on_an_engine({"steps": steps, "mixed_load": bench.mixed_load}, overlap=False))
+        loads = {"host_gap": bench.host_gap, "throughput": bench.throughput}
+        found.add("engine", on_an_engine(loads, overlap=True))
+        found.add("owner_by_graphs", bench.owner_by_graphs())
+        found.add("transformers", bench.transformers_tokens_s())
+    for aim in targets(found.cells):
         outcome = "met" if aim["met"] else "missed" if aim["valid"] else "not validly measured"
         print(f"{aim['what']}: {aim['value']:.2f} (aim {aim['aim']}): {outcome}")
-    name = torch.cuda.get_device_name(device) if bench.on_gpu else machine()["cpu"]
-    head = {"benchmark": "engine_device", **machine(), "device": name, "torch": torch.__version__}
-    result = {**head, "model": bench.model_dir.name, "short": options.short, "seed": options.seed}
-    document = json.dumps(
-        {**result, "peaks": peak, "config": dataclasses.asdict(resolved), "cells": cells, "targets": aims}, default=str
-    )
-    if options.out:
-        options.out.write_text(document + "\n")
-    print(document)
+    print(found.document())
+    if found.failed:
+        raise SystemExit(1)
 
 
 def _options(arguments: Sequence[str] | None) -> Namespace:

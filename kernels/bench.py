@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -24,6 +26,8 @@ from kernels.forward import HeadShape, Linear, LinearHeads, Routing
 from kernels.ops import TORCH, TORCH_CPU, Ops
 from kernels.paged import on_device, states_on_device
 from kernels.reference import PagedRows, StateRows
+
+logger = logging.getLogger(__name__)
 
 Run = Callable[[], object]
 
@@ -463,8 +467,9 @@ def result(cell: Cell, times: Sequence[float], peak: dict[str, float]) -> dict[s
 
 def describe(bench: Bench) -> dict[str, Any]:
     name = torch.cuda.get_device_name(bench.device) if bench.on_gpu else platform.processor() or platform.machine()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    found: dict[str, Any] = {"commit": commit.stdout.strip(), "device": name}
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout if shutil.which("git") else ""
+    found: dict[str, Any] = {"commit": commit.strip(), "device": name}
     found |= {"torch": torch.__version__, "dtype": str(bench.dtype).removeprefix("torch.")}
     if bench.on_gpu:
         return found | {"table": "triton", "triton": version("triton")}
@@ -479,23 +484,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with torch.inference_mode():
         peak = peaks(bench)
         print("peaks: copy {copy_gb_s:.1f} GB/s, matrix {matrix_gflop_s:.1f} GFLOP/s".format(**peak))
-        found = []
+        found: list[dict[str, Any]] = []
         others, missing = bench.attention_tables()
         for why in missing:
             print(f"no cell: {why}")
+        settings = {name: value for name, value in vars(options).items() if name != "out"}
+        head = {"benchmark": "kernels", **describe(bench), "peaks": peak, "config": settings, "missing": missing}
         for cell in bench.cells(others):
-            times = measure(bench, cell.make, cell.num_bytes, capturable=cell.capturable)
-            found.append(result(cell, times, peak))
             shape = " ".join(f"{name}={size}" for name, size in cell.shape.items())
-            print("{op:32} {0:50} {us_p50:10.1f} us {share:6.1%} of the {of} peak".format(shape, **found[-1]))
-    settings = {name: value for name, value in vars(options).items() if name != "out"}
-    document = json.dumps(
-        {"benchmark": "kernels", **describe(bench), "peaks": peak, "config": settings, "cells": found}
-        | {"missing": missing}
-    )
-    if options.out:
-        options.out.write_text(document + "\n")
-    print(document)
+            try:
+                times = measure(bench, cell.make, cell.num_bytes, capturable=cell.capturable)
+            except Exception as error:  # a card may be lent for minutes: what the others find is not lost with it
+                logger.exception("%s failed", cell.op)
+                found.append({"op": cell.op, **cell.shape, "failed": f"{type(error).__name__}: {error}"})
+            else:
+                found.append(result(cell, times, peak))
+                print("{op:32} {0:50} {us_p50:10.1f} us {share:6.1%} of the {of} peak".format(shape, **found[-1]))
+            if options.out:
+                options.out.write_text(json.dumps(head | {"cells": found}) + "\n")
+    print(json.dumps(head | {"cells": found}))
+    if any("failed" in each for each in found):
+        raise SystemExit(1)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

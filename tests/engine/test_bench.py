@@ -70,6 +70,29 @@ def test_every_cell_is_measured_on_any_device(
     assert of_kind["host_gap"]["missing"] == "the device's own time: the CPU computes while Python waits"
 
 
+def test_a_load_that_fails_costs_its_own_cells_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything was printed at the end: what fails on a card that is there for minutes took all else with it."""
+
+    def host_gap(*_: Any) -> Any:
+        yield {"cell": "host_gap", "size": 1}
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(DeviceBench, "host_gap", host_gap)
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "head_dim": 16}))
+    sizes = ["--steps", "2", "--copy-mib", "1", "--matrix", "32", "--out", str(tmp_path / "out.json")]
+    with pytest.raises(SystemExit, match="1"):
+        main(["--device", "cpu", "--short", "--dtype", "float32", "--model", str(tmp_path), *sizes])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads((tmp_path / "out.json").read_text()) == document
+    kinds = [cell["cell"] for cell in document["cells"]]
+    assert kinds[7:10] == ["host_gap", "host_gap", "throughput"]
+    assert document["cells"][8]["failed"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert kinds[-1] == "transformers"
+    assert document["targets"]
+
+
 class Clocks:
     """A device and an executor of it in simulated milliseconds: a step is two kernels of 1 ms, and Python takes
     `python_ms` before each of them."""
@@ -156,7 +179,7 @@ def test_decode_rows_and_a_chunk_are_a_captured_step(tmp_path: Path, monkeypatch
     bench = DeviceBench(options_of("--model", str(model)))
     bench.device = device
     executor, resolved = create_on_device(model, load, device, "a test")
-    cells = bench.steps(executor, resolved, {"copy_gb_s": 1.0, "matrix_gflop_s": 1.0})
+    cells = list(bench.steps(executor, resolved, {"copy_gb_s": 1.0, "matrix_gflop_s": 1.0}))
     assert [(cell["cell"], cell["captured"], cell["graph"]) for cell in cells] == [
         ("decode", True, "decode 1"),
         ("decode", True, "decode 2"),
@@ -164,7 +187,7 @@ def test_decode_rows_and_a_chunk_are_a_captured_step(tmp_path: Path, monkeypatch
     ]
     assert cells[-1]["valid"]
     assert {cell["device_ms"] for cell in cells} == {0.25}
-    gap = bench.host_gap(executor, resolved)
+    (gap,) = bench.host_gap(executor, resolved)
     assert gap["percent"] == pytest.approx(100 * (1 - 0.25 / gap["loop_ms"]))
     executor.shutdown()
 
@@ -203,7 +226,7 @@ def test_whole_prompts_beside_streams_are_a_captured_step_of_little_padding(
 
         monkeypatch.setattr(executor, "launch", watched_launch)
         monkeypatch.setattr(executor, "collect", watched_collect)
-        assert bench.mixed_load(executor, resolved)[1]["valid"]
+        assert list(bench.mixed_load(executor, resolved))[1]["valid"]
     whole = [use for num_tokens, use in zip(launched, uses, strict=True) if num_tokens == 519 + 1]
     assert {use and (use.hit, use.name) for use in whole} == (
         {(True, "mixed 576x2")} if graphs and captures else {None}
@@ -232,7 +255,8 @@ def test_the_throughput_is_that_of_a_second_run(tmp_path: Path) -> None:
     )
     executor: Any = CountingExecutor(config.num_kv_blocks, config.block_size, range(32))
     bench = DeviceBench(options_of("--model", str(write_model(tmp_path))))
-    assert bench.throughput(executor, config)["size"] == 3
+    (cell,) = bench.throughput(executor, config)
+    assert cell["size"] == 3
     assert executor.num_prompts == 2 * 3
     calls = iter(range(9))
     assert second(lambda: next(calls)) == 1
@@ -310,7 +334,7 @@ def test_steps_of_a_model_with_recurrent_state_are_measured(tmp_path: Path) -> N
     bench = DeviceBench(options_of("--model", str(tmp_path)))
     with bench.engine() as (executor, resolved):
         assert executor.capabilities.recurrent_state
-        cells = bench.steps(executor, resolved, {"copy_gb_s": 1.0, "matrix_gflop_s": 1.0})
+        cells = list(bench.steps(executor, resolved, {"copy_gb_s": 1.0, "matrix_gflop_s": 1.0}))
     assert [cell["cell"] for cell in cells] == ["decode", "decode", "prefill", "prefill_only", "mixed"]
 
 

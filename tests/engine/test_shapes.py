@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import engine.models
 from engine.models.config import ModelConfig, read_model_config
@@ -45,3 +46,12 @@ def test_a_shape_has_as_many_parameters_as_its_model(name: str) -> None:
     config = read_model_config(SHAPES / name)
     assert count(config) == PARAMETERS[name]
     assert config.num_heads % config.num_kv_heads == 0
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_shape_is_a_model_of_transformers_too(name: str) -> None:
+    """The benchmark compares with its generation: no shape said of which type it was, and the run ended there."""
+    config = AutoConfig.from_pretrained(SHAPES / name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert sum(weight.numel() for weight in model.parameters()) == PARAMETERS[name]

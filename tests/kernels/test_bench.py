@@ -49,6 +49,29 @@ def test_the_last_line_is_one_document_with_a_cell_for_each_operation_and_shape(
     assert all(cell["share"] > 0 and cell["of"] in ("copy", "matrix") for cell in cells)
 
 
+def test_an_operation_that_fails_costs_its_own_cell_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = bench.measure
+
+    def measure(of: bench.Bench, make: object, num_bytes: int, **options: bool) -> object:
+        if num_bytes == failing:
+            raise RuntimeError("out of resource: shared memory")
+        return measured(of, make, num_bytes, **options)  # type: ignore[arg-type]
+
+    run("--device", "cpu", "--dtype", "float32")
+    before = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
+    failing = before[3]["bytes"]
+    lost = [number for number, cell in enumerate(before) if cell["bytes"] == failing]
+    monkeypatch.setattr(bench, "measure", measure)
+    with pytest.raises(SystemExit, match="1"):
+        run("--device", "cpu", "--dtype", "float32", "--out", str(tmp_path / "out.json"))
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads((tmp_path / "out.json").read_text()) == document
+    assert [number for number, cell in enumerate(document["cells"]) if "failed" in cell] == lost
+    assert document["cells"][3]["failed"] == "RuntimeError: out of resource: shared memory"
+
+
 def test_bytes_and_operations_are_the_fewest_that_there_can_be(capsys: pytest.CaptureFixture[str]) -> None:
     run("--device", "cpu", "--dtype", "float32")
     cells = {
