@@ -44,6 +44,8 @@ GPU_MEMORY_UTILIZATION = 0.9
 
 DECODE_CONTEXT = 4096
 """Tokens of each row but one in the decode step of the start: enough that it mostly reads K and V."""
+SHORT_CONTEXT = 256
+"""Tokens of each row in the other: so few that no kernel splits a row's keys, which is another kernel."""
 
 # Controls want a copy of the logits in float32.
 _CONTROLS = LogitControls(
@@ -163,6 +165,7 @@ class _Start:
         # first step is of padding.
         with _fits(f"{rows}, but the GPU has no memory for a decode step of such rows", use):
             _run(executor, longest_decode_step(resolved))
+            _run(executor, short_decode_step(resolved))
         # torch keeps the memory of these steps for the next ones, so what is free now is free whatever they are.
         use = replace(use, activations=max(0, before - self._device.memory()[0]))
         if self._buckets.all:
@@ -250,6 +253,11 @@ def longest_decode_step(config: ResolvedConfig) -> StepPlan:
         state = StateUse(number) if config.recurrent_state else None
         rows.append(ScheduledRequest(f"row {number}", RowKind.DECODE, length - 1, (0,), blocks, _DEAREST, state=state))
     return StepPlan(1, tuple(rows))
+
+
+def short_decode_step(config: ResolvedConfig) -> StepPlan:
+    """A decode row of up to SHORT_CONTEXT tokens for each seat, all in block 0."""
+    return longest_decode_step(replace(config, max_model_len=min(config.max_model_len, SHORT_CONTEXT)))
 
 
 def _refuse_cpu_settings(config: EngineConfig) -> None:

@@ -185,7 +185,8 @@ def _by_kind(
         v_cache,
         cu_seqlens_q=rows.first_tokens,
         cu_seqlens_k=kinds.first_keys,
-        max_seqlen_q=rows.max_count,
+        # With 1 it takes it that every row has a query, and padding has none.
+        max_seqlen_q=rows.max_count if len(q) == len(rows.lengths) else max(rows.max_count, 2),
         max_seqlen_k=rows.max_length,
         block_table=rows.tables,
         **options,

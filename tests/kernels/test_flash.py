@@ -108,6 +108,18 @@ def test_how_many_rows_are_decodes_is_read_from_the_device() -> None:
     assert others["cu_seqlens_k"].diff().tolist() == [1, 1, 21, 9]
 
 
+def test_a_captured_step_of_one_token_has_rows_without_any() -> None:
+    """Told that no row has two, the varlen call takes it that each has one, and refuses q."""
+    case = paged_case([], [(20, 1)], dtype=torch.bfloat16)
+    rows = on_device(case.rows, torch.device("cpu"))
+    first_tokens, tables = torch.cat((rows.first_tokens, rows.first_tokens[-1:])), rows.tables.repeat(2, 1)
+    lengths, first_keys = rows.lengths.new_tensor([21, 0]), rows.lengths.new_tensor([0, 21, 21])
+    more = {"first_tokens": first_tokens, "lengths": lengths, "first_keys": first_keys, "tables": tables}
+    got = attend("vllm_flash_attn", FakeFlash(), case, replace(rows, num_decode=1, num_chunks=2, **more))
+    want = reference.attention(case.q, case.k_cache, case.v_cache, case.rows, case.scale)
+    torch.testing.assert_close(got, want, atol=0, rtol=0)
+
+
 def test_what_the_rows_hold_is_read_from_the_tensors_and_not_remembered() -> None:
     """A captured step is replayed with other rows in the same tensors."""
     first, second = paged_case([5, 9], [], dtype=torch.bfloat16), paged_case([12, 3], [], dtype=torch.bfloat16)

@@ -56,6 +56,7 @@ class FakeFlash:
         counts, lengths = cu_seqlens_q.diff(), cu_seqlens_k.diff()
         assert type(max_seqlen_q) is type(max_seqlen_k) is int
         assert counts.max() <= max_seqlen_q
+        assert max_seqlen_q > 1 or len(q) == rows, "a query of each row, then: q is viewed as [rows, ...]"
         assert lengths.max() <= max_seqlen_k <= block_table.shape[1] * k.shape[1]
         return self._attend(q, k, v, counts, lengths, block_table, softmax_scale, causal, window_size)
 

@@ -70,6 +70,7 @@ def compile_instead(found: list[dict[str, Any]]) -> None:
                 "shared_bytes": kernel.metadata.shared,
                 "tensor_cores": "mma" in ptx,
                 "fused": "fma.rn.f32" in ptx,
+                "barriers": len(re.findall(r"^ *(?:ttg|gpu)\.\w*barrier\b", kernel.asm["ttgir"], re.MULTILINE)),
                 "copies_in_flight": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
             }
         )
@@ -127,11 +128,13 @@ def launch_experts(dtype: torch.dtype) -> None:
 
 
 def launch_sampler(dtype: torch.dtype) -> None:
-    logits = torch.zeros(2, 700, dtype=dtype)
-    rows = [SampledRow(temperature=0.5, top_k=3, banned=(1,), allowed=(1, 2, 3))] * 2
-    sample(logits, pack_rows(rows, 700, "cpu", torch.zeros(2, 22, dtype=torch.int32)))
-    sample(logits, pack_rows([SampledRow(temperature=0.5)] * 2, 700, "cpu"))
-    token_logprobs(logits, torch.zeros(2, dtype=torch.int64), 3)
+    """Of a vocabulary within one block, and of Qwen3's."""
+    for vocab in (700, 151_936):
+        logits = torch.zeros(2, vocab, dtype=dtype)
+        rows = [SampledRow(temperature=0.5, top_k=3, banned=(1,), allowed=(1, 2, 3))] * 2
+        sample(logits, pack_rows(rows, vocab, "cpu", torch.zeros(2, -(-vocab // 32), dtype=torch.int32)))
+        sample(logits, pack_rows([SampledRow(temperature=0.5)] * 2, vocab, "cpu"))
+        token_logprobs(logits, torch.zeros(2, dtype=torch.int64), 3)
 
 
 def main() -> None:

@@ -48,6 +48,9 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     # Started with these, whatever they need: the smallest of the GPUs that are served has 99 KiB.
     alone = ("_invert", "_scan", "_one_step", "_router_logits", "_choose", "_sort", "_gate_up", "_down")
     assert max(kernel["shared_bytes"] for kernel in found if kernel["name"] in alone) <= 99 * 1024
+    # Their threads exchange numbers through global memory, and the compiler orders no accesses to that.
+    exchanging = [kernel["barriers"] for kernel in found if kernel["name"] in ("narrow", "_logprobs", "_convolve")]
+    assert all(exchanging), "one thread of these reads what another has written, or writes what it has yet to read"
     # Fused, a product and the subtraction behind it would round once, and a penalty would not be the reference's.
     assert not any(kernel["fused"] for kernel in found if kernel["name"] == "_edit")
 

@@ -109,8 +109,9 @@ def test_no_step_compiles_a_kernel_of_the_sampler(vocab: int, tmp_path: Path, la
 def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
     kind: dict[str, Any], tmp_path: Path, launches: set[tuple[str, str]]
 ) -> None:
-    """What a step reads of its rows begins where its number of tokens says, and each place was compiled for anew."""
-    model = write_model(tmp_path, num_hidden_layers=1, **kind)
+    """What a step reads of its rows begins where its number of tokens says, and each place was compiled for anew. Where
+    rows may be long, the start had only such, and the first step of short ones compiled another kernel for them."""
+    model = write_model(tmp_path, num_hidden_layers=1, max_position_embeddings=2048, **kind)
     config = EngineConfig(
         load_format="dummy",
         attention="triton",
