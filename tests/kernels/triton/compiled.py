@@ -144,19 +144,24 @@ def main() -> None:
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64])
     parser.add_argument("--groups", nargs="+", type=int, default=[3])
     parser.add_argument("--first-config", action="store_true", help="of those among which a kernel chooses")
+    parser.add_argument("--least-shared", action="store_true", help="attention alone, by its smallest configurations")
     args = parser.parse_args()
     assert not launch.INTERPRETED, "TRITON_INTERPRET is set"
     driver.set_active(NoGpu(round(args.capability * 10)))
+    of_attention = (attention_kernel.attend_decodes, attention_kernel.attend_chunks)
+    if args.least_shared:
+        for kernel in of_attention:
+            kernel.configs = [min(kernel.configs, key=lambda config: (config.kwargs["BLOCK_N"], config.num_stages))]
     if args.first_config:
-        of_attention = (attention_kernel.attend_decodes, attention_kernel.attend_chunks)
         for kernel in (*of_attention, routing._router_logits, experts._gate_up, experts._down):
             kernel.configs = kernel.configs[:1]
     found: list[dict[str, Any]] = []
     compile_instead(found)
     for dtype in args.dtypes:
-        launch_sampler(getattr(torch, dtype))
-        launch_linear_attention(getattr(torch, dtype))
-        launch_experts(getattr(torch, dtype))
+        if not args.least_shared:
+            launch_sampler(getattr(torch, dtype))
+            launch_linear_attention(getattr(torch, dtype))
+            launch_experts(getattr(torch, dtype))
         for head_dim in args.head_dims:
             for group in args.groups:
                 launch_all(getattr(torch, dtype), head_dim, group)
