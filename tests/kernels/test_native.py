@@ -267,7 +267,8 @@ def test_norms_with_and_without_a_residual_match_the_reference(team: Team, size:
     rows = tokens_only(9)
     want, total = model(eager(rows, BLOCK))
     close(record(team, dtype, lambda program: model(program)[0])(rows), want)
-    close(record(team, dtype, lambda program: model(program)[1])(rows), total)
+    # In float32, and a sum with what was rounded to the type: that may be the next number of it.
+    close(record(team, dtype, lambda program: model(program)[1])(rows), total, TOLERANCE[dtype])
 
 
 def test_the_residual_stream_stays_in_float32(team: Team) -> None:
