@@ -40,7 +40,7 @@ def split_size(length, split):
 
 
 @triton.jit
-def _find_row(begins, first_row, num_rows, tile, GROUP: tl.constexpr, TILE: tl.constexpr):
+def find_row(begins, first_row, num_rows, tile, GROUP: tl.constexpr, TILE: tl.constexpr):
     """(row, its first tile): rows have their tiles one after another, each at most one more than it fills.
 
     Row r's tiles begin at `begins[r] * GROUP // TILE + r`, which is found by bisection.
@@ -147,7 +147,7 @@ def attend(
         if row >= num_decode:
             return
     else:
-        row, first_tile = _find_row(begins, num_decode, num_rows - num_decode, tl.program_id(0), GROUP, TILE)
+        row, first_tile = find_row(begins, num_decode, num_rows - num_decode, tl.program_id(0), GROUP, TILE)
         first = (tl.program_id(0) - first_tile) * TILE
     length = tl.load(lengths + row)
     size = split_size(length, split)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.paged import DeviceStateRows, states_on_device
 from kernels.reference import StateRows
-from kernels.triton.attention_kernel import _find_row
+from kernels.triton.attention_kernel import find_row
 from kernels.triton.launch import padded, warps
 
 CHANNELS_AT_A_TIME = 128
@@ -46,7 +46,7 @@ def _convolve(
     if TILE == 1:
         row, first = tl.program_id(0), 0
     else:
-        row, first_tile = _find_row(begins, 0, num_rows, tl.program_id(0), 1, TILE)
+        row, first_tile = find_row(begins, 0, num_rows, tl.program_id(0), 1, TILE)
         first = (tl.program_id(0) - first_tile) * TILE
     slot = tl.load(slots + row).to(tl.int64)
     begin = tl.load(begins + row).to(tl.int64)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.forward import LinearHeads
 from kernels.paged import DeviceStateRows, states_on_device
 from kernels.reference import StateRows
-from kernels.triton.attention_kernel import _find_row
+from kernels.triton.attention_kernel import find_row
 from kernels.triton.launch import dot, padded
 
 PIECE = 32
@@ -112,7 +112,7 @@ def _invert(
 ):
     """The inverse of one piece's system, by forward substitution. inverses: [num_tokens, VALUE_HEADS, PIECE] float32"""
     head = tl.program_id(1)
-    row, first_piece = _find_row(begins, 0, num_rows, tl.program_id(0), 1, PIECE)
+    row, first_piece = find_row(begins, 0, num_rows, tl.program_id(0), 1, PIECE)
     begin = tl.load(begins + row).to(tl.int64)
     count = (tl.load(begins + row + 1) - begin).to(tl.int32)
     first = (tl.program_id(0) - first_piece) * PIECE

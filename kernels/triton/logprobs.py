@@ -3,8 +3,6 @@ Never sees bans, temperature or filters: they are the model's own."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +19,7 @@ from kernels.triton.survey import (
     lowest_peak,
     mass_of_blocks,
     row_of_blocks,
-    survey,
+    survey_rows,
 )
 
 
@@ -90,18 +88,11 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tenso
     top_ids = torch.empty(num_rows, count, dtype=torch.int64, device=logits.device)
     top = torch.empty(num_rows, count, dtype=torch.float32, device=logits.device)
     if num_rows:
-        num_blocks = triton.cdiv(vocab, BLOCK)
-        num_groups = num_blocks * (BLOCK // GROUP)
-        numbers = partial(torch.empty, device=logits.device)
-        blocks = (
-            numbers(num_rows, num_blocks, dtype=torch.float32),
-            numbers(num_rows, num_blocks, dtype=torch.int32),
-            numbers(num_rows, num_blocks, dtype=torch.float64),
-            numbers(num_rows, num_groups, dtype=torch.float32),
-        )
-        stride, warps = logits.stride(0), {"num_warps": NUM_WARPS}
-        survey[(num_rows, num_blocks)](logits, stride, None, None, *blocks, vocab, BLOCK, GROUP, **warps)
-        listed = numbers(num_rows, num_groups, dtype=torch.int32)
+        found = survey_rows(logits)
+        listed = torch.empty_like(found.peaks, dtype=torch.int32)
+        num_blocks, num_groups = found.bests.shape[1], found.peaks.shape[1]
         sizes = (vocab, num_blocks, count, BLOCK, GROUP, padded(num_blocks), padded(num_groups))
-        _logprobs[(num_rows,)](logits, stride, token_ids, *blocks, listed, own, top_ids, top, *sizes, **warps)
+        _logprobs[(num_rows,)](
+            logits, logits.stride(0), token_ids, *found, listed, own, top_ids, top, *sizes, num_warps=NUM_WARPS
+        )
     return own, top_ids, top

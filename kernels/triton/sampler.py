@@ -4,7 +4,6 @@ Never copies a logit to the host, and never draws for one row by what is beside 
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from kernels.triton.controls import control_logits
@@ -12,7 +11,7 @@ from kernels.triton.draw import draw
 from kernels.triton.launch import padded
 from kernels.triton.narrow import narrow
 from kernels.triton.sampling_rows import SamplingRows
-from kernels.triton.survey import BLOCK, GROUP, NUM_WARPS, survey
+from kernels.triton.survey import BLOCK, GROUP, NUM_WARPS, survey_rows
 
 # Rows that are narrowed at a time: each needs 8 bytes for each token of the vocabulary, 128 of 150,000 take 154 MB.
 ROWS_AT_A_TIME = 128
@@ -39,30 +38,24 @@ def sample(logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> 
 
 def _sample(logits: Tensor, rows: SamplingRows, piece: slice, tokens: Tensor) -> None:
     (num_rows, vocab), device = logits.shape, logits.device
-    num_blocks = triton.cdiv(vocab, BLOCK)
-    num_groups = num_blocks * (BLOCK // GROUP)
 
     def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=device)
 
-    block_bests, block_tokens = numbers(torch.float32, num_blocks), numbers(torch.int32, num_blocks)
-    block_masses, peaks = numbers(torch.float64, num_blocks), numbers(torch.float32, num_groups)
     bests, totals, sizes = numbers(torch.float32), numbers(torch.float64), numbers(torch.int32)
     kept = numbers(torch.int32, vocab), numbers(torch.float32, vocab)
-    found = (tokens, bests, totals, sizes, *kept, vocab, num_blocks)
     temperatures, top_ks, top_ps, min_ps = (
         each[piece] for each in (rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
     )
-    survey[(num_rows, num_blocks)](
-        logits, logits.stride(0), temperatures, top_ks, block_bests, block_tokens, block_masses, peaks, vocab,
-        BLOCK, GROUP, num_warps=NUM_WARPS,
-    )  # fmt: skip
+    seen = survey_rows(logits, temperatures, top_ks)
+    num_blocks, num_groups = seen.bests.shape[1], seen.peaks.shape[1]
+    found = (tokens, bests, totals, sizes, *kept, vocab, num_blocks)
     narrow[(num_rows,)](
         logits, logits.stride(0), temperatures, top_ks, top_ps, min_ps,
-        block_bests, block_tokens, block_masses, peaks, numbers(torch.int32, num_groups), *found,
+        *seen, numbers(torch.int32, num_groups), *found,
         BLOCK, GROUP, padded(num_blocks), padded(num_groups), num_warps=NUM_WARPS,
     )  # fmt: skip
     draw[(num_rows,)](
         logits, logits.stride(0), temperatures, top_ps, min_ps, rows.seeds[piece], rows.positions[piece],
-        block_bests, block_masses, *found, BLOCK, padded(num_blocks), num_warps=NUM_WARPS,
+        seen.bests, seen.masses, *found, BLOCK, padded(num_blocks), num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -3,8 +3,12 @@ Never decides anything about a row: that takes all of its blocks."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.triton.launch import INTERPRETED
 from kernels.triton.numbers import LEAST_KEY, mass_of, order_key
@@ -106,3 +110,28 @@ def list_groups(listed, matters, g):
     tl.store(listed + tl.cumsum(matters.to(tl.int32), axis=0) - 1, g, mask=matters)
     tl.debug_barrier()  # others of the program have written what is read next
     return tl.sum(matters.to(tl.int32), axis=0)
+
+
+class Surveyed(NamedTuple):
+    """What `survey` wrote, in its order."""
+
+    bests: Tensor
+    tokens: Tensor
+    masses: Tensor
+    peaks: Tensor
+
+
+def survey_rows(logits: Tensor, temperatures: Tensor | None = None, top_ks: Tensor | None = None) -> Surveyed:
+    """See `survey`; temperatures and top_ks: of each row, or neither. logits: [rows, vocab], rows contiguous."""
+    (num_rows, vocab), device = logits.shape, logits.device
+    num_blocks = triton.cdiv(vocab, BLOCK)
+    found = Surveyed(
+        torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device),
+        torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device),
+        torch.empty(num_rows, num_blocks, dtype=torch.float64, device=device),
+        torch.empty(num_rows, num_blocks * (BLOCK // GROUP), dtype=torch.float32, device=device),
+    )
+    survey[(num_rows, num_blocks)](
+        logits, logits.stride(0), temperatures, top_ks, *found, vocab, BLOCK, GROUP, num_warps=NUM_WARPS
+    )
+    return found
