@@ -54,6 +54,11 @@ async def collect(stream: AsyncIterator[Event]) -> list[Event]:
     return [event async for event in stream]
 
 
+async def submitted() -> None:
+    """Every task that was made runs to its first wait, which comes after it has submitted its request."""
+    await asyncio.sleep(0)
+
+
 async def until_idle(engine: AsyncEngine) -> None:
     async with asyncio.timeout(10):
         while engine.load().num_running or engine.load().num_waiting or engine.load().num_held_blocks:
@@ -152,7 +157,7 @@ def test_a_cancelled_task_aborts_its_request_while_it_waits_for_the_first_token(
         gate = threading.Event()
         engine = make_engine(before_step=lambda plan: gate.wait() and None)
         task = asyncio.create_task(collect(engine.generate(PROMPT, LONG)))
-        await asyncio.sleep(0.01)
+        await submitted()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -194,7 +199,7 @@ def test_an_id_in_use_is_refused_until_its_request_has_ended(make_engine: MakeEn
         gate = threading.Semaphore(0)
         engine = make_engine(before_step=lambda plan: gate.acquire() and None)
         task = asyncio.create_task(collect(engine.generate(PROMPT, LONG, "r")))
-        await asyncio.sleep(0.01)
+        await submitted()
         try:
             with pytest.raises(RequestRejected, match="'r' is already in use"):
                 async with asyncio.timeout(5):
@@ -211,7 +216,7 @@ def test_one_request_more_than_may_run_and_wait_is_refused_with_both_limits(make
         gate = threading.Semaphore(0)
         engine = make_engine(before_step=lambda plan: gate.acquire() and None, max_num_seqs=1, max_queued_requests=2)
         tasks = [asyncio.create_task(collect(engine.generate(PROMPT, LONG))) for _ in range(3)]
-        await asyncio.sleep(0.01)
+        await submitted()
         with pytest.raises(RequestRejected) as caught:
             await collect(engine.generate(PROMPT, LONG))
         assert (caught.value.code, caught.value.limit, caught.value.value) == (ErrorCode.QUEUE_FULL, 3, 4)
@@ -234,7 +239,7 @@ def test_a_fatal_executor_error_fails_every_stream_once_and_turns_health_false(m
         engine = make_engine(before_step=die)
         await engine.check_health()
         tasks = [asyncio.create_task(collect(engine.generate(PROMPT, LONG))) for _ in range(3)]
-        await asyncio.sleep(0.01)
+        await submitted()
         gate.set()
         for events in await asyncio.gather(*tasks):
             assert [type(e) for e in events if not isinstance(e, Scheduled)] == [Failed]
@@ -294,7 +299,7 @@ def test_draining_finishes_what_is_live_and_refuses_what_is_new(make_engine: Mak
         gate = threading.Semaphore(0)
         engine = make_engine(before_step=lambda plan: gate.acquire() and None)
         task = asyncio.create_task(collect(engine.generate(PROMPT, LONG)))
-        await asyncio.sleep(0.01)
+        await submitted()
         drain = asyncio.create_task(engine.drain())
         await asyncio.sleep(0)
         with pytest.raises(RequestRejected) as caught:
@@ -312,7 +317,7 @@ def test_shutting_down_fails_what_is_live_and_is_idempotent(make_engine: MakeEng
         gate = threading.Semaphore(0)
         engine = make_engine(before_step=lambda plan: gate.acquire() and None)
         task = asyncio.create_task(collect(engine.generate(PROMPT, LONG)))
-        await asyncio.sleep(0.01)
+        await submitted()
         gate.release(1)
         threading.Timer(0.05, gate.release, [1000]).start()
         await asyncio.to_thread(engine.shutdown)

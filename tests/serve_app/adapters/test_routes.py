@@ -25,7 +25,18 @@ from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys
 from serve_app.channel.handle_client import same_adapter
 from serve_app.settings import AppSettings
-from tests.serve_app.harness import CHAT, MODEL, PROMPT, Answer, Exchange, LocalClient, ScriptedClient, finished, tokens
+from tests.serve_app.harness import (
+    CHAT,
+    MODEL,
+    PROMPT,
+    TIMEOUT_S,
+    Answer,
+    Exchange,
+    LocalClient,
+    ScriptedClient,
+    finished,
+    tokens,
+)
 
 pytestmark = pytest.mark.anyio
 ADMIN = "sk-admin"
@@ -144,14 +155,16 @@ async def test_embeddings_are_computed_with_the_adapter_that_is_named(engine: As
 
 
 async def test_a_name_that_is_taken_is_replaced_only_on_request_and_streams_that_run_keep_the_old_weights(
-    app: ASGIApp, tmp_path: Path
+    app: ASGIApp, engine: AsyncEngine, tmp_path: Path
 ) -> None:
     old, new = write(tmp_path, "old", "one"), write(tmp_path, "new", "two")
     await load(app, "a", old)
     long = {"max_tokens": 60, "prompt": "tell"}
     alone = await text_of(app, "a", **long)
     running = asyncio.ensure_future(text_of(app, "a", **long))
-    await asyncio.sleep(0.01)
+    async with asyncio.timeout(TIMEOUT_S):
+        while not engine.load().num_running:
+            await asyncio.sleep(0)
     refused = await load(app, "a", new)
     assert (refused.status, refused.error["param"]) == (400, "lora_name")
     assert "load_inplace" in refused.error["message"]

@@ -11,6 +11,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from engine.protocol import EngineError, ErrorCode, RequestRejected
+from loadtest.sim.virtual_loop import VirtualLoop
 from serve_app.api.asgi import ClientGone
 from serve_app.api.generation_response import GenerationResponses
 from serve_app.api.keep_alive import COMMENT, KeepAlive
@@ -33,6 +34,12 @@ pytestmark = pytest.mark.anyio
 SOON_S = 0.001
 HEADER = "openai-processing-ms"
 FRAME: Message = {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True}
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    """Time passes only when everybody waits for it, so a silence lasts as long as a test says, on every machine."""
+    return "asyncio", {"loop_factory": VirtualLoop}
 
 
 def begin(client: ScriptedClient, keep_alive_s: float = SOON_S, **fields: Any) -> Exchange:
