@@ -9,7 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow  # all of tests/gpu
 def test_the_tests_of_a_gpu_pass_on_a_stand_in(tmp_path: Path) -> None:
     """A mistake in them would be found on a card that is lent for minutes. All but the thousand cancels, which take
     minutes here."""

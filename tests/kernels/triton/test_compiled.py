@@ -43,6 +43,7 @@ def compile_some(cache: Path, *arguments: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     found = compile_all(tmp_path, "9.0", "--first-config")
     products = [kernel["tensor_cores"] for kernel in found if kernel["name"] in ("attend", "_gate_up", "_down")]
@@ -60,6 +61,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     assert not any(kernel["fused"] for kernel in found if kernel["name"] == "_edit")
 
 
+@pytest.mark.slow
 def test_attention_of_the_largest_heads_has_a_configuration_for_every_gpu(tmp_path: Path) -> None:
     """It had none of chunks for Ada and small Ampere, where no step could run then."""
     found = compile_some(tmp_path, "8.9", "--head-dims", "256", "--groups", "4", "--least-shared")
