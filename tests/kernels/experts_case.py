@@ -1,5 +1,5 @@
 """Owns random mixtures of experts for kernel tests, whose router may be made to favour some.
-Never fixes the seed: each run draws a new one and prints it with the case."""
+Never draws a seed: tests.support.seeds gives each test its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.kernels.rows import fresh_generator
+from tests.kernels.rows import seeded_generator
 
 
 class ExpertsCase(NamedTuple):
@@ -34,7 +34,7 @@ def experts_case(
     favoured: Sequence[int] = (),
 ) -> ExpertsCase:
     """favoured: what every token's best experts are among; none: any."""
-    generator = fresh_generator()
+    generator = seeded_generator()
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
