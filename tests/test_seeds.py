@@ -15,6 +15,9 @@ import numpy
 import pytest
 import torch
 
+from engine.protocol import SamplingParams, Submission
+from engine.request import create_request
+from tests.support.engines import resolved_config
 from tests.support.seeds import VARIABLE, derived_seed, next_seed, run_seed, seed_globals, seeded_random
 
 TESTS = Path(__file__).parent
@@ -140,9 +143,10 @@ def test_a_test_has_the_same_seeds_in_every_run_and_others_with_each_draw(monkey
 
 
 def test_libraries_draw_the_same_in_every_run_too() -> None:
-    def drawn(test: str) -> tuple[float, float, float]:
+    def drawn(test: str) -> tuple[float, ...]:
         seed_globals(test)
-        return random.random(), numpy.random.rand(), torch.rand(1).item()
+        request = create_request(Submission("a", (1,), SamplingParams()), resolved_config(), 0)
+        return random.random(), numpy.random.rand(), torch.rand(1).item(), request.row_sampling.seed
 
     assert drawn("a.py::one") == drawn("a.py::one")
     assert not set(drawn("a.py::one")) & set(drawn("a.py::two"))
@@ -164,6 +168,9 @@ def test_a_seed_that_is_none_is_refused_by_name(monkeypatch: pytest.MonkeyPatch,
 DRAWS = """
 import random
 from hypothesis import given, settings, strategies as st
+from engine.protocol import SamplingParams, Submission
+from engine.request import create_request
+from tests.support.engines import resolved_config
 from tests.support.seeds import next_seed
 
 @settings(max_examples=5)

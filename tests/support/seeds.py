@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import secrets
 import sys
 
 import pytest
@@ -49,10 +50,11 @@ def seeded_random() -> random.Random:
 
 
 def seed_globals(test: str) -> None:
-    """What libraries draw from without being given a generator, before each test: weights of a new model are one such
-    thing. Nothing is imported that the test would not import."""
+    """Before each test: what is drawn from without a generator being given. Weights of a new model are one such thing,
+    the seed of a request that names none another. Nothing is imported that the test would not import."""
     seed = derived_seed("globals", test)
     random.seed(seed)
+    secrets.randbits = random.Random(seed).getrandbits
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     if "torch" in sys.modules:
