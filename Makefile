@@ -10,13 +10,24 @@ WORKERS ?= --numprocesses 2
 FLASH_TESTS := $(addprefix tests/,kernels/test_flash.py kernels/test_choice.py $(patsubst %,engine/test_device_%.py,decode executor memory model))
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test test-slow test-clients test-gpu test-flash test-chaos test-deep test-mutations check format install model docs load simulate find-rate bench-peers bench-gpu chart studies validate-k8s render-k8s k8s-tools clean
+.PHONY: serve test test-seeds test-processors test-slow test-clients test-gpu test-flash test-chaos test-deep test-mutations check format install model docs load simulate find-rate bench-peers bench-gpu chart studies validate-k8s render-k8s k8s-tools clean
 
 serve: install ## prepare the model of config.yaml, serve it, and say how to call it once it answers
 	@$(BIN)/python -m serve_app.front.announce $(CONFIG) & exec $(BIN)/serve run $(CONFIG)
 
 test: model ## the whole suite but for what takes minutes
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not chaos and not clients"
+
+# Those that draw, by themselves or with what draws for them.
+DRAWING_TESTS = $(shell grep -rlE 'hypothesis|support\.seeds|kernels\.(rows|states|experts_case)|triton\.cases' tests --include='test_*.py' --exclude-dir=gpu)
+
+test-seeds: model ## the tests that draw random numbers, with others than `make test` has; CHUNKSERVE_TEST_SEED draws the same again
+	@export CHUNKSERVE_TEST_SEED=$${CHUNKSERVE_TEST_SEED:-$$(shuf -i 1-999999999 -n 1)}; \
+	echo "CHUNKSERVE_TEST_SEED=$$CHUNKSERVE_TEST_SEED"; \
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not chaos and not clients and not server" $(DRAWING_TESTS)
+
+test-processors: model ## tests that compare bits, as other processors run them: instructions are taken from NumPy, torch and our kernels (three minutes)
+	$(BIN)/python -m tests.processors $(WORKERS)
 
 test-slow: model ## what takes minutes: a newcomer's `make serve` in a fresh clone, kernels in Triton's interpreter, loads; every command of loadtest/README.md
 	$(BIN)/python -m pytest $(WORKERS) -m slow

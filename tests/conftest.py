@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from loadtest.server import Server
 from tests.support.gpu_runs import DRIVER, hide_gpu, is_of_the_gpu
+from tests.support.seeds import FIXED, VARIABLE, run_seed, seed_globals
 from tests.support.serve_process import serve_run
 
 # Read when torch is imported: threads that wait for each other must not keep those of the other worker from the cores.
@@ -17,12 +19,33 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+if find_spec("hypothesis") is not None:  # a GPU's machine may have none
+    from hypothesis import settings
+
+    # A deadline of 200 ms, which is the default, is a measurement of the machine.
+    settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+    settings.register_profile("drawn", derandomize=False, database=None, deadline=None, print_blob=True)
+    settings.load_profile("fixed" if run_seed() == FIXED else "drawn")
+
+
+def pytest_report_header() -> str:
+    return f"{VARIABLE}={run_seed()}"
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if run_seed() != FIXED and "hypothesis_seed" in config.option and config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(run_seed())  # hypothesis's own plugin reads it after us
     # Before a test imports triton or torch, which read this once.
     if not DRIVER.exists():
         os.environ.setdefault("TRITON_INTERPRET", "1")
     elif not is_of_the_gpu(config.args, config.invocation_params.dir):
         hide_gpu(os.environ)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    seed_globals(item.nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -23,6 +23,7 @@ from engine.models.computed import Computed
 from engine.protocol import MAX_LOGPROBS, TokenLogprobs
 from engine.step import PromptScoring, StepOutput, StepPlan
 from tests.support.plans import chunk, decode, greedy, prompt_scores, run, scored
+from tests.support.seeds import next_seed
 from tests.support.tiny_models import VOCAB, save_model
 
 TOKENS = torch.randint(0, VOCAB, (150,), generator=torch.Generator().manual_seed(6)).tolist()
@@ -47,8 +48,7 @@ def check(got: TokenLogprobs | None, logits: Tensor, token: int, count: int) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_row_gets_its_token_and_as_many_alternatives_as_it_asked_for(dtype: torch.dtype) -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
+    seed = next_seed()
     logits = (torch.randn(40, 301, generator=torch.Generator().manual_seed(seed)) * 8).to(dtype)
     rng = random.Random(seed)
     tokens, counts = [rng.randrange(301) for _ in range(40)], [rng.randrange(MAX_LOGPROBS + 1) for _ in range(40)]

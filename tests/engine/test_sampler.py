@@ -12,6 +12,7 @@ import torch
 from engine.sampler import NUCLEUS_GUESS, philox4x32, sample, uniform
 from engine.step import RowSampling
 from kernels import reference
+from tests.support.seeds import next_seed
 
 
 def row(
@@ -72,8 +73,7 @@ def test_random_numbers_are_spread_evenly_below_one() -> None:
 
 @pytest.mark.parametrize("vocab", [3, 50, 700])
 def test_a_batch_of_mixed_rows_equals_the_naive_oracle(vocab: int) -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
+    seed = next_seed()
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     for _ in range(6):
         logits = torch.randn(8, vocab, generator=generator) * rng.choice([0.1, 2.0, 10.0])

@@ -104,7 +104,6 @@ class TestEngine(EngineMachine.TestCase):  # type: ignore[misc, name-defined]
         max_examples=500,
         stateful_step_count=25,
         deadline=None,
-        derandomize=True,  # the same lives in every run of `make test`; `make test-deep` draws new ones
         suppress_health_check=[HealthCheck.too_slow],
     )
 

@@ -1,5 +1,5 @@
 """Owns the comparison of each backend's attention on a GPU with float64, at the edges, as the engine calls it.
-Never compares with stored numbers: inputs are fresh, and slots that no row owns hold NaN."""
+Never compares with stored numbers: inputs are random, and slots that no row owns hold NaN."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Owns the comparison of Triton's mixtures of experts on a GPU with the reference, at the edges and in real shapes.
-Never compares with stored numbers: inputs are fresh."""
+Never compares with stored numbers: inputs are random."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.device import Device
 from kernels.forward import HeadShape
 from kernels.sampled_row import SampledRow
-from tests.kernels.rows import fresh_generator, paged_case
+from tests.kernels.rows import paged_case, seeded_generator
 from tests.kernels.triton.cases import (
     TOLERANCE,
     check_attention,
@@ -34,7 +34,7 @@ def where(device: Device) -> str:
 
 
 def random_logits(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (torch.randn(rows, VOCAB, generator=fresh_generator()) * 3).to(dtype)
+    return (torch.randn(rows, VOCAB, generator=seeded_generator()) * 3).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -1,5 +1,5 @@
 """Owns the comparison of Triton's linear attention on a GPU with the reference, at the edges and in Qwen3-Next's shape.
-Never compares with stored numbers: inputs are fresh, and slots that no row has hold NaN."""
+Never compares with stored numbers: inputs are random, and slots that no row has hold NaN."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Owns random mixtures of experts for kernel tests, whose router may be made to favour some.
-Never fixes the seed: each run draws a new one and prints it with the case."""
+Never draws a seed: tests.support.seeds gives each test its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.kernels.rows import fresh_generator
+from tests.kernels.rows import seeded_generator
 
 
 class ExpertsCase(NamedTuple):
@@ -34,7 +34,7 @@ def experts_case(
     favoured: Sequence[int] = (),
 ) -> ExpertsCase:
     """favoured: what every token's best experts are among; none: any."""
-    generator = fresh_generator()
+    generator = seeded_generator()
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
@@ -46,3 +46,22 @@ def experts_case(
         router[list(favoured), 0] = 50.0
     gate_up, down = normal(num_experts, 2 * size, hidden), normal(num_experts, hidden, size)
     return ExpertsCase(x.to(dtype), router, gate_up.to(dtype), down.to(dtype))
+
+
+def exact_case(num_tokens: int, num_experts: int) -> ExpertsCase:
+    """Every product and sum is exact in float32, in any order: what the BLAS of one processor adds up from the left and
+    another's in pairs is the same to the bit, and what leaks into it is not.
+
+    Small integers, but for gates: of multiples of 128, SiLU is the number itself, or zero.
+    """
+    generator = seeded_generator()
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).float()
+
+    hidden, size = 32, 24
+    gate_up = integers(num_experts, 2 * size, hidden)
+    gate_up[:, :size] *= 128
+    return ExpertsCase(
+        integers(num_tokens, hidden), integers(num_experts, hidden), gate_up, integers(num_experts, hidden, size)
+    )

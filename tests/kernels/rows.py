@@ -1,15 +1,15 @@
 """Owns random paged inputs for kernel tests: shuffled blocks, every slot that no row owns poisoned with NaN.
-Never fixes the seed: each run draws a new one and prints it with the case."""
+Never draws a seed: tests.support.seeds gives each test its own."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.reference import PagedRows
+from tests.support.seeds import next_seed
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,8 @@ class Case:
     scale: float
 
 
-def fresh_generator() -> torch.Generator:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
-    return torch.Generator().manual_seed(seed)
+def seeded_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(next_seed())
 
 
 def paged_case(
@@ -38,7 +36,7 @@ def paged_case(
     dtype: torch.dtype = torch.float32,
 ) -> Case:
     """`decodes` are contexts of decode rows, `chunks` (context, count) pairs."""
-    generator = fresh_generator()
+    generator = seeded_generator()
     contexts = decodes + [context for context, _ in chunks]
     counts = [1] * len(decodes) + [count for _, count in chunks]
     needed = [-(-(context + count) // block_size) for context, count in zip(contexts, counts, strict=True)]

@@ -1,5 +1,5 @@
 """Owns random inputs of linear attention for kernel tests: ragged rows, and slots that no row has poisoned with NaN.
-Never fixes the seed: each run draws a new one and prints it with the case."""
+Never draws a seed: tests.support.seeds gives each test its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.forward import LinearHeads
 from kernels.ops import Ops
 from kernels.reference import StateRows
-from tests.kernels.rows import fresh_generator
+from tests.kernels.rows import seeded_generator
 
 HEADS = LinearHeads(num_key_heads=2, num_value_heads=6, key_dim=8, value_dim=12)
 STEPS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
@@ -68,7 +68,7 @@ def inputs(
 ) -> Inputs:
     """side_by_side: the rows have the slots from 1 on, in any order, as where all that run have a row."""
     decodes, chunks = STEPS[name]
-    generator = fresh_generator()
+    generator = seeded_generator()
     contexts = (*decodes, *(context for context, _ in chunks))
     counts = (*(1 for _ in decodes), *(count for _, count in chunks))
     num_slots, num_tokens = len(contexts) + 3, sum(counts)

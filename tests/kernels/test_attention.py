@@ -1,5 +1,5 @@
 """Owns the comparison of the CPU's paged attention with the reference, at the edges.
-Never compares with stored numbers: every input is fresh."""
+Never compares with stored numbers: every input is random."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from kernels.cpu.native.library import NoLibraryError
 from kernels.eager import EagerPass
 from kernels.forward import HeadShape
 from kernels.ops import TORCH
-from tests.kernels.rows import paged_case
+from tests.kernels.rows import paged_case, seeded_generator
 from tests.support.fake_flash import FakeFlash
 
 
@@ -210,8 +210,10 @@ def test_another_attention_over_tritons_table_keeps_its_fused_rotation(
         "positions": torch.cat([torch.arange(*span) for span in spans]),
         "slots": torch.cat([rows.slots(row)[-count:] for row, count in enumerate(rows.counts)]),
     }
-    qkv, norms = torch.randn(num_tokens, 8 * 16).half(), (torch.rand(16).half(), torch.rand(16).half())
-    frequencies = torch.rand(8)
+    generator = seeded_generator()
+    qkv = torch.randn(num_tokens, 8 * 16, generator=generator).half()
+    norms = torch.rand(16, generator=generator).half(), torch.rand(16, generator=generator).half()
+    frequencies = torch.rand(8, generator=generator)
 
     def attend(make: Any, ops: Any) -> list[torch.Tensor]:
         run = make(plan=ops.prepare_attention(rows, 2, torch.float16), **inputs)

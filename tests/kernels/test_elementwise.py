@@ -1,5 +1,5 @@
 """Owns the comparison of the CPU's norms, rotation, activation and cache writes with the reference.
-Never compares with stored numbers: every input is fresh."""
+Never compares with stored numbers: every input is random."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from kernels import reference
 from kernels.ops import REFERENCE, TORCH_CPU, Ops
-from tests.kernels.rows import fresh_generator
+from tests.kernels.rows import seeded_generator
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}  # bfloat16: two roundings of 2**-8 each
 SIZES = [1, 2, 15, 16, 17, 130]
@@ -28,7 +28,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("tokens", SIZES)
 def test_rms_norm_matches_the_reference(ops: Ops, tokens: int, dtype: torch.dtype) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     x = (torch.randn(tokens, 3, 64, generator=generator) * 5).to(dtype)
     weight = torch.rand(64, generator=generator).to(dtype)
     close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
@@ -51,7 +51,7 @@ def test_the_residual_stream_stays_in_float32(ops: Ops) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("tokens", SIZES)
 def test_rope_matches_the_reference_on_a_view_of_stacked_heads(ops: Ops, tokens: int, dtype: torch.dtype) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     x = torch.randn(tokens, 5, 16, generator=generator).to(dtype)[:, 1:4]
     angles = torch.rand(tokens, 8, generator=generator) * 100
     close(ops.rope(x, angles.cos(), angles.sin()), reference.rope(x, angles.cos(), angles.sin()))
@@ -59,7 +59,7 @@ def test_rope_matches_the_reference_on_a_view_of_stacked_heads(ops: Ops, tokens:
 
 def test_rope_keeps_lengths_and_relative_angles() -> None:
     """The property that the reference itself must have: scores depend on the distance of positions only."""
-    generator = fresh_generator()
+    generator = seeded_generator()
     q, k = torch.randn(2, 1, 1, 16, generator=generator)
     frequencies = torch.rand(8, generator=generator)
 
@@ -75,13 +75,13 @@ def test_rope_keeps_lengths_and_relative_angles() -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_silu_and_mul_matches_the_reference(ops: Ops, dtype: torch.dtype) -> None:
-    x = (torch.randn(17, 130, generator=fresh_generator()) * 4).to(dtype)
+    x = (torch.randn(17, 130, generator=seeded_generator()) * 4).to(dtype)
     close(ops.silu_and_mul(x.clone()), reference.silu_and_mul(x))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_gelu_and_mul_matches_the_reference(ops: Ops, dtype: torch.dtype) -> None:
-    x = (torch.randn(17, 130, generator=fresh_generator()) * 4).to(dtype)
+    x = (torch.randn(17, 130, generator=seeded_generator()) * 4).to(dtype)
     close(ops.gelu_and_mul(x.clone()), reference.gelu_and_mul(x))
 
 
@@ -94,7 +94,7 @@ def test_the_reference_of_gelu_is_its_approximation_by_tanh() -> None:
 
 def test_a_norm_whose_weight_is_wider_than_its_input_is_not_rounded_to_it(ops: Ops) -> None:
     """Gemma's 1 + w, which bfloat16 would round to 1 where w is small."""
-    generator = fresh_generator()
+    generator = seeded_generator()
     x = torch.randn(5, 64, generator=generator).bfloat16()
     weight = 1 + torch.rand(64, generator=generator) / 300
     got, want = ops.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6)
@@ -107,7 +107,7 @@ def test_a_norm_whose_weight_is_wider_than_its_input_is_not_rounded_to_it(ops: O
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("tokens", SIZES)
 def test_write_cache_matches_the_reference_and_touches_no_other_slot(ops: Ops, tokens: int, dtype: torch.dtype) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     k = torch.randn(tokens, 2, 8, generator=generator).to(dtype)
     v = torch.randn(tokens, 4, 8, generator=generator).to(dtype)[:, 1:3]
     slots = torch.randperm(10 * 16, generator=generator)[:tokens]

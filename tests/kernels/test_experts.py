@@ -1,5 +1,5 @@
 """Owns mixtures of experts: the reference against the formula over all experts, and torch's operators against it.
-Never compares with stored numbers: every input is fresh."""
+Never compares with stored numbers: every input is random."""
 
 from __future__ import annotations
 

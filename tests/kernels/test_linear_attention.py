@@ -1,5 +1,5 @@
 """Owns linear attention: the reference against its formula, and torch's operators against the reference at the edges.
-Never compares with stored numbers: every input is fresh."""
+Never compares with stored numbers: every input is random."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels import reference
 from kernels.cpu.linear_attention import PIECE, by_pieces, one_step
 from kernels.ops import REFERENCE, TORCH_CPU
 from kernels.reference import StateRows
-from tests.kernels.rows import fresh_generator
+from tests.kernels.rows import seeded_generator
 from tests.kernels.states import HEADS, STEPS, inputs
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 def tokens_of_one(count: int, *, decay: float = 0.1) -> list[Tensor]:
     """q, k, v, log_decay, strength and a state in float64, as `recur` takes them."""
-    generator = fresh_generator()
+    generator = seeded_generator()
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -58,7 +58,7 @@ def test_the_convolution_is_that_of_torch_over_the_whole_text() -> None:
 
 
 def test_queries_and_keys_have_length_one_and_a_key_head_serves_neighbouring_value_heads() -> None:
-    qkv = torch.randn(4, HEADS.channels, generator=fresh_generator())
+    qkv = torch.randn(4, HEADS.channels, generator=seeded_generator())
     q, k, v = reference.delta_inputs(qkv, HEADS)
     torch.testing.assert_close(k.norm(dim=-1), torch.ones(4, 6), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(q.norm(dim=-1), torch.full((4, 6), 8**-0.5), atol=1e-5, rtol=1e-5)
@@ -69,7 +69,7 @@ def test_queries_and_keys_have_length_one_and_a_key_head_serves_neighbouring_val
 
 
 def test_the_gated_norm_is_over_each_head_and_the_gate_comes_after_it() -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     x, gate, weight = (torch.randn(*shape, generator=generator) for shape in ((3, 24), (3, 24), (12,)))
     want = F.rms_norm(x.view(3, 2, 12), (12,), weight, 1e-6).flatten(1) * F.silu(gate)
     for ops in (REFERENCE, TORCH_CPU):
@@ -78,7 +78,7 @@ def test_the_gated_norm_is_over_each_head_and_the_gate_comes_after_it() -> None:
 
 @pytest.mark.parametrize("width", [1, 24])
 def test_a_sigmoid_gate_is_of_each_number_or_of_the_token_and_adds_what_it_is_given(width: int) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     x, gate, other = (torch.randn(3, size, generator=generator) for size in (24, width, 24))
     for ops in (REFERENCE, TORCH_CPU):
         torch.testing.assert_close(ops.sigmoid_gate(x, gate, None), x * gate.sigmoid(), atol=1e-6, rtol=1e-6)

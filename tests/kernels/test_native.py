@@ -1,12 +1,11 @@
 """Long: every kernel, at the edges. Owns their comparison with the reference, and of a row with itself in batches.
-Never compares with stored numbers: every input is fresh, and every output is poisoned first."""
+Never compares with stored numbers: every input is random, and every output is poisoned first."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -29,8 +28,9 @@ from kernels.forward import GELU, Array, ForwardPass, HeadShape, Linear, Routing
 from kernels.narrow_cache import stored_size
 from kernels.ops import REFERENCE, Ops
 from kernels.processor import cpu_flags
-from tests.kernels.rows import fresh_generator
+from tests.kernels.rows import seeded_generator
 from tests.support.compiler import needs_compiler
+from tests.support.seeds import seeded_random
 
 BLOCK = 16
 DTYPES = [torch.float32, torch.bfloat16]
@@ -101,7 +101,7 @@ def close_on_average(got: Tensor, want: Tensor) -> None:
 def test_a_product_of_any_shape_and_number_of_rows_matches_float64(
     team: Team, inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     x = torch.randn(37, inputs, generator=generator).to(dtype)
     weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype)
@@ -117,7 +117,7 @@ def test_a_product_of_any_shape_and_number_of_rows_matches_float64(
 def test_a_product_with_rounded_weights_matches_float64_and_is_the_same_beside_any_number_of_rows(
     team: Team, inputs: int, outputs: int, dtype: torch.dtype, gated: bool
 ) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     table = torch.randn(37, inputs, generator=generator).to(dtype)
     weight = (torch.randn(2 * outputs, inputs, generator=generator) / 8).to(dtype)
     bias = torch.randn(2 * outputs, generator=generator).to(dtype)
@@ -145,7 +145,7 @@ def test_a_row_of_zeros_is_rounded_to_zeros(team: Team) -> None:
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 80])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_gated_product_matches_the_reference(team: Team, size: int, dtype: torch.dtype, biased: bool) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     x = torch.randn(19, 48, generator=generator).to(dtype)
     weight = (torch.randn(2 * size, 48, generator=generator) / 7).to(dtype)
     bias = torch.randn(2 * size, generator=generator).to(dtype) if biased else None
@@ -160,7 +160,7 @@ def test_a_gated_product_matches_the_reference(team: Team, size: int, dtype: tor
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_gated_by_gelu_matches_the_reference(team: Team, dtype: torch.dtype) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     x = torch.randn(19, 48, generator=generator).to(dtype)
     weight = (torch.randn(2 * 33, 48, generator=generator) / 3).to(dtype)
     packed = pack(Linear(weight), gated=True)
@@ -179,14 +179,14 @@ def test_gelu_of_an_extreme_gate_is_its_limit(team: Team) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [7.0, 55.5])
 def test_an_embedding_may_be_scaled(team: Team, scale: float, dtype: torch.dtype) -> None:
-    table = torch.randn(19, 50, generator=fresh_generator()).to(dtype)
+    table = torch.randn(19, 50, generator=seeded_generator()).to(dtype)
     run = record(team, dtype, lambda program: program.embed(table, scale))
     assert torch.equal(run(tokens_only(19)), table * scale)
 
 
 def experts_case(dtype: torch.dtype, num_experts: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens, a router, and gate_up and down of experts."""
-    generator = fresh_generator()
+    generator = seeded_generator()
     table = torch.randn(40, 34, generator=generator).to(dtype)
     router = torch.randn(num_experts, 34, generator=generator) / 2
     gate_up = (torch.randn(num_experts, 2 * size, 34, generator=generator) / 6).to(dtype)
@@ -256,7 +256,7 @@ def test_silu_of_an_extreme_gate_is_its_limit(team: Team) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 48, 130])
 def test_norms_with_and_without_a_residual_match_the_reference(team: Team, size: int, dtype: torch.dtype) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     table = (torch.randn(9, size, generator=generator) * 5).to(dtype)
     weight, other = (torch.rand(size, generator=generator).to(dtype) for _ in "ab")
 
@@ -323,7 +323,7 @@ class AttentionCase:
         window: int | None = None,
         narrow: bool = False,
     ) -> None:
-        generator = fresh_generator()
+        generator = seeded_generator()
         self.narrow = narrow
         self.heads, self.dtype, self.block_size, self.window = heads, dtype, block_size, window
         width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
@@ -391,8 +391,9 @@ def check_attention(
     held = functools.partial(close_but_for_ties if narrow else close, tolerance=(NORMED if norms else TOLERANCE)[dtype])
     if norms and dtype == torch.bfloat16 and not narrow:
         held = close_on_average
+    draw = seeded_random()
     for sequence, (context, _) in enumerate(rows):
-        cut = random.randint(0, context)
+        cut = draw.randint(0, context)
         for start, end in ((0, cut), (cut, context)):
             if start < end:
                 part = [case.row(sequence, start, end)]
@@ -514,7 +515,7 @@ def test_attention_gives_a_token_the_same_bits_in_any_chunk_and_beside_any_row(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_gives_a_row_the_same_bits_beside_any_number_of_rows(team: Team, dtype: torch.dtype) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     table = torch.randn(300, 130, generator=generator).to(dtype)
     weight, gated = (torch.randn(100, 130, generator=generator).to(dtype) for _ in "ab")
     for model in (
@@ -564,7 +565,7 @@ def test_weights_that_the_kernels_do_not_read_are_refused(weight: Tensor) -> Non
 
 
 def test_packing_in_place_takes_no_further_memory_and_changes_nothing_else() -> None:
-    weight = torch.randn(64, 10)
+    weight = torch.randn(64, 10, generator=seeded_generator())
     copy, address = pack(Linear(weight.clone())).weight, weight.data_ptr()
     consumed = pack(Linear(weight), consume=True).weight
     assert consumed.panels.data_ptr() == address

@@ -21,8 +21,9 @@ from kernels import reference
 from kernels.cpu.native.library import FLAGS, SOURCE_DIR, _compiler
 from kernels.cpu.native.program import Team
 from kernels.cpu.native.sampling import DrawnRow, _SampledRow, draw_rows
-from tests.kernels.rows import fresh_generator
+from tests.kernels.rows import seeded_generator
 from tests.support.compiler import needs_compiler
+from tests.support.seeds import seeded_random
 
 SEEDS = (0, 1, -1, 2**32 - 1, 2**32, -(2**63), 2**63 - 1)
 POSITIONS = (0, 1, 131071, 2**32 - 1, 2**32, 2**63 - 1)
@@ -137,7 +138,7 @@ def some_row(rng: random.Random, row: int, vocab: int) -> DrawnRow:
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 8, 15, 16, 17, 63, 64, 65, 130, 257])
 def test_every_row_has_the_token_of_the_reference(team: Team, vocab: int) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     rng = random.Random(generator.initial_seed())
     excused = drawn = 0
     for _ in range(30):
@@ -150,7 +151,7 @@ def test_every_row_has_the_token_of_the_reference(team: Team, vocab: int) -> Non
 
 @pytest.mark.parametrize("scale", [0.01, 3.0, 30.0])
 def test_rows_of_a_whole_vocabulary_have_the_tokens_of_the_reference(team: Team, scale: float) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     logits = torch.randn(1, 49_152, generator=generator) * scale
     logits[0, torch.randint(49_152, (500,), generator=generator)] = -torch.inf
     limits = [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 20_000, "top_p": 0.95, "min_p": 0.01}]
@@ -192,7 +193,7 @@ def test_a_banned_token_is_never_drawn(team: Team, limits: dict[str, float]) -> 
 
 
 def test_a_row_has_the_same_token_alone_and_among_others_and_with_any_number_of_threads() -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     rng = random.Random(generator.initial_seed())
     logits = some_logits(rng, generator, 40, 1000)
     rows = [some_row(rng, number, 1000) for number in range(40)]
@@ -226,7 +227,7 @@ def test_the_engine_gets_the_definitions_tokens_from_the_native_draw(team: Team)
             ],
         )
 
-    generator = fresh_generator()
+    generator = seeded_generator()
     logits = torch.randn(30, 77, generator=generator) * 3
     rows = [
         RowSampling((0.0, 0.7, 1.5)[i % 3], (0, 9)[i % 2], (1.0, 0.8)[i % 5 == 0], 0.01, i, (i, i + 1))
@@ -273,7 +274,7 @@ def test_frequencies_follow_the_probabilities_over_seeds_and_over_positions(team
 
 
 def test_the_random_number_is_pythons_to_the_last_bit(probe: ctypes.CDLL) -> None:
-    rng = random.SystemRandom()
+    rng = seeded_random()
     pairs = list(product(SEEDS, POSITIONS))
     pairs += [(rng.randrange(-(2**63), 2**63), rng.randrange(2**40)) for _ in range(500)]
     assert [probe.probe_uniform(*pair) for pair in pairs] == [uniform(*pair) for pair in pairs]
@@ -285,7 +286,7 @@ def test_the_largest_and_smallest_numbers_stay_on_tokens_that_are_kept(
 ) -> None:
     """Regression guard: number * total may round to total, and a block's sum is added up in another order than its
     tokens: what no cumulative mass exceeds is the last kept token's, and not a banned one's behind it."""
-    generator = fresh_generator()
+    generator = seeded_generator()
     for size in (1, 3, 40, 64, 100, 128, 190):
         logits = torch.full((300,), -torch.inf)
         logits[50 : 50 + size] = torch.rand(size, generator=generator)
@@ -305,7 +306,7 @@ def test_a_mass_is_within_two_units_of_the_last_place_and_vanishes_below_normal_
         probe.probe_exponential((ctypes.c_double * 8)(*scores), found)
         return list(found)
 
-    rng = random.SystemRandom()
+    rng = seeded_random()
     widths: list[Callable[[], float]] = [
         lambda: -rng.random(),
         lambda: -rng.random() * 708,

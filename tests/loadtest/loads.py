@@ -16,6 +16,7 @@ from typing import Any
 
 from loadtest.server import ROOT
 from tests.loadtest.fake_openai import FakeServer, listening
+from tests.support.seeds import run_seed
 
 LONGEST_S = 120
 LENIENT = ["--max-lag-ms", "60000", "--max-cpu", "100000", "--goal", ""]
@@ -64,7 +65,7 @@ async def run(command: Sequence[str], out: Path) -> Ended:
 
 
 async def load(server: FakeServer, out: Path, *arguments: str, module: str = "loadtest.load") -> Ended:
-    """A load of the server, with lenient limits of the generator; the arguments' own come after these."""
+    """A load of the server, by lenient limits and the run's seed; the arguments' own come after these."""
     async with listening(server) as port:
-        url = ["--url", f"http://127.0.0.1:{port}", "--out", str(out)]
+        url = ["--url", f"http://127.0.0.1:{port}", "--out", str(out), "--seed", str(run_seed())]
         return await run([sys.executable, "-m", module, *url, *LENIENT, *arguments], out)

@@ -211,7 +211,7 @@ async def test_a_worker_that_is_lost_breaks_the_run(tmp_path: Path) -> None:
 async def test_a_load_that_is_ended_writes_its_report(tmp_path: Path) -> None:
     server = FakeServer()
     async with listening(server) as port:
-        url = ["--url", f"http://127.0.0.1:{port}", "--out", str(tmp_path), *LENIENT]
+        url = ["--url", f"http://127.0.0.1:{port}", "--out", str(tmp_path), "--seed", "1", *LENIENT]
         async with started([sys.executable, "-m", "loadtest.load", *url, "--seconds", "600", "--rate", "5"]) as process:
             async with asyncio.timeout(LONGEST_S):
                 while len(server.bodies) < 15:  # workers tell what they have once a second

@@ -1,5 +1,5 @@
 """Owns the comparisons of Triton kernels with the reference, on any device: inputs are made and judged on the CPU.
-Never compares with stored numbers: every input is fresh, and every output is poisoned first."""
+Never compares with stored numbers: every input is random, and every output is poisoned first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels import reference
 from kernels.eager import EagerPass
 from kernels.forward import HeadShape
 from kernels.ops import REFERENCE
-from tests.kernels.rows import Case, fresh_generator
+from tests.kernels.rows import Case, seeded_generator
 
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
@@ -93,7 +93,7 @@ def windowed(case: Case, window: int | None) -> Tensor:
 
 def check_norm(size: int, dtype: torch.dtype, device: str) -> None:
     """With the residual that is added first."""
-    generator = fresh_generator()
+    generator = seeded_generator()
     x = (torch.randn(5, size, generator=generator) * 5).to(dtype)
     residual, weight = torch.randn(5, size, generator=generator), torch.rand(size, generator=generator).to(dtype)
     out = (poisoned(x.shape, dtype, device), poisoned(x.shape, torch.float32, device))
@@ -105,7 +105,7 @@ def check_norm(size: int, dtype: torch.dtype, device: str) -> None:
 
 
 def check_silu_and_mul(size: int, dtype: torch.dtype, device: str) -> None:
-    x = (torch.randn(3, 2 * size, generator=fresh_generator()) * 4).to(dtype)
+    x = (torch.randn(3, 2 * size, generator=seeded_generator()) * 4).to(dtype)
     out = poisoned((3, size), dtype, device)
     assert silu_and_mul(x.to(device), out=out) is out
     close(out, reference.silu_and_mul(x))
@@ -113,7 +113,7 @@ def check_silu_and_mul(size: int, dtype: torch.dtype, device: str) -> None:
 
 def check_write_cache(dtype: torch.dtype, device: str) -> None:
     """Two tokens are padding, and V is a view of stacked heads."""
-    generator = fresh_generator()
+    generator = seeded_generator()
     k = torch.randn(7, 3, 80, generator=generator).to(dtype)
     v = torch.randn(7, 5, 80, generator=generator).to(dtype)[:, 1:4]
     slots = torch.randperm(40, generator=generator)[:7]
@@ -132,7 +132,7 @@ def check_rotation(
     heads: HeadShape, device: str, *, dtype: torch.dtype = torch.float32, tokens: int = 5, normed: bool = False
 ) -> None:
     """The fused launch against the reference's three operations; a token in the middle is padding."""
-    generator = fresh_generator()
+    generator = seeded_generator()
     block_size, padding = 4, tokens // 2 if tokens > 1 else -1
     qkv = torch.randn(tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, generator=generator)
     qkv[padding : padding + 1] = torch.nan

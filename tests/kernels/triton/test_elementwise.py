@@ -1,5 +1,5 @@
 """Owns the comparison of Triton's norms, activation, rotation and cache writes with the reference, in the interpreter.
-Never compares with stored numbers: every input is fresh, and every output is poisoned first."""
+Never compares with stored numbers: every input is random, and every output is poisoned first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from kernels import reference
 from kernels.forward import HeadShape
-from tests.kernels.rows import fresh_generator
+from tests.kernels.rows import seeded_generator
 from tests.kernels.triton.cases import (
     EPS,
     TOLERANCE,
@@ -32,14 +32,14 @@ def test_the_norm_with_its_residual_matches_the_reference(device: str, size: int
 
 
 def test_the_first_norm_of_a_model_needs_no_residual(device: str) -> None:
-    x, weight = torch.randn(3, 64, generator=fresh_generator()).half(), torch.ones(64)
+    x, weight = torch.randn(3, 64, generator=seeded_generator()).half(), torch.ones(64)
     normed, total = norm.add_rms_norm(x.to(device), None, weight.to(device), EPS)
     close(normed, reference.rms_norm(x, weight, EPS))
     assert torch.equal(total.cpu(), x.float())
 
 
 def test_the_sum_may_replace_the_residual(device: str) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     x, residual, weight = (torch.randn(shape, generator=generator) for shape in ((3, 64), (3, 64), (64,)))
     total = residual.clone().to(device)
     normed, _ = norm.add_rms_norm(x.to(device), total, weight.to(device), EPS, out=(torch.empty_like(total), total))
@@ -58,7 +58,7 @@ def test_the_residual_stream_stays_in_float32(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_norm_matches_the_reference_on_a_view_of_stacked_heads(device: str, dtype: torch.dtype) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     x = (torch.randn(4, 5, 48, generator=generator) * 5).to(dtype)
     weight = torch.rand(48, generator=generator).to(dtype)
     close(norm.rms_norm(x.to(device)[:, 1:4], weight.to(device), EPS), reference.rms_norm(x[:, 1:4], weight, EPS))
@@ -73,7 +73,7 @@ def test_silu_and_mul_matches_the_reference(device: str, size: int, dtype: torch
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("head_dim", [2, 64, 80])
 def test_rope_matches_the_reference_on_a_view_of_stacked_heads(device: str, head_dim: int, dtype: torch.dtype) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     x = torch.randn(4, 5, head_dim, generator=generator).to(dtype)
     angles = torch.rand(4, head_dim // 2, generator=generator) * 100
     cos, sin = angles.cos(), angles.sin()

@@ -17,7 +17,7 @@ from engine.weights import load_weights
 from kernels.eager import EagerPass
 from kernels.ops import REFERENCE
 from kernels.reference import PagedRows
-from tests.kernels.rows import fresh_generator
+from tests.kernels.rows import seeded_generator
 from tests.kernels.triton.cases import close
 from tests.support.tiny_models import VOCAB, save_model
 
@@ -68,7 +68,7 @@ STEPS = [([0, 0], [5, 8], 0), ([5, 8, 0], [1, 1, 7], 2), ([6, 9, 7], [1, 1, 5], 
 
 
 def test_steps_of_a_model_match_the_reference(decoder: Decoder) -> None:
-    token_ids = torch.randint(VOCAB, (3, 12), generator=fresh_generator())
+    token_ids = torch.randint(VOCAB, (3, 12), generator=seeded_generator())
     caches = [poisoned_cache(decoder) for _ in range(3)]
     for contexts, counts, num_decode in STEPS:
         rows = rows_of(contexts, counts, num_decode)
@@ -86,7 +86,7 @@ def test_steps_of_a_model_match_the_reference(decoder: Decoder) -> None:
 
 def test_a_step_padded_to_a_captured_size_computes_the_same(decoder: Decoder) -> None:
     """Rows and tokens of padding change no row, and leave every slot of the cache as it was."""
-    token_ids = torch.randint(VOCAB, (3, 12), generator=fresh_generator())
+    token_ids = torch.randint(VOCAB, (3, 12), generator=seeded_generator())
     caches = [poisoned_cache(decoder) for _ in range(2)]
     for contexts, counts, num_decode in STEPS[:1]:
         rows = rows_of(contexts, counts, num_decode)
@@ -119,7 +119,7 @@ def test_a_step_padded_to_a_captured_size_computes_the_same(decoder: Decoder) ->
 
 def test_a_sliding_window_reaches_the_kernel(decoder: Decoder) -> None:
     """A window as long as the text changes nothing, a shorter one does."""
-    token_ids = torch.randint(VOCAB, (3, 12), generator=fresh_generator())
+    token_ids = torch.randint(VOCAB, (3, 12), generator=seeded_generator())
     rows = rows_of([0], [12], 0)
     plan = prepare_attention(rows, decoder.config.num_kv_heads, torch.float32)
     inputs = tensors(rows, token_ids)

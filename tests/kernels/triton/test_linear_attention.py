@@ -1,5 +1,5 @@
 """Owns the comparison of Triton's linear attention and its gates with the reference, in the interpreter.
-Never compares with stored numbers: every input is fresh, and every output is poisoned first."""
+Never compares with stored numbers: every input is random, and every output is poisoned first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels import reference
 from kernels.forward import LinearHeads
 from kernels.ops import REFERENCE
 from kernels.paged import DeviceStateRows, states_on_device
-from tests.kernels.rows import fresh_generator
+from tests.kernels.rows import seeded_generator
 from tests.kernels.states import HEADS, STEPS, inputs
 from tests.kernels.triton.cases import EPS, POISON, TOLERANCE, close, poisoned, slow
 
@@ -94,7 +94,7 @@ def test_the_convolution_matches_the_reference_and_leaves_other_slots_alone(
 
 
 def test_the_convolution_takes_a_slice_of_a_wider_matrix_and_more_channels_than_a_program(device: str) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     channels = convolution.CHANNELS_AT_A_TIME + 5
     wide, weight = torch.randn(6, channels + 9, generator=generator), torch.randn(channels, 4, generator=generator)
     rows = reference.StateRows(0, (0,), (6,), (1,), torch.tensor([1]))
@@ -201,7 +201,7 @@ def test_rows_of_padding_are_neither_read_nor_written(device: str, name: str) ->
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("size", [1, 12, 64])
 def test_the_gated_norm_matches_the_reference(device: str, size: int, dtype: torch.dtype) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     x = torch.randn(3, 5 * size, generator=generator).to(dtype)
     wide, weight = torch.randn(3, 7 * size, generator=generator).to(dtype), torch.rand(size, generator=generator)
     gate = wide[:, size : 6 * size]
@@ -215,7 +215,7 @@ def test_the_gated_norm_matches_the_reference(device: str, size: int, dtype: tor
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("size", [1, BLOCK, BLOCK + 1])
 def test_the_sigmoid_gate_matches_the_reference(device: str, size: int, by_token: bool, dtype: torch.dtype) -> None:
-    generator = fresh_generator()
+    generator = seeded_generator()
     x, wide, other = (torch.randn(3, width, generator=generator).to(dtype) for width in (size, size + 2, size))
     gate = wide[:, 1 : 2 if by_token else size + 1]
     for added in (None, other):

@@ -3,8 +3,6 @@ Never judges by frequencies: the same draw must give the same token."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,8 +12,9 @@ from engine.device import HostDevice
 from engine.device_sampler import choose_on_device
 from engine.step import LogitControls, RowSampling
 from kernels import reference
-from tests.kernels.rows import fresh_generator
+from tests.kernels.rows import seeded_generator
 from tests.kernels.triton.cases import check_logprobs, check_sampling, controlled, draw, expected_token, slow
+from tests.support.seeds import seeded_random
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -32,12 +31,12 @@ POSITIONS = [0, 1, 2**31, 2**32 + 7, 2**40]
 
 
 def random_logits(rows: int, vocab: int = VOCAB) -> Tensor:
-    return torch.randn(rows, vocab, generator=fresh_generator()) * 3
+    return torch.randn(rows, vocab, generator=seeded_generator()) * 3
 
 
 def rows_like(count: int, **options: object) -> list[SampledRow]:
     """Of different seeds and positions."""
-    rng = random.SystemRandom()
+    rng = seeded_random()
     fields = {"temperature": 1.0} | options
     return [SampledRow(**fields, seed=rng.randrange(-(2**63), 2**63), position=i) for i in range(count)]  # type: ignore[arg-type]
 
@@ -169,7 +168,7 @@ def test_many_rows_are_narrowed_in_pieces(device: str, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_random_rows_draw_the_references_token(device: str) -> None:
-    rng = random.SystemRandom()
+    rng = seeded_random()
     for _ in range(12):
         rows = [
             SampledRow(

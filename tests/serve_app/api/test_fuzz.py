@@ -7,7 +7,6 @@ import gc
 import hashlib
 import json
 import os
-import random
 import re
 import resource
 from collections.abc import Iterator
@@ -33,10 +32,10 @@ from serve_app.images.settings import ImageSettings
 from tests.serve_app.harness import CHAT, MODEL, PROMPT, Answer, Exchange, LocalClient
 from tests.support.image_files import data_url, make_image
 from tests.support.json_mutants import mutant
+from tests.support.seeds import VARIABLE, run_seed, seeded_random
 
 pytestmark = pytest.mark.anyio
 
-SEED = int(os.environ.get("FUZZ_SEED", "20261121"))
 MUTANTS = int(os.environ.get("FUZZ_MUTANTS", "6000"))
 """Over all routes; those that generate get most of them."""
 WARM_UP = 200
@@ -252,7 +251,7 @@ async def check_mutant(app: ASGIApp, path: str, body: bytes) -> None:
         check(path, await send(app, path, body))
     except Exception as error:
         shown = body if len(body) < 3000 else body[:1500] + b" ... " + body[-1500:]
-        raise AssertionError(f"FUZZ_SEED={SEED}: {error!r} for POST {path} {shown!r}") from error
+        raise AssertionError(f"{VARIABLE}={run_seed()}: {error!r} for POST {path} {shown!r}") from error
 
 
 def test_every_post_route_has_bodies_to_mutate() -> None:
@@ -264,8 +263,8 @@ async def test_thousands_of_broken_bodies_are_refused_in_order_and_leave_nothing
     app: ASGIApp, path: str
 ) -> None:
     count = WARM_UP + MUTANTS * SHARES[path] // sum(SHARES.values())
-    print(f"FUZZ_SEED={SEED}: {count} mutants")
-    rng = random.Random(f"{SEED} {path}")
+    print(f"{count} mutants")
+    rng = seeded_random()
     for _ in range(WARM_UP):
         await check_mutant(app, path, mutant(rng, SEEDS[path]))
     find_fault(PANICS)  # where RUST_BACKTRACE is set, the first panic loads 50 MB of symbols, once

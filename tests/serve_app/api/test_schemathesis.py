@@ -25,10 +25,10 @@ from serve_app.api.operations import OPERATIONS, Operation
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys
 from tests.serve_app.harness import MODEL, LocalClient
+from tests.support.seeds import run_seed
 
 EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "40"))
-"""Of each operation and kind; with another HYPOTHESIS_SEED, others than the usual ones."""
-SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
+"""Of each operation and kind."""
 KEY = "x"
 ALWAYS = [
     schemathesis.checks.not_a_server_error,
@@ -97,7 +97,7 @@ def run_cases(schema: Any, operation: Operation, mode: GenerationMode, check: Ca
     bounded = settings(
         max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=True
     )
-    hypothesis.seed(SEED)(bounded(given(case=strategy)(check)))()
+    hypothesis.seed(run_seed())(bounded(given(case=strategy)(check)))()
 
 
 @each_operation

@@ -1,0 +1,72 @@
+"""Owns the run of what depends on the processor, as others would run it: `python -m tests.processors`.
+Never asks for instructions that this one lacks: settings only take away, and any x86-64 with AVX2 can do them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "AVX2": {
+        "OPENBLAS_CORETYPE": "Haswell",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_CBWR": "AVX2",
+        "CXX": "g++ -mno-avx512f",
+    },
+    "AMD, and torch without vectors": {
+        "OPENBLAS_CORETYPE": "Zen",
+        "ATEN_CPU_CAPABILITY": "default",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+        "MKL_CBWR": "COMPATIBLE",
+        "CXX": "g++ -mno-avx512bf16 -mno-amx-tile",
+    },
+}
+"""In this order: of NumPy's BLAS, by which Triton's interpreter multiplies; of torch's own loops; of oneDNN and MKL,
+which multiply for torch; of our native kernels."""
+
+FILES = (
+    "tests/kernels/triton/test_experts.py",
+    "tests/kernels/triton/test_attention.py",
+    "tests/kernels/triton/test_forward.py",
+    "tests/kernels/triton/test_linear_attention.py",
+    "tests/kernels/test_attention.py",
+    "tests/kernels/test_elementwise.py",
+    "tests/kernels/test_flash.py",
+    "tests/kernels/test_linear_attention.py",
+    "tests/engine/test_executor.py",
+    "tests/engine/test_gguf_convert.py",
+    "tests/engine/test_packed_weights.py",
+    "tests/engine/test_recurrent_state.py",
+    "tests/engine/test_triton_device.py",
+    "tests/engine/test_vision_line.py",
+    "tests/golden/test_adapters.py",
+    "tests/golden/test_lines.py",
+)
+"""Bits of what a library multiplied are compared there, and greedy texts with those of transformers."""
+
+
+def run(name: str, options: Sequence[str]) -> int:
+    shown = " ".join(f'{key}="{value}"' for key, value in SETTINGS[name].items())
+    print(f"--- {name}: {shown}", flush=True)
+    started = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", *options, *FILES]
+    status = subprocess.run(command, env={**os.environ, **SETTINGS[name]}, check=False).returncode
+    print(f"--- {name}: {'failed' if status else 'passed'} after {time.monotonic() - started:.0f} s", flush=True)
+    return status
+
+
+def main(options: Sequence[str]) -> int:
+    """options: pytest's own. Every setting is run, whatever the others came to."""
+    if platform.machine() != "x86_64":
+        print(f"nothing to run: the settings are of x86-64, and this is {platform.machine()}")
+        return 0
+    return max([run(name, options) for name in SETTINGS])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""Owns the rule that tests which compare bits are run as other processors run them.
+Never runs them: `make test-processors` does."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import processors
+
+ROOT = Path(__file__).parents[1]
+EXCUSED = {
+    "tests/engine/test_logit_controls.py": "multiplies no matrices",
+    "tests/engine/test_models_rope.py": "multiplies no matrices",
+    "tests/engine/test_weights.py": "multiplies no matrices",
+    "tests/kernels/test_native.py": "has a slow test that compiles our kernels for each kind of processor",
+    "tests/kernels/triton/test_elementwise.py": "multiplies no matrices",
+    "tests/kernels/triton/test_sampler.py": "multiplies no matrices",
+}
+
+
+def compares_bits(path: Path) -> bool:
+    """Whether it asks two tensors to be equal, or as close as nothing."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            exact = {ast.unparse(keyword) for keyword in node.keywords} >= {"atol=0", "rtol=0"}
+            if exact or node.func.attr in ("equal", "array_equal"):
+                return True
+    return False
+
+
+def test_every_file_that_compares_bits_is_run_as_on_other_processors() -> None:
+    """Two did, passed on their author's machine for months, and failed on AMD's."""
+    folders = ("kernels", "engine", "golden")
+    paths = [path for folder in folders for path in (ROOT / "tests" / folder).rglob("test_*.py")]
+    found = {str(path.relative_to(ROOT)) for path in paths if compares_bits(path)}
+    assert found - set(processors.FILES) == set(EXCUSED)
+    assert all((ROOT / file).is_file() for file in processors.FILES)
+
+
+def test_every_setting_is_run_and_one_that_fails_fails_them_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[list[str], dict[str, str]]] = []
+
+    def ended(command: list[str], *, env: dict[str, str], check: bool) -> Any:
+        asked.append((command, env))
+        return subprocess.CompletedProcess(command, returncode=len(asked) % 2)
+
+    monkeypatch.setattr(subprocess, "run", ended)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert processors.main(["-x"]) == 1
+    assert [environment["OPENBLAS_CORETYPE"] for _, environment in asked] == ["Haswell", "Zen"]
+    assert all(command[0] == sys.executable and {"-x", *processors.FILES} < set(command) for command, _ in asked)
+    said = [line for line in capsys.readouterr().out.splitlines() if " after " in line]
+    assert ["failed" in line for line in said] == [True, False]
+
+
+def test_another_architecture_has_nothing_to_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("something was run"))
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert processors.main([]) == 0
+    assert "this is aarch64" in capsys.readouterr().out
