@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.protocol import Usage
 from serve_app.api.completion import Completion, Piece
@@ -168,5 +168,4 @@ class Choices:
 
 def _joined(pieces: Sequence[Piece]) -> Piece:
     tokens = None if pieces[-1].tokens is None else tuple(token for piece in pieces for token in piece.tokens or ())
-    last = pieces[-1]
-    return Piece("".join(piece.text for piece in pieces), last.finish_reason, tokens, last.stop_string)
+    return replace(pieces[-1], text="".join(piece.text for piece in pieces), tokens=tokens)

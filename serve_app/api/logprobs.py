@@ -53,6 +53,10 @@ class TokenQueue:
     def add(self, token_id: int, scores: TokenLogprobs | None, num_chars: int) -> None:
         """A token, and how much text it completed."""
         self._open.append(ScoredToken(token_id, self._read, scores))
+        self.complete(num_chars)
+
+    def complete(self, num_chars: int) -> None:
+        """How much text the tokens of the character that is open turned out to be."""
         if num_chars:
             self._read += num_chars
             self._held.extend((self._read, token) for token in self._open)

@@ -291,10 +291,11 @@ async def test_the_scores_of_an_incomplete_character_come_with_the_character() -
 
 
 async def test_the_scores_of_a_character_that_is_never_complete_come_at_the_end() -> None:
-    client = ScriptedClient([scheduled()], scored(b"a" + PARROT[:3]), [finished(FinishReason.LENGTH)])
+    client = ScriptedClient([scheduled()], scored(b"a" + PARROT[:3]), [finished(FinishReason.STOP)])
     choice = await both(client, logprobs=0)
-    assert choice["text"] == "a"
-    assert choice["logprobs"]["tokens"] == ["a", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\xa6"]
+    assert choice["text"] == "a\ufffd"
+    assert choice["logprobs"]["tokens"] == ["a", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\xa6", "<eos>"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
 
 
 async def test_the_scores_of_text_that_might_be_a_stop_string_come_with_the_text() -> None:
