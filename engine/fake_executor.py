@@ -294,7 +294,8 @@ class FakeExecutor:
         if row.scoring is not None:
             first = row.scoring.first - row.start
             for digest, token_id in zip(digests[first:], row.scoring.token_ids, strict=False):
-                scores.append(self._logprobs(digest, token_id, row.scoring.num_logprobs))
+                scored = self._logprobs(digest, token_id, row.scoring.num_logprobs)
+                scores.append(replace(scored, rank=self._rank(digest, token_id)))
         if row.sampling is None:
             return _Computed((), (), tuple(scores), ())
         first = len(token_ids) - 1 if row.kind is RowKind.LAST else 0
@@ -384,6 +385,10 @@ class FakeExecutor:
         scored = sorted((-self._surprise(digest, token), token) for token in self._alphabet) if count else []
         top = tuple((token, score) for score, token in reversed(scored[-count:])) if count else ()
         return TokenLogprobs(token_id, -self._surprise(digest, token_id), top)
+
+    def _rank(self, digest: int, token_id: int) -> int:
+        own = self._surprise(digest, token_id), -token_id
+        return 1 + sum((self._surprise(digest, token), -token) < own for token in self._alphabet)
 
     def _surprise(self, digest: int, token_id: int) -> float:
         return 1.0 + mix64(digest ^ mix64(token_id)) % 1000 / 100
