@@ -53,6 +53,11 @@ class Detokenizer:
         self._restart()
         return text
 
+    @property
+    def waits(self) -> bool:
+        """Whether bytes of a character that is not complete wait."""
+        return self._decode(self._pending) != ""
+
     def drop(self) -> None:
         """Forget what waits for the end of its character, and the text before it."""
         self._restart()

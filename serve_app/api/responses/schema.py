@@ -11,7 +11,7 @@ from serve_app.api.messages import FUNCTION_NAME, MAX_TOOLS
 from serve_app.api.responses.items import Item
 from serve_app.api.session import MAX_CHARS
 from serve_app.api.strict_model import StrictModel, Unsupported
-from serve_app.api.structured import JsonObjectFormat, TextFormat
+from serve_app.api.structured import TextFormat
 from serve_app.api.tool_choice import choice_kinds
 from serve_app.api.unions import by_type, text_or_list_of
 
@@ -35,6 +35,12 @@ class FunctionTool(StrictModel):
     """Arguments are what the schema allows. The default is true where the schema can be kept; the answer says which."""
 
 
+class ObjectFormat(StrictModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
 class SchemaFormat(StrictModel):
     """JSON that the schema allows, on one line. The model is not told of it; the input should say what is wanted."""
 
@@ -49,7 +55,7 @@ class SchemaFormat(StrictModel):
 
 TextFormats = Annotated[
     Annotated[TextFormat, Tag("<text>")]
-    | Annotated[JsonObjectFormat, Tag("<json_object>")]
+    | Annotated[ObjectFormat, Tag("<json_object>")]
     | Annotated[SchemaFormat, Tag("<json_schema>")],
     by_type(("text", "json_object", "json_schema"), "an object of type text, json_object or json_schema"),
 ]
