@@ -119,10 +119,10 @@ class TokenIdsAsTexts:
 def chat_logprobs_json(tokens: Sequence[ScoredToken], texts: TokenTexts) -> dict[str, Any]:
     """The chat endpoint's object, in which a token has its bytes: several tokens may share a character."""
     scored = [token.scores for token in tokens if token.scores is not None]
-    return {"content": [_chat_token(scores, texts) for scores in scored], "refusal": None}
+    return {"content": [chat_token_json(scores, texts) for scores in scored], "refusal": None}
 
 
-def _chat_token(scores: TokenLogprobs, texts: TokenTexts) -> dict[str, Any]:
+def chat_token_json(scores: TokenLogprobs, texts: TokenTexts) -> dict[str, Any]:
     top = [_chat_alternative(token_id, logprob, texts) for token_id, logprob in scores.top]
     return _chat_alternative(scores.token_id, scores.logprob, texts) | {"top_logprobs": top}
 
