@@ -7,7 +7,7 @@ import re
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic_core
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.protocol import MAX_BIAS, MAX_LOGPROBS
@@ -15,16 +15,12 @@ from serve_app.api.deadline import MAX_TIMEOUT_MS
 from serve_app.api.messages import Message, Tools
 from serve_app.api.prompt_schema import MAX_CHOICES, Prompt, TokenId, as_prompts
 from serve_app.api.session import MAX_CHARS
+from serve_app.api.stop_schema import MAX_STOP_CHARS, Stop
 from serve_app.api.strict_model import UNSUPPORTED, StrictModel, Unsupported
 from serve_app.api.structured import KINDS, ResponseFormat, StructuredOutputs, TextFormat, Written
 from serve_app.api.tool_choice import NamedFunction, ToolChoice, must_call, names_of
-from serve_app.api.unions import text_or_list_of
 from serve_app.errors import ApiError, clip, from_validation
 
-MAX_STOPS = 64
-MAX_STOP_CHARS = 1000
-MAX_STOP_CHARS_TOGETHER = 4000
-"""Each token's text is looked at for the beginning of each stop string."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 MAX_BIASED_TOKENS = 1024
@@ -77,21 +73,6 @@ class StreamOptions(StrictModel):
     """Every chunk tells the usage so far; with `include_usage` only, as at vLLM."""
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-
-
-def _not_too_long(stops: list[str]) -> list[str]:
-    if (count := sum(map(len, stops))) > MAX_STOP_CHARS_TOGETHER:
-        text = f"should have at most {MAX_STOP_CHARS_TOGETHER} characters together, but it has {count}"
-        raise PydanticCustomError("stops", "{text}", {"text": text})
-    return stops
-
-
-StopList = Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_not_too_long)]
-Stop = Annotated[
-    Annotated[StopString, Tag("<text>")] | Annotated[StopList, Tag("<list>")],
-    text_or_list_of("a string or a list of strings"),
-]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 

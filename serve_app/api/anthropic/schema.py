@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from serve_app.api.anthropic.blocks import AnthropicMessage, CacheControl, TextOrBlocks
 from serve_app.api.messages import FUNCTION_NAME, MAX_TOOLS
-from serve_app.api.schema import StopList
+from serve_app.api.stop_schema import StopList
 from serve_app.api.strict_model import UNSUPPORTED, StrictModel, Unsupported
 
 _NEVER: tuple[Any, ...] = ()

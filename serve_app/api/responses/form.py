@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from serve_app.api.blocks import BlockReader, ScoredBlocks
+from serve_app.api.blocks import BlockReader
 from serve_app.api.completion import Piece
 from serve_app.api.forms import Answering, Asked, Form
 from serve_app.api.responses.answer import Answer
@@ -15,6 +15,7 @@ from serve_app.api.responses.frames import ResponseFrames
 from serve_app.api.responses.response import Json
 from serve_app.api.responses.schema import ResponsesRequest
 from serve_app.api.schema import ChatRequest, parse_request
+from serve_app.api.scored_blocks import ScoredBlocks
 from serve_app.api.sse import Frames
 from serve_app.engine_client import ServedModel
 

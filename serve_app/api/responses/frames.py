@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from serve_app.api.blocks import Block, BlockReader, Closed, Grown, ScoredBlocks, Step
+from serve_app.api.blocks import Block, BlockReader, Closed, Grown, Step
 from serve_app.api.completion import Piece
 from serve_app.api.responses.answer import Answer
 from serve_app.api.responses.response import Json, item_id, item_json, part_json, status_of
+from serve_app.api.scored_blocks import ScoredBlocks
 from serve_app.api.sse import event_frame
 from serve_app.errors import ApiError
 
