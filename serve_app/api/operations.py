@@ -148,11 +148,14 @@ _VERSIONED: tuple[Operation, ...] = (
         parameters=(_MODEL_ID,),
     ),
 )
-"""Under `/v1`; each is served without it, too."""
+"""Under `/v1`."""
+
+UNVERSIONED = tuple(replace(one, path=one.path.removeprefix("/v1")) for one in _VERSIONED)
+"""The same routes again, for clients whose base URL has no version."""
 
 OPERATIONS: tuple[Operation, ...] = (
     *_VERSIONED,
-    *(replace(one, path=one.path.removeprefix("/v1")) for one in _VERSIONED),
+    *UNVERSIONED,
     _text("/tokenize", _TOKENIZE, TokenizeRequest, answers.Tokens),
     _text("/v1/tokenize", _TOKENIZE, TokenizeRequest, answers.Tokens),
     _text("/detokenize", _DETOKENIZE, DetokenizeRequest, answers.Detokenized),
