@@ -19,7 +19,14 @@ from engine.executor import LOST_TOKEN, StateLostError, TorchExecutor, make_outp
 from engine.grammar import Grammars
 from engine.inputs import is_lost
 from engine.logit_controls import Within
-from engine.logprobs import SCORED_POSITIONS, find_logprobs, read_logprobs, scores_by_row, wanted_scores
+from engine.logprobs import (
+    SCORED_POSITIONS,
+    find_logprobs,
+    find_ranks,
+    read_logprobs,
+    scores_by_row,
+    wanted_scores,
+)
 from engine.models.computed import Computed
 from engine.protocol import TokenLogprobs
 from engine.step import (
@@ -35,6 +42,8 @@ from engine.verification import Place, in_kernel_order, in_plan_order, sampled_p
 
 _Found = tuple[Tensor, Tensor, Tensor]
 """As engine.logprobs.find_logprobs has it."""
+_Score = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The same, and engine.logprobs.find_ranks."""
 
 
 @dataclass(slots=True)
@@ -45,7 +54,7 @@ class _Queued:
     """[places] int64"""
     logprobs: list[_Found] = field(default_factory=list)
     """Of the places that ask, SCORED_POSITIONS at a time."""
-    scores: list[_Found] = field(default_factory=list)
+    scores: list[_Score] = field(default_factory=list)
     """Of prompt tokens, likewise."""
     pooled: Tensor | None = None
     """[pooled rows, hidden]"""
@@ -167,13 +176,14 @@ class DeviceExecutor(TorchExecutor):
         find = self.model.ops.logprobs or find_logprobs
         return find(logits, token_ids, min(most, logits.shape[1]))
 
-    def _queue_scores(self, plan: StepPlan, computed: Computed) -> list[_Found]:
+    def _queue_scores(self, plan: StepPlan, computed: Computed) -> list[_Score]:
         flat = [each for row in wanted_scores(plan.rows).values() for each in row]
         found = []
         for first in range(0, len(flat), SCORED_POSITIONS):
             index, token_ids, counts = zip(*flat[first : first + SCORED_POSITIONS], strict=True)
             there = self._device.upload(torch.tensor([index, token_ids]))
-            found.append(self._logprobs(computed.logits_at(there[0]), there[1], max(counts)))
+            logits = computed.logits_at(there[0])
+            found.append((*self._logprobs(logits, there[1], max(counts)), find_ranks(logits, there[1])))
         return found
 
     def _note_flying(self, plan: StepPlan, places: Sequence[Place], tokens: Tensor | None) -> None:
@@ -249,7 +259,7 @@ class DeviceExecutor(TorchExecutor):
         found: list[TokenLogprobs | None] = []
         for first in range(0, len(flat), SCORED_POSITIONS):
             _, token_ids, counts = zip(*flat[first : first + SCORED_POSITIONS], strict=True)
-            found += read_logprobs(_three(parts), token_ids, counts)
+            found += read_logprobs(_three(parts), token_ids, counts, parts.popleft())
         return scores_by_row(wanted, found)
 
     # --- requests that are gone ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Owns a scripted executor: deterministic tokens without weights, for tests, demos and simulation.
+"""Owns a scripted executor: tokens without weights, for tests and demos. Long: it does all that an executor can.
 Never needs torch. Its KV slots remember what was written, so that a scheduling bug is an error, not odd text."""
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class FakeExecutor:
         if row.scoring is not None:
             first = row.scoring.first - row.start
             for digest, token_id in zip(digests[first:], row.scoring.token_ids, strict=False):
-                scores.append(self._logprobs(digest, token_id, row.scoring.num_logprobs))
+                scores.append(self._ranked(digest, token_id, row.scoring.num_logprobs))
         if row.sampling is None:
             return _Computed((), (), tuple(scores), ())
         first = len(token_ids) - 1 if row.kind is RowKind.LAST else 0
@@ -384,6 +384,11 @@ class FakeExecutor:
         scored = sorted((-self._surprise(digest, token), token) for token in self._alphabet) if count else []
         top = tuple((token, score) for score, token in reversed(scored[-count:])) if count else ()
         return TokenLogprobs(token_id, -self._surprise(digest, token_id), top)
+
+    def _ranked(self, digest: int, token_id: int, count: int) -> TokenLogprobs:
+        own = self._surprise(digest, token_id), -token_id
+        rank = 1 + sum((self._surprise(digest, token), -token) < own for token in self._alphabet)
+        return replace(self._logprobs(digest, token_id, count), rank=rank)
 
     def _surprise(self, digest: int, token_id: int) -> float:
         return 1.0 + mix64(digest ^ mix64(token_id)) % 1000 / 100

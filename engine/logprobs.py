@@ -4,7 +4,7 @@ Never sees bans, temperature or filters, and never holds the logits of more prom
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 import torch
 from torch import Tensor
@@ -40,7 +40,8 @@ def prompt_logprobs(
     logits_at: numbers of the step's tokens [n] -> their logits [n, vocab].
     """
     scores = wanted_scores(rows)
-    return scores_by_row(scores, _in_pieces([each for row in scores.values() for each in row], logits_at))
+    wanted = [each for row in scores.values() for each in row]
+    return scores_by_row(scores, _in_pieces(wanted, logits_at, ranked=True))
 
 
 def wanted_scores(rows: Sequence[ScheduledRequest]) -> dict[int, list[Wanted]]:
@@ -69,21 +70,28 @@ def _all(found: Iterable[TokenLogprobs | None]) -> tuple[TokenLogprobs, ...] | N
     return good if len(good) == len(every) else None
 
 
-def _in_pieces(wanted: Sequence[Wanted], logits_at: Callable[[Tensor], Tensor]) -> list[TokenLogprobs | None]:
+def _in_pieces(
+    wanted: Sequence[Wanted], logits_at: Callable[[Tensor], Tensor], *, ranked: bool = False
+) -> list[TokenLogprobs | None]:
     """logits_at: row numbers [n] -> logits [n, vocab]."""
     found: list[TokenLogprobs | None] = []
     for first in range(0, len(wanted), SCORED_POSITIONS):
         index, token_ids, counts = zip(*wanted[first : first + SCORED_POSITIONS], strict=True)
-        found += token_logprobs(logits_at(torch.tensor(index)), token_ids, counts)
+        found += token_logprobs(logits_at(torch.tensor(index)), token_ids, counts, ranked=ranked)
     return found
 
 
-def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs | None]:
+def token_logprobs(
+    logits: Tensor, token_ids: Sequence[int], counts: Sequence[int], *, ranked: bool = False
+) -> list[TokenLogprobs | None]:
     """Of token_ids[i] and the counts[i] most likely tokens under logits[i]; ties go to the lower token id.
 
     None for a row that has no distribution: its logits hold a NaN or +inf, or are all -inf. logits: [rows, vocab].
+    `ranked`: with the rank of each of token_ids.
     """
-    return read_logprobs(find_logprobs(logits, torch.tensor(token_ids), max(counts)), token_ids, counts)
+    index = torch.tensor(token_ids)
+    ranks = find_ranks(logits, index) if ranked else None
+    return read_logprobs(find_logprobs(logits, index, max(counts)), token_ids, counts, ranks)
 
 
 def find_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,15 +105,28 @@ def find_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor,
     return own, top_ids, logprobs.gather(1, top_ids)
 
 
+def find_ranks(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """The place of token_ids[i] among all tokens in the order of `find_logprobs`, from 1 on, without waiting for it.
+    logits: [rows, vocab]; token_ids: [rows]. # [rows] int64"""
+    own = logits.gather(1, token_ids.unsqueeze(1))
+    is_lower = torch.arange(logits.shape[1], device=logits.device) < token_ids.unsqueeze(1)
+    return ((logits > own) | ((logits == own) & is_lower)).sum(dim=1) + 1
+
+
 def read_logprobs(
-    found: tuple[Tensor, Tensor, Tensor], token_ids: Sequence[int], counts: Sequence[int]
+    found: tuple[Tensor, Tensor, Tensor],
+    token_ids: Sequence[int],
+    counts: Sequence[int],
+    ranks: Tensor | None = None,
 ) -> list[TokenLogprobs | None]:
-    """What `find_logprobs` found, on the host; counts[i]: how many alternatives token_ids[i] gets."""
+    """What `find_logprobs` found, on the host; counts[i]: how many alternatives token_ids[i] gets. `ranks`: as
+    `find_ranks` has them."""
     own, top_ids, tops = (tensor.tolist() for tensor in found)
+    places = repeat(None, len(own)) if ranks is None else ranks.tolist()
     return [
-        TokenLogprobs(token, value, tuple(islice(zip(ids, of, strict=True), count))) if value == value else None
-        for token, value, count, ids, of in zip(token_ids, own, counts, top_ids, tops, strict=True)  # NaN is not itself
-    ]
+        TokenLogprobs(token, value, tuple(islice(zip(ids, of, strict=True), count)), rank) if value == value else None
+        for token, value, count, ids, of, rank in zip(token_ids, own, counts, top_ids, tops, places, strict=True)
+    ]  # NaN is not itself
 
 
 def _most_likely(logits: Tensor, count: int) -> Tensor:

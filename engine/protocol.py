@@ -251,6 +251,8 @@ class TokenLogprobs:
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens and theirs, best first, as many as were asked for."""
+    rank: int | None = None
+    """1: no token is more likely; ties go to the lower id. Of a prompt's tokens; None for others."""
 
 
 # What a request's sink receives, in this order: Scheduled, PromptLogprobs and Pooled if asked for and the prompt was

@@ -96,62 +96,91 @@ class ToolCallDelta(Shape):
     function: FunctionDelta
 
 
-class _Reasoning(Shape):
-    reasoning: str = ""
-    """What the model thought, for models that mark it."""
-    reasoning_content: str = ""
-    """The same by its other name."""
-
-
-class AssistantMessage(_Reasoning):
+class AssistantMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     """Null where the model only called tools."""
     refusal: str | None
+    annotations: list[dict[str, Any]]
+    """Empty."""
+    reasoning: str | None
+    """What the model thought, for models that mark it."""
+    reasoning_content: str | None
+    """The same by its other name."""
     tool_calls: list[ToolCall] = []
 
 
-class AssistantDelta(_Reasoning):
+class AssistantDelta(Shape):
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning: str = ""
+    reasoning_content: str = ""
     tool_calls: list[ToolCallDelta] = []
 
 
 class PromptLogprob(Shape):
     logprob: float
     rank: int | None
-    """Null for a token that is not among the alternatives."""
+    """1: no token was more likely. Null, for a token that is not among the alternatives, where an engine of an older
+    version answered."""
     decoded_token: str
 
 
 class _OfPrompt(Shape):
-    prompt_token_ids: list[int] = []
+    prompt_token_ids: list[int] | None
     """Where `return_token_ids` asks for them."""
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] = []
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
     """Where they are asked for: null for the first token, and for each other its alternatives by token id."""
+
+
+class _Stop(Shape):
+    stop_reason: str | int | None
+    """vLLM's: the stop string, or the id of the token, that ended the answer; null for the end of sequence."""
+    matched_stop: str | int | None
+    """SGLang's: the same, with the id of the end of sequence."""
+
+
+class _ChunkStop(Shape):
+    stop_reason: str | int | None = None
+    """In the last chunk: the stop string, or the token's id, that ended the answer; null for the end of sequence."""
+    matched_stop: str | int | None = None
+    """In the last chunk: the same, with the id of the end of sequence."""
 
 
 class _Choice(Shape):
     index: int
     logprobs: dict[str, Any] | None
+
+
+class ChatChoice(_Choice, _Stop):
+    message: AssistantMessage
+    finish_reason: FinishReason
+    token_ids: list[int] | None
+    """Where `return_token_ids` asks for them."""
+
+
+class ChatChunkChoice(_Choice, _ChunkStop):
+    delta: AssistantDelta
+    finish_reason: FinishReason | None
     token_ids: list[int] = []
     """Where `return_token_ids` asks for them."""
 
 
-class ChatChoice(_Choice):
-    message: AssistantMessage
+class TextChoice(_Choice, _OfPrompt, _Stop):
+    text: str
     finish_reason: FinishReason
+    token_ids: list[int] | None
+    """Where `return_token_ids` asks for them."""
 
 
-class ChatChunkChoice(_Choice):
-    delta: AssistantDelta
-    finish_reason: FinishReason | None
-
-
-class TextChoice(_Choice, _OfPrompt):
+class TextChunkChoice(_Choice, _ChunkStop):
     text: str
     finish_reason: FinishReason | None
-    """Null in the chunks of a stream but the last."""
+    """Null but in the last chunk."""
+    token_ids: list[int] | None
+    """Where `return_token_ids` asks for them."""
+    prompt_token_ids: list[int] | None
+    """The same, in the first chunk."""
 
 
 class _Answer(Shape):
@@ -166,8 +195,10 @@ class ChatCompletion(_Answer, _OfPrompt):
     usage: Usage
 
 
-class ChatCompletionChunk(_Answer, _OfPrompt):
+class ChatCompletionChunk(_Answer):
     object: Literal["chat.completion.chunk"]
+    prompt_token_ids: list[int] = []
+    """Where `return_token_ids` asks for them, in the first chunk."""
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 
@@ -180,7 +211,7 @@ class Completion(_Answer):
 
 class CompletionChunk(_Answer):
     object: Literal["text_completion"]
-    choices: list[TextChoice]
+    choices: list[TextChunkChoice]
     usage: Usage | None = None
 
 
@@ -206,7 +237,7 @@ class Tokens(Shape):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] = []
+    token_strs: list[str] | None
     """Where `return_token_strs` asks for them: the vocabulary's entries."""
 
 

@@ -4,8 +4,8 @@ Never writes JSON; whoever answers in blocks, or items, gives them a form."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 from serve_app.api.chat_reader import ChatReader
 from serve_app.parsing.deltas import Arguments, CallStart, Content, Delta
@@ -22,6 +22,8 @@ class Block:
     text: str = ""
     call_id: str = ""
     name: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """Of the tokens of a text, where they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Opened:
 class Grown:
     block: Block
     text: str
+    logprobs: Sequence[dict[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)

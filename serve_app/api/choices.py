@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.protocol import Usage
 from serve_app.api.completion import Completion, Piece
@@ -51,10 +51,14 @@ class Choices:
     @property
     def usage(self) -> Usage:
         """Of all: a prompt counts once, whatever the number of its answers."""
+        return self.usage_without(None)
+
+    def usage_without(self, index: int | None) -> Usage:
+        """The same, but for the answer of one choice."""
         leaders = [group[0].usage for group in self._groups]
         return Usage(
             sum(usage.prompt_tokens for usage in leaders),
-            sum(completion.usage.completion_tokens for completion in self._all),
+            sum(one.usage.completion_tokens for number, one in enumerate(self._all) if number != index),
             sum(usage.cached_tokens for usage in leaders),
         )
 
@@ -66,8 +70,14 @@ class Choices:
     @property
     def reasoning_tokens(self) -> int | None:
         """Of all; None where thoughts are not told apart."""
+        return self.reasoning_tokens_without(None)
+
+    def reasoning_tokens_without(self, index: int | None) -> int | None:
+        """The same, but for the answer of one choice."""
         counts = [completion.reasoning_tokens for completion in self._all]
-        return None if None in counts else sum(count or 0 for count in counts)
+        if None in counts:
+            return None
+        return sum(count or 0 for number, count in enumerate(counts) if number != index)
 
     @property
     def finish_reasons(self) -> list[str | None]:
@@ -168,5 +178,4 @@ class Choices:
 
 def _joined(pieces: Sequence[Piece]) -> Piece:
     tokens = None if pieces[-1].tokens is None else tuple(token for piece in pieces for token in piece.tokens or ())
-    last = pieces[-1]
-    return Piece("".join(piece.text for piece in pieces), last.finish_reason, tokens, last.stop_string)
+    return replace(pieces[-1], text="".join(piece.text for piece in pieces), tokens=tokens)

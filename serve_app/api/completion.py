@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.protocol import (
@@ -47,6 +47,13 @@ class Piece:
     tokens: tuple[ScoredToken, ...] | None = None
     stop_string: str | None = None
     """On the last piece: the stop string that ended the answer, if one did."""
+    stop_token_id: int | None = None
+    """On the last piece: the token that ended the answer, if one did, such as the model's end of sequence."""
+
+    @property
+    def matched_stop(self) -> str | int | None:
+        """What ended the answer; None where that was its length."""
+        return self.stop_token_id if self.stop_string is None else self.stop_string
 
 
 class Completion:
@@ -161,8 +168,8 @@ class Completion:
                 case Pooled():
                     self.vector = event.values
                 case Finished():
-                    texts.append(self._stops.flush())
-                    return self._piece([*texts, self._stop_token(event)], self._finish(event))
+                    reason = self._finish(event)
+                    return self._last(texts + self._end(event), reason, event)
                 case Failed():
                     if event.code is ErrorCode.DEADLINE_EXCEEDED and (deadline := self._life.deadline) is not None:
                         raise deadline.exceeded()  # the engine knows only what was left for it
@@ -175,6 +182,11 @@ class Completion:
             return Piece(text, reason, stop_string=self._stops.matched)
         tokens = self._tokens.take(len(text)) if reason is None else self._tokens.take_all()
         return Piece(text, reason, tokens, self._stops.matched)
+
+    def _last(self, texts: list[str], reason: Literal["stop", "length"], event: Finished) -> Piece:
+        """A stop string may be found as late as in the text that the end completes."""
+        piece = self._piece(texts, "stop" if self._stops.matched else reason)
+        return piece if self._stops.matched else replace(piece, stop_token_id=event.stop_token_id)
 
     def _show_prompt(self, event: PromptLogprobs) -> str:
         if self._echo is None:
@@ -191,15 +203,27 @@ class Completion:
             self._thoughts.push(text)
         if self._tokens is not None:
             self._tokens.add(event.token_id, event.logprobs, len(text))
+        return self._search(text)
+
+    def _search(self, text: str) -> str:
+        """What of the text is safe to show, with regard to stop strings."""
         return self._stops.push(text) if text and self._generated >= self._min_tokens else text
 
-    def _stop_token(self, event: Finished) -> str:
-        """The text of the token that ended the answer, where it is shown; it is counted in usage in any case."""
+    def _end(self, event: Finished) -> list[str]:
+        """What the end completes: text that waited for more, and the text of the token that ended the answer, where it
+        is shown; that token is counted in usage in any case."""
+        shown = event.stop_token_id is not None and self._shows_stop
+        waited = "" if shown else self._detokenizer.finish()
+        if self._tokens is not None:
+            self._tokens.complete(len(waited))
+        return [self._search(waited), self._stops.flush(), self._stop_token(event, shown=shown)]
+
+    def _stop_token(self, event: Finished, *, shown: bool) -> str:
         if event.stop_token_id is None:
             return ""
         if self._thoughts is not None:
             self._thoughts.push("")
-        text = self._detokenizer.push(event.stop_token_id) if self._shows_stop else ""
+        text = self._detokenizer.push(event.stop_token_id) + self._detokenizer.finish() if shown else ""
         if self._tokens is not None:
             # Clients that asked for one token cut the last entry off, so there is one.
             self._tokens.add(event.stop_token_id, event.stop_logprobs, len(text))

@@ -53,13 +53,17 @@ async def constraint_of(
 def _constraint(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, model: ServedModel) -> Constraint:
     specials = tokenizer.tag_ids
     field, grammar = _grammar(request, specials, model)
+    _check(field, grammar)
+    return Constraint(field, grammar, specials, model.reasoning_parser if isinstance(request, ChatRequest) else None)
+
+
+def _check(field: str, grammar: Grammar) -> None:
     try:
         fault = find_fault(grammar.bounded_text())
     except GrammarRefused as error:
         raise refused(field, error.text) from error
     if fault:
         raise refused(field, fault)
-    return Constraint(field, grammar, specials, model.reasoning_parser if isinstance(request, ChatRequest) else None)
 
 
 def _grammar(request: ChatRequest | CompletionRequest, specials: Specials, model: ServedModel) -> tuple[str, Grammar]:
@@ -70,4 +74,9 @@ def _grammar(request: ChatRequest | CompletionRequest, specials: Specials, model
         assert asked is not None, "nothing is constrained"
         return asked
     calls = call_grammar(request, model.tool_parser, specials, or_else=asked is not None)
-    return calls if asked is None else (asked[0], asked[1].or_else(calls[1]))
+    if asked is None:
+        return calls
+    if request.must_call:
+        _check(*asked)  # there is no text that it could be of, but a client learns that it is none
+        return calls
+    return asked[0], asked[1].or_else(calls[1])

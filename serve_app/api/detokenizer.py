@@ -1,9 +1,10 @@
 """Owns the text of one answer while its tokens arrive: what is final is returned, an incomplete character waits.
-Never returns part of a character, and shows the text of a special token only where that is asked for."""
+Never returns part of a character before the answer ends, and shows a special token's text only where that is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import tokenizers
@@ -17,7 +18,10 @@ _KEPT_TOKENS = 3  # a character that is still incomplete has at most three bytes
 
 
 class Detokenizer:
-    """Incomplete bytes at the end of an answer are dropped: there is no character that they could be shown as."""
+    """The pieces, with the last one from `finish`, are the text that decoding all tokens at once gives.
+
+    Only a decoder that changes earlier text when a later token arrives can differ: text that was returned stays.
+    """
 
     def __init__(
         self, core: tokenizers.Tokenizer, *, skip_special_tokens: bool = True, shown: Mapping[int, str] = _NONE
@@ -31,15 +35,28 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Return the text that this token completes; often the empty string."""
         if token_id in self._shown:
-            self._restart()
-            return self._shown[token_id]
+            return self.finish() + self._shown[token_id]
         self._pending.append(token_id)
         text = self._step(token_id)
         if text:
+            self._before[:] = self._pending
             self._pending.clear()
         elif len(self._pending) >= MAX_PENDING_TOKENS:
             text = self._give_up()
         return text
+
+    def finish(self) -> str:
+        """Return the text of what waits: no token that could complete it follows. Bytes that are no character show as
+        U+FFFD, as in a decode of all tokens."""
+        before, both = self._decode(self._before), self._decode([*self._before, *self._pending])
+        text = both[len(before) :] if both.startswith(before) else self._decode(self._pending)
+        self._restart()
+        return text
+
+    @property
+    def waits(self) -> bool:
+        """Whether bytes of a character that is not complete wait."""
+        return self._decode(self._pending) != ""
 
     def drop(self) -> None:
         """Forget what waits for the end of its character, and the text before it."""
@@ -48,6 +65,10 @@ class Detokenizer:
     def _restart(self) -> None:
         self._stream = DecodeStream(skip_special_tokens=self._skip)
         self._pending: list[int] = []
+        self._before: list[int] = []  # the tokens of the text returned last: a decoder may treat a first word otherwise
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._core.decode(token_ids, skip_special_tokens=self._skip) if token_ids else ""
 
     def _step(self, token_id: int) -> str:
         try:
@@ -57,12 +78,20 @@ class Detokenizer:
             # would raise for ever after; a new one goes on from this token.
             if "prefix" not in str(error):
                 raise
-            self._restart()
+            self._pending.pop()
+            text = self.finish()
             self._pending = [token_id]
-            return self._stream.step(self._core, token_id) or ""
+            return text + (self._stream.step(self._core, token_id) or "")
 
     def _give_up(self) -> str:
         """Show all but a possibly incomplete end as it is, invalid bytes as U+FFFD, and start again."""
-        settled, kept = self._pending[:-_KEPT_TOKENS], self._pending[-_KEPT_TOKENS:]
+        whole = self._decode(self._pending)
+        splits = range(len(self._pending) - _KEPT_TOKENS, 0, -1)
+        at = next((at for at in splits if self._is_apart(at, whole)), splits[0])
+        settled, kept = self._pending[:at], self._pending[at:]
         self._restart()
-        return self._core.decode(settled, skip_special_tokens=self._skip) + "".join(map(self.push, kept))
+        return self._decode(settled) + "".join(map(self.push, kept))
+
+    def _is_apart(self, at: int, whole: str) -> bool:
+        """Whether the two sides of `at` decode apart as they do together: no sequence of bytes lies across it."""
+        return self._decode(self._pending[:at]) + self._decode(self._pending[at:]) == whole

@@ -17,31 +17,38 @@ class Echo:
     offsets: tuple[int, ...]
 
 
-def read_prompt(
-    token_ids: Sequence[int], given: str | None, detokenizer: Detokenizer, special_texts: Mapping[int, str]
-) -> Echo:
-    """Read a prompt through the answer's detokenizer, which then goes on where the prompt ends: the answer's first
-    word keeps its space, and a character that the prompt begins and the answer ends is shown, with the answer.
-
-    `given` is the prompt's text, or None where the prompt was given as token ids: it is then their text as an answer
-    would show it, without special tokens.
-    """
+def read_text(token_ids: Sequence[int], given: str, detokenizer: Detokenizer, special_texts: Mapping[int, str]) -> Echo:
+    """Read a prompt that was given as text through the answer's detokenizer, which then goes on where the prompt ends:
+    the answer's first word keeps its space."""
     offsets: list[int] = []
-    texts: list[str] = []
     at = 0
     held = False
     for token_id in token_ids:
         offsets.append(at)
         text = detokenizer.push(token_id)
         held = not text and (held or token_id not in special_texts)
-        if given is None:
-            texts.append(text)
-            at += len(text)
-        else:
-            at = _advance(given, at, text, special_texts.get(token_id, ""))
-    if held and given is not None:
+        at = _advance(given, at, text, special_texts.get(token_id, ""))
+    if held:
         detokenizer.drop()  # a text that ends in U+FFFD looks incomplete; the answer must not bring it again
-    return Echo("".join(texts) if given is None else given, tuple(offsets))
+    return Echo(given, tuple(offsets))
+
+
+def read_ids(
+    token_ids: Sequence[int], detokenizer: Detokenizer, reader: Detokenizer, special_texts: Mapping[int, str]
+) -> Echo:
+    """Read a prompt that was given as token ids. Its text has special tokens, whatever the answer shows: `reader` shows
+    them. A character that the prompt begins and the answer ends is shown once, with the answer."""
+    offsets: list[int] = []
+    texts: list[str] = []
+    at = 0
+    for token_id in token_ids:
+        offsets.append(at)
+        texts.append(reader.push(token_id))
+        at += len(texts[-1])
+        if token_id in special_texts and detokenizer.waits:
+            detokenizer.drop()  # the reader has shown as U+FFFD what waited: nothing after a special token completes it
+        detokenizer.push(token_id)
+    return Echo("".join(texts), tuple(offsets))
 
 
 def _advance(given: str, at: int, text: str, special: str) -> int:

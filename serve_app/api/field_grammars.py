@@ -48,6 +48,8 @@ def _of_format(given: ResponseFormat, specials: Specials) -> tuple[str, Grammar]
         case StructuralTagFormat():
             return _of_tags("response_format", given, specials)
     assert isinstance(given, JsonObjectFormat)
+    if given.schema_ is not None:
+        return _of_schema("response_format.schema", given.schema_)
     return "response_format", any_object()
 
 

@@ -98,7 +98,9 @@ def read_chat(body: bytes) -> Asked[ChatRequest]:
     def form(answering: Answering) -> Form:
         reads = needs_reader(request, answering.model)
         make = (lambda: answering.reader(request)) if reads else None
-        shape = ChatShape(answering.tokenizer, _shown_of(request), make, names_function=request.names_function)
+        shape = ChatShape(
+            answering.tokenizer, _shown_of(request, answering.tokenizer), make, names_function=request.names_function
+        )
         return _choices_form(request, answering, shape)
 
     return Asked(request, form)
@@ -108,7 +110,9 @@ def read_completion(body: bytes) -> Asked[CompletionRequest]:
     request = parse_request(CompletionRequest, body)
 
     def form(answering: Answering) -> Form:
-        return _choices_form(request, answering, TextShape(answering.tokenizer, _shown_of(request)))
+        return _choices_form(
+            request, answering, TextShape(answering.tokenizer, _shown_of(request, answering.tokenizer))
+        )
 
     return Asked(request, form)
 
@@ -118,10 +122,18 @@ def _choices_form(request: GenerationRequest, answering: Answering, shape: Shape
     return ChoicesForm(envelope, answering.choices, _usage_shown_of(request))
 
 
-def _shown_of(request: ChatRequest | CompletionRequest) -> Shown:
-    return Shown(request.num_logprobs is not None, bool(request.return_token_ids), request.prompt_logprobs is not None)
+def _shown_of(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> Shown:
+    eos = tokenizer.eos_token_id
+    return Shown(
+        request.num_logprobs is not None,
+        bool(request.return_token_ids),
+        request.prompt_logprobs is not None,
+        bool(request.return_tokens_as_token_ids),
+        None if eos in (request.stop_token_ids or ()) else eos,
+    )
 
 
 def _usage_shown_of(request: GenerationRequest) -> UsageShown:
     options = request.stream_options or StreamOptions()
-    return UsageShown(bool(options.include_usage), bool(options.continuous_usage_stats))
+    at_end = bool(options.include_usage)
+    return UsageShown(at_end, at_end and bool(options.continuous_usage_stats))

@@ -4,10 +4,10 @@ Never touches tokens or text itself, and knows neither Ray nor how the engine ru
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Generic
+from typing import Any, Generic
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -239,6 +239,13 @@ class _Context:
         return Response(text, media_type=CONTENT_TYPE)
 
 
+def _versioned(
+    path: str, endpoint: Callable[..., Any], middleware: Sequence[Middleware], method: str = "GET"
+) -> list[Route]:
+    """Under `/v1`, and without it, for clients whose base URL has none."""
+    return [Route(prefix + path, endpoint, methods=[method], middleware=middleware) for prefix in ("/v1", "")]
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: no such route, not this method."""
     assert isinstance(error, HTTPException)
@@ -287,16 +294,17 @@ def create_app(
     messages = _Generate(context, read_message, prepare_chat, "msg_")
     responses = _Generate(context, partial(read_response, model=model), prepare_chat, "resp_")
     embeddings = _Generate(context, read_embeddings, prepare_embeddings, "embd-")
+    count = CountTokens(tokenizer, model, max_body_bytes, adapters).answer
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"], middleware=generating),
-            Route("/v1/completions", completions, methods=["POST"], middleware=generating),
-            Route("/v1/responses", responses, methods=["POST"], middleware=generating),
-            Route("/v1/messages", messages, methods=["POST"], middleware=generating),
-            Route("/v1/embeddings", embeddings, methods=["POST"], middleware=generating),
-            CountTokens(tokenizer, model, max_body_bytes, adapters).route(guard),
-            Route("/v1/models", context.list_models, middleware=guard),
-            Route("/v1/models/{model_id:path}", context.get_model, middleware=guard),
+            *_versioned("/chat/completions", chat, generating, "POST"),
+            *_versioned("/completions", completions, generating, "POST"),
+            *_versioned("/responses", responses, generating, "POST"),
+            *_versioned("/messages", messages, generating, "POST"),
+            *_versioned("/embeddings", embeddings, generating, "POST"),
+            *_versioned("/messages/count_tokens", count, guard, "POST"),
+            *_versioned("/models", context.list_models, guard),
+            *_versioned("/models/{model_id:path}", context.get_model, guard),
             Route("/health", context.health),
             Route("/ready", context.ready),
             Route("/metrics", context.metrics),

@@ -53,6 +53,10 @@ class TokenQueue:
     def add(self, token_id: int, scores: TokenLogprobs | None, num_chars: int) -> None:
         """A token, and how much text it completed."""
         self._open.append(ScoredToken(token_id, self._read, scores))
+        self.complete(num_chars)
+
+    def complete(self, num_chars: int) -> None:
+        """How much text the tokens of the character that is open turned out to be."""
         if num_chars:
             self._read += num_chars
             self._held.extend((self._read, token) for token in self._open)
@@ -94,13 +98,31 @@ class TokenTexts(Protocol):
     def token_bytes(self, token_id: int) -> list[int]: ...
 
 
+def token_id_text(token_id: int) -> str:
+    """vLLM's way to name a token where its text could be another's."""
+    return f"token_id:{token_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIdsAsTexts:
+    """Names tokens by their ids; their bytes stay."""
+
+    texts: TokenTexts
+
+    def token_text(self, token_id: int) -> str:
+        return token_id_text(token_id)
+
+    def token_bytes(self, token_id: int) -> list[int]:
+        return self.texts.token_bytes(token_id)
+
+
 def chat_logprobs_json(tokens: Sequence[ScoredToken], texts: TokenTexts) -> dict[str, Any]:
     """The chat endpoint's object, in which a token has its bytes: several tokens may share a character."""
     scored = [token.scores for token in tokens if token.scores is not None]
-    return {"content": [_chat_token(scores, texts) for scores in scored], "refusal": None}
+    return {"content": [chat_token_json(scores, texts) for scores in scored], "refusal": None}
 
 
-def _chat_token(scores: TokenLogprobs, texts: TokenTexts) -> dict[str, Any]:
+def chat_token_json(scores: TokenLogprobs, texts: TokenTexts) -> dict[str, Any]:
     top = [_chat_alternative(token_id, logprob, texts) for token_id, logprob in scores.top]
     return _chat_alternative(scores.token_id, scores.logprob, texts) | {"top_logprobs": top}
 
@@ -115,11 +137,10 @@ def prompt_logprobs_json(scores: Sequence[TokenLogprobs], texts: TokenTexts) -> 
 
 
 def _by_token_id(scores: TokenLogprobs, texts: TokenTexts) -> dict[str, Any]:
-    """`rank` is null for a token that is not among the alternatives."""
     ranked: list[tuple[int, float, int | None]]
     ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(scores.top, 1)]
     if all(token_id != scores.token_id for token_id, _, _ in ranked):
-        ranked.append((scores.token_id, scores.logprob, None))
+        ranked.append((scores.token_id, scores.logprob, scores.rank))
     return {
         str(token_id): {"logprob": _number(logprob), "rank": rank, "decoded_token": texts.token_text(token_id)}
         for token_id, logprob, rank in ranked
@@ -150,7 +171,7 @@ def _top(scores: TokenLogprobs, token_text: TokenText) -> dict[str, float]:
             told[chosen] = _number(scores.logprob)
             continue
         text = token_text(token_id)
-        told[f"token_id:{token_id}" if text == chosen or text in told else text] = _number(logprob)
+        told[token_id_text(token_id) if text == chosen or text in told else text] = _number(logprob)
     told.setdefault(chosen, _number(scores.logprob))
     return told
 

@@ -114,7 +114,7 @@ _NAMED_EVENTS = "`event: <type>` and `data: <JSON>` each, comments in between"
 _TOKENIZE = "The token ids of a text or a conversation."
 _DETOKENIZE = "The text of token ids."
 
-OPERATIONS: tuple[Operation, ...] = (
+_VERSIONED: tuple[Operation, ...] = (
     _generation("/v1/chat/completions", _CHAT, ChatRequest, answers.ChatCompletion, answers.ChatCompletionChunk),
     _generation("/v1/completions", _COMPLETE, CompletionRequest, answers.Completion, answers.CompletionChunk),
     replace(
@@ -147,6 +147,15 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=(404,),
         parameters=(_MODEL_ID,),
     ),
+)
+"""Under `/v1`."""
+
+UNVERSIONED = tuple(replace(one, path=one.path.removeprefix("/v1")) for one in _VERSIONED)
+"""The same routes again, for clients whose base URL has no version."""
+
+OPERATIONS: tuple[Operation, ...] = (
+    *_VERSIONED,
+    *UNVERSIONED,
     _text("/tokenize", _TOKENIZE, TokenizeRequest, answers.Tokens),
     _text("/v1/tokenize", _TOKENIZE, TokenizeRequest, answers.Tokens),
     _text("/detokenize", _DETOKENIZE, DetokenizeRequest, answers.Detokenized),

@@ -13,7 +13,8 @@ from serve_app.errors import ApiError
 REQUEST_ID = "chunkserve.request_id"
 """Key of the scope: the request's X-Request-Id."""
 
-ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_PATH = "/messages"
+"""Also under `/v1`."""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -30,7 +31,7 @@ _TYPES = {
 
 def is_anthropic(scope: Scope) -> bool:
     """Whether a client of Anthropic's API asks, also for what is not there."""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    path = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix("/v1")
     return bool(path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/"))
 
 

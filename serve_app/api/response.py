@@ -12,7 +12,13 @@ from engine.protocol import TokenLogprobs, Usage
 from serve_app.api.chat_message import delta_json, message_json
 from serve_app.api.chat_reader import ChatReader
 from serve_app.api.completion import Piece
-from serve_app.api.logprobs import chat_logprobs_json, logprobs_json, prompt_logprobs_json
+from serve_app.api.logprobs import (
+    TokenIdsAsTexts,
+    chat_logprobs_json,
+    logprobs_json,
+    prompt_logprobs_json,
+    token_id_text,
+)
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
 
@@ -26,6 +32,10 @@ class Shown:
     logprobs: bool = False
     token_ids: bool = False
     prompt_logprobs: bool = False
+    as_token_ids: bool = False
+    """Log-probabilities name tokens `token_id:7`, and not by their texts."""
+    eos_token_id: int | None = None
+    """A token whose end of an answer is not told by `stop_reason`, as at vLLM: the model's own end of sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +97,12 @@ class ChatShape:
         return self._make_reader is None
 
     def whole(self, index: int, piece: Piece, prompt: Prompt) -> Json:
-        message: Json = {"role": "assistant", "content": piece.text, "refusal": None}
+        message: Json = {"role": "assistant", "content": piece.text, "refusal": None, "annotations": []}
+        message |= {"reasoning": None, "reasoning_content": None}
         if self._make_reader is not None:
             message |= message_json(self._make_reader(), piece.text)
-        return self._choice(index, "message", message, piece, has_called="tool_calls" in message)
+        choice = self._choice(index, "message", message, piece, has_called="tool_calls" in message)
+        return {"token_ids": None} | choice
 
     def opening(self, index: int, prompt: Prompt) -> Json | None:
         return self._choice(index, "delta", {"role": "assistant", "content": ""}, Piece(""))
@@ -109,7 +121,8 @@ class ChatShape:
 
     def _choice(self, index: int, key: str, value: Any, piece: Piece, *, has_called: bool = False) -> Json:
         wanted = self._shown.logprobs and piece.tokens is not None
-        logprobs = chat_logprobs_json(piece.tokens or (), self._tokenizer) if wanted else None
+        texts = TokenIdsAsTexts(self._tokenizer) if self._shown.as_token_ids else self._tokenizer
+        logprobs = chat_logprobs_json(piece.tokens or (), texts) if wanted else None
         choice = _choice(index, key, value, piece, logprobs, self._shown)
         if has_called and piece.finish_reason == "stop" and not self._names_function:
             choice["finish_reason"] = "tool_calls"
@@ -129,31 +142,47 @@ class TextShape:
         return self.delta(index, piece) | _of_prompt(prompt, self._shown, self._tokenizer)
 
     def opening(self, index: int, prompt: Prompt) -> Json | None:
-        told = _of_prompt(prompt, self._shown, self._tokenizer)
-        return self.delta(index, Piece("")) | told if told else None
+        told = _told(_of_prompt(prompt, self._shown, self._tokenizer))
+        # vLLM's clients read each chunk's tokens, so the first has a list of none.
+        return self.delta(index, Piece("", tokens=())) | told if told else None
 
     def delta(self, index: int, piece: Piece) -> Json:
-        """The same choice, whole or in part."""
+        """The same choice, whole or in part. What vLLM's clients read of each chunk is null where it is not told."""
         wanted = self._shown.logprobs and piece.tokens is not None
-        logprobs = logprobs_json(piece.tokens or (), self._tokenizer.token_text) if wanted else None
-        return _choice(index, "text", piece.text, piece, logprobs, self._shown)
+        name = token_id_text if self._shown.as_token_ids else self._tokenizer.token_text
+        logprobs = logprobs_json(piece.tokens or (), name) if wanted else None
+        nulls = {"token_ids": None, "prompt_token_ids": None, "stop_reason": None}
+        return nulls | _choice(index, "text", piece.text, piece, logprobs, self._shown)
 
     def beside(self, prompt: Prompt) -> Json:
         return {}
 
 
 def _of_prompt(prompt: Prompt, shown: Shown, tokenizer: Tokenizer) -> Json:
-    told: Json = {"prompt_token_ids": prompt.token_ids} if shown.token_ids else {}
-    if shown.prompt_logprobs:
-        told["prompt_logprobs"] = prompt_logprobs_json(prompt.scores or (), tokenizer)
-    return told
+    """Null where it is not asked for: vLLM's clients read both of every whole answer."""
+    return {
+        "prompt_token_ids": prompt.token_ids if shown.token_ids else None,
+        "prompt_logprobs": prompt_logprobs_json(prompt.scores or (), tokenizer) if shown.prompt_logprobs else None,
+    }
+
+
+def _told(fields: Json) -> Json:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _choice(index: int, key: str, value: Any, piece: Piece, logprobs: Json | None, shown: Shown) -> Json:
     choice = {"index": index, key: value, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+    if piece.finish_reason is not None:
+        choice |= _stop_json(piece, shown)
     if shown.token_ids and piece.tokens is not None:
         choice["token_ids"] = [token.token_id for token in piece.tokens if not token.of_prompt]
     return choice
+
+
+def _stop_json(last: Piece, shown: Shown) -> Json:
+    """What ended the answer, in vLLM's word and in SGLang's, which differ for the end of sequence."""
+    is_eos = last.stop_string is None and last.stop_token_id == shown.eos_token_id
+    return {"stop_reason": None if is_eos else last.matched_stop, "matched_stop": last.matched_stop}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +206,7 @@ class Envelope:
         choice = self.shape.opening(index, prompt)
         if choice is None:
             return None
-        return self.chunk([choice]) | (self.shape.beside(prompt) if index == 0 else {})
+        return self.chunk([choice]) | (_told(self.shape.beside(prompt)) if index == 0 else {})
 
     def delta(self, index: int, piece: Piece) -> Json | None:
         choice = self.shape.delta(index, piece)

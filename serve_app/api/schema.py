@@ -7,7 +7,7 @@ import re
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.protocol import MAX_BIAS, MAX_LOGPROBS
@@ -15,14 +15,12 @@ from serve_app.api.deadline import MAX_TIMEOUT_MS
 from serve_app.api.messages import Message, Tools
 from serve_app.api.prompt_schema import MAX_CHOICES, Prompt, TokenId, as_prompts
 from serve_app.api.session import MAX_CHARS
+from serve_app.api.stop_schema import MAX_STOP_CHARS, Stop
 from serve_app.api.strict_model import UNSUPPORTED, StrictModel, Unsupported
 from serve_app.api.structured import KINDS, ResponseFormat, StructuredOutputs, TextFormat, Written
 from serve_app.api.tool_choice import NamedFunction, ToolChoice, must_call, names_of
-from serve_app.api.unions import text_or_list_of
 from serve_app.errors import ApiError, clip, from_validation
 
-MAX_STOPS = 4
-MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 MAX_BIASED_TOKENS = 1024
@@ -45,7 +43,7 @@ _UNSUPPORTED: Unsupported = {
     "length_penalty": _OFF,
     "use_beam_search": _NO,
     "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": _NO,
+    "best_of": _OFF,
     **dict.fromkeys(("grammar", "stop_regex", *_GUIDED), _NEVER),
     "prompt_cache_options": ({},),
     "service_tier": ("auto", "default"),
@@ -64,7 +62,6 @@ _UNSUPPORTED_IN_CHAT: Unsupported = {
 _UNSUPPORTED_IN_COMPLETIONS: Unsupported = {
     **_UNSUPPORTED,
     "suffix": ("",),
-    "best_of": _OFF,
     "add_special_tokens": (True,),
 }
 
@@ -73,15 +70,9 @@ class StreamOptions(StrictModel):
     unsupported: ClassVar[Unsupported] = {"include_obfuscation": _NO}
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Every chunk tells the usage so far."""
+    """Every chunk tells the usage so far; with `include_usage` only, as at vLLM."""
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Stop = Annotated[
-    Annotated[StopString, Tag("<text>")]
-    | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), Tag("<list>")],
-    text_or_list_of("a string or a list of strings"),
-]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -102,6 +93,16 @@ LogitBias = Annotated[
     Field(max_length=MAX_BIASED_TOKENS, json_schema_extra={"propertyNames": {"pattern": f"^{_TOKEN_KEY.pattern}$"}}),
     BeforeValidator(_token_keys),
 ]
+
+
+def _not_the_vocabulary(value: Any) -> Any:
+    if value == -1:
+        text = (
+            f"should be 0 to {MAX_LOGPROBS}: -1, the whole vocabulary at each token, is not supported; "
+            "a token's rank is told without"
+        )
+        raise PydanticCustomError("vocabulary", "{text}", {"text": text})
+    return value
 
 
 class GenerationRequest(StrictModel):
@@ -134,8 +135,10 @@ class GenerationRequest(StrictModel):
     include_stop_str_in_output: bool | None = None
     """The answer ends with the stop string, or the stop token's text, that ended it."""
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    """The log-probability of each of the prompt's tokens, and this many alternatives; not in a stream."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(_not_the_vocabulary)] | None = None
+    """The log-probability of each of the prompt's tokens, its rank, and this many alternatives; not in a stream."""
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens `token_id:7`, and not by their texts."""
     return_token_ids: bool | None = None
     """The answer has the ids of its tokens, and of the prompt's."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
@@ -274,14 +277,16 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _forced_calls_are_the_answer(self) -> ChatRequest:
-        if self.must_call and self.constraints:
+        """A `response_format` is of a text beside the calls, of which there is none; the others are of all that the
+        model writes."""
+        if self.must_call and self.constraints and self.constraints != ["response_format"]:
             text = f"not allowed together with {self.constraints[0]}: one of them says what the answer is"
             raise PydanticCustomError("constraints", "{text}", {"text": text, "field": "tool_choice"})
         return self
 
     @property
     def constrained_by(self) -> str | None:
-        if self.constraints or not self.may_call:
+        if not self.may_call or (self.constraints and not self.must_call):
             return super().constrained_by
         if self.tool_choice not in (None, "auto"):
             return "tool_choice"

@@ -122,7 +122,7 @@ class ChunkFrames:
         before, _, after = plain.partition(encode_basestring_ascii(_MARK).encode())
         self._around[index] = before, after
         chunk = self._envelope.opening(index, self._choices.prompts[index])
-        return b"" if chunk is None else _frame(chunk | self._usage())
+        return b"" if chunk is None else _frame(chunk | self._usage(before=index))
 
     def of(self, index: int, piece: Piece) -> bytes:
         before, after = self._around[index]
@@ -143,11 +143,12 @@ class ChunkFrames:
         chunk = self._envelope.delta(index, piece)
         return b"" if chunk is None else _frame(chunk | self._usage())
 
-    def _usage(self) -> Json:
-        return {"usage": self._spent()} if self._shown.always else self._blank
+    def _usage(self, before: int | None = None) -> Json:
+        return {"usage": self._spent(before)} if self._shown.always else self._blank
 
-    def _spent(self) -> Json:
-        return usage_json(self._choices.usage, self._choices.reasoning_tokens)
+    def _spent(self, before: int | None = None) -> Json:
+        """`before`: without the tokens of this choice, of which nothing was told yet."""
+        return usage_json(self._choices.usage_without(before), self._choices.reasoning_tokens_without(before))
 
 
 def _frame(payload: Json) -> bytes:

@@ -45,8 +45,9 @@ class StopStrings:
 
     def _overlap(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""
-        longest = max(map(len, self._stops)) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
+        return max(_overlap(text, stop) for stop in self._stops)
+
+
+def _overlap(text: str, stop: str) -> int:
+    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)

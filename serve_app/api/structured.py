@@ -27,9 +27,11 @@ class TextFormat(StrictModel):
 
 
 class JsonObjectFormat(StrictModel):
-    """Any JSON object."""
+    """Any JSON object, or JSON that the schema allows."""
 
     type: Literal["json_object"]
+    schema_: Schema | None = Field(None, alias="schema")
+    """A JSON schema, as llama.cpp and others take it here."""
 
 
 class NamedSchema(StrictModel):

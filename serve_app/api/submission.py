@@ -13,7 +13,7 @@ from serve_app.api.chat_reader import markers, prompt_end
 from serve_app.api.chat_template import CALLERS_NAMES, TemplateFailed
 from serve_app.api.constraint import Constraint, constraint_of
 from serve_app.api.detokenizer import Detokenizer
-from serve_app.api.echo import Echo, read_prompt
+from serve_app.api.echo import Echo, read_ids, read_text
 from serve_app.api.image_prompt import EncodedChat, place_images, read_images
 from serve_app.api.offload import run_sized
 from serve_app.api.schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
@@ -177,10 +177,13 @@ class _Maker:
         if not _echoes(request):
             return prepared
         given = text if kept is prompt else None
+        return replace(prepared, echo=await run_sized(len(kept), lambda: self._echo(kept, given, detokenizer)))
+
+    def _echo(self, prompt: list[int], given: str | None, detokenizer: Detokenizer) -> Echo:
         specials = self.tokenizer.special_texts
-        return replace(
-            prepared, echo=await run_sized(len(kept), lambda: read_prompt(kept, given, detokenizer, specials))
-        )
+        if given is not None:
+            return read_text(prompt, given, detokenizer, specials)
+        return read_ids(prompt, detokenizer, self.tokenizer.detokenizer(skip_special_tokens=False), specials)
 
 
 def _echoes(request: ChatRequest | CompletionRequest) -> bool:

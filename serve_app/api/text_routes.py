@@ -64,10 +64,9 @@ class TextRoutes:
         return await run_sized(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=special))
 
     def _tokens_json(self, tokens: list[int], asked: TokenizePrompt | TokenizeMessages) -> Json:
-        answer: Json = {"count": len(tokens), "max_model_len": self.model.max_model_len, "tokens": tokens}
-        if asked.return_token_strs:
-            answer["token_strs"] = [self.tokenizer.vocabulary_entry(token) for token in tokens]
-        return answer
+        strs = [self.tokenizer.vocabulary_entry(token) for token in tokens] if asked.return_token_strs else None
+        counts: Json = {"count": len(tokens), "max_model_len": self.model.max_model_len}
+        return counts | {"tokens": tokens, "token_strs": strs}
 
     def _detokenize(self, tokens: list[int]) -> Json:
         for place, token in enumerate(tokens):

@@ -97,7 +97,8 @@ def pack(event: Event) -> RawEvent:
         case Scheduled():
             return [_SCHEDULED, event.cached_tokens]
         case PromptLogprobs():
-            return [_PROMPT_LOGPROBS, [_pack_score(score) for score in event.logprobs]]
+            scores = event.logprobs
+            return [_PROMPT_LOGPROBS, [_pack_score(score) for score in scores], [score.rank for score in scores]]
         case Pooled():
             return [_POOLED, event.values]
         case Finished():
@@ -125,7 +126,7 @@ def _unpack(request_id: str, item: list[Any]) -> Event:
     if tag == _SCHEDULED:
         return Scheduled(request_id, *fields)
     if tag == _PROMPT_LOGPROBS:
-        return PromptLogprobs(request_id, tuple(_unpack_score(score) for score in fields[0]))
+        return PromptLogprobs(request_id, _unpack_ranked(*fields[:2]))
     if tag == _POOLED:
         return Pooled(request_id, tuple(map(float, fields[0])))
     if tag == _SCORED_TOKEN:
@@ -143,6 +144,12 @@ def _pack_score(score: TokenLogprobs | None) -> list[Any] | None:
     return None if score is None else [score.token_id, score.logprob, score.top]
 
 
-def _unpack_score(item: list[Any]) -> TokenLogprobs:
+def _unpack_ranked(scores: list[Any], ranks: list[int | None] | None = None) -> tuple[TokenLogprobs, ...]:
+    """An engine of a version before ranks sends none; readers of that version ignore a second list."""
+    places = [None] * len(scores) if ranks is None else ranks
+    return tuple(_unpack_score(score, rank) for score, rank in zip(scores, places, strict=True))
+
+
+def _unpack_score(item: list[Any], rank: int | None = None) -> TokenLogprobs:
     token_id, logprob, top = item
-    return TokenLogprobs(token_id, logprob, tuple((token, value) for token, value in top))
+    return TokenLogprobs(token_id, logprob, tuple((token, value) for token, value in top), rank)

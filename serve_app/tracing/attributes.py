@@ -26,11 +26,11 @@ _MAX_CHARS = 200
 """Of a name that a client chose."""
 
 
-_OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
+_OPERATIONS = {"/completions": "text_completion", "/embeddings": "embeddings"}
 
 
 def operation_of(path: str) -> str:
-    return _OPERATIONS.get(path, "chat")
+    return _OPERATIONS.get(path.removeprefix("/v1"), "chat")
 
 
 def span_name(path: str, facts: RequestFacts) -> str:

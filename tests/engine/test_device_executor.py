@@ -111,7 +111,10 @@ def assert_same(one: StepOutput, other: StepOutput) -> None:
 
 def without_floats(output: StepOutput) -> StepOutput:
     ids = {number: tuple(of.token_id for of in found) for number, found in output.logprobs.items()}
-    scored = {number: tuple(of.token_id for of in found) for number, found in output.prompt_logprobs.items()}
+    scored = {
+        number: tuple((of.token_id, of.rank is None) for of in found)
+        for number, found in output.prompt_logprobs.items()
+    }
     pooled = {number: len(sums) for number, sums in output.pooled.items()}
     return dataclasses.replace(output, logprobs=ids, prompt_logprobs=scored, pooled=pooled)  # type: ignore[arg-type]
 

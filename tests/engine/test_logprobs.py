@@ -38,6 +38,11 @@ def oracle(logits: Tensor, token: int, count: int) -> tuple[float, list[tuple[in
     return values[token], [(other, values[other]) for other in order[:count]]
 
 
+def rank_of(logits: Tensor, token: int) -> int:
+    """By sorting everything. logits: [vocab]"""
+    return sorted(range(len(logits)), key=lambda other: (-logits[other].item(), other)).index(token) + 1
+
+
 def check(got: TokenLogprobs | None, logits: Tensor, token: int, count: int) -> None:
     value, top = oracle(logits, token, count)
     assert got is not None
@@ -66,6 +71,21 @@ def test_equal_alternatives_come_in_the_order_of_their_ids() -> None:
     assert second.logprob == -math.inf
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_has_its_rank_among_all_tokens_wherever_it_is(dtype: torch.dtype) -> None:
+    """In bfloat16 many logits are equal: the order is that of the alternatives."""
+    logits = torch.randn(60, 301, generator=torch.Generator().manual_seed(9)).to(dtype)
+    tokens = torch.randint(0, 301, (60,), generator=torch.Generator().manual_seed(10)).tolist()
+    found = token_logprobs(logits, tokens, [20] * 60, ranked=True)
+    for got, row, token in zip(found, logits, tokens, strict=True):
+        assert got is not None
+        assert got.rank == rank_of(row, token)
+        top = [other for other, _ in got.top]
+        assert (token in top) is (got.rank <= 20)
+        assert token not in top or top.index(token) + 1 == got.rank
+    assert all(got is not None and got.rank is None for got in token_logprobs(logits, tokens, [1] * 60))
+
+
 def test_more_alternatives_than_tokens_are_all_tokens() -> None:
     (got,) = token_logprobs(torch.zeros(1, 3), [2], [MAX_LOGPROBS])
     assert got is not None
@@ -83,7 +103,9 @@ def test_a_row_without_a_distribution_has_none_and_its_neighbours_have_theirs(ba
 def test_only_rows_that_ask_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     real = logprobs.token_logprobs
-    monkeypatch.setattr(logprobs, "token_logprobs", lambda *given: seen.append(len(given[0])) or real(*given))
+    monkeypatch.setattr(
+        logprobs, "token_logprobs", lambda *given, **how: seen.append(len(given[0])) or real(*given, **how)
+    )
     logits = torch.eye(4)
     assert sampled_logprobs(logits, [greedy()] * 4, [0, 1, 2, 3]) == {}
     assert seen == []
@@ -133,6 +155,9 @@ def test_any_partition_of_a_prompt_scores_every_token_once_and_as_transformers_d
     got = prompt_scores(executor, TOKENS, BLOCKS, [*sorted(cuts), len(TOKENS)], 3)
     assert len(got) == len(TOKENS) - 1
     assert_scores(got, checkpoint[1], 3)
+    assert [each.rank for each in got if each.rank is not None and each.rank <= 3] == [
+        place + 1 for each in got for place, (token, _) in enumerate(each.top) if token == each.token_id
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 16, 64, 75, len(TOKENS) - 1, len(TOKENS)])

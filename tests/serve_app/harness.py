@@ -36,6 +36,10 @@ from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.values import ReplicaSamples
 
 MODEL = ServedModel(id="org/tiny", max_model_len=200, created=1_700_000_000)
+UNASKED = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
+"""What a whole completion has of tokens where nobody asked."""
+EOS = {"stop_reason": None, "matched_stop": 256}
+"""What a choice says of a stop by `finished()`."""
 CHAT: dict[str, Any] = {"model": MODEL.id, "messages": [{"role": "user", "content": "hi"}]}
 PROMPT: dict[str, Any] = {"model": MODEL.id, "prompt": "hi"}
 TIMEOUT_S = 10  # only ever reached by a failure
@@ -299,6 +303,14 @@ class Answer:
         return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
 
 
+def said(message: dict[str, Any]) -> dict[str, Any]:
+    """A whole message without what it does not say: the fields of a stream's deltas."""
+    assert (message["refusal"], message["annotations"]) == (None, [])
+    nulls = ("reasoning", "reasoning_content")
+    left_out = {"refusal", "annotations", *(name for name in nulls if message[name] is None)}
+    return {name: value for name, value in message.items() if name not in left_out}
+
+
 def joined_choice(answer: Answer) -> dict[str, Any]:
     """The chunks of a streamed completion as the choice of a whole one."""
     choices = [frame["choices"][0] for frame in answer.frames]
@@ -306,8 +318,15 @@ def joined_choice(answer: Answer) -> dict[str, Any]:
     logprobs = choices[0]["logprobs"] and {
         key: [value for choice in choices for value in choice["logprobs"][key]] for key in choices[0]["logprobs"]
     }
-    text = "".join(choice["text"] for choice in choices)
-    return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": choices[-1]["finish_reason"]}
+    ids = [token_id for choice in choices for token_id in choice["token_ids"] or ()]
+    has_ids = any(choice["token_ids"] is not None for choice in choices)
+    return choices[-1] | {
+        "text": "".join(choice["text"] for choice in choices),
+        "logprobs": logprobs,
+        "token_ids": ids if has_ids else None,
+        "prompt_token_ids": choices[0]["prompt_token_ids"],
+        "prompt_logprobs": None,
+    }
 
 
 async def post(app: ASGIApp, path: str, body: Any) -> Answer:

@@ -4,6 +4,7 @@ Never shares code with the executor but its hash, so that an engine that agrees 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine.fake_executor import mix64
 from engine.protocol import SamplingParams, TokenLogprobs
@@ -25,7 +26,12 @@ def logprobs_of(prefix: Sequence[int], token_id: int, count: int) -> TokenLogpro
 
 
 def prompt_logprobs_of(prompt: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
-    return tuple(logprobs_of(prompt[:i], prompt[i], count) for i in range(1, len(prompt)))
+    scores = (logprobs_of(prompt[:i], prompt[i], count) for i in range(1, len(prompt)))
+    places = (logprobs_of(prompt[:i], prompt[i], VOCAB).top for i in range(1, len(prompt)))
+    return tuple(
+        replace(score, rank=[token for token, _ in place].index(score.token_id) + 1)
+        for score, place in zip(scores, places, strict=True)
+    )
 
 
 def pooled_of(prompt: Sequence[int], pooling: str) -> list[float]:

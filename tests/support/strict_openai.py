@@ -15,8 +15,8 @@ OURS: dict[str, frozenset[str]] = {
     "ChatCompletionChunk": frozenset({"prompt_token_ids"}),
     "ChatCompletionMessage": frozenset({"reasoning", "reasoning_content"}),
     "ChoiceDelta": frozenset({"reasoning", "reasoning_content"}),
-    "Choice": frozenset({"token_ids"}),
-    "CompletionChoice": frozenset({"token_ids", "prompt_token_ids", "prompt_logprobs"}),
+    "Choice": frozenset({"token_ids", "stop_reason", "matched_stop"}),
+    "CompletionChoice": frozenset({"token_ids", "prompt_token_ids", "prompt_logprobs", "stop_reason", "matched_stop"}),
 }
 """What a model has besides, by its name."""
 

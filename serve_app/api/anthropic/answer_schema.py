@@ -15,7 +15,6 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 class Text(Shape):
     type: Literal["text"]
     text: str
-    citations: None
 
 
 class Thoughts(Shape):

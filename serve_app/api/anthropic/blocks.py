@@ -103,7 +103,8 @@ _ONLY_IN = {"image": "user", "thinking": "assistant", "tool_use": "assistant", "
 
 
 class AnthropicMessage(StrictModel):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
+    """A turn of the system's has text alone; where it may stand is the model's template's to say."""
     content: Content
 
     @model_validator(mode="after")

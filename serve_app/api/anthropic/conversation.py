@@ -79,7 +79,11 @@ def _thinking(thinking: Thinking | None, tokenizer: Tokenizer, model: ServedMode
 
 
 def _told(message: AnthropicMessage) -> list[Json]:
-    return [_of_assistant(message)] if message.role == "assistant" else _of_user(message)
+    if message.role == "assistant":
+        return [_of_assistant(message)]
+    if message.role == "system":
+        return [{"role": "system", "content": _joined([one for one in message.blocks if isinstance(one, TextBlock)])}]
+    return _of_user(message)
 
 
 def _of_assistant(message: AnthropicMessage) -> Json:

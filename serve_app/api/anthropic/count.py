@@ -3,13 +3,10 @@ Never asks an engine, and takes no place at the gate."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from serve_app.adapters.names import AdapterNames
 from serve_app.api.anthropic.conversation import as_chat, names_of
@@ -44,6 +41,3 @@ class CountTokens:
     def _read(self, body: bytes) -> tuple[CountTokensRequest, ChatRequest]:
         given = parse_request(CountTokensRequest, body)
         return given, as_chat(given, self.tokenizer, self.model)
-
-    def route(self, guard: Sequence[Middleware]) -> Route:
-        return Route("/v1/messages/count_tokens", self.answer, methods=["POST"], middleware=guard)

@@ -48,7 +48,7 @@ def block_json(block: Block) -> Json:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.kind == "text":
-        return {"type": "text", "text": block.text, "citations": None}
+        return {"type": "text", "text": block.text}
     called = {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
     return called | {"caller": {"type": "direct"}}
 

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from serve_app.api.anthropic.blocks import AnthropicMessage, CacheControl, TextOrBlocks
 from serve_app.api.messages import FUNCTION_NAME, MAX_TOOLS
-from serve_app.api.schema import MAX_STOPS, StopString
+from serve_app.api.stop_schema import StopList
 from serve_app.api.strict_model import UNSUPPORTED, StrictModel, Unsupported
 
 _NEVER: tuple[Any, ...] = ()
@@ -138,6 +138,6 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=2**31)
-    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_sequences: StopList | None = None
     stream: bool | None = None
     metadata: Metadata | None = None

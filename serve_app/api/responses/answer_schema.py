@@ -18,7 +18,7 @@ class OutputText(Shape):
     annotations: list[dict[str, Any]]
     """Empty."""
     logprobs: list[dict[str, Any]]
-    """Empty."""
+    """Of its tokens, where `include` or `top_logprobs` asks for them."""
 
 
 class ReasoningText(Shape):
@@ -105,7 +105,7 @@ class ResponseAnswer(Shape):
     text: dict[str, Any]
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any]
     tools: list[dict[str, Any]]
-    top_logprobs: Literal[0]
+    top_logprobs: int
     top_p: float
     presence_penalty: float
     frequency_penalty: float

@@ -25,7 +25,7 @@ from serve_app.engine_client import ServedModel
 from serve_app.errors import from_validation
 
 Json = dict[str, Any]
-_SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "prompt_cache_key")
+_SAME = ("model", "temperature", "top_p", "top_k", "stream", "parallel_tool_calls", "prompt_cache_key")
 NAMES = {
     "response_format.json_schema.schema": "text.format.schema",
     "response_format": "text.format",
@@ -45,6 +45,8 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     fields = {name: getattr(request, name) for name in _SAME} | {
         "messages": system + _messages(request.input),
         "max_tokens": request.max_output_tokens,
+        "logprobs": request.shows_logprobs,
+        "top_logprobs": request.top_logprobs,
         "tools": [_tool(tool) for tool in request.tools or ()] or None,
         "tool_choice": _choice(request.tool_choice),
         "response_format": _format(request.text),

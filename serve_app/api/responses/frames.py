@@ -3,7 +3,7 @@ Never sends one; `sse` does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ from serve_app.api.blocks import Block, BlockReader, Closed, Grown, Step
 from serve_app.api.completion import Piece
 from serve_app.api.responses.answer import Answer
 from serve_app.api.responses.response import Json, item_id, item_json, part_json, status_of
+from serve_app.api.scored_blocks import ScoredBlocks
 from serve_app.api.sse import event_frame
 from serve_app.errors import ApiError
 
@@ -25,9 +26,10 @@ _PART = {"content_index": 0}
 class ResponseFrames:
     end: ClassVar[bytes] = b""
 
-    def __init__(self, answer: Answer, blocks: BlockReader) -> None:
+    def __init__(self, answer: Answer, blocks: BlockReader, scored: ScoredBlocks) -> None:
         self._answer = answer
         self._blocks = blocks
+        self._scored = scored
         self._number = 0
         self._cut_off = False
 
@@ -40,7 +42,7 @@ class ResponseFrames:
 
     def of(self, index: int, piece: Piece) -> bytes:
         self._cut_off = piece.finish_reason == "length"
-        steps = self._blocks.read(piece.text, last=piece.finish_reason is not None)
+        steps = self._scored.read(piece)
         return b"".join(frame for step in steps for frame in self._step(step))
 
     def closing(self) -> bytes:
@@ -53,12 +55,12 @@ class ResponseFrames:
 
     def _step(self, step: Step) -> Iterator[bytes]:
         match step:
-            case Grown(block, text):
-                yield self._of(block, f"{_DELTA[block.kind]}.delta", **self._text(block, "delta", text))
+            case Grown(block, text, logprobs):
+                yield self._of(block, f"{_DELTA[block.kind]}.delta", **self._text(block, "delta", text, logprobs))
             case Closed(block):
                 yield from self._closed(block)
             case _:
-                yield from self._opened(replace(step.block, text=""))
+                yield from self._opened(replace(step.block, text="", logprobs=[]))
 
     def _opened(self, block: Block) -> Iterator[bytes]:
         yield self._item("response.output_item.added", block, item_json(block, self._answer.id, "in_progress"))
@@ -67,15 +69,17 @@ class ResponseFrames:
 
     def _closed(self, block: Block) -> Iterator[bytes]:
         key, named = ("arguments", {"name": block.name}) if block.kind == "call" else ("text", {})
-        yield self._of(block, f"{_DELTA[block.kind]}.done", **self._text(block, key, block.text), **named)
+        yield self._of(
+            block, f"{_DELTA[block.kind]}.done", **self._text(block, key, block.text, block.logprobs), **named
+        )
         if block.kind != "call":
             yield self._of(block, "response.content_part.done", **_PART, part=part_json(block))
         status = status_of(cut_off=self._cut_off and block is self._blocks.blocks[-1])
         yield self._item("response.output_item.done", block, item_json(block, self._answer.id, status))
 
-    def _text(self, block: Block, key: str, text: str) -> Json:
+    def _text(self, block: Block, key: str, text: str, logprobs: Sequence[Json]) -> Json:
         part: Json = {} if block.kind == "call" else _PART
-        return part | {key: text} | ({"logprobs": []} if block.kind == "text" else {})
+        return part | {key: text} | ({"logprobs": list(map(_without_bytes, logprobs))} if block.kind == "text" else {})
 
     def _of(self, block: Block, kind: str, **fields: object) -> bytes:
         named = {"item_id": item_id(block, self._answer.id), "output_index": block.index}
@@ -87,3 +91,9 @@ class ResponseFrames:
     def _frame(self, kind: str, **fields: object) -> bytes:
         number, self._number = self._number, self._number + 1
         return event_frame({"type": kind, "sequence_number": number, **fields})
+
+
+def _without_bytes(scored: Json) -> Json:
+    """OpenAI's events have none; its items do."""
+    top = [{name: one[name] for name in ("token", "logprob")} for one in scored["top_logprobs"]]
+    return {"token": scored["token"], "logprob": scored["logprob"], "top_logprobs": top}

@@ -39,7 +39,7 @@ def response_json(request: ResponsesRequest, response_id: str, created: int, mod
         "text": {"format": _format(request)},
         "tool_choice": _choice(request),
         "tools": [tool.model_dump() for tool in request.tools or ()],
-        "top_logprobs": 0,
+        "top_logprobs": request.top_logprobs or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
@@ -96,7 +96,7 @@ def item_json(block: Block, response_id: str, status: Status) -> Json:
 def part_json(block: Block) -> Json:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
 
 
 def _format(request: ResponsesRequest) -> Json:

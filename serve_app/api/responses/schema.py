@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag
+from pydantic import BeforeValidator, Field, Tag
+from pydantic_core import PydanticCustomError
 
+from engine.protocol import MAX_LOGPROBS
 from serve_app.api.messages import FUNCTION_NAME, MAX_TOOLS
 from serve_app.api.responses.items import Item
 from serve_app.api.session import MAX_CHARS
-from serve_app.api.strict_model import StrictModel, Unsupported
-from serve_app.api.structured import JsonObjectFormat, TextFormat
+from serve_app.api.strict_model import UNSUPPORTED, StrictModel, Unsupported
+from serve_app.api.structured import TextFormat
 from serve_app.api.tool_choice import choice_kinds
 from serve_app.api.unions import by_type, text_or_list_of
 
@@ -35,6 +37,12 @@ class FunctionTool(StrictModel):
     """Arguments are what the schema allows. The default is true where the schema can be kept; the answer says which."""
 
 
+class ObjectFormat(StrictModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
 class SchemaFormat(StrictModel):
     """JSON that the schema allows, on one line. The model is not told of it; the input should say what is wanted."""
 
@@ -49,7 +57,7 @@ class SchemaFormat(StrictModel):
 
 TextFormats = Annotated[
     Annotated[TextFormat, Tag("<text>")]
-    | Annotated[JsonObjectFormat, Tag("<json_object>")]
+    | Annotated[ObjectFormat, Tag("<json_object>")]
     | Annotated[SchemaFormat, Tag("<json_schema>")],
     by_type(("text", "json_object", "json_schema"), "an object of type text, json_object or json_schema"),
 ]
@@ -95,12 +103,24 @@ Input = Annotated[
 ]
 
 
+LOGPROBS = "message.output_text.logprobs"
+MAX_INCLUDED = 16
+
+
+def _supported(value: Any) -> Any:
+    if isinstance(value, str) and value != LOGPROBS:
+        text = f"{value[:50]} is not supported by the server; supported is {LOGPROBS}"
+        raise PydanticCustomError("unsupported", "{text}", {"text": text, "code": UNSUPPORTED})
+    return value
+
+
+Included = Annotated[Literal["message.output_text.logprobs"], BeforeValidator(_supported)]
+
+
 class ResponsesRequest(StrictModel):
     unsupported: ClassVar[Unsupported] = {
         "background": _NO,
-        "include": ([],),
         "truncation": ("disabled",),
-        "top_logprobs": (0,),
         "service_tier": ("auto", "default"),
         "stream_options": ({}, {"include_obfuscation": False}),
         "prompt_cache_options": ({},),
@@ -114,6 +134,12 @@ class ResponsesRequest(StrictModel):
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    """0 and -1 keep all tokens."""
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """This many alternatives with the log-probability of each token of the text, which above 0 needs no `include`."""
+    include: Annotated[list[Included], Field(max_length=MAX_INCLUDED, fail_fast=True)] | None = None
+    """The log-probability of each token of the text."""
     stream: bool | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
@@ -132,3 +158,7 @@ class ResponsesRequest(StrictModel):
     prompt_cache_retention: str | None = None
     store: bool | None = None
     """Nothing is kept: the answer says `false`."""
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or bool(self.include)

@@ -14,8 +14,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from engine.protocol import EngineError, ErrorCode, FinishReason
 from tests.serve_app.harness import (
     CHAT,
+    EOS,
     MODEL,
     TIMEOUT_S,
+    UNASKED,
     Exchange,
     ScriptedClient,
     app_for,
@@ -50,8 +52,11 @@ async def test_a_chat_answer_is_openais_object() -> None:
     ChatCompletion.model_validate(body, strict=True)
     assert body["id"].startswith("chatcmpl-")
     assert (body["object"], body["model"]) == ("chat.completion", MODEL.id)
-    message = {"role": "assistant", "content": "Hello", "refusal": None}
-    assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
+    message = {"role": "assistant", "content": "Hello", "refusal": None, "annotations": []}
+    message |= {"reasoning": None, "reasoning_content": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "token_ids": None, "finish_reason": "stop"}
+    assert body["choices"] == [choice | EOS]
+    assert (body["prompt_token_ids"], body["prompt_logprobs"]) == (None, None)
     assert body["usage"] == USAGE
 
 
@@ -59,7 +64,8 @@ async def test_a_completion_is_openais_object() -> None:
     body = (await complete(hello())).json
     Completion.model_validate(body, strict=True)
     assert body["id"].startswith("cmpl-")
-    assert body["choices"] == [{"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "stop"}]
+    choice = {"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "stop"}
+    assert body["choices"] == [choice | EOS | UNASKED]
     assert body["usage"] == USAGE
 
 

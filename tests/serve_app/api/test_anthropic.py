@@ -125,7 +125,7 @@ async def test_a_text_is_one_block_and_ends_the_turn() -> None:
         "type": "message",
         "role": "assistant",
         "model": CALLER.id,
-        "content": [{"type": "text", "text": "Hello.", "citations": None}],
+        "content": [{"type": "text", "text": "Hello."}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
         "stop_details": None,
@@ -160,14 +160,14 @@ async def test_max_tokens_that_are_reached_are_the_stop_reason() -> None:
 
 async def test_the_stop_sequence_that_ended_the_answer_is_named_and_not_shown() -> None:
     message = await whole_and_streamed("one two three", stop_sequences=["zzz", " two"])
-    assert message["content"] == [{"type": "text", "text": "one", "citations": None}]
+    assert message["content"] == [{"type": "text", "text": "one"}]
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", " two")
 
 
 async def test_a_call_is_a_tool_use_block_with_its_input_as_an_object() -> None:
     message = await whole_and_streamed(f"Let me look.{CALL}\n{CALL}", tools=TOOLS)
     text, *calls = message["content"]
-    assert text == {"type": "text", "text": "Let me look.", "citations": None}
+    assert text == {"type": "text", "text": "Let me look."}
     assert [(call["type"], call["name"], call["input"]) for call in calls] == [
         ("tool_use", "weather", {"city": "Oslo"})
     ] * 2
@@ -197,7 +197,7 @@ async def test_thoughts_are_a_block_before_the_text() -> None:
     message = await whole_and_streamed("<think>\nHm.\n</think>\n\nYes.", THINKER, thinking={"type": "adaptive"})
     assert message["content"] == [
         {"type": "thinking", "thinking": "Hm.", "signature": ""},
-        {"type": "text", "text": "Yes.", "citations": None},
+        {"type": "text", "text": "Yes."},
     ]
 
 
@@ -206,7 +206,7 @@ async def test_with_thinking_disabled_the_template_is_told_and_no_thoughts_are_s
     plain = TEMPLATE.replace("enable_thinking", "another")
     app = app_of(client, THINKER, plain)
     message = (await post(app, "/v1/messages", ASK | {"thinking": {"type": "disabled"}})).json
-    assert message["content"] == [{"type": "text", "text": "Yes.", "citations": None}]
+    assert message["content"] == [{"type": "text", "text": "Yes."}]
     told = saying("Yes.")
     await ask(told, THINKER, thinking={"type": "disabled"})
     assert prompt_of(told).endswith("<think>\n\n</think>\n\n")
@@ -216,7 +216,7 @@ async def test_an_answer_of_nothing_has_no_blocks_and_one_of_space_has_its_space
     client = ScriptedClient([scheduled()], [finished()])
     assert (await ask(client)).json["content"] == []
     assert together(events(await ask(client, stream=True)))["content"] == []
-    assert (await whole_and_streamed(" \n"))["content"] == [{"type": "text", "text": " \n", "citations": None}]
+    assert (await whole_and_streamed(" \n"))["content"] == [{"type": "text", "text": " \n"}]
 
 
 # --- what the model reads -------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ async def test_the_model_reads_system_blocks_tools_calls_and_results() -> None:
             "role": "assistant",
             "content": [
                 {"type": "thinking", "thinking": "Hm.", "signature": "s"},
-                {"type": "text", "text": "Look.", "citations": None},
+                {"type": "text", "text": "Look."},
                 {"type": "tool_use", "id": "c", "name": "weather", "input": {"city": "Oslo"}},
             ],
         },
@@ -248,6 +248,13 @@ async def test_the_model_reads_system_blocks_tools_calls_and_results() -> None:
         f"T{json.dumps(AS_TEMPLATE)}[system:a\nb][user:hi][assistant:Look.?Hm.!weatherOslo]"
         "[tool:cold][tool:Error: no][user:And?]>"
     )
+
+
+async def test_a_turn_of_the_systems_is_read_where_it_stands() -> None:
+    blocks = [{"type": "text", "text": "b", "cache_control": HINT}, {"type": "text", "text": "c"}]
+    turns = [{"role": "system", "content": "a"}, *ASK["messages"], {"role": "system", "content": blocks}]
+    assert await read_by_the_model(messages=turns, system="s") == "[system:s][system:a][user:hi][system:b\nc]>"
+    assert (await count(messages=turns)).status == 200
 
 
 async def test_the_answer_goes_on_with_a_last_message_of_the_assistant() -> None:
@@ -316,12 +323,14 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "developer", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "system", "content": [IMAGE]}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "messages.0.content"),
         ({"messages": [{"role": "assistant", "content": [USE]}]}, "messages: the last message calls a tool"),
         ({"temperature": 1.5}, "temperature"),
-        ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
+        ({"stop_sequences": ["a"] * 65}, "stop_sequences"),
+        ({"stop_sequences": ["a" * 900] * 5}, "stop_sequences"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "now"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),

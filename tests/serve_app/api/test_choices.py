@@ -165,10 +165,25 @@ async def test_a_stream_interleaves_choices_and_each_has_its_opening_and_its_end
 
 async def test_usage_can_be_told_in_every_chunk() -> None:
     client = ByChoice([[scheduled(3)], tokens("a"), tokens("bc"), [finished(completion=4)]])
-    options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     answer = await post(app_of(client), COMPLETIONS, PROMPT | options)
-    assert [frame["usage"]["completion_tokens"] for frame in answer.frames] == [1, 3, 4]
-    assert all(frame["usage"]["prompt_tokens_details"] == {"cached_tokens": 3} for frame in answer.frames[:-1])
+    assert [frame["usage"]["completion_tokens"] for frame in answer.frames] == [1, 3, 4, 4]
+    assert all(frame["usage"]["prompt_tokens_details"] == {"cached_tokens": 3} for frame in answer.frames[:-2])
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHATS, CHAT), (COMPLETIONS, PROMPT)])
+async def test_usage_in_every_chunk_needs_a_usage_at_the_end(path: str, body: dict[str, Any]) -> None:
+    """As at vLLM."""
+    options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    answer = await post(app_of(ByChoice(says("ab"))), path, body | options)
+    assert all("usage" not in frame for frame in answer.frames)
+
+
+async def test_the_chunk_with_the_role_counts_no_token_of_its_choice() -> None:
+    client = ByChoice([[scheduled(3), *tokens("ab")], [finished(completion=3)]])
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    answer = await post(app_of(client), CHATS, CHAT | options)
+    assert [frame["usage"]["completion_tokens"] for frame in answer.frames] == [0, 2, 3, 3]
 
 
 async def test_token_ids_are_shown_where_asked_for() -> None:

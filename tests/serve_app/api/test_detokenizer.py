@@ -50,8 +50,9 @@ def test_encoding_and_decoding_with_the_byte_level_tokenizer_gives_the_text_back
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_at_all_are_decoded_without_an_error(data: bytes) -> None:
-    decode(BYTE_LEVEL.detokenizer(), list(data))
-    decode(Detokenizer(byte_fallback()), list(data))
+    for detokenizer in (BYTE_LEVEL.detokenizer(), Detokenizer(byte_fallback())):
+        decode(detokenizer, list(data))
+        detokenizer.finish()
 
 
 def test_a_character_of_four_bytes_comes_out_once_with_its_last_byte() -> None:
@@ -62,8 +63,39 @@ def test_invalid_bytes_between_text_show_as_replacement_characters() -> None:
     assert "".join(decode(BYTE_LEVEL.detokenizer(), [*b"a", 0xFF, *b"b"])) == "a\ufffdb"
 
 
-def test_an_incomplete_character_at_the_end_is_dropped() -> None:
-    assert "".join(decode(BYTE_LEVEL.detokenizer(), list("aé".encode())[:-1])) == "a"
+def test_an_incomplete_character_at_the_end_is_shown_as_a_decode_of_all_tokens_shows_it() -> None:
+    detokenizer = BYTE_LEVEL.detokenizer()
+    assert "".join(decode(detokenizer, list("aé".encode())[:-1])) == "a"
+    assert detokenizer.finish() == "\ufffd"
+    assert detokenizer.finish() == ""
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([*range(262), *b"\xf0\x9f\x92\xe2\x82\xc3\xff"] * 2), max_size=60), st.booleans())
+def test_the_pieces_of_any_tokens_make_the_text_that_decoding_all_of_them_makes(ids: list[int], skip: bool) -> None:
+    """Also where a long run of invalid bytes is shown before it ends: no sequence of bytes is cut in two there."""
+    detokenizer = BYTE_LEVEL.detokenizer(skip_special_tokens=skip)
+    text = "".join(decode(detokenizer, ids)) + detokenizer.finish()
+    assert text == BYTE_LEVEL._core.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_long_run_of_invalid_bytes_is_not_shown_from_the_middle_of_a_character() -> None:
+    ids = [*b"\xff" * 12, *b"\xf0\x9f\x92\xff", *b"\xff" * 20]
+    detokenizer = BYTE_LEVEL.detokenizer()
+    assert "".join(decode(detokenizer, ids)) + detokenizer.finish() == bytes(ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("data", [b"\xe4\xb8", b"\xf0\x9f\xa6", b"\xff"])
+def test_sentencepieces_byte_tokens_that_are_no_character_are_shown_at_the_end(data: bytes) -> None:
+    core = byte_fallback()
+    detokenizer = Detokenizer(core)
+    ids = [256, 258, *data]
+    assert "".join(decode(detokenizer, ids)) + detokenizer.finish() == core.decode(ids)
+
+
+def test_a_token_that_is_shown_all_the_same_completes_what_waited_before_it() -> None:
+    detokenizer = BYTE_LEVEL.detokenizer(shown=["<eos>"])
+    assert decode(detokenizer, [0xC3, 256, *b"b"]) == ["", "\ufffd<eos>", "b"]
 
 
 def test_special_tokens_are_not_shown_and_do_not_break_what_is_around_them() -> None:
@@ -85,6 +117,4 @@ def test_sentencepiece_words_keep_their_leading_spaces_after_the_first() -> None
 
 def test_decoding_goes_on_after_a_token_that_changes_text_already_returned() -> None:
     """DecodeStream raises there, and then for every token that follows: "A" + an invalid byte is decoded as "��"."""
-    pieces = decode(Detokenizer(byte_fallback()), [0x41, 0xFF, 257, 257])
-    assert pieces[0] == "A"
-    assert "".join(pieces).endswith("bb")
+    assert decode(Detokenizer(byte_fallback()), [0x41, 0xFF, 257, 257]) == ["A", "", "\ufffdb", "b"]

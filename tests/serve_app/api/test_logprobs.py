@@ -17,15 +17,17 @@ from openai.types import Completion
 from tokenizers import decoders, models, processors
 
 from engine.protocol import Event, Finished, FinishReason, PromptLogprobs, SamplingParams, Token, TokenLogprobs, Usage
-from serve_app.api.echo import read_prompt
+from serve_app.api.echo import read_ids, read_text
 from serve_app.api.ingress import create_app
 from serve_app.api.logprobs import ScoredToken, TokenQueue, logprobs_json
 from serve_app.api.tokenizer import Tokenizer
 from tests.serve_app.harness import (
     CHAT,
+    EOS,
     MODEL,
     PROMPT,
     TIMEOUT_S,
+    UNASKED,
     Answer,
     Exchange,
     ScriptedClient,
@@ -119,6 +121,8 @@ async def test_the_engine_is_asked_for_the_prompts_scores_exactly_where_they_are
         ({"max_tokens": -1, "echo": True}, "max_tokens", ["0", "-1"]),
         ({"max_tokens": 0, "min_tokens": 1, "echo": True}, "min_tokens", ["max_tokens (0)", "it is 1"]),
         ({"prompt_logprobs": 21}, "prompt_logprobs", ["20", "21"]),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", ["0 to 20", "-1", "whole vocabulary"]),
+        ({"prompt_logprobs": -2}, "prompt_logprobs", ["0", "-2"]),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -158,7 +162,7 @@ async def test_a_prompt_that_fills_the_context_can_be_scored_and_one_token_more_
 async def test_nobody_who_asks_for_neither_gets_either() -> None:
     client = ScriptedClient([scheduled()], tokens("Hello"), [finished()])
     choice = await both(client)
-    assert choice == {"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "stop"}
+    assert choice == {"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "stop"} | EOS | UNASKED
 
 
 async def test_each_token_of_the_answer_has_its_text_its_score_its_alternatives_and_its_place() -> None:
@@ -221,16 +225,16 @@ async def test_a_prompt_of_one_token_has_one_entry_without_a_score() -> None:
     assert logprobs == {"tokens": ["a"], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
 
 
-async def test_a_prompt_that_shows_no_text_still_has_its_scores() -> None:
+async def test_a_prompt_of_special_tokens_has_their_texts_and_scores() -> None:
     ids = [257, 256]
     prompt_scores = PromptLogprobs("r", (scores(256),))
     client = ScriptedClient([scheduled()], [prompt_scores], scored("a"), [finished(FinishReason.LENGTH)])
     assert chunks(await complete(client, prompt=ids, echo=True, logprobs=0, stream=True)) == [
-        ("", ["<|system|>", "<eos>"]),
+        ("<|system|><eos>", ["<|system|>", "<eos>"]),
         ("a", ["a"]),
         ("", []),
     ]
-    assert (await both(client, prompt=ids, echo=True, logprobs=0))["logprobs"]["text_offset"] == [0, 0, 0]
+    assert (await both(client, prompt=ids, echo=True, logprobs=0))["logprobs"]["text_offset"] == [0, 10, 15]
 
 
 async def test_an_impossible_token_has_openais_smallest_number_because_json_has_no_infinity() -> None:
@@ -291,10 +295,11 @@ async def test_the_scores_of_an_incomplete_character_come_with_the_character() -
 
 
 async def test_the_scores_of_a_character_that_is_never_complete_come_at_the_end() -> None:
-    client = ScriptedClient([scheduled()], scored(b"a" + PARROT[:3]), [finished(FinishReason.LENGTH)])
+    client = ScriptedClient([scheduled()], scored(b"a" + PARROT[:3]), [finished(FinishReason.STOP)])
     choice = await both(client, logprobs=0)
-    assert choice["text"] == "a"
-    assert choice["logprobs"]["tokens"] == ["a", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\xa6"]
+    assert choice["text"] == "a\ufffd"
+    assert choice["logprobs"]["tokens"] == ["a", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\xa6", "<eos>"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
 
 
 async def test_the_scores_of_text_that_might_be_a_stop_string_come_with_the_text() -> None:
@@ -358,10 +363,21 @@ async def test_a_large_answer_is_written_in_a_thread_to_the_same_json() -> None:
 # --- the echo's text and places --------------------------------------------------------------------------------------
 
 
-async def test_a_prompt_of_token_ids_is_decoded_and_special_tokens_are_not_shown() -> None:
-    client = ScriptedClient([scheduled()], scored("!"), [finished(FinishReason.LENGTH)])
+async def test_a_prompt_of_token_ids_is_decoded_with_its_special_tokens_and_the_answer_without() -> None:
+    client = ScriptedClient([scheduled()], tokens("!"), [Token("r", 257)], tokens("?"), [finished(FinishReason.LENGTH)])
     choice = await both(client, prompt=[*"né".encode(), 257, *b"b"], echo=True)
-    assert choice["text"] == "néb!"
+    assert choice["text"] == "né<|system|>b!?"
+
+
+@pytest.mark.parametrize("ids", [[259, 0xC3, 256, 98], [0xF0, 0x9F, 257], [256], [0xFF, 0xC3]], ids=str)
+async def test_the_text_of_token_ids_is_that_of_detokenize_where_the_answer_adds_nothing(ids: list[int]) -> None:
+    """And a character that a special token cut off is not completed by the answer."""
+    client = ScriptedClient([scheduled()], [finished(FinishReason.LENGTH, completion=0)])
+    choice = await both(client, prompt=ids, echo=True, max_tokens=0)
+    assert choice["text"] == (await post(app_for(client), "/detokenize", {"tokens": ids})).json["prompt"]
+    client = ScriptedClient([scheduled()], tokens(b"\xa9"), [finished(FinishReason.LENGTH)])
+    choice = await both(client, prompt=[0xC3, 256], echo=True)
+    assert choice["text"] == "\ufffd<eos>\ufffd"
 
 
 @pytest.mark.parametrize("prompt", ["né 🦜", "<|user|>hi<eos>", " a  b \n", "\ufffd", "x" * 150], ids=repr)
@@ -370,7 +386,7 @@ async def test_a_prompt_of_text_is_given_back_exactly(prompt: str) -> None:
     assert (await both(client, prompt=prompt, echo=True))["text"] == prompt + "!"
 
 
-async def test_special_tokens_in_a_prompt_of_text_count_in_the_offsets_and_in_token_ids_they_do_not() -> None:
+async def test_special_tokens_in_a_prompt_count_in_the_offsets_of_text_and_of_token_ids() -> None:
     ids = [258 + 1, *b"hi", 256, *b"x"]  # <|user|>hi<eos>x
     prompt_scores = PromptLogprobs("r", tuple(map(scores, ids[1:])))
     client = ScriptedClient([scheduled()], [prompt_scores], scored("y"), [finished(FinishReason.LENGTH)])
@@ -380,9 +396,7 @@ async def test_special_tokens_in_a_prompt_of_text_count_in_the_offsets_and_in_to
     assert of_text["logprobs"]["tokens"] == ["<|user|>", "h", "i", "<eos>", "x", "y"]
     assert of_text["logprobs"]["text_offset"] == [0, 8, 9, 10, 15, 16]
     of_ids = await both(client, prompt=ids, echo=True, logprobs=0)
-    assert of_ids["text"] == "hixy"
-    assert of_ids["logprobs"]["tokens"] == of_text["logprobs"]["tokens"]
-    assert of_ids["logprobs"]["text_offset"] == [0, 0, 1, 2, 2, 3]
+    assert (of_ids["text"], of_ids["logprobs"]) == (of_text["text"], of_text["logprobs"])
 
 
 async def test_a_character_that_begins_in_the_prompt_and_ends_in_the_answer_is_shown_once() -> None:
@@ -415,7 +429,7 @@ def test_sentencepieces_tokens_keep_the_space_that_their_decoder_strips_from_a_f
 def test_a_beginning_token_that_the_text_does_not_hold_takes_no_place_and_the_answer_keeps_its_space() -> None:
     tokenizer = Tokenizer(sentencepiece(), None, None)
     detokenizer = tokenizer.detokenizer()
-    echo = read_prompt([0, 1, 2, 1], "ab a", detokenizer, tokenizer.special_texts)
+    echo = read_text([0, 1, 2, 1], "ab a", detokenizer, tokenizer.special_texts)
     assert (echo.text, echo.offsets) == ("ab a", (0, 0, 1, 2))
     assert detokenizer.push(1) == " a"
 
@@ -423,13 +437,23 @@ def test_a_beginning_token_that_the_text_does_not_hold_takes_no_place_and_the_an
 def test_an_answer_after_a_special_token_keeps_its_space_too() -> None:
     tokenizer = Tokenizer(sentencepiece(), None, None)
     detokenizer = tokenizer.detokenizer()
-    assert read_prompt([0, 1, 0], "a<s>", detokenizer, tokenizer.special_texts).offsets == (0, 0, 1)
+    assert read_text([0, 1, 0], "a<s>", detokenizer, tokenizer.special_texts).offsets == (0, 0, 1)
+    assert detokenizer.push(1) == " a"
+
+
+def test_token_ids_of_words_have_the_text_that_decoding_them_gives_and_the_answer_keeps_its_space() -> None:
+    tokenizer = Tokenizer(sentencepiece(), None, None)
+    detokenizer = tokenizer.detokenizer()
+    reader = tokenizer.detokenizer(skip_special_tokens=False)
+    echo = read_ids([0, 1, 2, 1], detokenizer, reader, tokenizer.special_texts)
+    assert (echo.text, echo.offsets) == ("<s> ab a", (0, 3, 5, 6))
+    assert echo.text == tokenizer.decode([0, 1, 2, 1])
     assert detokenizer.push(1) == " a"
 
 
 def test_offsets_stay_inside_a_text_that_the_tokenizer_changes() -> None:
     """A tokenizer that lower-cases or normalises gives other text back; its tokens still have places in order."""
-    echo = read_prompt(list(b"abcdef"), "ABC", BYTE_LEVEL.detokenizer(), {})
+    echo = read_text(list(b"abcdef"), "ABC", BYTE_LEVEL.detokenizer(), {})
     assert (echo.text, echo.offsets) == ("ABC", (0, 1, 2, 3, 3, 3))
 
 

@@ -4,13 +4,14 @@ Never tests what it shares with chats: parsers, admission, deadlines."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from engine.protocol import EngineError, ErrorCode, FinishReason
+from engine.protocol import EngineError, ErrorCode, FinishReason, Token, TokenLogprobs
 from serve_app.api.responses.answer_schema import ResponseAnswer, ResponseEvent
 from serve_app.engine_client import ServedModel
 from tests.serve_app.api.test_tools import CALL, CALLER, THINKER, app_of, prompt_of, saying
@@ -58,6 +59,15 @@ def events(answer: Answer) -> list[dict[str, Any]]:
     return found
 
 
+def without_bytes(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As OpenAI's events tell them."""
+    return [
+        {"token": one["token"], "logprob": one["logprob"]}
+        | {"top_logprobs": [{"token": top["token"], "logprob": top["logprob"]} for top in one["top_logprobs"]]}
+        for one in logprobs
+    ]
+
+
 def together(found: list[dict[str, Any]]) -> dict[str, Any]:
     """The response that the events built, which is the one that they end with."""
     assert [one["type"] for one in found[:2]] == ["response.created", "response.in_progress"]
@@ -78,8 +88,12 @@ def together(found: list[dict[str, Any]]) -> dict[str, Any]:
             item["arguments"] += one["delta"]
         elif kind.endswith("_text.delta"):
             item["content"][one["content_index"]]["text"] += one["delta"]
+            item["content"][one["content_index"]].setdefault("logprobs", []).extend(one.get("logprobs", ()))
         elif kind == "response.content_part.done":
-            assert one["part"] == item["content"][one["content_index"]]
+            told = item["content"][one["content_index"]]
+            assert one["part"]["text"] == told["text"]
+            assert without_bytes(one["part"].get("logprobs", [])) == told["logprobs"]
+            item["content"][one["content_index"]] = one["part"]
         elif kind == "response.function_call_arguments.done":
             assert (one["arguments"], one["name"]) == (item["arguments"], item["name"])
         elif kind == "response.output_item.done":
@@ -87,6 +101,7 @@ def together(found: list[dict[str, Any]]) -> dict[str, Any]:
             items[-1] = one["item"]
         else:
             assert one["text"] == item["content"][0]["text"]
+            assert one.get("logprobs", []) == item["content"][0]["logprobs"]
     response = found[-1]["response"]
     assert found[-1]["type"] == f"response.{response['status']}"
     assert response["output"] == items
@@ -247,6 +262,74 @@ async def test_what_changes_no_answer_is_taken(fields: dict[str, Any]) -> None:
     assert await read_by_the_model(**fields) == "[user:hi]>"
 
 
+def scored(text: str, pieces: int) -> ScriptedClient:
+    """Each token's log-probability is its own."""
+    client = saying(text, pieces)
+    for item in client.script:
+        assert isinstance(item, list)
+        item[:] = [
+            replace(event, logprobs=TokenLogprobs(event.token_id, -event.token_id / 8, ((97, -0.5),)))
+            if isinstance(event, Token)
+            else event
+            for event in item
+        ]
+    return client
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 500])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_token_of_a_text_has_its_log_probability_and_tokens_of_thoughts_and_calls_are_in_no_text(
+    pieces: int, stream: bool
+) -> None:
+    text = f"<think>\nHm.\n</think>\n\nLé<ok>.{CALL}"
+    answer = await ask(scored(text, pieces), THINKER, tools=TOOLS, top_logprobs=1, stream=stream)
+    response = together(events(answer)) if stream else valid(answer.json)
+    thought, message, call = response["output"]
+    (part,) = message["content"]
+    assert (thought["type"], call["type"], part["text"], response["top_logprobs"]) == (
+        *("reasoning", "function_call", "Lé<ok>."),
+        1,
+    )
+    assert [one["bytes"] for one in part["logprobs"]] == [[byte] for byte in "Lé<ok>.".encode()]
+    assert [one["logprob"] for one in part["logprobs"]] == [-byte / 8 for byte in "Lé<ok>.".encode()]
+    assert all(one["top_logprobs"] == [{"token": "a", "logprob": -0.5, "bytes": [97]}] for one in part["logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "num"),
+    [
+        ({"top_logprobs": 5}, 5),
+        ({"include": ["message.output_text.logprobs"]}, 0),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 3}, 3),
+        ({"top_logprobs": 0}, None),
+        ({"include": []}, None),
+    ],
+    ids=str,
+)
+async def test_the_engine_is_asked_for_log_probabilities_where_they_are_told(
+    fields: dict[str, Any], num: int | None
+) -> None:
+    client = scored("ok<", 1)
+    body = valid((await ask(client, **fields)).json)
+    assert client.submissions[0].sampling.logprobs == num
+    told = body["output"][0]["content"][0]["logprobs"]
+    assert [one["token"] for one in told] == ([] if num is None else ["o", "k", "<"])
+
+
+async def test_an_incomplete_character_at_the_end_of_a_text_has_its_tokens() -> None:
+    client = ScriptedClient([scheduled()], scored("a🦜", 1).script[1][:-1], [finished()])  # type: ignore[index,list-item]
+    body = valid((await ask(client, top_logprobs=1)).json)
+    (part,) = body["output"][0]["content"]
+    assert part["text"] == "a\ufffd"
+    assert [one["bytes"] for one in part["logprobs"]] == [[byte] for byte in "a🦜".encode()[:-1]]
+
+
+async def test_the_most_likely_tokens_are_kept() -> None:
+    client = saying("x")
+    await ask(client, top_k=3)
+    assert client.submissions[0].sampling.top_k == 3
+
+
 async def test_requests_of_one_cache_key_go_to_one_engine() -> None:
     client = saying("x")
     await ask(client, prompt_cache_key="k")
@@ -278,11 +361,12 @@ async def test_requests_of_one_cache_key_go_to_one_engine() -> None:
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": ["reasoning.encrypted_content"]}, "include.0"),
         ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format.schema"),
-        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"top_k": -2}, "top_k"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [TOOLS[0] | {"strict": True, "parameters": {"not": {}}}]}, "tools.0.parameters"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "now"}}, "tool_choice"),

@@ -26,7 +26,17 @@ from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
 from tests.serve_app.api.test_end_to_end import openai_client
 from tests.serve_app.api.test_tools import TEMPLATE, app_of, saying, together
-from tests.serve_app.harness import CHAT, MODEL, PROMPT, Answer, LocalClient, ScriptedClient, joined_choice, post
+from tests.serve_app.harness import (
+    CHAT,
+    MODEL,
+    PROMPT,
+    Answer,
+    LocalClient,
+    ScriptedClient,
+    joined_choice,
+    post,
+    said,
+)
 from tests.support.json_schemas import random_schema
 
 pytestmark = pytest.mark.anyio
@@ -44,6 +54,7 @@ TAGGED = {
     "structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}],
     "triggers": ["<f="],
 }
+BAD_FORMAT = {"type": "json_object", "schema": {"type": "object", "properties": {"a": {"not": {}}}}}
 BAD = {"type": "object", "properties": {"a": {"not": {}}}}
 LIMITS = {"max_tokens": 3000, "seed": 7}
 
@@ -79,7 +90,7 @@ async def choice_of(app: ASGIApp, **fields: Any) -> dict[str, Any]:
     message, reason = together(streamed)
     for call in [*message.get("tool_calls", ()), *choice["message"].get("tool_calls", ())]:
         call.pop("id", None)
-    assert message == {key: value for key, value in choice["message"].items() if key != "refusal"}
+    assert message == said(choice["message"])
     assert reason == choice["finish_reason"]
     return dict(choice)
 
@@ -100,6 +111,7 @@ async def text_of(app: ASGIApp, **fields: Any) -> str:
         {"structured_outputs": {"json": SCHEMA}},
         {"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": True}},
         {"json_schema": json.dumps(SCHEMA)},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
     ],
     ids=lambda fields: next(iter(fields)),
 )
@@ -258,6 +270,21 @@ async def test_a_format_beside_tools_leaves_the_model_the_choice_between_both() 
     assert [entry["name"] for entry in grammar["grammars"]] == ["start", "one", "two"]
 
 
+@pytest.mark.parametrize("format_", [{"type": "json_object"}, {"type": "json_object", "schema": SCHEMA}], ids=str)
+async def test_a_format_beside_calls_that_must_be_made_is_of_a_text_that_there_is_not(
+    engine: AsyncEngine, format_: dict[str, Any]
+) -> None:
+    """As at OpenAI and vLLM: the calls win. The format has to be one all the same."""
+    fields = {"tools": TOOLS, "tool_choice": "required", "response_format": format_}
+    assert await submitted(**fields) == await submitted(tools=TOOLS, tool_choice="required")
+    choice = await choice_of(serving(engine), **fields)
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    for call in choice["message"]["tool_calls"]:
+        VALIDATORS[call["function"]["name"]].validate(json.loads(call["function"]["arguments"]))
+    bad = await post(serving(engine), "/v1/chat/completions", CHAT | fields | {"response_format": BAD_FORMAT})
+    assert (bad.status, bad.error["param"]) == (400, "response_format.schema")
+
+
 async def test_thoughts_are_before_the_constrained_answer_and_not_in_a_plain_completion() -> None:
     assert "@answer" in (await submitted(THINKER, regex="a") or "")
     closed = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -346,6 +373,8 @@ async def test_messages_have_a_format(engine: AsyncEngine, name: str) -> None:
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+    ({"response_format": {"type": "json_object", "schema": BAD}}, "response_format.schema", '"not"'),
+    ({"response_format": {"type": "json_object", "schema": 1}}, "response_format.schema", "dictionary"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD}}},
         "response_format.json_schema.schema",

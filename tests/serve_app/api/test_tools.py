@@ -16,7 +16,7 @@ from serve_app.api.chat_template import ChatTemplate
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
-from tests.serve_app.harness import CHAT, MODEL, Answer, ScriptedClient, finished, post, scheduled, tokens
+from tests.serve_app.harness import CHAT, MODEL, Answer, ScriptedClient, finished, post, said, scheduled, tokens
 
 pytestmark = pytest.mark.anyio
 
@@ -61,7 +61,7 @@ async def whole_and_streamed(text: str, model: ServedModel = CALLER, **fields: A
     body = (await ask(saying(text), model, **fields)).json
     ChatCompletion.model_validate(body, strict=False)
     choice = body["choices"][0]
-    message = {key: value for key, value in choice["message"].items() if key != "refusal"}
+    message = said(choice["message"])
     for pieces in (1, 3, len(text)):
         streamed = await ask(saying(text, pieces), model, stream=True, **fields)
         joined, reason = together(streamed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -47,10 +48,11 @@ SCORES = st.builds(
     LOGPROBS,
     st.lists(st.tuples(TOKEN_IDS, LOGPROBS), max_size=MAX_LOGPROBS).map(tuple),
 )
+RANKED = st.builds(lambda score, rank: replace(score, rank=rank), SCORES, st.none() | COUNTS)
 USAGES = st.builds(Usage, COUNTS, COUNTS, COUNTS)
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Scheduled, st.just("r"), COUNTS),
-    st.builds(PromptLogprobs, st.just("r"), st.lists(SCORES, max_size=5).map(tuple)),
+    st.builds(PromptLogprobs, st.just("r"), st.lists(RANKED, max_size=5).map(tuple)),
     st.builds(Pooled, st.just("r"), st.lists(st.floats(allow_nan=False), max_size=5).map(tuple)),
     st.builds(Token, st.just("r"), TOKEN_IDS, st.none() | SCORES),
     st.builds(Finished, st.just("r"), st.sampled_from(FinishReason), USAGES, st.none() | TOKEN_IDS, st.none() | SCORES),
@@ -97,6 +99,17 @@ def test_the_most_alternatives_of_a_certain_token_come_out_as_they_went_in() -> 
     events: list[Event] = [Token("r", 5, TokenLogprobs(5, 0.0, top))]
     frame = decode_frame(encode_frame(Frame("e", [Entry(0, 0, [pack(event) for event in events])])))
     assert unpack("r", frame.entries[0].events) == events
+
+
+def test_ranks_are_beside_the_scores_so_that_another_version_reads_its_own() -> None:
+    """While a deployment is rolled out, engines and ingresses of two versions meet: one without ranks read the first
+    list alone, and sends no second."""
+    scores = (TokenLogprobs(5, -0.5, ((4, -0.25),), 2), TokenLogprobs(6, -9.0, (), 700))
+    raw = pack(PromptLogprobs("r", scores))
+    assert isinstance(raw, list)
+    assert [len(score) for score in raw[1]] == [3, 3]
+    (older,) = unpack("r", [raw[:2]])
+    assert older == PromptLogprobs("r", tuple(replace(score, rank=None) for score in scores))
 
 
 def test_events_carry_the_request_id_of_the_reader_and_the_codes_as_enums() -> None:
