@@ -15,11 +15,15 @@ from serve_app.api.constraint import Constraint, constraint_of
 from serve_app.api.detokenizer import Detokenizer
 from serve_app.api.echo import Echo, read_prompt
 from serve_app.api.image_prompt import EncodedChat, place_images, read_images
-from serve_app.api.offload import run_sized
+from serve_app.api.offload import INLINE_SIZE, run_sized
 from serve_app.api.schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
-from serve_app.api.tokenizer import Tokenizer
+from serve_app.api.tokenizer import Tokenizer, TooManyTokens
 from serve_app.engine_client import ServedModel
 from serve_app.errors import ApiError, clip, context_length_exceeded
+
+_MANY_TURNS = 1024
+_TURN_CHARS = 64
+"""What a template takes to render a message without text, in characters of text to encode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,38 +51,59 @@ async def prepare_chat(
     Raises:
         ApiError, RequestRejected: the request cannot be served as asked.
     """
-    prompt = await encode_conversation(request, tokenizer, model)
+    wanted = request.max_completion_tokens or request.max_tokens
+    most = None if request.truncate_prompt_tokens is not None else model.max_model_len
+    try:
+        prompt = await encode_conversation(request, tokenizer, model, most=most)
+    except TooManyTokens as error:
+        raise prompt_too_long(error, model, wanted, "messages") from error
     if prompt.inputs and request.truncate_prompt_tokens is not None:
         text = "A conversation with images is not truncated: leave truncate_prompt_tokens out."
         raise ApiError(400, text, param="truncate_prompt_tokens", code="invalid_value")
     constraint = await constraint_of(request, tokenizer, model)
-    wanted = request.max_completion_tokens or request.max_tokens
     maker = _Maker(request, request_id, tokenizer, model, wanted, None, constraint, prompt.inputs)
     token_ids, indices = prompt.token_ids, range(request.num_choices)
     return [[await maker.prepared(token_ids, None, "messages", index) for index in indices]]
 
 
 async def encode_conversation(
-    request: ChatRequest, tokenizer: Tokenizer, model: ServedModel, *, add_special_tokens: bool = False
+    request: ChatRequest,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    *,
+    add_special_tokens: bool = False,
+    most: int | None = None,
 ) -> EncodedChat:
     """The prompt that a chat's answer follows. `add_special_tokens`: besides those that the template writes.
 
     Raises:
         ApiError: the model's chat template does not take it, or an image is refused.
+        TooManyTokens: it has more than `most`, each image counted as one.
     """
     images = await read_images(request.messages, model)
-    messages = [message.for_template() for message in request.messages]
     options = _template_options(request, tokenizer, model) | {"add_special_tokens": add_special_tokens}
-    size = sum(len(str(value)) for message in messages for value in message.values()) + len(str(options))
+
+    def encode() -> list[int]:
+        tools = [tool.for_template() for tool in request.tools or ()] if request.may_call else None
+        messages = [message.for_template() for message in request.messages]
+        return tokenizer.encode_chat(messages, most, tools=tools, **options)
+
     try:
-        token_ids = await run_sized(size, lambda: tokenizer.encode_chat(messages, **options))
+        token_ids = await run_sized(_size(request), encode)
     except TemplateFailed as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from error
     return EncodedChat(token_ids) if model.images is None else place_images(token_ids, images, model.images.kind)
 
 
+def _size(request: ChatRequest) -> int:
+    """About how many characters are rendered and encoded; where only rendering tells, too many for the event loop."""
+    if request.tools or request.documents or request.chat_template_kwargs or len(request.messages) > _MANY_TURNS:
+        return INLINE_SIZE + 1
+    return sum(_TURN_CHARS + message.num_chars for message in request.messages)
+
+
 def _template_options(request: ChatRequest, tokenizer: Tokenizer, model: ServedModel) -> dict[str, Any]:
-    """What the template gets besides the messages.
+    """What the template gets besides the messages and the tools.
 
     Raises:
         ApiError: the template would ignore it.
@@ -95,7 +120,6 @@ def _template_options(request: ChatRequest, tokenizer: Tokenizer, model: ServedM
         text = f"The model's chat template takes no {clip(ignored[0], 50)} from a request: it would change nothing."
         raise ApiError(400, text, param=ignored[0], code="unsupported_parameter")
     return kwargs | {
-        "tools": [tool.for_template() for tool in request.tools or ()] if request.may_call else None,
         "documents": request.documents,
         "add_generation_prompt": request.add_generation_prompt is not False,
         "continue_final_message": bool(request.continue_final_message),
@@ -113,19 +137,32 @@ async def prepare_completion(
     constraint = await constraint_of(request, tokenizer, model)
     wanted, default = request.max_tokens, DEFAULT_COMPLETION_TOKENS
     maker = _Maker(request, request_id, tokenizer, model, wanted, default, constraint)
+    most = None if request.truncate_prompt_tokens is not None else model.max_model_len
     groups = []
     for number, given in enumerate(request.prompts):
         param = "prompt" if len(request.prompts) == 1 else f"prompt.{number}"
-        prompt, text = await encode_prompt(given, tokenizer, param)
+        try:
+            prompt, text = await encode_prompt(given, tokenizer, param, most)
+        except TooManyTokens as error:
+            raise prompt_too_long(error, model, wanted, param) from error
         indices = range(number * request.num_choices, (number + 1) * request.num_choices)
         groups.append([await maker.prepared(prompt, text, param, index) for index in indices])
     return groups
 
 
-async def encode_prompt(given: str | list[int], tokenizer: Tokenizer, param: str) -> tuple[list[int], str | None]:
-    """A prompt's tokens, and its text where that was given."""
+async def encode_prompt(
+    given: str | list[int], tokenizer: Tokenizer, param: str, most: int | None
+) -> tuple[list[int], str | None]:
+    """A prompt's tokens, and its text where that was given.
+
+    Raises:
+        ApiError: an id is no token's.
+        TooManyTokens: there are more than `most`.
+    """
     if isinstance(given, str):
-        return await run_sized(len(given), lambda: tokenizer.encode(given)), given
+        return await run_sized(len(given), lambda: tokenizer.encode(given, most=most)), given
+    if most is not None and len(given) > most:
+        raise TooManyTokens(len(given), is_exact=True)
     if (largest := max(given, default=0)) >= tokenizer.vocab_size:
         text = f"Token id {largest} is out of vocabulary: this model's ids are 0 to {tokenizer.vocab_size - 1}."
         raise ApiError(400, text, param=param, code="invalid_value")
@@ -206,14 +243,25 @@ def answer_tokens(
     if not prompt:
         raise ApiError(400, "The prompt is empty.", param=param, code="empty_prompt")
     limit, left = model.max_model_len, model.max_model_len - len(prompt)
-    head = f"This model's maximum context length is {limit} tokens. However, your prompt contains {len(prompt)} tokens"
     if left < (0 if wanted == 0 else 1):
-        tail = "." if wanted == 0 else ", and the answer needs one more."
-        raise context_length_exceeded(f"{head}{tail}", param=param, limit=limit, n_prompt_tokens=len(prompt))
+        raise prompt_too_long(TooManyTokens(len(prompt), is_exact=True), model, wanted, param)
     if wanted is not None and wanted > left:
+        head = _head(limit, str(len(prompt)))
         text = f"{head} and {wanted} were requested for the answer; at most {left} are left for it."
         raise context_length_exceeded(text, param=param, limit=limit, n_prompt_tokens=len(prompt))
     return wanted if wanted is not None or default is None else min(default, left)
+
+
+def prompt_too_long(found: TooManyTokens, model: ServedModel, wanted: int | None, param: str) -> ApiError:
+    """`wanted`: tokens of the answer; 0: there is none."""
+    counted = f"{found.num_tokens}" if found.is_exact else f"at least {found.num_tokens}"
+    tail = "." if wanted == 0 else ", and the answer needs one more."
+    text, limit = f"{_head(model.max_model_len, counted)}{tail}", model.max_model_len
+    return context_length_exceeded(text, param=param, limit=limit, n_prompt_tokens=found.num_tokens)
+
+
+def _head(limit: int, counted: str) -> str:
+    return f"This model's maximum context length is {limit} tokens. However, your prompt contains {counted} tokens"
 
 
 def _sampling(
