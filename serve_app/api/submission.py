@@ -61,9 +61,9 @@ async def prepare_chat(
         text = "A conversation with images is not truncated: leave truncate_prompt_tokens out."
         raise ApiError(400, text, param="truncate_prompt_tokens", code="invalid_value")
     constraint = await constraint_of(request, tokenizer, model)
-    maker = _Maker(request, request_id, tokenizer, model, wanted, None, constraint, prompt.inputs)
-    token_ids, indices = prompt.token_ids, range(request.num_choices)
-    return [[await maker.prepared(token_ids, None, "messages", index) for index in indices]]
+    sampling = await _sampling(request, tokenizer)
+    maker = _Maker(request, request_id, tokenizer, model, wanted, None, sampling, constraint, prompt.inputs)
+    return [await maker.group(prompt.token_ids, None, "messages", 0)]
 
 
 async def encode_conversation(
@@ -136,7 +136,8 @@ async def prepare_completion(
     """
     constraint = await constraint_of(request, tokenizer, model)
     wanted, default = request.max_tokens, DEFAULT_COMPLETION_TOKENS
-    maker = _Maker(request, request_id, tokenizer, model, wanted, default, constraint)
+    sampling = await _sampling(request, tokenizer)
+    maker = _Maker(request, request_id, tokenizer, model, wanted, default, sampling, constraint)
     most = None if request.truncate_prompt_tokens is not None else model.max_model_len
     groups = []
     for number, given in enumerate(request.prompts):
@@ -145,8 +146,7 @@ async def prepare_completion(
             prompt, text = await encode_prompt(given, tokenizer, param, most)
         except TooManyTokens as error:
             raise prompt_too_long(error, model, wanted, param) from error
-        indices = range(number * request.num_choices, (number + 1) * request.num_choices)
-        groups.append([await maker.prepared(prompt, text, param, index) for index in indices])
+        groups.append(await maker.group(prompt, text, param, number * request.num_choices))
     return groups
 
 
@@ -180,25 +180,37 @@ class _Maker:
     wanted: int | None
     default: int | None
     """Tokens of an answer, where none were asked for; None is as many as the context holds."""
+    sampling: SamplingParams
+    """But for what depends on the prompt and the choice."""
     constraint: Constraint | None
     inputs: tuple[SpanInput, ...] = ()
 
-    async def prepared(self, prompt: list[int], text: str | None, param: str, index: int) -> Prepared:
-        """The answer that is choice `index` of the response. `text`: the prompt's, where it was given as text."""
+    async def group(self, prompt: list[int], text: str | None, param: str, first: int) -> list[Prepared]:
+        """The answers to a prompt, which are the choices from `first` on. `text`: the prompt's, where it was given as
+        text. What is long is made once: a hundred answers share it."""
         request = self.request
         kept = truncated(prompt, request.truncate_prompt_tokens, self.model.max_model_len, self.wanted)
         allowed = answer_tokens(kept, self.wanted, self.default, self.model, param)
-        request_id = self.request_id if request.num_choices == 1 and index == 0 else f"{self.request_id}-{index}"
-        sampling = _sampling(request, allowed, index % request.num_choices, self.tokenizer)
+        _check_scores(len(kept), request)
+        sampling = replace(self.sampling, max_tokens=allowed)
         if self.constraint is not None:
             sampling = replace(sampling, grammar=self.constraint.text(prompt_end(self.tokenizer, kept)))
+        given, token_ids = text if kept is prompt else None, tuple(kept)
+        choices = [replace(sampling, seed=_successor(request.seed, number)) for number in range(request.num_choices)]
+        return [await self._prepared(token_ids, given, one, first + number) for number, one in enumerate(choices)]
+
+    async def _prepared(
+        self, token_ids: tuple[int, ...], given: str | None, sampling: SamplingParams, index: int
+    ) -> Prepared:
+        request = self.request
+        request_id = self.request_id if request.num_choices == 1 and index == 0 else f"{self.request_id}-{index}"
         skip = request.skip_special_tokens is not False
         shown = markers(request, self.model) if isinstance(request, ChatRequest) else ()
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=skip, shown=shown)
         prepared = Prepared(
             Submission(
                 request_id,
-                tuple(kept),
+                token_ids,
                 sampling,
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt or "",
@@ -213,10 +225,9 @@ class _Maker:
         )
         if not _echoes(request):
             return prepared
-        given = text if kept is prompt else None
         specials = self.tokenizer.special_texts
         return replace(
-            prepared, echo=await run_sized(len(kept), lambda: read_prompt(kept, given, detokenizer, specials))
+            prepared, echo=await run_sized(len(token_ids), lambda: read_prompt(token_ids, given, detokenizer, specials))
         )
 
 
@@ -264,17 +275,34 @@ def _head(limit: int, counted: str) -> str:
     return f"This model's maximum context length is {limit} tokens. However, your prompt contains {counted} tokens"
 
 
-def _sampling(
-    request: ChatRequest | CompletionRequest, max_tokens: int | None, number: int, tokenizer: Tokenizer
-) -> SamplingParams:
-    """Of the answer `number` to a prompt. May raise RequestRejected: min_tokens above max_tokens."""
+MAX_PROMPT_SCORES = 2**18
+"""A prompt's log-probabilities cross to the ingress in one frame, which is read in one turn at the interpreter lock."""
+
+
+def _check_scores(num_tokens: int, request: ChatRequest | CompletionRequest) -> None:
+    """Raises:
+    ApiError: a prompt of so many tokens has more log-probabilities than are told.
+    """
+    alternatives = request.num_prompt_logprobs
+    if alternatives is None or (found := num_tokens * (1 + alternatives)) <= MAX_PROMPT_SCORES:
+        return
+    param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+    text = f"{num_tokens} tokens of the prompt with {alternatives} alternatives each have {found} log-probabilities"
+    raise ApiError(
+        400, f"{param}: {text}, and at most {MAX_PROMPT_SCORES} are given.", param=param, code="invalid_value"
+    )
+
+
+async def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> SamplingParams:
+    """Of all answers, but for their seeds and what a prompt leaves of `max_tokens`."""
+    bad_words = request.bad_words or ()
+    banned = await run_sized(2 * sum(map(len, bad_words)), lambda: _bad_words(bad_words, tokenizer))
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=max(request.top_k or 0, 0),
         top_p=1.0 if request.top_p is None else request.top_p,
         min_p=request.min_p or 0.0,
-        seed=None if request.seed is None else _successor(request.seed, number),
-        max_tokens=max_tokens,
+        seed=request.seed,
         min_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
@@ -285,13 +313,13 @@ def _sampling(
         repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
         logit_bias=tuple((request.logit_bias or {}).items()),
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
-        bad_words=_bad_words(request.bad_words or (), tokenizer),
+        bad_words=banned,
     )
 
 
-def _successor(seed: int, number: int) -> int:
-    """The seed's number-th successor, within 64 bits."""
-    return (seed + number + 2**63) % 2**64 - 2**63
+def _successor(seed: int | None, number: int) -> int | None:
+    """The seed's number-th successor, within 64 bits; None has none."""
+    return None if seed is None else (seed + number + 2**63) % 2**64 - 2**63
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -236,7 +236,7 @@ async def test_a_text_that_cannot_fit_is_refused_and_not_encoded(
     error = answer.anthropic_error if param is None else answer.error
     assert answer.status == 400
     assert "maximum context length is 200 tokens" in error["message"]
-    assert "your prompt contains at least 2" in error["message"]
+    assert "your prompt contains at least " in error["message"]
     if param is not None:
         assert (error["param"], error["code"], error["n_ctx"]) == (param, "context_length_exceeded", 200)
         assert error["n_prompt_tokens"] >= 201
