@@ -7,9 +7,9 @@ from serve_app.errors import ApiError
 
 MAX_ITEMS = 2**20
 """Items of lists and objects. A body of nothing but token ids of four digits has fewer."""
-MAX_KEYS = 2**16
-"""Keys of objects, each of which costs as much as ten items: as many as 30,000 messages have."""
-_NEVER_TOO_MANY = MAX_KEYS  # bytes: a body that is no longer needs no count
+KEY_ITEMS = 16
+"""A key costs a parser as much: 30,000 messages of two keys are as much as is taken."""
+_NEVER_TOO_MANY = MAX_ITEMS // KEY_ITEMS  # bytes: a body that is no longer needs no count
 _CHUNK = 2**16
 _NEITHER = bytes(set(range(256)) - set(b'",:[{'))
 
@@ -21,16 +21,15 @@ def check_size(body: bytes) -> None:
     if len(body) <= _NEVER_TOO_MANY:
         return
     num_items, num_keys = count(body)
-    for found, most, what in ((num_items, MAX_ITEMS, "items of lists and objects"), (num_keys, MAX_KEYS, "keys")):
-        if found > most:
-            text = f"The body's JSON has {found} {what}, and at most {most} are taken."
-            raise ApiError(400, text, code="too_many_values")
+    if num_items + KEY_ITEMS * num_keys > MAX_ITEMS:
+        told = f"{num_items} items of lists and objects, and {num_keys} keys, each of which counts as {KEY_ITEMS} items"
+        raise ApiError(400, f"The body's JSON has {told}; at most {MAX_ITEMS} are taken.", code="too_many_values")
 
 
 def count(body: bytes) -> tuple[int, int]:
     """(items, keys) of valid JSON; of other, up to what a parser sees of it: items are commas and opening brackets, and
     keys are colons, where they are outside of strings."""
-    if body.count(b",") + body.count(b"[") + body.count(b"{") <= MAX_ITEMS and body.count(b":") <= MAX_KEYS:
+    if body.count(b",") + body.count(b"[") + body.count(b"{") + KEY_ITEMS * body.count(b":") <= MAX_ITEMS:
         return 0, 0  # not even with those in strings
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NEITHER)
     num_items = num_keys = inside = 0

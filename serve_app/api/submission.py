@@ -98,7 +98,7 @@ async def encode_conversation(
 def _size(request: ChatRequest) -> int:
     """About how many characters are rendered and encoded; where only rendering tells, too many for the event loop."""
     if request.tools or request.documents or request.chat_template_kwargs or len(request.messages) > _MANY_TURNS:
-        return INLINE_SIZE + 1
+        return max(INLINE_SIZE + 1, _TURN_CHARS * len(request.messages))
     return sum(_TURN_CHARS + message.num_chars for message in request.messages)
 
 

@@ -14,7 +14,7 @@ import pytest
 from engine.protocol import SamplingParams, Scheduled
 from serve_app.api import submission
 from serve_app.api.ingress import create_app
-from serve_app.api.json_size import MAX_ITEMS, MAX_KEYS, check_size, count
+from serve_app.api.json_size import KEY_ITEMS, MAX_ITEMS, check_size, count
 from serve_app.api.json_text import json_response, written
 from serve_app.api.schema import CompletionRequest, parse_request
 from serve_app.api.tokenizer import Tokenizer
@@ -96,10 +96,11 @@ def test_items_and_keys_are_counted_outside_of_strings(monkeypatch: pytest.Monke
                 assert count(text.encode()) == counted(value), text
 
 
+MAX_KEYS = MAX_ITEMS // KEY_ITEMS
 MANY = {
     "items": b"[" + b"1," * MAX_ITEMS + b"1]",
     "empty": b"[" + b"[]," * (MAX_ITEMS // 2) + b"1]",
-    "keys": b"{" + b",".join(b'"%d":1' % i for i in range(MAX_KEYS + 1)) + b"}",
+    "keys": b"{" + b",".join(b'"%d":1' % i for i in range(MAX_KEYS)) + b"}",
 }
 
 
@@ -112,11 +113,11 @@ def test_a_body_of_too_many_values_is_refused_with_the_limit_and_not_parsed(
     with pytest.raises(ApiError) as refused:
         parse_request(CompletionRequest, body)
     items, keys = count(body)
-    found, most = (keys, MAX_KEYS) if what == "keys" else (items, MAX_ITEMS)
     assert (refused.value.status, refused.value.code) == (400, "too_many_values")
-    assert found > most
-    assert f"has {found} " in refused.value.message
-    assert f"at most {most} " in refused.value.message
+    assert items + KEY_ITEMS * keys > MAX_ITEMS
+    assert f"has {items} items" in refused.value.message
+    assert f"{keys} keys" in refused.value.message
+    assert f"at most {MAX_ITEMS} are taken" in refused.value.message
 
 
 def test_text_is_not_counted_whatever_it_holds() -> None:
