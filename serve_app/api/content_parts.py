@@ -56,5 +56,12 @@ def shown(content: str | Sequence[TextPart | ImagePart] | None) -> str | list[di
     return "\n".join(part.text for part in content if isinstance(part, TextPart))
 
 
+def num_chars(content: str | Sequence[TextPart | ImagePart] | None) -> int:
+    """Of its texts, and one for each part at least."""
+    if content is None or isinstance(content, str):
+        return len(content or "")
+    return sum(1 + len(part.text) if isinstance(part, TextPart) else 1 for part in content)
+
+
 IMAGE = {"type": "image"}
 """As templates of models with images know it; the pixels are not theirs."""

@@ -18,8 +18,8 @@ from serve_app.api.forms import Answering, Asked
 from serve_app.api.response import Json
 from serve_app.api.schema import parse_request
 from serve_app.api.sse import Frames
-from serve_app.api.submission import Prepared, answer_tokens, encode_prompt, truncated
-from serve_app.api.tokenizer import Tokenizer
+from serve_app.api.submission import Prepared, answer_tokens, encode_prompt, prompt_too_long, truncated
+from serve_app.api.tokenizer import Tokenizer, TooManyTokens
 from serve_app.engine_client import ServedModel
 from serve_app.errors import ApiError
 
@@ -44,10 +44,14 @@ async def prepare_embeddings(
     if model.pooling is None:
         text = f"The model `{model.id}` makes no embeddings: the server's setting `pooling` is none."
         raise ApiError(400, text, param="model", code="unsupported_parameter")
+    most = None if request.truncate_prompt_tokens is not None else model.max_model_len
     groups = []
     for number, given in enumerate(request.inputs):
         param = "input" if len(request.inputs) == 1 else f"input.{number}"
-        tokens, _ = await encode_prompt(given, tokenizer, param)
+        try:
+            tokens, _ = await encode_prompt(given, tokenizer, param, most)
+        except TooManyTokens as error:
+            raise prompt_too_long(error, model, 0, param) from error
         kept = truncated(tokens, request.truncate_prompt_tokens, model.max_model_len, 0)
         answer_tokens(kept, 0, None, model, param)
         submission = Submission(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from engine.span_inputs import InputKind, SpanInput
 from serve_app.api.content_parts import ImageUrl
 from serve_app.api.messages import Message
+from serve_app.api.offload import run_sized
 from serve_app.api.strict_model import UNSUPPORTED
 from serve_app.engine_client import ServedModel
 from serve_app.errors import ApiError
@@ -30,7 +31,8 @@ async def read_images(messages: Sequence[Message], model: ServedModel) -> list[P
     Raises:
         ApiError: the model takes none, or one is refused.
     """
-    asked = [AskedImage(part.url, name, part.detail or "auto") for name, part in _images(messages)]
+    images = await run_sized(len(messages), lambda: _images(messages))
+    asked = [AskedImage(part.url, name, part.detail or "auto") for name, part in images]
     if not asked:
         return []
     if model.images is None:

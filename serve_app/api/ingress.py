@@ -37,6 +37,7 @@ from serve_app.api.embeddings import prepare_embeddings, read_embeddings
 from serve_app.api.field_grammars import refused
 from serve_app.api.forms import Answering, Asked, RequestT, read_chat, read_completion
 from serve_app.api.generation_response import GenerationResponses
+from serve_app.api.json_text import json_response
 from serve_app.api.live import Life, LiveRequests
 from serve_app.api.logprobs import json_chars, score_chars
 from serve_app.api.offload import run_sized
@@ -142,7 +143,8 @@ class _Generate(Generic[RequestT]):
             size = sum(json_chars(piece.tokens or ()) for piece in pieces)
             size += sum(score_chars(prompt.scores or ()) for prompt in choices.prompts)
             size += FLOAT_CHARS * sum(map(len, choices.vectors))
-            made = await run_sized(size, lambda: JSONResponse(form.body(pieces)))
+            size += sum(len(prompt.token_ids) for prompt in choices.prompts)
+            made = await run_sized(size, lambda: json_response(form.body(pieces)))
             await made(scope, receive, send)
 
     async def _start(self, request: RequestT, passage: _Passage, session: str | None, model: ServedModel) -> Choices:

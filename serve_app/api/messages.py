@@ -9,7 +9,7 @@ import pydantic_core
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.api.content_parts import Content, ImagePart, shown
+from serve_app.api.content_parts import Content, ImagePart, num_chars, shown
 from serve_app.api.strict_model import StrictModel, Unsupported
 
 MAX_TOOLS = 128
@@ -89,6 +89,13 @@ class Message(StrictModel):
         """With their places in `content`."""
         parts = self.content if isinstance(self.content, list) else ()
         return [(place, part) for place, part in enumerate(parts) if isinstance(part, ImagePart)]
+
+    @property
+    def num_chars(self) -> int:
+        """Of its texts and its calls' arguments, and one for each part and call at least."""
+        calls = sum(1 + len(call.function.arguments) for call in self.tool_calls or ())
+        thoughts = len(self.reasoning_content or self.reasoning or "")
+        return num_chars(self.content) + calls + thoughts
 
     def for_template(self) -> dict[str, Any]:
         told = {

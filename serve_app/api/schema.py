@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.protocol import MAX_BIAS, MAX_LOGPROBS
 from serve_app.api.deadline import MAX_TIMEOUT_MS
+from serve_app.api.json_size import check_size
 from serve_app.api.messages import Message, Tools
 from serve_app.api.prompt_schema import MAX_CHOICES, Prompt, TokenId, as_prompts
 from serve_app.api.session import MAX_CHARS
@@ -80,6 +81,9 @@ def _token_keys(value: Any) -> Any:
     """JSON's keys are strings."""
     if not isinstance(value, dict):
         return value
+    if len(value) > MAX_BIASED_TOKENS:
+        text = f"should have at most {MAX_BIASED_TOKENS} tokens, but it has {len(value)}"
+        raise PydanticCustomError("too_long", "{text}", {"text": text})
     bad = [key for key in value if not (isinstance(key, str) and _TOKEN_KEY.fullmatch(key))]
     if bad:
         text = f"should have token ids as its keys, but one is {clip(str(bad[0]), 50)!r}"
@@ -369,9 +373,10 @@ def parse_request(kind: type[ModelT], body: bytes) -> ModelT:
     """Read a JSON body.
 
     Raises:
-        ApiError: 400, with the dotted name of the first field that is wrong.
+        ApiError: 400, with the dotted name of the first field that is wrong, or for more values than are taken.
     """
     try:
+        check_size(body)
         # Refuses NaN, lone surrogates, bytes that are not UTF-8 and deep nesting, all as ValueError.
         data = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:

@@ -16,6 +16,7 @@ from starlette.types import Send
 from serve_app.api.asgi import ClientGone
 from serve_app.api.choices import Choices, Indexed
 from serve_app.api.completion import Piece
+from serve_app.api.json_text import written
 from serve_app.api.logprobs import json_chars
 from serve_app.api.offload import run_sized
 from serve_app.api.response import Envelope, Json, usage_json
@@ -152,7 +153,7 @@ class ChunkFrames:
 
 
 def _frame(payload: Json) -> bytes:
-    return f"data: {_encode(payload)}\n\n".encode()
+    return f"data: {written(payload, _encode)}\n\n".encode()
 
 
 def event_frame(payload: Json) -> bytes:

@@ -15,11 +15,15 @@ from serve_app.api.constraint import Constraint, constraint_of
 from serve_app.api.detokenizer import Detokenizer
 from serve_app.api.echo import Echo, read_ids, read_text
 from serve_app.api.image_prompt import EncodedChat, place_images, read_images
-from serve_app.api.offload import run_sized
+from serve_app.api.offload import INLINE_SIZE, run_sized
 from serve_app.api.schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
-from serve_app.api.tokenizer import Tokenizer
+from serve_app.api.tokenizer import Tokenizer, TooManyTokens
 from serve_app.engine_client import ServedModel
 from serve_app.errors import ApiError, clip, context_length_exceeded
+
+_MANY_TURNS = 1024
+_TURN_CHARS = 64
+"""What a template takes to render a message without text, in characters of text to encode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,38 +51,59 @@ async def prepare_chat(
     Raises:
         ApiError, RequestRejected: the request cannot be served as asked.
     """
-    prompt = await encode_conversation(request, tokenizer, model)
+    wanted = request.max_completion_tokens or request.max_tokens
+    most = None if request.truncate_prompt_tokens is not None else model.max_model_len
+    try:
+        prompt = await encode_conversation(request, tokenizer, model, most=most)
+    except TooManyTokens as error:
+        raise prompt_too_long(error, model, wanted, "messages") from error
     if prompt.inputs and request.truncate_prompt_tokens is not None:
         text = "A conversation with images is not truncated: leave truncate_prompt_tokens out."
         raise ApiError(400, text, param="truncate_prompt_tokens", code="invalid_value")
     constraint = await constraint_of(request, tokenizer, model)
-    wanted = request.max_completion_tokens or request.max_tokens
-    maker = _Maker(request, request_id, tokenizer, model, wanted, None, constraint, prompt.inputs)
-    token_ids, indices = prompt.token_ids, range(request.num_choices)
-    return [[await maker.prepared(token_ids, None, "messages", index) for index in indices]]
+    sampling = await _sampling(request, tokenizer)
+    maker = _Maker(request, request_id, tokenizer, model, wanted, None, sampling, constraint, prompt.inputs)
+    return [await maker.group(prompt.token_ids, None, "messages", 0)]
 
 
 async def encode_conversation(
-    request: ChatRequest, tokenizer: Tokenizer, model: ServedModel, *, add_special_tokens: bool = False
+    request: ChatRequest,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    *,
+    add_special_tokens: bool = False,
+    most: int | None = None,
 ) -> EncodedChat:
     """The prompt that a chat's answer follows. `add_special_tokens`: besides those that the template writes.
 
     Raises:
         ApiError: the model's chat template does not take it, or an image is refused.
+        TooManyTokens: it has more than `most`, each image counted as one.
     """
     images = await read_images(request.messages, model)
-    messages = [message.for_template() for message in request.messages]
     options = _template_options(request, tokenizer, model) | {"add_special_tokens": add_special_tokens}
-    size = sum(len(str(value)) for message in messages for value in message.values()) + len(str(options))
+
+    def encode() -> list[int]:
+        tools = [tool.for_template() for tool in request.tools or ()] if request.may_call else None
+        messages = [message.for_template() for message in request.messages]
+        return tokenizer.encode_chat(messages, most, tools=tools, **options)
+
     try:
-        token_ids = await run_sized(size, lambda: tokenizer.encode_chat(messages, **options))
+        token_ids = await run_sized(_size(request), encode)
     except TemplateFailed as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from error
     return EncodedChat(token_ids) if model.images is None else place_images(token_ids, images, model.images.kind)
 
 
+def _size(request: ChatRequest) -> int:
+    """About how many characters are rendered and encoded; where only rendering tells, too many for the event loop."""
+    if request.tools or request.documents or request.chat_template_kwargs or len(request.messages) > _MANY_TURNS:
+        return max(INLINE_SIZE + 1, _TURN_CHARS * len(request.messages))
+    return sum(_TURN_CHARS + message.num_chars for message in request.messages)
+
+
 def _template_options(request: ChatRequest, tokenizer: Tokenizer, model: ServedModel) -> dict[str, Any]:
-    """What the template gets besides the messages.
+    """What the template gets besides the messages and the tools.
 
     Raises:
         ApiError: the template would ignore it.
@@ -95,7 +120,6 @@ def _template_options(request: ChatRequest, tokenizer: Tokenizer, model: ServedM
         text = f"The model's chat template takes no {clip(ignored[0], 50)} from a request: it would change nothing."
         raise ApiError(400, text, param=ignored[0], code="unsupported_parameter")
     return kwargs | {
-        "tools": [tool.for_template() for tool in request.tools or ()] if request.may_call else None,
         "documents": request.documents,
         "add_generation_prompt": request.add_generation_prompt is not False,
         "continue_final_message": bool(request.continue_final_message),
@@ -112,20 +136,33 @@ async def prepare_completion(
     """
     constraint = await constraint_of(request, tokenizer, model)
     wanted, default = request.max_tokens, DEFAULT_COMPLETION_TOKENS
-    maker = _Maker(request, request_id, tokenizer, model, wanted, default, constraint)
+    sampling = await _sampling(request, tokenizer)
+    maker = _Maker(request, request_id, tokenizer, model, wanted, default, sampling, constraint)
+    most = None if request.truncate_prompt_tokens is not None else model.max_model_len
     groups = []
     for number, given in enumerate(request.prompts):
         param = "prompt" if len(request.prompts) == 1 else f"prompt.{number}"
-        prompt, text = await encode_prompt(given, tokenizer, param)
-        indices = range(number * request.num_choices, (number + 1) * request.num_choices)
-        groups.append([await maker.prepared(prompt, text, param, index) for index in indices])
+        try:
+            prompt, text = await encode_prompt(given, tokenizer, param, most)
+        except TooManyTokens as error:
+            raise prompt_too_long(error, model, wanted, param) from error
+        groups.append(await maker.group(prompt, text, param, number * request.num_choices))
     return groups
 
 
-async def encode_prompt(given: str | list[int], tokenizer: Tokenizer, param: str) -> tuple[list[int], str | None]:
-    """A prompt's tokens, and its text where that was given."""
+async def encode_prompt(
+    given: str | list[int], tokenizer: Tokenizer, param: str, most: int | None
+) -> tuple[list[int], str | None]:
+    """A prompt's tokens, and its text where that was given.
+
+    Raises:
+        ApiError: an id is no token's.
+        TooManyTokens: there are more than `most`.
+    """
     if isinstance(given, str):
-        return await run_sized(len(given), lambda: tokenizer.encode(given)), given
+        return await run_sized(len(given), lambda: tokenizer.encode(given, most=most)), given
+    if most is not None and len(given) > most:
+        raise TooManyTokens(len(given), is_exact=True)
     if (largest := max(given, default=0)) >= tokenizer.vocab_size:
         text = f"Token id {largest} is out of vocabulary: this model's ids are 0 to {tokenizer.vocab_size - 1}."
         raise ApiError(400, text, param=param, code="invalid_value")
@@ -143,25 +180,37 @@ class _Maker:
     wanted: int | None
     default: int | None
     """Tokens of an answer, where none were asked for; None is as many as the context holds."""
+    sampling: SamplingParams
+    """But for what depends on the prompt and the choice."""
     constraint: Constraint | None
     inputs: tuple[SpanInput, ...] = ()
 
-    async def prepared(self, prompt: list[int], text: str | None, param: str, index: int) -> Prepared:
-        """The answer that is choice `index` of the response. `text`: the prompt's, where it was given as text."""
+    async def group(self, prompt: list[int], text: str | None, param: str, first: int) -> list[Prepared]:
+        """The answers to a prompt, which are the choices from `first` on. `text`: the prompt's, where it was given as
+        text. What is long is made once: a hundred answers share it."""
         request = self.request
         kept = truncated(prompt, request.truncate_prompt_tokens, self.model.max_model_len, self.wanted)
         allowed = answer_tokens(kept, self.wanted, self.default, self.model, param)
-        request_id = self.request_id if request.num_choices == 1 and index == 0 else f"{self.request_id}-{index}"
-        sampling = _sampling(request, allowed, index % request.num_choices, self.tokenizer)
+        _check_scores(len(kept), request)
+        sampling = replace(self.sampling, max_tokens=allowed)
         if self.constraint is not None:
             sampling = replace(sampling, grammar=self.constraint.text(prompt_end(self.tokenizer, kept)))
+        given, token_ids = text if kept is prompt else None, tuple(kept)
+        choices = [replace(sampling, seed=_successor(request.seed, number)) for number in range(request.num_choices)]
+        return [await self._prepared(token_ids, given, one, first + number) for number, one in enumerate(choices)]
+
+    async def _prepared(
+        self, token_ids: tuple[int, ...], given: str | None, sampling: SamplingParams, index: int
+    ) -> Prepared:
+        request = self.request
+        request_id = self.request_id if request.num_choices == 1 and index == 0 else f"{self.request_id}-{index}"
         skip = request.skip_special_tokens is not False
         shown = markers(request, self.model) if isinstance(request, ChatRequest) else ()
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=skip, shown=shown)
         prepared = Prepared(
             Submission(
                 request_id,
-                tuple(kept),
+                token_ids,
                 sampling,
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt or "",
@@ -176,10 +225,10 @@ class _Maker:
         )
         if not _echoes(request):
             return prepared
-        given = text if kept is prompt else None
-        return replace(prepared, echo=await run_sized(len(kept), lambda: self._echo(kept, given, detokenizer)))
+        echo = await run_sized(len(token_ids), lambda: self._echo(token_ids, given, detokenizer))
+        return replace(prepared, echo=echo)
 
-    def _echo(self, prompt: list[int], given: str | None, detokenizer: Detokenizer) -> Echo:
+    def _echo(self, prompt: Sequence[int], given: str | None, detokenizer: Detokenizer) -> Echo:
         specials = self.tokenizer.special_texts
         if given is not None:
             return read_text(prompt, given, detokenizer, specials)
@@ -209,27 +258,55 @@ def answer_tokens(
     if not prompt:
         raise ApiError(400, "The prompt is empty.", param=param, code="empty_prompt")
     limit, left = model.max_model_len, model.max_model_len - len(prompt)
-    head = f"This model's maximum context length is {limit} tokens. However, your prompt contains {len(prompt)} tokens"
     if left < (0 if wanted == 0 else 1):
-        tail = "." if wanted == 0 else ", and the answer needs one more."
-        raise context_length_exceeded(f"{head}{tail}", param=param, limit=limit, n_prompt_tokens=len(prompt))
+        raise prompt_too_long(TooManyTokens(len(prompt), is_exact=True), model, wanted, param)
     if wanted is not None and wanted > left:
+        head = _head(limit, str(len(prompt)))
         text = f"{head} and {wanted} were requested for the answer; at most {left} are left for it."
         raise context_length_exceeded(text, param=param, limit=limit, n_prompt_tokens=len(prompt))
     return wanted if wanted is not None or default is None else min(default, left)
 
 
-def _sampling(
-    request: ChatRequest | CompletionRequest, max_tokens: int | None, number: int, tokenizer: Tokenizer
-) -> SamplingParams:
-    """Of the answer `number` to a prompt. May raise RequestRejected: min_tokens above max_tokens."""
+def prompt_too_long(found: TooManyTokens, model: ServedModel, wanted: int | None, param: str) -> ApiError:
+    """`wanted`: tokens of the answer; 0: there is none."""
+    counted = f"{found.num_tokens}" if found.is_exact else f"at least {found.num_tokens}"
+    tail = "." if wanted == 0 else ", and the answer needs one more."
+    text, limit = f"{_head(model.max_model_len, counted)}{tail}", model.max_model_len
+    return context_length_exceeded(text, param=param, limit=limit, n_prompt_tokens=found.num_tokens)
+
+
+def _head(limit: int, counted: str) -> str:
+    return f"This model's maximum context length is {limit} tokens. However, your prompt contains {counted} tokens"
+
+
+MAX_PROMPT_SCORES = 2**18
+"""A prompt's log-probabilities cross to the ingress in one frame, which is read in one turn at the interpreter lock."""
+
+
+def _check_scores(num_tokens: int, request: ChatRequest | CompletionRequest) -> None:
+    """Raises:
+    ApiError: a prompt of so many tokens has more log-probabilities than are told.
+    """
+    alternatives = request.num_prompt_logprobs
+    if alternatives is None or (found := num_tokens * (1 + alternatives)) <= MAX_PROMPT_SCORES:
+        return
+    param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+    text = f"{num_tokens} tokens of the prompt with {alternatives} alternatives each have {found} log-probabilities"
+    raise ApiError(
+        400, f"{param}: {text}, and at most {MAX_PROMPT_SCORES} are given.", param=param, code="invalid_value"
+    )
+
+
+async def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> SamplingParams:
+    """Of all answers, but for their seeds and what a prompt leaves of `max_tokens`."""
+    bad_words = request.bad_words or ()
+    banned = await run_sized(2 * sum(map(len, bad_words)), lambda: _bad_words(bad_words, tokenizer))
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=max(request.top_k or 0, 0),
         top_p=1.0 if request.top_p is None else request.top_p,
         min_p=request.min_p or 0.0,
-        seed=None if request.seed is None else _successor(request.seed, number),
-        max_tokens=max_tokens,
+        seed=request.seed,
         min_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
@@ -240,13 +317,13 @@ def _sampling(
         repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
         logit_bias=tuple((request.logit_bias or {}).items()),
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
-        bad_words=_bad_words(request.bad_words or (), tokenizer),
+        bad_words=banned,
     )
 
 
-def _successor(seed: int, number: int) -> int:
-    """The seed's number-th successor, within 64 bits."""
-    return (seed + number + 2**63) % 2**64 - 2**63
+def _successor(seed: int | None, number: int) -> int | None:
+    """The seed's number-th successor, within 64 bits; None has none."""
+    return None if seed is None else (seed + number + 2**63) % 2**64 - 2**63
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from serve_app.adapters.names import AdapterNames
 from serve_app.api.asgi import read_json_body
+from serve_app.api.json_text import json_response
 from serve_app.api.offload import run_sized
 from serve_app.api.schema import ModelT, parse_request
 from serve_app.api.submission import encode_conversation
@@ -36,12 +37,12 @@ class TextRoutes:
         asked = (await self._read(request, TokenizeRequest)).root
         self._check_model(asked.model)
         tokens = await self._encode(asked)
-        return await run_sized(len(tokens), lambda: JSONResponse(self._tokens_json(tokens, asked)))
+        return await run_sized(len(tokens), lambda: json_response(self._tokens_json(tokens, asked)))
 
     async def detokenize(self, request: Request) -> Response:
         asked = await self._read(request, DetokenizeRequest)
         self._check_model(asked.model)
-        return await run_sized(len(asked.tokens), lambda: JSONResponse(self._detokenize(asked.tokens)))
+        return await run_sized(len(asked.tokens), lambda: json_response(self._detokenize(asked.tokens)))
 
     async def tokenizer_info(self, _: Request) -> Response:
         entry, special = self.tokenizer.vocabulary_entry, self.tokenizer.special_texts

@@ -4,6 +4,7 @@ Never imports transformers or torch: loading takes milliseconds, and ingress rep
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from serve_app.api.chat_template import ChatTemplate, TemplateFailed
 from serve_app.api.detokenizer import Detokenizer
+from serve_app.api.token_span import BYTE_LETTERS, longest_span
+
+# One text at a time is encoded, by the thread that asks: the library's own pool would start a thread for each core, and
+# warn when the process forks. Read at each call.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _BYTE_LEVEL_SPECIALS = ("<eos>", "<|system|>", "<|developer|>", "<|user|>", "<|assistant|>", "<|tool|>")
 _BYTE_LEVEL_IMAGE = "<|image|>"
@@ -32,8 +38,20 @@ _BYTE_LEVEL_TEMPLATE = (
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte
 
 
+class TooManyTokens(ValueError):
+    """A prompt does not fit. `is_exact`: it has `num_tokens`; otherwise, at least so many."""
+
+    def __init__(self, num_tokens: int, *, is_exact: bool) -> None:
+        super().__init__(num_tokens)
+        self.num_tokens = num_tokens
+        self.is_exact = is_exact
+
+
 class Tokenizer:
-    """Thread-safe: encoding a long text may run outside the event loop, and releases the interpreter lock."""
+    """Thread-safe: encoding and decoding a long text may run outside the event loop, and release the interpreter lock.
+
+    Only the library's calls for batches do; `encode` and `decode` hold it, for seconds where a text has megabytes.
+    """
 
     def __init__(
         self,
@@ -55,6 +73,7 @@ class Tokenizer:
         """The texts of the tokens that an answer does not show."""
         self.tag_ids = {token.content: token_id for token_id, token in added.items() if _is_tag(token)}
         """The tokens that a grammar names by their ids."""
+        self._span = longest_span(core)
         self._token_texts: dict[int, str] = {}  # at most the vocabulary
 
     @classmethod
@@ -80,18 +99,33 @@ class Tokenizer:
     def byte_level(cls, *, images: bool = False) -> Tokenizer:
         """A tokenizer of 262 tokens that needs no files: token id = byte, then `<eos>` (256) and one per role; with
         `images`, one more that stands for an image."""
-        core = tokenizers.Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+        core = tokenizers.Tokenizer(models.BPE(vocab=BYTE_LETTERS, merges=[]))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         core.decoder = decoders.ByteLevel()
         core.add_special_tokens([*_BYTE_LEVEL_SPECIALS, *((_BYTE_LEVEL_IMAGE,) if images else ())])
         return cls(core, ChatTemplate(_BYTE_LEVEL_TEMPLATE, {"eos_token": "<eos>"}), core.token_to_id("<eos>"))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """A plain prompt: special tokens are added as the model's post-processor says (a leading BOS, mostly)."""
-        return self._core.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """A plain prompt: special tokens are added as the model's post-processor says (a leading BOS, mostly).
+
+        Raises:
+            TooManyTokens: there are more than `most`; where the text's length says so, nothing was encoded.
+        """
+        if most is not None and self._span is not None and (least := self._span.least_tokens(text)) > most:
+            raise TooManyTokens(least, is_exact=False)
+        (encoding,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if most is not None and len(encoding) > most:
+            raise TooManyTokens(len(encoding), is_exact=True)
+        return encoding.ids
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], /, *, add_special_tokens: bool = False, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most: int | None = None,
+        /,
+        *,
+        add_special_tokens: bool = False,
+        **options: Any,
     ) -> list[int]:
         """A conversation, rendered by the template, which writes its own special tokens: by default none are added.
 
@@ -99,15 +133,17 @@ class Tokenizer:
 
         Raises:
             TemplateFailed: there is no template, or it does not take these messages.
+            TooManyTokens: as `encode`.
         """
         if self._chat_template is None:
             raise TemplateFailed("This model has no chat template; use /v1/completions.")
         text = self._chat_template.render(messages, **options)
-        return self.encode(text, add_special_tokens=add_special_tokens)
+        return self.encode(text, add_special_tokens=add_special_tokens, most=most)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens, with that of special ones: what `encode` was given, and what it added."""
-        return self._core.decode(list(token_ids), skip_special_tokens=False)
+        (text,) = self._core.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return text
 
     def vocabulary_entry(self, token_id: int) -> str | None:
         """The token as tokenizer.json has it, `Ġthe` and not ` the`; None for an id that no token has."""
@@ -191,9 +227,9 @@ def _partial_bytes(piece: str | None) -> bytes | None:
         return None
     if match := _BYTE_PIECE.fullmatch(piece):
         return bytes([int(match[1], 16)])
-    if not all(letter in _BYTES for letter in piece):
+    if not all(letter in BYTE_LETTERS for letter in piece):
         return None
-    data = bytes(_BYTES[letter] for letter in piece)
+    data = bytes(BYTE_LETTERS[letter] for letter in piece)
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -203,13 +239,3 @@ def _partial_bytes(piece: str | None) -> bytes | None:
 
 def _readable(byte: int) -> str:
     return chr(byte) if 0x20 <= byte < 0x7F and byte != ord("\\") else f"\\x{byte:02x}"
-
-
-def _byte_vocabulary() -> dict[str, int]:
-    """The letters that the byte-level decoder knows: a printable Latin-1 byte is itself, the n-th other is 256 + n."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}
-
-
-_BYTES = _byte_vocabulary()

@@ -1,0 +1,95 @@
+"""Owns an ingress alone, for `serve_app.api.bench`: the routes, a model's tokenizer, and an engine of one pace.
+Never computes a token: what is measured is what the ingress does between two."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+
+import uvicorn
+
+from engine.protocol import (
+    AdapterRef,
+    Event,
+    Finished,
+    FinishReason,
+    LoadSnapshot,
+    PromptLogprobs,
+    Scheduled,
+    Submission,
+    Token,
+    TokenLogprobs,
+    Usage,
+)
+from serve_app.api.ingress import create_app
+from serve_app.api.tokenizer import Tokenizer
+from serve_app.engine_client import Course, ServedModel
+from serve_app.interpreter import spare_garbage_collections, take_short_turns
+from serve_app.metrics.activity import FleetActivity
+from serve_app.metrics.exposition import Scrape
+
+STEP_S = 0.02
+_TOKEN = 100
+
+
+class PacedEngine:
+    """Gives every request a token each `STEP_S`, and a prompt's log-probabilities where they are asked for."""
+
+    async def stream(
+        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+    ) -> AsyncGenerator[list[Event], None]:
+        name, sampling = submission.request_id, submission.sampling
+        first: list[Event] = [Scheduled(name, 0)]
+        if sampling.prompt_logprobs is not None:
+            top = tuple((token, -1.5 - token) for token in range(sampling.prompt_logprobs))
+            scores = [TokenLogprobs(token, -1.25, top) for token in submission.prompt_token_ids[1:]]
+            first.append(PromptLogprobs(name, tuple(scores)))
+        yield first
+        count = sampling.max_tokens or 1
+        for _ in range(count):
+            await asyncio.sleep(STEP_S)
+            yield [Token(name, _TOKEN)]
+        usage = Usage(len(submission.prompt_token_ids), count, 0)
+        yield [Finished(name, FinishReason.LENGTH, usage)]
+
+    async def check_health(self) -> None:
+        return
+
+    async def load(self) -> list[LoadSnapshot]:
+        return []
+
+    async def metrics(self) -> Scrape:
+        return Scrape()
+
+    async def activity(self, after: Mapping[str, int]) -> FleetActivity:
+        return FleetActivity()
+
+    async def abort(self, name: str) -> bool:
+        return False
+
+    async def drain_all(self, draining: bool) -> None:
+        return
+
+    async def load_adapter(self, name: str, path: str) -> AdapterRef:
+        raise NotImplementedError("the benchmark's engine has no adapters")
+
+    async def unload_adapter(self, name: str) -> None:
+        raise NotImplementedError("the benchmark's engine has no adapters")
+
+    async def reset_prefix_cache(self) -> list[int]:
+        return []
+
+
+def main(directory: str, port: str, max_model_len: str) -> None:
+    tokenizer = Tokenizer.from_dir(Path(directory))
+    model = ServedModel(id="bench", max_model_len=int(max_model_len), created=0)
+    app = create_app(PacedEngine(), tokenizer, model)
+    take_short_turns()
+    spare_garbage_collections()
+    uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning", access_log=False)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,189 @@
+"""Owns the contract of large JSON: what is written in steps is what one call writes, and a body that would hold the
+parser for long is refused by its counts."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.protocol import SamplingParams, Scheduled
+from serve_app.api import submission
+from serve_app.api.ingress import create_app
+from serve_app.api.json_size import KEY_ITEMS, MAX_ITEMS, check_size, count
+from serve_app.api.json_text import json_response, written
+from serve_app.api.schema import CompletionRequest, parse_request
+from serve_app.api.tokenizer import Tokenizer
+from serve_app.errors import ApiError
+from tests.serve_app.harness import CHAT, MODEL, PROMPT, ScriptedClient, chat, complete, finished, post
+
+pytestmark = pytest.mark.anyio
+
+ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+TEXTS = ("", "a", '"', "\\", "é\u2028", ",", "[{:", '\\"', "👍")
+
+
+def random_json(draw: random.Random, depth: int) -> Any:
+    kind = draw.randrange(8 if depth else 5)
+    if kind < 5:
+        return draw.choice([None, True, False, draw.randint(-9, 10**9), draw.random(), draw.choice(TEXTS)])
+    length = draw.choice([0, 1, 3, 64, 65, 130])
+    if kind == 5:
+        return {f"{draw.choice(TEXTS)}{i}": random_json(draw, depth - 1) for i in range(length % 67)}
+    values = [random_json(draw, depth - 1 if length < 65 else 0) for _ in range(length)]
+    return values if kind == 6 else tuple(values)
+
+
+def test_what_is_written_in_steps_is_what_one_call_writes() -> None:
+    draw = random.Random(7)
+    values = [random_json(draw, 3) for _ in range(400)]
+    values += [
+        list(range(5000)),
+        {"a": [[]] * 3000, "b": [{"c": list(range(2049))}] * 2},
+        [[1] * 1024] * 3,
+        [None] * 1025,
+    ]
+    assert sum(len(ENCODE(value)) > 2000 for value in values) > 50, "too few long ones"
+    for value in values:
+        assert written(value, ENCODE) == ENCODE(value)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        written([float("nan")] * 100, ENCODE)
+
+
+def test_no_call_of_the_encoder_writes_a_long_list() -> None:
+    longest = []
+
+    def encode(value: Any) -> str:
+        longest.append(ENCODE(value).count(","))
+        return ENCODE(value)
+
+    content = [{"token": "a", "bytes": [1], "top_logprobs": [{"token": "b", "bytes": [2, 3]}] * 20}] * 300
+    body = {"tokens": list(range(20_000)), "choices": [{"logprobs": {"content": content}}] * 3}
+    assert written(body, encode) == ENCODE(body)
+    assert max(longest) < 1024
+
+
+def test_a_response_has_starlettes_type_and_length() -> None:
+    made = json_response({"é": list(range(100))})
+    assert made.headers["content-type"] == "application/json"
+    assert made.body == ENCODE({"é": list(range(100))}).encode()
+    assert made.headers["content-length"] == str(len(made.body))
+
+
+def counted(value: Any) -> tuple[int, int]:
+    """(items, keys): of containers, a comma or an opening bracket each; an empty one has its bracket."""
+    if isinstance(value, dict):
+        inner = [counted(one) for one in value.values()]
+        return max(len(value), 1) + sum(items for items, _ in inner), len(value) + sum(keys for _, keys in inner)
+    if isinstance(value, list | tuple):
+        inner = [counted(one) for one in value]
+        return max(len(value), 1) + sum(items for items, _ in inner), sum(keys for _, keys in inner)
+    return 0, 0
+
+
+def test_items_and_keys_are_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.api.json_size.MAX_ITEMS", -1)  # or nothing is counted exactly
+    draw = random.Random(8)
+    for _ in range(300):
+        value = [random_json(draw, 3), draw.choice(TEXTS) * 9, {draw.choice(TEXTS): draw.choice(TEXTS)}]
+        for separators in ((",", ":"), (" , ", " : ")):
+            for ascii_only in (False, True):
+                text = json.dumps(value, separators=separators, ensure_ascii=ascii_only)
+                assert count(text.encode()) == counted(value), text
+
+
+MAX_KEYS = MAX_ITEMS // KEY_ITEMS
+MANY = {
+    "items": b"[" + b"1," * MAX_ITEMS + b"1]",
+    "empty": b"[" + b"[]," * (MAX_ITEMS // 2) + b"1]",
+    "keys": b"{" + b",".join(b'"%d":1' % i for i in range(MAX_KEYS)) + b"}",
+}
+
+
+@pytest.mark.parametrize("what", MANY)
+def test_a_body_of_too_many_values_is_refused_with_the_limit_and_not_parsed(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("serve_app.api.schema.pydantic_core")
+    body = b'{"model":"m","prompt":"a","metadata":{"a":' + MANY[what] + b"}}"
+    with pytest.raises(ApiError) as refused:
+        parse_request(CompletionRequest, body)
+    items, keys = count(body)
+    assert (refused.value.status, refused.value.code) == (400, "too_many_values")
+    assert items + KEY_ITEMS * keys > MAX_ITEMS
+    assert f"has {items} items" in refused.value.message
+    assert f"{keys} keys" in refused.value.message
+    assert f"at most {MAX_ITEMS} are taken" in refused.value.message
+
+
+def test_text_is_not_counted_whatever_it_holds() -> None:
+    for text in ('{"a": [1, 2]}, ' * 200_000, "\\" * 1_000_000, '"' * 1_000_000, ":" * (MAX_KEYS + 1)):
+        body = json.dumps({"model": "m", "prompt": text}).encode()
+        check_size(body)
+        assert parse_request(CompletionRequest, body).prompt == text
+
+
+async def test_biases_beyond_the_limit_are_counted_and_not_read() -> None:
+    error = (await complete(ScriptedClient(), logit_bias={f"not a token {i}": 1 for i in range(1025)})).error
+    assert error["param"] == "logit_bias"
+    assert "at most 1024" in error["message"]
+    assert "1025" in error["message"]
+
+
+async def test_what_answers_share_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of a context's length and words to ban were made again for each of a hundred answers, on the loop."""
+    words: list[str] = []
+    encode = Tokenizer.encode
+
+    def counted_encode(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        words.append(text)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted_encode)
+    client = ScriptedClient([Scheduled("r", 0)], [finished()])
+    allowed = list(range(200))
+    answer = await complete(client, n=5, bad_words=["ab", "c"], allowed_token_ids=allowed, seed=7, max_tokens=4)
+    assert answer.status == 200
+    assert sorted(words) == [" ab", " c", "ab", "c", "hi"]
+    made = [submission.sampling for submission in client.submissions]
+    assert sorted(sampling.seed or 0 for sampling in made) == [7, 8, 9, 10, 11]
+    assert len({id(one.prompt_token_ids) for one in client.submissions}) == 1
+    assert len({id(sampling.allowed_token_ids) for sampling in made}) == 1
+    assert isinstance(made[0], SamplingParams)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"prompt_logprobs": 20}, "prompt_logprobs"), ({"logprobs": 20, "echo": True}, "logprobs")],
+)
+async def test_a_prompt_has_so_many_log_probabilities_and_no_more(fields: dict[str, Any], param: str) -> None:
+    most = submission.MAX_PROMPT_SCORES // 21
+    client = ScriptedClient([finished()])
+    app = create_app(client, Tokenizer.byte_level(), replace(MODEL, max_model_len=most + 100))
+    body = PROMPT | fields | {"max_tokens": 1}
+    answer = await post(app, "/v1/completions", body | {"prompt": [120] * (most + 1)})
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert f"{(most + 1) * 21} log-probabilities, and at most {submission.MAX_PROMPT_SCORES}" in answer.error["message"]
+    assert not client.submissions
+    await post(app, "/v1/completions", body | {"prompt": [120] * most})
+    assert len(client.submissions) == 1
+
+
+async def test_a_chats_messages_are_rendered_off_the_loop_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[str] = []
+    render = Tokenizer.encode_chat
+
+    def noted(self: Tokenizer, *arguments: Any, **options: Any) -> list[int]:
+        rendered.append(threading.current_thread().name)
+        return render(self, *arguments, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", noted)
+    here = threading.current_thread().name
+    await chat(ScriptedClient([finished()]))
+    await chat(ScriptedClient([finished()]), messages=CHAT["messages"] * 1100)
+    assert rendered[0] == here
+    assert rendered[1] != here
