@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+MAX_COMMANDS = 512
+"""Most submissions and aborts between two steps, milliseconds of work: no burst of them holds up running streams."""
+
 MAX_WAIT_S = 3600.0
 """A queue refuses to wait for longer than some platforms' clocks count, and a deadline may be any number of seconds."""
 
@@ -341,12 +344,12 @@ class AsyncEngine:
             with suppress(queue.Empty):
                 events += self._commands.get(timeout=self._longest_wait())()
         self._busy_since = time.monotonic()
-        while True:
+        for _ in range(MAX_COMMANDS):
             try:
-                command = self._commands.get_nowait()
+                events += self._commands.get_nowait()()
             except queue.Empty:
-                return events
-            events += command()
+                break
+        return events
 
     def _longest_wait(self) -> float | None:
         """Seconds to the next deadline; None if there is none."""

@@ -1,9 +1,10 @@
-"""Owns the offline measurement of scheduling: how long a step takes to plan, to commit and to apply, without a model.
+"""Owns the offline measurement of scheduling: how long steps take to plan, to commit and to apply, without a model.
 Never computes a token: an executor stub returns canned ones. The last line it prints is one JSON document."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import platform
@@ -35,6 +36,10 @@ TRAFFIC = {
     "churn": "one answer in 64 ends in each step, and a waiting request takes its place",
     "crowded": "memory is full, and admission_order bypass asks every waiting request whether it fits",
 }
+STORM = "memory runs out while all grow by a block at once, and sixteen are preempted in one step"
+VICTIMS = 16
+PROMPT_BLOCKS = 8
+"""Of a request in a storm: a victim yields these, and the block that it does not take."""
 Milliseconds = dict[str, list[float]]
 
 
@@ -85,7 +90,7 @@ class TimedCore(EngineCore):
     """An engine core that keeps the milliseconds of each phase. `apply` is what follows the executor's return."""
 
     def __init__(self, traffic: str, running: int, draw: random.Random) -> None:
-        config = _config(traffic, running)
+        config = _storm_config(running) if traffic == "storm" else _config(traffic, running)
         self._canned = CannedExecutor()
         super().__init__(self._canned, config)
         self.times: Milliseconds = defaultdict(list)
@@ -108,6 +113,23 @@ class TimedCore(EngineCore):
             submission = Submission(str(self._num_sent), prompt, params)
             self.submit(create_request(submission, self.config, self._num_sent))
             self._num_sent += 1
+
+    def send_equals(self, count: int, num_tenants: int) -> None:
+        """Requests whose prompts fill the same number of blocks and share none."""
+        for number in range(self._num_sent, self._num_sent + count):
+            prompt = (number % VOCAB, number // VOCAB, *range(2, PROMPT_BLOCKS * BLOCK_SIZE))
+            params = SamplingParams(temperature=0.0, max_tokens=LIFE - len(prompt), ignore_eos=True)
+            submission = Submission(str(number), prompt, params, tenant=f"t{number % num_tenants}")
+            self.submit(create_request(submission, self.config, number))
+        self._num_sent += count
+
+    def replace_running(self, num_tenants: int) -> None:
+        """End all that run, have as many new ones wait, and admit the first of the queue in their place."""
+        running = [*self._scheduler.prefilling, *self._scheduler.decoding]
+        for request_id in running:
+            self.abort(request_id)
+        self.send_equals(len(running), num_tenants)
+        super().step()
 
     def step(self) -> list[Event]:
         """A timed step, after which whatever ended is followed by a new request."""
@@ -141,6 +163,48 @@ def _config(traffic: str, running: int) -> ResolvedConfig:
         kernels="canned",
         num_threads=1,
     )
+
+
+def _storm_config(running: int) -> ResolvedConfig:
+    """All seats are taken in one step, and the next wants a block for each: all but those of sixteen are there, and
+    what sixteen give up is just enough."""
+    return ResolvedConfig.of(
+        EngineConfig(
+            block_size=BLOCK_SIZE,
+            max_num_seqs=running,
+            max_num_batched_tokens=2 * running * LIFE,
+            max_prefill_tokens=running * LIFE,
+            max_queued_requests=10**6,
+            num_speculative_tokens=0,
+            scheduler=SchedulerConfig(reserve_mode="prompt", watermark_blocks=0, chunk_halving_context=0),
+        ),
+        max_model_len=LIFE,
+        num_kv_blocks=running * (PROMPT_BLOCKS + 1) - VICTIMS * (PROMPT_BLOCKS + 1),
+        vocab_size=VOCAB,
+        eos_token_ids=(0,),
+        dtype="none",
+        device="none",
+        kernels="canned",
+        num_threads=1,
+    )
+
+
+def measure_storms(running: int, waiting: int, num_tenants: int, storms: int) -> list[dict[str, Any]]:
+    """A cell for each phase, and one for all of them together, of steps that preempt sixteen requests."""
+    core = TimedCore("storm", running, random.Random(0))
+    core.send_equals(running + waiting, num_tenants)
+    EngineCore.step(core)  # takes all seats
+    kept: Milliseconds = defaultdict(list)
+    for _ in range(storms + WARM_UP):
+        core.times.clear()
+        core.step()
+        assert len(core.last_step.preempted) == VICTIMS, f"{len(core.last_step.preempted)} were preempted"
+        for phase, times in core.times.items():
+            kept[phase] += times
+        core.replace_running(num_tenants)
+    kept["step"] = [sum(times) for times in zip(*kept.values(), strict=True)]
+    shape = {"traffic": "storm", "running": running, "waiting": waiting, "tenants": num_tenants}
+    return [{**shape, "phase": phase, **spread(times[WARM_UP:])} for phase, times in kept.items()]
 
 
 def settle(traffic: str, running: int, waiting: int, draw: random.Random) -> TimedCore:
@@ -198,7 +262,7 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def _print(cell: dict[str, Any]) -> None:
-    inputs = "{rows} rows, {tokens} tokens" if "rows" in cell else "{traffic:8} {running:5} running {waiting:5} waiting"
+    inputs = "{rows} rows, {tokens} tokens" if "rows" in cell else "{traffic:8} {running:5} running {waiting:6} waiting"
     figures = "  {phase:12}  p50 {ms_p50:7.3f} ms  min {ms_min:7.3f}  max {ms_max:7.3f}"
     print(f"{inputs.format(**cell):38}{figures.format(**cell)}", flush=True)
 
@@ -208,20 +272,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--running", type=int, nargs="*", default=[64, 512], help="running requests of each size")
     parser.add_argument("--waiting", type=int, nargs="*", default=[100, 2000], help="waiting requests of each size")
     parser.add_argument("--traffic", nargs="*", default=list(TRAFFIC), choices=list(TRAFFIC), help=f"{TRAFFIC}")
+    parser.add_argument("--storms", type=int, default=50, help=f"how often {STORM}")
+    parser.add_argument("--storm-running", type=int, default=512)
+    parser.add_argument("--storm-waiting", type=int, default=100_000)
+    parser.add_argument("--storm-tenants", type=int, nargs="*", default=[1, 1000], help="whose requests wait")
     parser.add_argument("--tokens", type=int, default=16_384, help="tokens of the slot mapping")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
     options = parser.parse_args(arguments)
+    if options.storms and options.storm_running < VICTIMS * (PROMPT_BLOCKS + 2):
+        parser.error(
+            f"--storm-running must be at least {VICTIMS * (PROMPT_BLOCKS + 2)}, to preempt {VICTIMS} at a time"
+        )
     cells: list[dict[str, Any]] = []
     for traffic, (running, waiting) in product(options.traffic, zip(options.running, options.waiting, strict=True)):
         cells += measure(traffic, running, waiting, options.steps, random.Random(options.seed))
+    for tenants in options.storm_tenants if options.storms else ():
+        cells += measure_storms(options.storm_running, options.storm_waiting, tenants, options.storms)
     for rows in (1, 16):
         cells += measure_inputs(rows, options.tokens, options.steps)
     for cell in cells:
         _print(cell)
     result = {"benchmark": "scheduler", **machine(), "python": platform.python_version(), "seed": options.seed}
-    print(json.dumps({**result, "steps": options.steps, "traffic": TRAFFIC, "cells": cells}))
+    print(json.dumps({**result, "steps": options.steps, "traffic": {**TRAFFIC, "storm": STORM}, "cells": cells}))
 
 
 if __name__ == "__main__":
+    gc.freeze()  # as an engine replica does, which collects seldom
+    gc.set_threshold(50_000, 20, 50)
     main()

@@ -41,10 +41,14 @@ class BlockManager:
     def num_evictable(self) -> int:
         return len(self._evictable)
 
-    def freed_by(self, requests: Iterable[Sequence[int]]) -> int:
-        """How many blocks become available if each of these lists is released: shared ones only with all holders."""
-        releases = Counter(block_id for block_ids in requests for block_id in block_ids)
-        return sum(count == self._holders[block_id] for block_id, count in releases.items())
+    def freed_by(self, block_ids: Iterable[int], gone: Counter[int]) -> int:
+        """How many blocks become available if a request releases these after others did: shared ones only with all
+        holders. `gone` counts the releases so far, and then these too."""
+        freed = 0
+        for block_id in block_ids:
+            gone[block_id] += 1
+            freed += gone[block_id] == self._holders[block_id]
+        return freed
 
     def is_held(self, block_id: int) -> bool:
         return self._holders[block_id] > 0

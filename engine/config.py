@@ -164,7 +164,12 @@ class SchedulerConfig:
     max_partial_prefills: int = setting(
         1, "Most prompts of one priority that are partly computed after a step. 0: as many as there are seats.", ge=0
     )
-    long_prefill_token_threshold: int = setting(0, "Most tokens of one prompt in a step. 0: no limit.", ge=0)
+    long_prefill_token_threshold: int = setting(
+        0,
+        "Most tokens of one prompt in a step. 0: no limit. Short prompts use what it leaves, also those behind a "
+        "long one that waits for max_partial_prefills.",
+        ge=0,
+    )
     chunk_halving_context: int | None = setting(
         None,
         "Context at which a chunk has half as many tokens, at twice that a third, for attention to it takes time as "
@@ -220,7 +225,9 @@ class SchedulerConfig:
     )
     state_snapshots: int = setting(64, "Hybrid models: snapshots that are kept.", ge=1)
     admission_order: Literal["strict", "bypass"] = setting(
-        "strict", "Whether requests that fit may overtake one that does not fit yet."
+        "strict",
+        "Whether requests for which there is memory may overtake one for which there is none yet. Either way, prompts "
+        "that a step takes whole pass one that cannot use what the step has left.",
     )
     max_overtakes: int = setting(16, "`bypass`: how often a request may be overtaken.", ge=1)
 

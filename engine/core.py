@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from engine.applier import Applier
 from engine.block_manager import BlockManager
 from engine.config import ConfigError, ResolvedConfig
-from engine.deadlines import Deadlines
 from engine.model_drafts import ModelDrafts
 from engine.observer import ComputedStep, StepFacts
 from engine.planner import DeferReason, Plan
@@ -79,7 +78,6 @@ class EngineCore:
         self._deferred: DeferReason | None = None
         self._reserved_blocks = 0
         self._retrying = False  # the last step ran out of memory and is being tried with less prefill
-        self._deadlines = Deadlines(self._scheduler.find)
         self.last_step = StepFacts(0.0)
         """Of the last call of `step`."""
 
@@ -90,7 +88,7 @@ class EngineCore:
     @property
     def next_deadline(self) -> float | None:
         """When `step` has something to do even if there is no work, by the clock; it may turn out to be nothing."""
-        return self._deadlines.next
+        return self._scheduler.deadlines.next
 
     def load(self) -> LoadSnapshot:
         scheduler = self._scheduler
@@ -136,9 +134,7 @@ class EngineCore:
         One that is not `prepared` keeps its place and is not planned before `prepared` says so: what its prompt stands
         for, such as an image, is still being made.
         """
-        now = self._clock()
-        self._scheduler.add(request, now, prepared=prepared)
-        self._deadlines.add(request, now)
+        self._scheduler.add(request, self._clock(), prepared=prepared)
         return []
 
     def prepared(self, request_id: str) -> list[Event]:
@@ -197,8 +193,7 @@ class EngineCore:
         self._executor.forget(self.last_step.preempted)
         events: list[Event] = [Scheduled(request.request_id, request.cached) for request in fresh]
         launched = self._start(plan, step)
-        if isinstance(launched.output, ExecutorOutOfMemoryError) and self._may_retry(plan):
-            self._scheduler.roll_back(plan, step)
+        if isinstance(launched.output, ExecutorOutOfMemoryError) and self._retry(plan, step):
             return None, events
         self._retrying = False
         return launched, events
@@ -222,9 +217,15 @@ class EngineCore:
             output = error
         return _Launched(plan, step, tuple(row.request.epoch for row in plan.rows), started, output)
 
-    def _may_retry(self, plan: Plan) -> bool:
-        """Once, and only where there is prefill to make smaller: decode rows alone would need the same memory again."""
-        retry = not self._retrying and any(row.kind is not RowKind.DECODE for row in plan.rows)
+    def _retry(self, plan: Plan, step: StepPlan) -> bool:
+        """Have a step that ran out of memory planned again: once, and only where there is prefill to make smaller.
+        Decode rows alone would need the same memory again."""
+        has_prefill = any(row.kind is not RowKind.DECODE for row in plan.rows)
+        retry = not self._retrying and has_prefill
+        if has_prefill:
+            self._scheduler.ran_out(plan, again=self._retrying)
+        if retry:
+            self._scheduler.roll_back(plan, step)
         self._retrying = retry
         return retry
 
@@ -233,6 +234,7 @@ class EngineCore:
         output = self._collect(launched)
         if isinstance(output, StepOutput):
             failed = dict(output.failed)
+            self._scheduler.went_well(launched.plan)
         else:
             self._scheduler.lose_encoded(launched.step)
             output, failed = (
@@ -285,7 +287,7 @@ class EngineCore:
             self._applier.fail(
                 request, ErrorCode.DEADLINE_EXCEEDED, f"The request was ended after {waited}, as its deadline says."
             )
-            for request, waited in self._deadlines.passed(now)
+            for request, waited in self._scheduler.deadlines.passed(now)
         ]
 
     def shutdown(self) -> None:

@@ -4,7 +4,7 @@ Never changes a request, a block or a queue: a plan is a proposal, and making it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -22,7 +22,14 @@ from engine.step import RowKind
 from engine.waiting import WaitingQueue
 
 MAX_PASSED = 64
-"""`admission_order: bypass` looks past this many requests that do not fit: testing 2,000 took 4.6 ms of every step."""
+"""A plan looks past this many requests that do not fit, and as many that cannot use what the step has left: testing
+2,000 took 4.6 ms of every step."""
+
+LOSES_LEAST: dict[str, Callable[[Request], tuple[int, ...]]] = {
+    "lifo": lambda request: (-request.ticket,),
+    "retract": lambda request: (request.num_output, -request.prompt_len, -request.ticket),
+}
+"""By preempt_policy: the first of those that are equally urgent gives up its memory."""
 
 
 class DeferReason(StrEnum):
@@ -62,7 +69,9 @@ class Plan:
     preempted: tuple[Request, ...] = ()
     """Give their memory back before the rows take theirs."""
     overtaken: tuple[Request, ...] = ()
-    """One entry for each time a waiting request was passed by."""
+    """One entry for each time a waiting request was passed by for want of memory."""
+    skipped: tuple[Request, ...] = ()
+    """Waiting requests that cannot use what the step has left, and let those behind them pass that it takes whole."""
     deferred: DeferReason | None = None
     """Why the first request that still waits is not in this plan."""
     reserved_blocks: int = 0
@@ -110,7 +119,9 @@ class _Planner:
         self._chunks = ChunkRule(config, view.prefill_limit)
         self._encoder = EncoderRoom(view.encoder, config.max_encoder_tokens) if view.encoder else None
         self._rows: list[PlannedRow] = []
-        self._preempted: list[Request] = []
+        self._preempted: dict[Request, None] = {}
+        self._gone: Counter[int] = Counter()  # by block: how many of its holders are among them
+        self._freed = 0  # blocks that nobody holds any more without them
         self._overtaken: list[Request] = []
         self._deferred: DeferReason | None = None
         self._chunk_ends: dict[str, int] = {}  # prefill rows of this plan
@@ -118,6 +129,7 @@ class _Planner:
         self._num_decodes = 0
         self._passed: list[Request] = []  # requests that did not fit, and may be overtaken `_slack` more times
         self._slack = self._policy.max_overtakes
+        self._skipped: dict[Request, None] = {}
         self._taken: set[int] = set()  # cached blocks that nobody held before this plan
         self._tokens_left = config.max_num_batched_tokens
         # The oldest request that holds memory is never a victim, so that somebody always gets on.
@@ -149,7 +161,12 @@ class _Planner:
         if self._preempted:
             self._defer(DeferReason.PREEMPTION)
         return Plan(
-            tuple(self._rows), tuple(self._preempted), tuple(self._overtaken), self._deferred, self._memory.reserved
+            tuple(self._rows),
+            tuple(self._preempted),
+            tuple(self._overtaken),
+            tuple(self._skipped),
+            self._deferred,
+            self._memory.reserved,
         )
 
     # --- which kinds of rows this step carries --------------------------------------------------------------------
@@ -235,14 +252,10 @@ class _Planner:
         if growth + self._elder_chunk() > self._available():
             counts = [min(count, 1) for count in counts]
             growth = self._growth(decoding, counts)
-        while growth + self._elder_chunk() > self._available():
-            victim = self._choose_victim(decoding)
-            assert victim is not None, "memory ran out with nobody to take it from"
-            self._preempted.append(victim)
-            decoding = [request for request in decoding if request is not victim]
-            counts = [min(request.num_decode_tokens, 1) for request in decoding]
-            growth = self._growth(decoding, counts)
+            growth = self._preempt_for(decoding, growth)
         if self._preempted:
+            decoding = list(_without(self._preempted, decoding))
+            counts = [min(request.num_decode_tokens, 1) for request in decoding]
             self._memory = self._admission()
         self._memory.grow_answers(growth)
         self._rows += [
@@ -252,6 +265,21 @@ class _Planner:
         ]
         self._num_decodes = len(self._rows)
         self._tokens_left -= sum(counts)
+
+    def _preempt_for(self, decoding: list[Request], growth: int) -> int:
+        """Take memory until the rest of these rows fit; return the blocks that these take. O(rows), whoever many go."""
+        victims = self._victims(decoding)
+        while growth + self._elder_chunk() > self._available():
+            victim = next(victims, None)
+            assert victim is not None, "memory ran out with nobody to take it from"
+            self._preempt(victim)
+            if victim.request_id in self._view.decoding:
+                growth -= self._growth([victim], [min(victim.num_decode_tokens, 1)])
+        return growth
+
+    def _preempt(self, victim: Request) -> None:
+        self._preempted[victim] = None
+        self._freed += self._view.blocks.freed_by(victim.block_ids, self._gone)
 
     def _with_drafts(self, decoding: list[Request]) -> list[int]:
         """Tokens of each row. Where drafts are more than a step has room for, those who decode longest have theirs."""
@@ -272,8 +300,7 @@ class _Planner:
 
     def _available(self) -> int:
         """Blocks at hand once this plan's victims have given up theirs."""
-        blocks = self._view.blocks
-        return blocks.num_available + (blocks.freed_by(r.block_ids for r in self._preempted) if self._preempted else 0)
+        return self._view.blocks.num_available + self._freed
 
     def _growth(self, decoding: list[Request], counts: list[int]) -> int:
         """Blocks that these rows take together."""
@@ -292,16 +319,14 @@ class _Planner:
     def _missing(self, request: Request, num_tokens: int) -> int:
         return max(self._view.blocks.blocks_for(num_tokens) - len(request.block_ids), 0)
 
-    def _choose_victim(self, decoding: list[Request]) -> Request | None:
-        """Of the least urgent, by policy. The elder never; prompts only when there is no answer to take from."""
+    def _victims(self, decoding: list[Request]) -> Iterator[Request]:
+        """Whom to take memory from, one after the other: of the least urgent, by policy. The elder never; prompts only
+        when there is no answer to take from."""
+        loses = LOSES_LEAST[self._policy.preempt_policy]
         candidates = [request for request in decoding if request is not self._elder]
-        if not candidates:  # an emergency: prompts hold what the last decode row needs
-            return self._youngest_prompt()
-        least_urgent = max(request.priority for request in candidates)
-        candidates = [request for request in candidates if request.priority == least_urgent]
-        if self._policy.preempt_policy == "lifo":
-            return max(candidates, key=lambda request: request.ticket)
-        return min(candidates, key=lambda request: (request.num_output, -request.prompt_len, -request.ticket))
+        yield from sorted(candidates, key=lambda request: (-request.priority, *loses(request)))
+        while prompt := self._youngest_prompt():  # an emergency: prompts hold what the last decode row needs
+            yield prompt
 
     def _youngest_prompt(self) -> Request | None:
         prompts = [r for r in _without(self._preempted, self._view.prefilling.values()) if r is not self._elder]
@@ -311,7 +336,7 @@ class _Planner:
         """Prompts hold all memory and none can go on: take it from the youngest until the oldest can."""
         assert self._elder is not None
         while not self._next_chunk(self._elder, budget) and (victim := self._youngest_prompt()):
-            self._preempted.append(victim)
+            self._preempt(victim)
             self._memory = self._admission()
 
     # --- prefill rows ---------------------------------------------------------------------------------------------
@@ -393,7 +418,7 @@ class _Planner:
         seats = self._config.max_num_seqs - len(view.decoding) - len(view.prefilling) - self._num_admitted()
         most_passed = 1 if self._policy.admission_order == "strict" else MAX_PASSED
         for request in self._candidates(more_urgent_than):
-            if len(self._passed) >= most_passed:
+            if len(self._passed) >= most_passed or len(self._skipped) >= MAX_PASSED:
                 break
             if seats <= 0 or budget <= 0:
                 self._defer(DeferReason.SEATS if seats <= 0 else DeferReason.TOKENS)
@@ -412,7 +437,10 @@ class _Planner:
             count = self._chunk_size(request, start, target, budget)
             if reason := self._refuses_chunk(request, count, target - start):
                 self._defer(reason)
-                break
+                if not self._may_be_skipped(request, reason):
+                    break
+                self._skipped[request] = None
+                continue
             self._memory.admit(request, len(prefix) - shared, len(prefix), start + count)
             self._add_chunk(request, start, target, count, prefix)
             self._taken.update(prefix)
@@ -429,7 +457,7 @@ class _Planner:
         for request in self._view.waiting.in_order(self._view.now):
             if more_urgent_than is not None and request.priority >= more_urgent_than:
                 return
-            if request.request_id not in self._chunk_ends and request not in self._passed:
+            if not (request.request_id in self._chunk_ends or request in self._skipped or request in self._passed):
                 yield request
 
     def _refuses_chunk(self, request: Request, count: int, remaining: int) -> DeferReason | None:
@@ -439,7 +467,17 @@ class _Planner:
             return DeferReason.TOKENS
         most = self._policy.max_partial_prefills
         too_many = bool(most) and count < remaining and self._num_partial[request.priority] >= most
-        return DeferReason.PARTIAL if too_many else None
+        return DeferReason.PARTIAL if too_many or (self._skipped and count < remaining) else None
+
+    def _may_be_skipped(self, request: Request, reason: DeferReason) -> bool:
+        """Whether others may have what the step has left, which is of no use to this request.
+
+        Only prompts that it takes whole pass: none of them is partly computed after the step, so that they hold back
+        neither a place among partial prompts nor the beginning of a later step, which is all that it waits for. What
+        is left of a step that a prompt could be cut to fit is less than a block, and not worth a search.
+        """
+        may_be_cut = not (request.atomic_spans or request.inputs or self._chunks.is_whole)
+        return bool(self._skipped) or reason is not DeferReason.TOKENS or not may_be_cut
 
     def _defer(self, reason: DeferReason) -> None:
         """Keep the first reason: it is that of the request whose turn it was."""
@@ -476,5 +514,5 @@ class _Planner:
         return num_blocks
 
 
-def _without(gone: list[Request], requests: Iterable[Request]) -> Iterable[Request]:
+def _without(gone: Collection[Request], requests: Iterable[Request]) -> Iterable[Request]:
     return [request for request in requests if request not in gone] if gone else requests

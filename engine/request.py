@@ -64,8 +64,9 @@ class Request:
     prefix_root: bytes = ROOT
     """What the hash of the first block builds on."""
     num_published: int = 0
-    queue_key: int = 0
-    """Place in the queue: the ticket, unless a preemption was told to requeue elsewhere."""
+    place: tuple[int, int] = (0, 0)
+    """Among the requests of one priority and tenant, the lowest is served first. (ticket, 0), which is the arrival's,
+    unless a preemption put it elsewhere. No two are equal, and it stays while the request waits."""
     was_scheduled: bool = False
     """The Scheduled event was sent; a preemption does not send it again."""
     num_overtakes: int = 0
@@ -92,11 +93,6 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.prompt_len
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Among the requests of one priority and tenant: a lower one is served first."""
-        return (self.queue_key, self.ticket)
 
     @property
     def lifetime_tokens(self) -> int:
@@ -167,6 +163,8 @@ class Request:
 def create_request(submission: Submission, config: ResolvedConfig, ticket: int) -> Request:
     """Check a submission against what this engine can ever serve, and make its request.
 
+    The prompt is hashed here, by whoever submits it: that takes milliseconds, and a step must not wait for it.
+
     Raises:
         RequestRejected: with the field, the limit and the value.
     """
@@ -190,13 +188,13 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
         num_logprobs=params.logprobs,
         controls=_controls(submission),
     )
-    return Request(
+    request = Request(
         request_id=submission.request_id,
         ticket=ticket,
         token_ids=list(prompt),
         prompt_len=len(prompt),
         max_new=max_new,
-        queue_key=ticket,
+        place=(ticket, 0),
         timeout_s=submission.timeout_s,
         queue_timeout_s=submission.queue_timeout_s,
         sampling=params,
@@ -214,6 +212,8 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
         inputs=inputs,
         placed_inputs=place_inputs(inputs, root),
     )
+    request.extend_hashes(len(prompt), config.block_size)
+    return request
 
 
 def _check_prompt(prompt: Sequence[int], params: SamplingParams, config: ResolvedConfig) -> None:

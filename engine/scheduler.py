@@ -7,9 +7,12 @@ from dataclasses import replace
 from operator import attrgetter
 
 from engine.block_manager import BlockManager
+from engine.chunks import ChunkRule
 from engine.config import ResolvedConfig
+from engine.deadlines import Deadlines
 from engine.encoder_cache import EncoderCache
 from engine.planner import Plan, PlannedRow, View, make_plan
+from engine.prefill_limit import PrefillLimit
 from engine.protocol import DraftMethod
 from engine.request import Request
 from engine.reservation import ReserveRatio
@@ -37,8 +40,9 @@ class Scheduler:
         self._promised = 0  # blocks that admitted requests may still allocate in their lives
         self._next_step_id = 0
         self._last_decode = 0.0
-        self._prefill_limit = config.max_prefill_tokens
+        self._prefill_limit = PrefillLimit(config.max_prefill_tokens, config.block_size)
         self.waiting = WaitingQueue(config.scheduler)
+        self.deadlines = Deadlines()
         self.preparing: dict[str, Request] = {}
         """Not ready to be planned: their prompts are still being made. They keep their place in the queue."""
         # Each in the order in which it is served: dicts for O(1) removal in the middle.
@@ -60,10 +64,10 @@ class Scheduler:
         return self._ratio.value
 
     def add(self, request: Request, now: float, *, prepared: bool = True) -> None:
-        """Queue a request. Its prompt is hashed here, once, to be looked up while it waits."""
-        request.extend_hashes(request.prompt_len, self._blocks.block_size)
+        """Queue a request. Its deadlines count from now on."""
         request.waiting_since = now
         self.waiting.enter(request)
+        self.deadlines.add(request, now)
         if not prepared:
             self.waiting.remove(request)
             self.preparing[request.request_id] = request
@@ -90,7 +94,7 @@ class Scheduler:
             promised_blocks=self._promised,
             ratio=self._ratio.value,
             now=now,
-            prefill_limit=self._prefill_limit,
+            prefill_limit=self._prefill_limit.value,
             last_decode=self._last_decode,
             num_queued_tokens=self.num_queued_tokens,
             encoder=self.encoder,
@@ -104,6 +108,8 @@ class Scheduler:
             self._preempt(request, now)
         for request in plan.overtaken:
             request.num_overtakes += 1
+        if not self._prefill_limit.is_whole and any(row.kind is not RowKind.DECODE for row in plan.rows):
+            self._prefill_limit.begin()
         for row in plan.rows:
             if row.prefix_blocks is not None:  # all claims first: an allocation below must not evict them
                 self._admit(row.request, row.prefix_blocks)
@@ -208,17 +214,12 @@ class Scheduler:
         request.computed = request.scheduled = request.target = request.num_pending = 0
         request.drafts = ()
         request.waiting_since = now
-        requeue = self._config.scheduler.requeue
-        if requeue != "arrival":
-            keys = [request.ticket, *(other.queue_key for other in self.waiting)]
-            request.queue_key = min(keys) - 1 if requeue == "front" else max(keys) + 1
-        self.waiting.add(request)
+        self.waiting.put_back(request, self._config.scheduler.requeue)
 
     def roll_back(self, plan: Plan, step: StepPlan) -> None:
-        """The executor ran out of memory and computed nothing of this plan: plan it again, with half the prefill.
+        """The executor ran out of memory and computed nothing of this plan: undo its progress, to plan it again.
 
-        The requests keep the blocks that they took, and their seats; only progress is undone. The limit stays until the
-        engine is idle: what did not fit once would not fit again.
+        The requests keep the blocks that they took, and their seats.
         """
         prompts = list(self.prefilling.values())
         self.lose_encoded(step)
@@ -231,9 +232,19 @@ class Scheduler:
                 prompts.append(self.decoding.pop(request.request_id))
         prompts.sort(key=attrgetter("place"))
         self.prefilling = {request.request_id: request for request in prompts}
-        prefill = sum(row.num_tokens for row in plan.rows if row.kind is not RowKind.DECODE)
-        least = min(self._blocks.block_size, self._prefill_limit)
-        self._prefill_limit = max(min(prefill, self._prefill_limit) // 2, least)  # spans, and what the engine cuts
+
+    def ran_out(self, plan: Plan, *, again: bool) -> None:
+        """A step with prefill ran out of memory; `again`: it was the second try. Later ones carry less of it."""
+        self._prefill_limit.ran_out(self._prefill_cost(plan), again=again)
+
+    def went_well(self, plan: Plan) -> None:
+        """A step was computed. After a shortage this shows whether later ones may carry more prefill again."""
+        if not self._prefill_limit.is_whole:
+            self._prefill_limit.went_well(self._prefill_cost(plan))
+
+    def _prefill_cost(self, plan: Plan) -> int:
+        rule = ChunkRule(self._config, self._prefill_limit.value)
+        return sum(rule.cost(row.start, row.num_tokens) for row in plan.rows if row.kind is not RowKind.DECODE)
 
     # --- after the step --------------------------------------------------------------------------------------------
 
@@ -279,9 +290,10 @@ class Scheduler:
         if not waited:
             self._leave(request)
         self.waiting.leave(request)
+        self.deadlines.remove(request)
         if not (self.waiting or self.prefilling or self.decoding):
             self._ratio.reset()
-            self._prefill_limit = self._config.max_prefill_tokens
+            self._prefill_limit.rest()
 
     def _leave(self, request: Request) -> None:
         if self.prefilling.pop(request.request_id, None) is None:

@@ -5,122 +5,214 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
+from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
-from operator import attrgetter
+from typing import Literal
 
 from engine.config import SchedulerConfig
 from engine.request import Request
+from engine.shares import Line, Shares
+from engine.sorted_list import SortedList
 
-Line = tuple[int, str]
-"""Requests of one priority and one tenant: they are served in the order of their places."""
+Rank = tuple[float, ...]
+"""Of a line among the others: the lowest is served first."""
+
+
+class _Queued:
+    """Requests of one priority and one tenant, in the order of their places, and where the line stands among others."""
+
+    __slots__ = ("age_key", "aged", "line", "rank", "requests")
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.requests: SortedList[tuple[tuple[int, int], Request]] = SortedList()
+        self.aged = False
+        self.rank: Rank | None = None  # None: in no order yet
+        self.age_key: tuple[float, Line] = (math.inf, line)
+
+    def __iter__(self) -> Iterator[Request]:
+        for _, request in self.requests:
+            yield request
 
 
 class WaitingQueue:
     """First whoever waited for `priority_age_ms`, then the lowest priority number; among tenants of one priority the
-    one that was served least, by virtual token counters (Sheng et al., OSDI 2024); for one tenant, in order of arrival.
+    one that was served least; for one tenant, in order of arrival.
+
+    Every change costs O(log n) comparisons. A line whose rank a change may have altered is only noted, and takes its
+    new place when somebody looks.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._age_s = config.priority_age_ms / 1000
-        self._answer_weight = config.answer_token_weight
-        self._lines: dict[Line, dict[str, Request]] = {}
-        self._served: dict[Line, float] = {}  # virtual tokens of every line that had requests since its class was idle
-        self._live: Counter[Line] = Counter()  # requests of a line that wait or run
-        self._num_waiting = 0
+        self._shares = Shares(config.answer_token_weight)
+        self._requests: dict[str, Request] = {}
+        self._lines: dict[Line, _Queued] = {}
+        self._ranks: SortedList[tuple[Rank, _Queued]] = SortedList()
+        self._by_age: dict[bool, SortedList[tuple[float, Line]]] = {False: SortedList(), True: SortedList()}
+        self._changed: dict[Line, _Queued] = {}  # their ranks and ages are to be looked at
+        self._newest = 0
+        self._num_put_back = 0
         self.num_preempted = 0
         """Of those that wait, requests that ran before."""
-        self.shares = False
-        """Several tenants or priorities are present, so that what each is served has to be counted. Kept, not worked
-        out from `_served`, because every row of every step asks."""
         self.num_tokens = 0
         """Tokens of all waiting requests; how many of them the prefix cache holds is not known yet."""
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        for line in self._lines.values():
-            yield from line.values()
+        for queued in self._lines.values():
+            yield from queued
+
+    @property
+    def shares(self) -> bool:
+        """Whether what each request is served has to be told to `serve`."""
+        return self._shares.count
+
+    @property
+    def num_tenants(self) -> int:
+        """Tenants whose share is remembered, those of each priority apart."""
+        return len(self._shares)
 
     def find(self, request_id: str) -> Request | None:
-        return next((line[request_id] for line in self._lines.values() if request_id in line), None)
+        return self._requests.get(request_id)
 
     def enter(self, request: Request) -> None:
-        """A request that is new to the engine; `leave` ends what this begins. A tenant that was away is not owed what
-        others were served meanwhile: it starts where the least served of those present is."""
-        line = _line_of(request)
-        if not self._live[line]:
-            present = [self._served[other] for other, live in self._live.items() if live and other[0] == line[0]]
-            self._served[line] = max(self._served.get(line, 0.0), min(present, default=0.0))
-        self._live[line] += 1
-        self.shares = len(self._served) > 1
+        """A request that is new to the engine; `leave` ends what this begins."""
+        self._newest = max(self._newest, request.ticket)
+        self._shares.enter(_line_of(request))
         self.add(request)
 
     def leave(self, request: Request) -> None:
-        """The request has ended. Once nobody of its priority is left, there is nothing to share and all start over."""
-        line = _line_of(request)
-        self._live[line] -= 1
-        if not any(live for other, live in self._live.items() if other[0] == line[0]):
-            for other in [other for other in self._served if other[0] == line[0]]:
-                del self._served[other], self._live[other]
-            self.shares = len(self._served) > 1
+        """The request has ended."""
+        self._shares.leave(_line_of(request))
 
     def add(self, request: Request) -> None:
-        line = self._lines.setdefault(_line_of(request), {})
-        behind = next(reversed(line.values()), None)
-        line[request.request_id] = request
-        if behind is not None and behind.place > request.place:  # preempted: back to its place
-            self._lines[_line_of(request)] = {r.request_id: r for r in sorted(line.values(), key=attrgetter("place"))}
-        self._num_waiting += 1
+        """Have a request wait in its place."""
+        line = _line_of(request)
+        queued = self._lines.get(line)
+        if queued is None:
+            queued = self._lines[line] = _Queued(line)
+        queued.requests.add((request.place, request))
+        self._changed[line] = queued
+        self._requests[request.request_id] = request
         self.num_preempted += request.was_scheduled
         self.num_tokens += len(request.token_ids)
 
+    def put_back(self, request: Request, where: Literal["arrival", "front", "back"]) -> None:
+        """Have a preempted request wait again: by its arrival, before all others, or behind all that have arrived."""
+        self._num_put_back += 1
+        if where == "front":
+            request.place = (-self._num_put_back, 0)
+        elif where == "back":
+            request.place = (self._newest, self._num_put_back)
+        self.add(request)
+
     def remove(self, request: Request) -> bool:
         """Whether it was waiting."""
-        line = self._lines.get(_line_of(request), {})
-        if line.pop(request.request_id, None) is None:
+        if self._requests.get(request.request_id) is not request:
             return False
-        if not line:
-            del self._lines[_line_of(request)]
-        self._num_waiting -= 1
+        line = _line_of(request)
+        queued = self._lines[line]
+        queued.requests.remove((request.place, request))
+        self._changed[line] = queued
+        if not queued.requests:
+            self._unrank(queued)
+            del self._lines[line], self._changed[line]
+        del self._requests[request.request_id]
         self.num_preempted -= request.was_scheduled
         self.num_tokens -= len(request.token_ids)
         return True
 
     def serve(self, request: Request, prompt_tokens: int = 0, answer_tokens: int = 0) -> None:
         """Count what was computed for a request against its tenant."""
-        self._served[_line_of(request)] += prompt_tokens + self._answer_weight * answer_tokens
+        line = _line_of(request)
+        self._shares.serve(line, prompt_tokens, answer_tokens)
+        if (queued := self._lines.get(line)) is not None:
+            self._changed[line] = queued
 
     def oldest_since(self) -> float | None:
         """Since when the request that has waited longest does, in monotonic seconds."""
-        return min((_since(line.values()) for line in self._lines.values()), default=None)
+        if len(self._lines) < 2:
+            return min(map(_since, self._lines.values()), default=None)
+        self._look_at_changed()
+        return min(by_age.first[0] for by_age in self._by_age.values() if by_age)
 
     def in_order(self, now: float) -> Iterator[Request]:
         """Waiting requests as they should be admitted, if each of them is: a tenant's turn counts before its next."""
         if len(self._lines) < 2:
             yield from self
             return
-        served = dict(self._served)
-        lines = [list(line.values()) for line in self._lines.values()]
-        heads = [(self._rank(line, 0, served, now), number, 0) for number, line in enumerate(lines)]
-        heapq.heapify(heads)
-        while heads:
-            _, number, place = heads[0]
-            line = lines[number]
-            yield line[place]
-            served[_line_of(line[place])] += len(line[place].token_ids)
-            if place + 1 < len(line):
-                heapq.heapreplace(heads, (self._rank(line, place + 1, served, now), number, place + 1))
+        self._look(now)
+        lines = iter(self._ranks)
+        first = next(lines, None)
+        under_way: list[tuple[Rank, _Walk]] = []  # lines of which this walk has seen requests
+        while first or under_way:
+            if first and (not under_way or first[0] < under_way[0][0]):
+                walk = _Walk(first[1], self._shares.served(first[1].line))
+                first = next(lines, None)
             else:
-                heapq.heappop(heads)
+                walk = heapq.heappop(under_way)[1]
+            yield walk.take()
+            if walk.rest:
+                heapq.heappush(under_way, (self._rank(walk.rest[0], _since(walk.rest), walk.served, now), walk))
 
-    def _rank(self, line: list[Request], place: int, served: dict[Line, float], now: float) -> tuple[float, ...]:
-        head = line[place]
-        if now - _since(islice(line, place, None)) >= self._age_s:
+    # --- the order among lines ------------------------------------------------------------------------------------
+
+    def _rank(self, head: Request, since: float, served: float, now: float) -> Rank:
+        if now - since >= self._age_s:
             return (0, *head.place)
-        return (1, head.priority, served[_line_of(head)], *head.place)
+        return (1, head.priority, served, *head.place)
+
+    def _look(self, now: float) -> None:
+        """Bring the order of the lines up to date."""
+        self._look_at_changed()
+        young, aged = self._by_age[False], self._by_age[True]
+        while young and now - young.first[0] >= self._age_s:
+            self._place(self._lines[young.first[1]], aged=True)
+        while aged and now - aged.last[0] < self._age_s:
+            self._place(self._lines[aged.last[1]], aged=False)
+
+    def _look_at_changed(self) -> None:
+        for queued in self._changed.values():
+            self._place(queued, aged=queued.aged)
+        self._changed.clear()
+
+    def _place(self, queued: _Queued, *, aged: bool) -> None:
+        self._unrank(queued)
+        since, head = _since(queued), queued.requests.first[1]
+        queued.aged, queued.age_key = aged, (since, queued.line)
+        queued.rank = self._rank(head, since, self._shares.served(queued.line), math.inf if aged else -math.inf)
+        self._by_age[aged].add(queued.age_key)
+        self._ranks.add((queued.rank, queued))
+
+    def _unrank(self, queued: _Queued) -> None:
+        if queued.rank is not None:
+            self._ranks.remove((queued.rank, queued))
+            self._by_age[queued.aged].remove(queued.age_key)
+            queued.rank = None
+
+
+class _Walk:
+    """A line from which one look at the queue has taken requests."""
+
+    def __init__(self, queued: _Queued, served: float) -> None:
+        self._coming = iter(queued)
+        self.rest: deque[Request] = deque()
+        """What comes next, as far as it tells since when the line waits; empty at the line's end."""
+        self.served = served
+        self._look_ahead()
+
+    def take(self) -> Request:
+        taken = self.rest.popleft()
+        self.served += len(taken.token_ids)
+        self._look_ahead()
+        return taken
+
+    def _look_ahead(self) -> None:
+        while (not self.rest or self.rest[-1].was_scheduled) and (coming := next(self._coming, None)):
+            self.rest.append(coming)
 
 
 def _since(line: Iterable[Request]) -> float:

@@ -48,13 +48,16 @@ OVERLAP = "tests/engine/test_overlap.py"
 PLANNER = "tests/engine/test_planner.py"
 PREPARING = "tests/engine/test_preparing.py"
 RECURRENT = "tests/engine/test_recurrent_state.py"
+PREFILL_LIMIT = "tests/engine/test_prefill_limit.py"
 SCHEDULER = "tests/engine/test_scheduler.py"
 SPECULATION = "tests/engine/test_speculation.py"
 SCORING = "tests/engine/test_prompt_scoring.py"
+SKIPPED = "tests/engine/test_skipped_prompts.py"
 SPANS = "tests/engine/test_atomic_spans.py"
 INPUTS = "tests/engine/test_span_inputs.py"
 STATES = "tests/engine/test_state_slots.py"
 WAITING = "tests/engine/test_waiting.py"
+WAITING_ORDER = "tests/engine/test_waiting_order.py"
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,30 @@ MUTATIONS = (
         "too_many = bool(most) and count < remaining and self._num_partial[request.priority] >= most",
         "too_many = False",
         (PLANNER,),
+    ),
+    Mutation(
+        "S5-R17 b",
+        "A second long prompt holds up the short ones behind it, and what the step has left is lost.",
+        "engine/planner.py",
+        "return bool(self._skipped) or reason is not DeferReason.TOKENS or not may_be_cut",
+        "return False",
+        (SKIPPED,),
+    ),
+    Mutation(
+        "S2-R12 e",
+        "Whatever goes around a span may be partly computed, and has the beginning of the next step, too.",
+        "engine/planner.py",
+        "too_many or (self._skipped and count < remaining)",
+        "too_many",
+        (SKIPPED,),
+    ),
+    Mutation(
+        "S5-R17 c",
+        "A step looks at all prompts behind one that cannot use what it has left.",
+        "engine/planner.py",
+        " or len(self._skipped) >= MAX_PASSED:",
+        ":",
+        (SKIPPED,),
     ),
     Mutation(
         "S1-B18",
@@ -352,17 +379,17 @@ MUTATIONS = (
     Mutation(
         "S5-R13 b",
         "A preempted request waits behind all others by default.",
-        "engine/scheduler.py",
-        '        if requeue != "arrival":\n',
-        "        if requeue:\n",
+        "engine/waiting.py",
+        '        elif where == "back":\n',
+        "        else:\n",
         (PLANNER,),
     ),
     Mutation(
         "I-18",
         "Retraction takes the longest answer, which loses most.",
         "engine/planner.py",
-        "key=lambda request: (request.num_output, -request.prompt_len, -request.ticket))",
-        "key=lambda request: (-request.num_output, -request.prompt_len, -request.ticket))",
+        "lambda request: (request.num_output, -request.prompt_len, -request.ticket)",
+        "lambda request: (-request.num_output, -request.prompt_len, -request.ticket)",
         (PLANNER,),
     ),
     Mutation(
@@ -385,8 +412,8 @@ MUTATIONS = (
         "I-10 victims",
         "A block that a victim shares counts as freed although others still hold it.",
         "engine/block_manager.py",
-        "return sum(count == self._holders[block_id] for block_id, count in releases.items())",
-        "return len(releases)",
+        "freed += gone[block_id] == self._holders[block_id]",
+        "freed += gone[block_id] == 1",
         (GAPS,),
     ),
     # --- the prefix cache ----------------------------------------------------------------------------------------
@@ -571,16 +598,16 @@ MUTATIONS = (
         "S1-R7 a",
         "A step that runs out of memory is tried again for ever.",
         "engine/core.py",
-        "retry = not self._retrying and any(",
-        "retry = any(",
+        "retry = not self._retrying and has_prefill",
+        "retry = has_prefill",
         (CORE,),
     ),
     Mutation(
         "S1-R7 b",
         "A step that ran out of memory is tried again as large as it was.",
-        "engine/scheduler.py",
-        "max(min(prefill, self._prefill_limit) // 2, least)",
-        "max(min(prefill, self._prefill_limit), least)",
+        "engine/prefill_limit.py",
+        "self._retry = self._at_least(prefill // 2)",
+        "self._retry = self._at_least(prefill)",
         (CORE,),
     ),
     Mutation(
@@ -1311,17 +1338,17 @@ MUTATIONS = (
     Mutation(
         "fair lift",
         "A tenant that comes back is owed what others were served meanwhile.",
-        "engine/waiting.py",
-        "max(self._served.get(line, 0.0), min(present, default=0.0))",
-        "self._served.get(line, 0.0)",
+        "engine/shares.py",
+        "max(self.served.get(tenant, 0.0), self._least())",
+        "self.served.get(tenant, 0.0)",
         (WAITING,),
     ),
     Mutation(
         "fair age",
         "However long a request waits, more urgent ones go before it.",
         "engine/waiting.py",
-        "        if now - _since(islice(line, place, None)) >= self._age_s:\n",
-        "        if now - _since(islice(line, place, None)) >= math.inf:\n",
+        "        while young and now - young.first[0] >= self._age_s:\n",
+        "        while young and now - young.first[0] >= math.inf:\n",
         (WAITING,),
     ),
     Mutation(
@@ -1344,7 +1371,7 @@ MUTATIONS = (
         "fair turn",
         "All that one tenant waits with is admitted before the next one's turn.",
         "engine/waiting.py",
-        "            served[_line_of(line[place])] += len(line[place].token_ids)\n",
+        "        self.served += len(taken.token_ids)\n",
         "",
         (WAITING,),
     ),
@@ -1360,16 +1387,16 @@ MUTATIONS = (
         "fair place",
         "A preempted request waits behind whoever came after it.",
         "engine/waiting.py",
-        "if behind is not None and behind.place > request.place:",
-        "if behind is not None and behind is request:",
+        "        self._num_put_back += 1\n",
+        "        self._num_put_back += 1\n        request.place = (self._newest, self._num_put_back)\n",
         (WAITING,),
     ),
     Mutation(
         "fair victims",
         "Victims are chosen regardless of priority.",
         "engine/planner.py",
-        "candidates = [request for request in candidates if request.priority == least_urgent]",
-        "candidates = [request for request in candidates if least_urgent is not None]",
+        "key=lambda request: (-request.priority, *loses(request))",
+        "key=loses",
         (WAITING,),
     ),
     Mutation(
@@ -1441,10 +1468,42 @@ MUTATIONS = (
     Mutation(
         "S1-R7 c",
         "A step that the engine cut raises the limit that it was to halve.",
-        "engine/scheduler.py",
-        "max(min(prefill, self._prefill_limit) // 2, least)",
-        "max(prefill // 2, least)",
+        "engine/prefill_limit.py",
+        "else min(self._retry, self._value)",
+        "else self._retry",
         (CHUNK_OWNER, SPANS),
+    ),
+    Mutation(
+        "S1-R7 g",
+        "One small step that runs out of memory makes all later ones as small.",
+        "engine/prefill_limit.py",
+        "        self._value = self._at_least(self._value // 2)\n",
+        "        self._value = self._retry\n",
+        (PREFILL_LIMIT,),
+    ),
+    Mutation(
+        "S1-R7 h",
+        "After a shortage steps stay small until the engine is idle.",
+        "engine/core.py",
+        "            self._scheduler.went_well(launched.plan)\n",
+        "",
+        (PREFILL_LIMIT,),
+    ),
+    Mutation(
+        "S1-R7 i",
+        "Where memory stays short, what failed is tried again as soon as it is reached.",
+        "engine/prefill_limit.py",
+        "            if self._num_good < PATIENCE:\n",
+        "            if self._num_good < 0:\n",
+        (PREFILL_LIMIT,),
+    ),
+    Mutation(
+        "S1-R7 j",
+        "A shortage that cost a request is forgotten when the engine is idle, and costs each lone one.",
+        "engine/prefill_limit.py",
+        "        if not self._cost_requests:\n",
+        "        if not None:\n",
+        (PREFILL_LIMIT,),
     ),
     Mutation(
         "S1-R7 d",
@@ -1466,7 +1525,7 @@ MUTATIONS = (
         "S1-R7 f",
         "The prefill limit stays halved when the engine is idle.",
         "engine/scheduler.py",
-        "            self._prefill_limit = self._config.max_prefill_tokens\n",
+        "            self._prefill_limit.rest()\n",
         "            pass\n",
         (GAPS,),
     ),
@@ -1474,25 +1533,57 @@ MUTATIONS = (
         "deadline queue",
         "The deadline of the queue ends requests that run.",
         "engine/deadlines.py",
-        "elif request is not None and not request.was_scheduled:",
-        "elif request is not None:",
+        "            elif not request.was_scheduled:\n",
+        "            else:\n",
         (CORE, PREPARING),
     ),
     Mutation(
-        "deadline id",
-        "A request inherits the deadline of one that had its id before.",
+        "deadline heap",
+        "Deadlines outlive their requests: they pile up, and end what has ended.",
         "engine/deadlines.py",
-        "return request if request is not None and request.ticket == ticket else None",
-        "return request",
-        (OVERLAP,),
+        "for deadline in self._of.pop(request.ticket, ()):",
+        "for deadline in ():",
+        (CORE, OVERLAP),
     ),
     Mutation(
-        "deadline heap",
-        "Deadlines of requests that ended long ago pile up.",
-        "engine/deadlines.py",
-        "        if len(self._heap) > self._compact_at:",
-        "        if not self._compact_at:",
-        (CORE, ASYNC),
+        "fair past",
+        "Tenants that are gone are remembered until their whole priority is idle.",
+        "engine/shares.py",
+        "        while self._past and (",
+        "        while not self._live and (",
+        (WAITING_ORDER,),
+    ),
+    Mutation(
+        "fair past bound",
+        "There is no bound on past tenants while the least served one gets nothing.",
+        "engine/shares.py",
+        " or len(self._past) > MAX_PAST):",
+        "):",
+        (WAITING_ORDER,),
+    ),
+    Mutation(
+        "fair young",
+        "A line whose oldest request was admitted goes on before more urgent ones.",
+        "engine/waiting.py",
+        "        while aged and now - aged.last[0] < self._age_s:\n",
+        "        while aged and now - aged.last[0] < -math.inf:\n",
+        (WAITING_ORDER,),
+    ),
+    Mutation(
+        "burst",
+        "All submissions of a burst are taken in before the next step.",
+        "engine/async_engine.py",
+        "for _ in range(MAX_COMMANDS):",
+        "for _ in itertools.count():",
+        (ASYNC,),
+    ),
+    Mutation(
+        "S5-R18 thread",
+        "Prompts are hashed on the thread that steps.",
+        "engine/request.py",
+        "    request.extend_hashes(len(prompt), config.block_size)\n",
+        "",
+        (ASYNC,),
     ),
     Mutation(
         "deadline idle",
@@ -1565,9 +1656,7 @@ MUTATIONS = (
         "A prepared request waits behind all that came while it was prepared.",
         "engine/scheduler.py",
         "            self.waiting.add(request)\n\n",
-        "            request.queue_key = max([request.queue_key, *(other.queue_key + 1 for other in self.waiting)])\n"
-        "            self.waiting.add(request)\n"
-        "\n",
+        '            self.waiting.put_back(request, "back")\n\n',
         (PREPARING,),
     ),
     Mutation(

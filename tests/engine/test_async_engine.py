@@ -12,6 +12,7 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
+from engine.prefix import extend_chain
 from engine.protocol import (
     EngineError,
     ErrorCode,
@@ -358,6 +359,60 @@ def test_two_engines_in_one_process_do_not_meet(make_engine: MakeEngine) -> None
     asyncio.run(main())
 
 
+def test_a_prompt_is_hashed_by_whoever_submits_it_and_no_step_waits_for_that(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32,768 tokens took the step thread 2.2 ms, and every running stream with it."""
+    hashed: list[str] = []
+
+    def extend(chain: list[bytes], token_ids: list[int], num_blocks: int, *rest: object) -> None:
+        if num_blocks > len(chain):
+            hashed.append(threading.current_thread().name)
+        extend_chain(chain, token_ids, num_blocks, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("engine.request.extend_chain", extend)
+
+    async def main() -> None:
+        engine = make_engine()
+        submitting = threading.current_thread().name
+        for cached in (0, 8):
+            events = await collect(engine.generate(PROMPT * 2, SamplingParams(max_tokens=1), "r"))
+            assert events[0] == Scheduled("r", cached), "what was hashed there is found here"
+        assert hashed == [submitting] * 2
+
+    asyncio.run(main())
+
+
+def test_a_burst_of_submissions_is_taken_in_by_parts_with_steps_in_between(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it came before the next step, however much, and running streams waited."""
+    monkeypatch.setattr("engine.async_engine.MAX_COMMANDS", 10)
+    queued: list[int] = []
+    stepping, burst = threading.Event(), threading.Event()
+
+    def look(plan: StepPlan) -> None:
+        if not stepping.is_set():
+            stepping.set()
+            assert burst.wait(30)
+        queued.append(engine._core.load().num_waiting + engine._core.load().num_running)
+
+    engine = make_engine(look, max_num_seqs=4)
+
+    async def main() -> None:
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        streams = [asyncio.create_task(collect(engine.generate(PROMPT, params, "first")))]
+        await asyncio.to_thread(stepping.wait, 30)
+        streams += [asyncio.create_task(collect(engine.generate(PROMPT, params, f"r{i}"))) for i in range(35)]
+        await asyncio.sleep(0)  # each task runs up to its first wait, when its submission is queued
+        burst.set()
+        for events in await asyncio.gather(*streams):
+            assert isinstance(events[-1], Finished)
+
+    asyncio.run(main())
+    assert queued[:5] == [1, 11, 21, 31, 36]
+
+
 def test_an_engine_with_overlap_streams_to_the_last_event_and_then_rests(make_engine: MakeEngine) -> None:
     async def main() -> None:
         steps: list[StepPlan] = []
@@ -577,7 +632,7 @@ def test_the_deadline_of_an_ended_request_harms_nobody(make_engine: MakeEngine) 
         await collect(engine.generate(PROMPT, params, "r", timeout_s=0.01))
         image: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         late = asyncio.create_task(collect(engine.generate(PROMPT, params, "r", timeout_s=1000.0, prepared=image)))
-        await until(lambda: engine._core.next_deadline is not None and len(engine._core._deadlines) == 1)
+        await until(lambda: engine._core.next_deadline is not None and len(engine._core._scheduler.deadlines) == 1)
         image.set_result(None)
         assert isinstance((await late)[-1], Finished)
 

@@ -131,7 +131,7 @@ def test_a_span_that_does_not_fit_beside_others_waits_for_the_next_step_or_goes_
         core.send("after", [4] * 2, max_tokens=1)
         core.run()
         seen[how] = [[row.request_id for row in plan.rows] for plan in core.plans]
-    assert seen == {"defer": [["text"], ["image", "after"]], "extend": [["text", "image"], ["after"]]}
+    assert seen == {"defer": [["text", "after"], ["image"]], "extend": [["text", "image"], ["after"]]}
 
 
 def test_a_per_request_limit_does_not_cut_a_span() -> None:

@@ -16,13 +16,21 @@ from engine.bench_scheduler import main, settle
 def test_the_last_line_is_one_document_with_a_cell_for_each_load_and_phase(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    main(["--running", "2", "12", "--waiting", "3", "5", "--steps", "4", "--tokens", "64", "--seed", "5"])
+    loads_asked = ["--running", "2", "12", "--waiting", "3", "5", "--steps", "4", "--tokens", "64", "--seed", "5"]
+    main(
+        [*loads_asked, "--storms", "2", "--storm-running", "160", "--storm-waiting", "30", "--storm-tenants", "1", "3"]
+    )
     lines = capsys.readouterr().out.splitlines()
     document = json.loads(lines[-1])
     cells = document["cells"]
     loads = product(("steady", "churn", "crowded"), ((2, 3), (12, 5)), ("plan", "commit", "apply"))
     seen = [(c["traffic"], (c["running"], c["waiting"]), c["phase"]) for c in cells if "traffic" in c]
-    assert seen == list(loads)
+    assert seen[:18] == list(loads)
+    storms = product((1, 3), ("plan", "commit", "apply", "step"))
+    assert [(c["tenants"], c["phase"]) for c in cells if c.get("traffic") == "storm"] == list(storms)
+    assert seen[18:] == [
+        ("storm", (160, 30), phase) for _, phase in product((1, 3), ("plan", "commit", "apply", "step"))
+    ]
     assert [(c["phase"], c["rows"], c["tokens"]) for c in cells if "rows" in c] == [
         ("build_inputs", 1, 64),
         ("build_inputs", 16, 64),
@@ -41,6 +49,12 @@ def test_a_measurement_starts_with_the_load_it_is_named_after(traffic: str) -> N
     assert load.num_running == 20
     assert core.num_decoding == 20 or (traffic == "churn" and core.num_decoding >= 10)
     assert not core.times, "what led to this load is not measured"
+
+
+def test_a_storm_that_memory_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--traffic", "--storm-running", "159"])
+    assert "--storm-running must be at least 160" in capsys.readouterr().err
 
 
 def test_scheduling_is_measured_without_torch() -> None:

@@ -1,10 +1,11 @@
-"""Owns the proof that engine/DESIGNS.md is true: each snippet is a valid config whose plans have its design's shape.
-Never changes a mode: traces scale budgets and memory down, and keep the rest of a snippet as it stands."""
+"""Owns the proof that engine/DESIGNS.md is true: a snippet is a config with its design's plans. Long: five designs.
+Never changes a mode: examples run as they stand there, and other traces scale budgets and memory down, nothing else."""
 
 from __future__ import annotations
 
+import copy
 import re
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -38,7 +39,10 @@ def design(name: str) -> EngineConfig:
 def core_of(name: str, scheduler: dict[str, Any] | None = None, **scaled: Any) -> RecordingCore:
     """A core that runs the design, with `scaled` settings; `scheduler` scales its counts of tokens."""
     asked = replace(design(name), **{"block_size": 4, "max_model_len": 256, "num_kv_blocks": 200, **scaled})
-    asked = replace(asked, scheduler=replace(asked.scheduler, **(scheduler or {})))
+    return core_from(replace(asked, scheduler=replace(asked.scheduler, **(scheduler or {}))))
+
+
+def core_from(asked: EngineConfig) -> RecordingCore:
     shared = {f.name for f in fields(ResolvedConfig)} & {f.name for f in fields(EngineConfig)}
     settings = {key: getattr(asked, key) for key in shared if getattr(asked, key) is not None}
     settings.setdefault("max_prefill_tokens", asked.max_num_batched_tokens)
@@ -88,7 +92,7 @@ SCALED: dict[str, dict[str, Any]] = {
     "S1": dict(max_prefill_tokens=16),
     "S2": dict(),
     "S3": dict(max_prefill_tokens=16),
-    "S4": dict(scheduler=dict(chunk_align=8)),
+    "S4": dict(),
     "S5": dict(max_prefill_tokens=16, scheduler=dict(reserve_clip=4)),
 }
 
@@ -119,29 +123,83 @@ def test_a_repeated_prompt_is_computed_anew_where_the_design_has_no_prefix_cache
     assert chunks(step(core)) == [("again", computed)]
 
 
+# --- each design's own examples -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row of a table in DESIGNS.md."""
+
+    design: str
+    settings: str
+    num_decoding: int
+    prompts: tuple[int, ...]
+    steps: tuple[str, ...]
+    """Each as its chunks and decode rows are written, in order."""
+    is_whole: bool
+    """Its steps are all there are until the prompts are computed."""
+
+    def __str__(self) -> str:
+        return f"{self.design} {self.prompts} {self.settings}"
+
+    def config(self) -> EngineConfig:
+        engine = copy.deepcopy(snippets()[self.design]["engine"])
+        for name, value in yaml.safe_load("\n".join(re.findall("`(.+?)`", self.settings)) or "{}").items():
+            *section, name = name.split(".")
+            assert section in ([], ["scheduler"])
+            (engine["scheduler"] if section else engine)[name] = value
+        return TypeAdapter(EngineConfig).validate_python(engine)
+
+
+def examples() -> list[Example]:
+    text = (Path(engine.__file__).parent / "DESIGNS.md").read_text()
+    found = []
+    for name, section in re.findall(r"^## (S\d)((?:(?!^## ).)*)", text, flags=re.DOTALL | re.MULTILINE):
+        for line in re.findall(r"^\|(.*)\|$", section, flags=re.MULTILINE):
+            settings, decoding, prompts, steps = (cell.strip() for cell in line.split("|"))
+            if decoding.isdigit():
+                listed = steps.removesuffix("; …")
+                expanded = tuple(step for part in listed.split("; ") for step in _repeated(part))
+                lengths = tuple(int(length) for length in prompts.split(", "))
+                found.append(Example(name, settings, int(decoding), lengths, expanded, listed == steps))
+    return found
+
+
+def _repeated(part: str) -> list[str]:
+    count, _, step = part.rpartition(" × ")
+    return [step] * int(count or 1)
+
+
+def written(plan: StepPlan) -> str:
+    rows = len(decodes(plan))
+    return ", ".join([*map(str, sizes(plan)), *([f"{rows}d"] if rows else [])])
+
+
+def test_every_design_has_examples() -> None:
+    assert sorted({example.design for example in examples()}) == DESIGNS
+
+
+@pytest.mark.parametrize("example", examples(), ids=str)
+def test_a_design_gives_its_own_examples(example: Example) -> None:
+    """With the snippet as it stands, but for what the example says and the memory of the machine."""
+    asked = example.config()
+    core = core_from(replace(asked, max_model_len=2**17, num_kv_blocks=2**18 // asked.block_size))
+    for number in range(example.num_decoding):
+        core.send(f"stream {number}", [31 - number] * 64, max_tokens=60, ignore_eos=True)
+    for _ in range(example.num_decoding):  # they share a step, unless its budget is small
+        step(core)
+    names = [f"prompt {number}" for number in range(len(example.prompts))]
+    for number, (name, length) in enumerate(zip(names, example.prompts, strict=True)):
+        core.send(name, [number + 1] * length, max_tokens=1)
+    plans = [step(core) for _ in example.steps]
+    assert [written(plan) for plan in plans] == list(example.steps)
+    if example.is_whole:
+        assert all(
+            core.finished(name).usage.prompt_tokens == len_ for name, len_ in zip(names, example.prompts, strict=True)
+        )
+
+
 # --- S1 --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("prompts", "budget", "expected"),
-    [
-        ([5000, 8], 512, [512]),
-        ([100, 100, 100], 512, [100, 100, 100]),
-        ([200, 200, 300], 512, [200, 200, 112]),
-        ([512, 8], 1024, [512, 8]),
-        ([10, 10], 15, [10, 5]),
-        ([5000, 100, 8], 100_000, [5000, 100, 8]),
-    ],
-)
-def test_s1_packs_prompts_first_come_first_served_into_the_prefill_budget(
-    prompts: list[int], budget: int, expected: list[int]
-) -> None:
-    """S1-B6."""
-    scaled: dict[str, Any] = dict(max_prefill_tokens=budget, max_num_batched_tokens=budget + 8)
-    core = core_of("S1", **scaled, max_model_len=8192, num_kv_blocks=2000)
-    for i, length in enumerate(prompts):
-        core.send(str(i), [i + 1] * length, max_tokens=1)
-    assert sizes(step(core)) == expected
 
 
 def test_s1_every_step_carries_all_decode_rows_and_the_whole_prefill_budget_beside_them() -> None:
@@ -267,7 +325,7 @@ def test_s3_a_smaller_request_overtakes_one_that_does_not_fit_for_life_and_a_pre
 
 def test_s4_a_step_is_prefill_or_decode_and_resumes_before_it_admits() -> None:
     """S4-B2, B10."""
-    core = core_of("S4", dict(chunk_align=8), max_num_batched_tokens=20, max_num_seqs=8)
+    core = core_of("S4", max_num_batched_tokens=20, max_num_seqs=8)
     for name in ("a", "b"):
         core.send(name, [1, 2], max_tokens=30, ignore_eos=True)
     step(core)
@@ -275,9 +333,9 @@ def test_s4_a_step_is_prefill_or_decode_and_resumes_before_it_admits() -> None:
     core.send("next", [4] * 10, max_tokens=1)
     plans = [step(core) for _ in range(5)]
     assert [chunks(plan) for plan in plans] == [
-        [("long", 16)],  # 20 tokens, cut to a multiple of chunk_align
-        [("long", 16)],
-        [("long", 6), ("next", 10)],
+        [("long", 20)],
+        [("long", 18), ("next", 2)],
+        [("next", 8)],
         [],
         [],
     ]
@@ -286,7 +344,7 @@ def test_s4_a_step_is_prefill_or_decode_and_resumes_before_it_admits() -> None:
 
 def test_s4_decoding_waits_no_longer_than_its_bound() -> None:
     """S4-R15: a long prompt held decoding up for as long as it lasted."""
-    core = core_of("S4", dict(chunk_align=8, decode_starve_ms=40), max_num_batched_tokens=9, max_num_seqs=8)
+    core = core_of("S4", dict(decode_starve_ms=40), max_num_batched_tokens=9, max_num_seqs=8)
     core.send("a", [1, 2], max_tokens=30, ignore_eos=True)
     step(core)
     core.send("long", [3] * 160, max_tokens=1)
@@ -296,7 +354,7 @@ def test_s4_decoding_waits_no_longer_than_its_bound() -> None:
 
 def test_s4_never_runs_more_requests_than_seats() -> None:
     """S4-R1."""
-    core = core_of("S4", dict(chunk_align=8), max_num_batched_tokens=64, max_num_seqs=4)
+    core = core_of("S4", max_num_batched_tokens=64, max_num_seqs=4)
     for i in range(20):
         core.send(str(i), [i + 1] * 12, max_tokens=6, ignore_eos=True)
     while core.has_work:
@@ -306,7 +364,7 @@ def test_s4_never_runs_more_requests_than_seats() -> None:
 
 def test_s4_takes_memory_from_the_latest_arrival_which_waits_at_the_front_with_its_answer_to_compute() -> None:
     """S4-B11, R9."""
-    core = core_of("S4", dict(chunk_align=8), num_kv_blocks=7, enable_prefix_caching=False)
+    core = core_of("S4", num_kv_blocks=7, enable_prefix_caching=False)
     for i, name in enumerate(("a", "b", "c", "waits")):
         core.send(name, [i + 1] * 8, max_tokens=12, ignore_eos=True)
     while not core.load().num_preemptions:

@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import ConfigError, SchedulerConfig
 from engine.protocol import SamplingParams, Scheduled, Submission
-from engine.request import create_request
+from engine.request import Request, create_request
 from engine.reservation import ReserveRatio, reserved_tokens
 from engine.step import RowKind, StepPlan
 from tests.support.engines import RecordingCore, answer_alone, resolved_config
@@ -592,3 +592,36 @@ def test_settings_that_contradict_each_other_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         SchedulerConfig(**settings)
+
+
+def test_a_plan_that_preempts_many_looks_at_each_row_no_oftener_than_one_that_preempts_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All rows were counted again for each victim, and the blocks of all victims before it: 16 of 512 took 8 ms."""
+    looked = 0
+    real = Request.num_decode_tokens.fget  # type: ignore[attr-defined]
+
+    def counting(self: Request) -> int:
+        nonlocal looked
+        looked += 1
+        return int(real(self))
+
+    monkeypatch.setattr(Request, "num_decode_tokens", property(counting))
+    counts = []
+    for num_kv_blocks in (2 * 64 + 60, 2 * 64):
+        core = RecordingCore(
+            num_kv_blocks=num_kv_blocks,
+            max_num_seqs=64,
+            max_num_batched_tokens=1024,
+            max_prefill_tokens=512,
+            enable_prefix_caching=False,
+            scheduler=prompt_only(),
+        )
+        for i in range(64):
+            core.send(f"r{i}", [i % 31 + 1] * 8, max_tokens=9, ignore_eos=True)
+        core.keep(core.step())
+        looked = 0
+        core._scheduler.plan(core.now)
+        counts.append(looked)
+    assert len(core._scheduler.plan(core.now).preempted) == 22, "each yields two blocks and wants none: 64 / 3"
+    assert counts[1] - counts[0] <= 2 * 22

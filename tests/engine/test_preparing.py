@@ -28,7 +28,7 @@ def check_nothing_is_left(core: RecordingCore) -> None:
     assert (load.num_running, load.num_waiting, load.num_preparing, load.num_held_blocks) == (0, 0, 0, 0)
     assert load.num_queued_tokens == 0
     assert not core.has_work
-    assert not core._scheduler.waiting._served, "its tenant is not counted as present for ever"
+    assert not core._scheduler.waiting.num_tenants, "its tenant is not counted as present for ever"
 
 
 @pytest.mark.parametrize("loop", ["plain", "overlap"])

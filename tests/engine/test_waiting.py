@@ -132,7 +132,7 @@ def test_a_preempted_request_returns_to_its_place() -> None:
     line.queue.add(first)
     assert line.names() == ["first", "second", "third"]
     line.queue.remove(third)
-    third.queue_key = -1  # requeue: front
+    third.place = (-1, 0)  # requeue: front
     line.queue.add(third)
     assert line.names() == ["third", "first", "second"]
 

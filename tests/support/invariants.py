@@ -70,6 +70,7 @@ class CheckedCore(RecordingCore):
         "cancelled",
         "late",
         "stopped",
+        "prompt skipped",
     )
 
     def reached(self) -> set[str]:
@@ -210,10 +211,20 @@ class CheckedCore(RecordingCore):
         assert not due or waited_ms <= policy.decode_starve_ms or any(r in rows for r in due), "I-22"
 
     def _check_admissions(self, plan: Plan, now: float) -> None:
-        if self.config.scheduler.admission_order == "strict":
-            admitted = [row.request for row in plan.rows if row.prefix_blocks is not None]
-            order = [request for _, request in zip(admitted, self._scheduler.waiting.in_order(now), strict=False)]
-            assert admitted == order, "I-23"
+        admitted = {row.request: row for row in plan.rows if row.prefix_blocks is not None}
+        assert not admitted.keys() & set(plan.skipped), "I-4"
+        seen, passes = 0, False
+        for request in self._scheduler.waiting.in_order(now):
+            if seen == len(admitted):
+                break
+            if request in admitted:
+                seen += 1
+                assert not passes or admitted[request].kind is RowKind.LAST, "I-23: whole, or it holds the next step up"
+            elif request in plan.skipped:
+                passes = True
+                self._reached.add("prompt skipped")
+            else:
+                assert self.config.scheduler.admission_order == "bypass", "I-23"
 
     # --- a step, as the executor gets it ----------------------------------------------------------------------------
 
@@ -375,7 +386,7 @@ class CheckedCore(RecordingCore):
         assert load.wait_reason is None, "I-31"
         assert self._scheduler._promised == 0, "I-15"
         assert self._scheduler.reserve_ratio == self.config.scheduler.ratio_init, "I-16"
-        assert not self._scheduler.waiting._served, "nothing to share when idle"
+        assert not self._scheduler.waiting.num_tenants, "nothing to share when idle"
         executor: Any = self._executor
         assert not executor._newest, "I-33: residue"
         assert not executor._outputs, "I-33: residue"
