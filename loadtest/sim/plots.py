@@ -45,8 +45,8 @@ COLUMNS: dict[str, list[Column]] = {
     "reservation": [
         GOOD,
         *QUICK_TTFT,
-        Column("TPOT p99, ms", "tpot_p99_ms", 1),
-        Column("preemptions", "preemptions", 0),
+        Column("longest gap, ms", "itl_max_ms", 0),
+        Column("preemptions a request", "preemptions_per_request", 3),
     ],
     "scale": [
         Column("replicas", "replicas", 0),
@@ -65,7 +65,7 @@ COLUMNS: dict[str, list[Column]] = {
         Column("answers moved", "moves", 0),
     ],
 }
-OURS = ("ours", "ours-lenient", "prefix-affine", "ratio")
+OURS = ("ours", "ours-lenient", "prefix-affine", "learned")
 """Policies of ours, which have a colour."""
 
 
