@@ -163,7 +163,10 @@ class SchedulerConfig:
         le=4,
     )
     reserve_prior: int = setting(
-        256, "`learned`: tokens of which half of all answers have more, before any was seen.", ge=1
+        256,
+        "`learned`: median of all answers before any was seen, in tokens; at most a sixteenth of what the KV cache "
+        "holds.",
+        ge=1,
     )
     reserve_window: int = setting(
         512, "`learned`: answers after which what is known of a tenant's counts half as much.", ge=8

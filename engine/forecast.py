@@ -16,6 +16,9 @@ MOST_CAUTION = 4.0
 """Deviations that preemptions may add to the margin."""
 CAUTION_STEPS = 300
 """Good steps that take back what one preemption added."""
+COLD_REQUESTS = 16
+"""The prior is at most this share of the KV cache: in a small one, a cold engine would else serve one request after the
+other."""
 
 Share = tuple[tuple[int, ...], tuple[int, ...]]
 """By horizon: the tokens that a request is expected to hold more than now, times ONE, and their variance."""
@@ -60,7 +63,7 @@ class Forecast:
         self._lengths = AnswerLengths(
             config.max_model_len,
             self.horizons,
-            median=policy.reserve_prior,
+            median=max(min(policy.reserve_prior, config.num_kv_blocks * config.block_size // COLD_REQUESTS), 1),
             window=policy.reserve_window,
             max_tenants=policy.reserve_tenants,
         )
