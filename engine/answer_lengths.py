@@ -39,7 +39,6 @@ class LifeTable:
         self._edges, self._horizons, self._window = edges, horizons, window
         self._reached = [0.0] * (len(edges) - 1)
         self._ended = [0.0] * (len(edges) - 1)
-        self._news = 0
         # The median residual answer is `median` plus what was answered: whoever goes on longest goes on longest.
         self._prior = [1 - (median + low) / (median + high) for low, high in pairwise(edges)]
         self.chances = self._prior
@@ -65,7 +64,7 @@ class LifeTable:
     @property
     def is_stale(self) -> bool:
         """Whether enough is new for the chances to be worked out again: a sixteenth of all that is known."""
-        return self._news >= 16 + sum(self._reached) / 16
+        return self._news >= self._enough
 
     def refresh(self, population: LifeTable | None) -> None:
         """Work the chances out again. `population`: what little is known is drawn towards; None: the prior."""
@@ -78,7 +77,7 @@ class LifeTable:
         if max(self._reached) > self._window:
             self._reached = [count / 2 for count in self._reached]
             self._ended = [count / 2 for count in self._ended]
-        self._news = 0
+        self._news, self._enough = 0, 16 + sum(self._reached) / 16
         known = zip(self._ended, self._reached, towards, strict=True)
         self.chances = [min((ended + weight * chance) / (reached + weight), 1.0) for ended, reached, chance in known]
         # Cumulative hazards, by interval, and each token's share of its interval's.

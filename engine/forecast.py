@@ -4,7 +4,8 @@ Never moves a block or chooses a request; a share that was added for a request i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.answer_lengths import ONE, AnswerLengths, LifeTable
@@ -20,7 +21,7 @@ COLD_REQUESTS = 16
 """The prior is at most this share of the KV cache: in a small one, a cold engine would else serve one request after the
 other."""
 
-Share = tuple[tuple[int, ...], tuple[int, ...]]
+Share = tuple[Sequence[int], Sequence[int]]
 """By horizon: the tokens that a request is expected to hold more than now, times ONE, and their variance."""
 
 
@@ -79,11 +80,13 @@ class Forecast:
         """Standard deviations that are kept free."""
         return self._policy.reserve_margin + self._caution
 
-    def of_others(self, gone: Iterable[Request]) -> tuple[list[int], list[int]]:
+    def of_others(self, gone: Iterable[Request]) -> Share:
         """(growth, variance) by horizon, of all who run but these."""
-        growth, variance = list(self._growth), list(self._variance)
+        growth, variance = self._growth, self._variance
         for request in gone:
-            _add((growth, variance), self._entries[request.request_id].share, -1)
+            less = self._entries[request.request_id].share
+            growth = list(map(operator.sub, growth, less[0]))
+            variance = list(map(operator.sub, variance, less[1]))
         return growth, variance
 
     def candidate(self, request: Request, shared_blocks: int) -> Share:
@@ -108,16 +111,16 @@ class Forecast:
         own = len(request.token_ids) - shared_blocks * self._block_size - answered
         entry = _Entry(table, own, interval, lengths.end_of(interval), self._share(table, request, own, interval))
         self._entries[request.request_id] = entry
-        _add((self._growth, self._variance), entry.share, 1)
+        self._add(entry.share)
 
     def follow(self, request: Request) -> None:
         """The request takes a block."""
         entry = self._entries[request.request_id]
         if _answered(request) >= entry.next_edge:
             self._advance(request, entry)
-            _add((self._growth, self._variance), entry.share, -1)
-            entry.share = self._share(entry.table, request, entry.own, entry.interval)
-            _add((self._growth, self._variance), entry.share, 1)
+            old, entry.share = entry.share, self._share(entry.table, request, entry.own, entry.interval)
+            self._add(entry.share)
+            self._take_back(old)
 
     def _advance(self, request: Request, entry: _Entry) -> None:
         """Count the intervals that its answer got into."""
@@ -130,7 +133,15 @@ class Forecast:
         """The request gives its memory back."""
         entry = self._entries.pop(request.request_id)
         self._advance(request, entry)
-        _add((self._growth, self._variance), entry.share, -1)
+        self._take_back(entry.share)
+
+    def _add(self, share: Share) -> None:
+        self._growth = list(map(operator.add, self._growth, share[0]))
+        self._variance = list(map(operator.add, self._variance, share[1]))
+
+    def _take_back(self, share: Share) -> None:
+        self._growth = list(map(operator.sub, self._growth, share[0]))
+        self._variance = list(map(operator.sub, self._variance, share[1]))
 
     def end(self, request: Request, *, by_itself: bool) -> None:
         """A request that runs is over, and leaves. `by_itself`: and not because it was cut off."""
@@ -159,18 +170,18 @@ class Forecast:
         held = max(own + middle, 0)
         left = max(request.max_new - request.num_output - (middle - answered), 1) if request.max_new else 0
         mortal = _ends_by_itself(request)
-        row = table.row(interval) if mortal else (ONE,) * len(self.horizons)
-        if left >= clip:
-            alive = zip(row, self.horizons, strict=True)
-        else:
-            last = round(ONE * table.survival(middle, left)) if mortal else ONE
-            alive = zip(*self._cut(row, left, last), strict=True)
+        row: Sequence[int] = table.row(interval) if mortal else (ONE,) * len(self.horizons)
+        more: Sequence[int] = self.horizons
+        if left < clip:
+            row, more = self._cut(row, left, round(ONE * table.survival(middle, left)) if mortal else ONE)
         base = held * ONE
-        pairs = [(chance * (held + more) - base, _variance(chance, held + more)) for chance, more in alive]
-        growth, variance = zip(*pairs, strict=True)
+        growth = [chance * (held + tokens) - base for chance, tokens in zip(row, more, strict=True)]
+        variance = [
+            chance * (ONE - chance) * (held + tokens) ** 2 // ONE**2 for chance, tokens in zip(row, more, strict=True)
+        ]
         return growth, variance
 
-    def _cut(self, row: tuple[int, ...], left: int, last: int) -> tuple[list[int], list[int]]:
+    def _cut(self, row: Sequence[int], left: int, last: int) -> tuple[list[int], list[int]]:
         """(chance to be there, tokens more) by horizon of an answer that is cut off after `left` tokens: it counts
         with all of them at the horizon that comes next, and not from there on."""
         chances, more, before = [], [], 0
@@ -182,10 +193,6 @@ class Forecast:
         return chances, more
 
 
-def _variance(chance: int, tokens: int) -> int:
-    return chance * (ONE - chance) * tokens * tokens // (ONE * ONE)
-
-
 def _answered(request: Request) -> int:
     """Tokens of its answer, those of another engine included."""
     return len(request.token_ids) - request.answer_start
@@ -194,9 +201,3 @@ def _answered(request: Request) -> int:
 def _ends_by_itself(request: Request) -> bool:
     """Whether the model may end it, so that its length says something of others'. (A benchmark's `ignore_eos`.)"""
     return bool(request.stop_token_ids and request.max_new)
-
-
-def _add(sums: tuple[list[int], list[int]], share: Share, sign: int) -> None:
-    for total, parts in zip(sums, share, strict=True):
-        for number, part in enumerate(parts):
-            total[number] += sign * part

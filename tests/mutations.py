@@ -361,8 +361,8 @@ MUTATIONS = (
         "reserve d",
         "What is still to come does not depend on what was answered.",
         "engine/forecast.py",
-        "row = table.row(interval) if mortal else",
-        "row = table.row(0) if mortal else",
+        "table.row(interval) if mortal else",
+        "table.row(0) if mortal else",
         (FORECAST,),
     ),
     Mutation(
