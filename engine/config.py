@@ -154,10 +154,10 @@ class SchedulerConfig:
         "arrival", "Where a preempted request waits: by its arrival, before all others, or behind them."
     )
     reserve_margin: float = setting(
-        1.0, "`learned`: standard deviations of the expected memory that are kept free besides.", ge=0, le=8
+        0.5, "`learned`: standard deviations of the expected memory that are kept free besides.", ge=0, le=8
     )
     reserve_caution: float = setting(
-        0.5,
+        0.2,
         "`learned`: how many more each step that preempts adds, up to 4; 300 steps without a preemption take it back.",
         ge=0,
         le=4,

@@ -31,7 +31,7 @@ SCHEDULERS = st.fixed_dictionaries(
         reserve_mode=st.sampled_from(["full", "learned", "learned", "ratio", "prompt"]),
         preempt_policy=st.sampled_from(["lifo", "retract"]),
         requeue=st.sampled_from(["arrival", "front", "back"]),
-        reserve_margin=st.sampled_from([0.0, 1.0]),
+        reserve_margin=st.sampled_from([0.0, 0.5, 2.0]),
         reserve_prior=st.sampled_from([1, 256]),
         reserve_window=st.sampled_from([8, 512]),
         reserve_tenants=st.sampled_from([0, 1, 64]),
@@ -117,7 +117,7 @@ def _params(values: dict[str, Any]) -> SamplingParams:
 PARAMS = st.fixed_dictionaries(
     dict(
         max_tokens=st.one_of(st.integers(0, 12), st.integers(15, 34)),
-        temperature=st.sampled_from([0.0, 1.0]),
+        temperature=st.sampled_from([0.0, 0.5, 2.0]),
         seed=st.integers(0, 3),
         ignore_eos=st.booleans(),
         min_tokens=st.sampled_from([0, 0, 3]),
