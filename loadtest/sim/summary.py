@@ -19,8 +19,7 @@ NOTE = "Simulated: no server was asked, and no time of one was measured"
 
 def figures(world: World) -> Figures:
     """Those of a load, by the names of its report, and those of the deployment."""
-    found = world.tally.figures(POINT) | deployment_figures(world)
-    return found | {"preemptions_per_request": found["preemptions"] / max(found["offered"], 1)}
+    return world.tally.figures(POINT) | deployment_figures(world)
 
 
 def deployment_figures(world: World) -> Figures:
