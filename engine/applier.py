@@ -117,7 +117,7 @@ class Applier:
         return None
 
     def finish(self, request: Request, reason: FinishReason, stop: Token | None = None) -> Event:
-        self._release(request)
+        self._release(request, by_itself=reason is FinishReason.STOP)
         usage = request.usage(stop_token=stop is not None)
         if stop is None:
             return Finished(request.request_id, reason, usage)
@@ -127,8 +127,8 @@ class Applier:
         self._release(request)
         return Failed(request.request_id, code, message)
 
-    def _release(self, request: Request) -> None:
-        self._scheduler.release(request)
+    def _release(self, request: Request, *, by_itself: bool = False) -> None:
+        self._scheduler.release(request, by_itself=by_itself)
         self._executor.forget([request.request_id])
         if self._speculation is not None:
             self._speculation.forget(request.request_id)

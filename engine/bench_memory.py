@@ -46,6 +46,7 @@ def cells(max_tokens: int) -> dict[str, SchedulerConfig]:
     steps = max(ratio.ratio_decay_steps * max_tokens // STUDIED, 1)
     return {
         "full": SchedulerConfig(reserve_mode="full", preempt_policy="none"),
+        "learned": SchedulerConfig(reserve_mode="learned", preempt_policy="retract"),
         "ratio": ratio,
         "ratio_scaled": dataclasses.replace(ratio, ratio_decay_steps=steps),
         "prompt": SchedulerConfig(reserve_mode="prompt", preempt_policy="lifo", watermark_blocks=1),

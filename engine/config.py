@@ -139,10 +139,11 @@ class SchedulerConfig:
     decode_finish_tokens: int = setting(
         0, "Steps carry no prefill while a request has at most this many tokens left to answer. 0: off.", ge=0
     )
-    reserve_mode: Literal["full", "ratio", "prompt"] = setting(
-        "ratio",
-        "Memory that must be free to admit a request: for its whole life, for its prompt and a learned share of all "
-        "answers, or for its prompt alone.",
+    reserve_mode: Literal["full", "learned", "ratio", "prompt"] = setting(
+        "learned",
+        "Memory that must be free to admit a request, besides its prompt's: for its whole life; for what all answers "
+        "are expected to take at the worst, by how long those before them were; for a share of all that they may still "
+        "take, which falls until memory runs out; or none.",
     )
     preempt_policy: Literal["none", "lifo", "retract"] = setting(
         "retract",
@@ -152,6 +153,27 @@ class SchedulerConfig:
     requeue: Literal["arrival", "front", "back"] = setting(
         "arrival", "Where a preempted request waits: by its arrival, before all others, or behind them."
     )
+    reserve_margin: float = setting(
+        0.5, "`learned`: standard deviations of the expected memory that are kept free besides.", ge=0, le=8
+    )
+    reserve_caution: float = setting(
+        0.2,
+        "`learned`: how many more each step that preempts adds, up to 4; 300 steps without a preemption take it back.",
+        ge=0,
+        le=4,
+    )
+    reserve_prior: int = setting(
+        256,
+        "`learned`: median of all answers before any was seen, in tokens; at most a sixteenth of what the KV cache "
+        "holds.",
+        ge=1,
+    )
+    reserve_window: int = setting(
+        512, "`learned`: answers after which what is known of a tenant's counts half as much.", ge=8
+    )
+    reserve_tenants: int = setting(
+        64, "`learned`: tenants whose answers are counted apart, those with requests last. 0: none.", ge=0
+    )
     ratio_init: float = setting(0.7, "`ratio`: share of the remaining answers reserved at first.", gt=0, le=1)
     ratio_min: float = setting(0.21, "`ratio`: the share that it falls to.", gt=0, le=1)
     ratio_decay_steps: int = setting(600, "`ratio`: steps from the first share to the least.", ge=1)
@@ -159,7 +181,7 @@ class SchedulerConfig:
         "any_decode", "Steps that lower the share: those without prefill, or all that decode."
     )
     retract_steps: int = setting(20, "`ratio`: tokens a request is expected to go on for after a preemption.", ge=0)
-    reserve_clip: int = setting(4096, "`ratio`: most answer tokens of one request that count.", ge=1)
+    reserve_clip: int = setting(4096, "`learned`, `ratio`: most answer tokens of one request that count.", ge=1)
     watermark_blocks: int = setting(1, "`prompt`: blocks that stay free at an admission.", ge=0)
     max_partial_prefills: int = setting(
         1, "Most prompts of one priority that are partly computed after a step. 0: as many as there are seats.", ge=0
@@ -236,7 +258,7 @@ class SchedulerConfig:
         if self.reserve_mode == "full" and self.preempt_policy != "none":
             raise ConfigError(
                 f"reserve_mode full promises every request its whole memory, so preempt_policy {self.preempt_policy} "
-                "would never act: use preempt_policy none, or reserve_mode ratio or prompt."
+                "would never act: use preempt_policy none, or reserve_mode learned, ratio or prompt."
             )
         if self.reserve_mode != "full" and self.preempt_policy == "none":
             raise ConfigError(

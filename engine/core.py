@@ -106,6 +106,7 @@ class EngineCore:
             num_steps=self._num_steps,
             num_preemptions=self._num_preemptions,
             reserve_ratio=scheduler.reserve_ratio,
+            reserve_margin=scheduler.reserve_margin,
             graph_hits={name: count for (hit, name), count in self._graph_uses.items() if hit},
             graph_misses={name: count for (hit, name), count in self._graph_uses.items() if not hit},
         )

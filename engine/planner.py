@@ -15,6 +15,7 @@ from engine.block_manager import BlockManager
 from engine.chunks import ChunkRule, Room
 from engine.config import ResolvedConfig
 from engine.encoder_cache import EncoderCache, EncoderRoom
+from engine.forecast import Forecast
 from engine.request import Request
 from engine.reservation import Admission
 from engine.state_slots import Snapshots
@@ -101,6 +102,8 @@ class View:
     """Prompt tokens that are in no step yet."""
     encoder: EncoderCache | None = None
     """None: the model takes text alone."""
+    forecast: Forecast | None = None
+    """`reserve_mode: learned`; None: another."""
 
 
 def make_plan(view: View, config: ResolvedConfig) -> Plan:
@@ -142,6 +145,8 @@ class _Planner:
         return Admission(
             self._config,
             ratio=view.ratio,
+            forecast=view.forecast,
+            gone=gone,
             promised_blocks=view.promised_blocks,
             available_blocks=self._available(),
             decoding=_without(gone, view.decoding.values()),

@@ -343,6 +343,8 @@ class LoadSnapshot:
     num_preemptions: int
     reserve_ratio: float
     """Share of running requests' remaining answers that admission keeps free (`reserve_mode: ratio`)."""
+    reserve_margin: float
+    """Standard deviations of expected memory that it keeps free (`reserve_mode: learned`); 0 with another."""
     graph_hits: Mapping[str, int] = field(default_factory=dict)
     """Steps that replayed a captured graph, by graph; empty for executors without graphs."""
     graph_misses: Mapping[str, int] = field(default_factory=dict)

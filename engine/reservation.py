@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import add
 
 from engine.config import ResolvedConfig, SchedulerConfig
+from engine.forecast import Forecast
 from engine.request import Request
 
 
@@ -53,18 +55,23 @@ class Admission:
         config: ResolvedConfig,
         *,
         ratio: float,
+        forecast: Forecast | None,
+        gone: Iterable[Request],
         promised_blocks: int,
         available_blocks: int,
         decoding: Iterable[Request],
         prefilling: Iterable[Request],
     ) -> None:
-        """`decoding` and `prefilling`: the requests that keep their memory in this plan."""
+        """`decoding` and `prefilling`: the requests that keep their memory in this plan; `gone`: those that lose it."""
         self._mode = config.scheduler.reserve_mode
         self._clip = config.scheduler.reserve_clip
         self._watermark = config.scheduler.watermark_blocks
         self._block_size = config.block_size
         self._promised = promised_blocks
         self._answer_tokens = 0.0
+        self._forecast = forecast
+        if forecast is not None:
+            self._growth, self._variance = forecast.of_others(gone)
         if self._mode == "ratio":
             # `reserved_tokens` written out: a call for each of hundreds of requests is a tenth of a plan's time
             clip = self._clip
@@ -81,6 +88,8 @@ class Admission:
         """Blocks that admission keeps for requests that run: the rest of their prompts, and of their answers."""
         if self._mode == "full":
             return self._promised
+        if self._forecast is not None:
+            return self._outstanding + self._forecast.peak(self._growth, self._variance)
         return self._outstanding + math.ceil(self._answer_tokens / self._block_size)
 
     def grow_answers(self, blocks: int) -> None:
@@ -108,11 +117,21 @@ class Admission:
         needed += self._outstanding
         if self._mode == "prompt":
             return needed + self._watermark <= self.available
+        if self._forecast is not None:
+            if needed > self.available:
+                return False
+            growth, variance = self._forecast.candidate(request, shared_blocks)
+            peak = self._forecast.peak(map(add, self._growth, growth), map(add, self._variance, variance))
+            return needed + peak <= self.available
         tokens = reserved_tokens(request, self._clip) + self._answer_tokens
         return needed + math.ceil(tokens / self._block_size) <= self.available
 
     def admit(self, request: Request, hits_taken: int, num_prefix_blocks: int, end: int) -> None:
         """The plan admits a request whose first chunk ends at `end`; `hits_taken` of its hits were evictable."""
+        if self._forecast is not None:
+            growth, variance = self._forecast.candidate(request, num_prefix_blocks - hits_taken)
+            self._growth = list(map(add, self._growth, growth))
+            self._variance = list(map(add, self._variance, variance))
         held = self.blocks_for(end)
         self.available -= hits_taken + held - num_prefix_blocks
         self._promised += self.blocks_for(request.lifetime_tokens) - held

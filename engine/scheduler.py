@@ -11,6 +11,7 @@ from engine.chunks import ChunkRule
 from engine.config import ResolvedConfig
 from engine.deadlines import Deadlines
 from engine.encoder_cache import EncoderCache
+from engine.forecast import Forecast
 from engine.planner import Plan, PlannedRow, View, make_plan
 from engine.prefill_limit import PrefillLimit
 from engine.protocol import DraftMethod
@@ -34,6 +35,7 @@ class Scheduler:
         self._config = config
         self._blocks = blocks
         self._ratio = ReserveRatio(config.scheduler)
+        self._forecast = Forecast(config) if config.scheduler.reserve_mode == "learned" else None
         self._states = StateSlots() if config.recurrent_state else None
         self._snapshots = Snapshots(config.scheduler.state_snapshots) if config.recurrent_state else None
         self.encoder = EncoderCache(config.encoder_cache_tokens) if config.inputs else None
@@ -62,6 +64,10 @@ class Scheduler:
     @property
     def reserve_ratio(self) -> float:
         return self._ratio.value
+
+    @property
+    def reserve_margin(self) -> float:
+        return self._forecast.margin if self._forecast else 0.0
 
     def add(self, request: Request, now: float, *, prepared: bool = True) -> None:
         """Queue a request. Its deadlines count from now on."""
@@ -98,6 +104,7 @@ class Scheduler:
             last_decode=self._last_decode,
             num_queued_tokens=self.num_queued_tokens,
             encoder=self.encoder,
+            forecast=self._forecast,
         )
         return make_plan(view, self._config)
 
@@ -127,6 +134,8 @@ class Scheduler:
         return step
 
     def _keep_ratio(self, plan: Plan) -> None:
+        if self._forecast is not None:
+            self._forecast.after_step(preempted=len(plan.preempted))
         if plan.preempted:
             self._ratio.after_preemption(self.decoding.values())
         else:
@@ -136,6 +145,8 @@ class Scheduler:
     def _admit(self, request: Request, prefix: tuple[int, ...]) -> None:
         self.waiting.remove(request)
         self.prefilling[request.request_id] = request
+        if self._forecast is not None:
+            self._forecast.admit(request, sum(map(self._blocks.is_held, prefix)))
         self._blocks.claim(prefix)
         request.block_ids = prefix
         request.num_published = len(prefix)
@@ -192,6 +203,8 @@ class Scheduler:
         if missing > 0:
             request.block_ids += self._blocks.allocate(missing)
             self._promised -= missing
+            if self._forecast is not None:
+                self._forecast.follow(request)
 
     def _snapshot(self, row: PlannedRow) -> int | None:
         """What an admission from a prefix starts from: the state after it was kept with it."""
@@ -284,21 +297,28 @@ class Scheduler:
         if self.encoder is not None:
             self.encoder.lose(work.digest for work in step.encodes)
 
-    def release(self, request: Request) -> None:
-        """The one way out, for stop, length, abort and error alike: leave the queues and give everything back."""
+    def release(self, request: Request, *, by_itself: bool = False) -> None:
+        """The one way out, for stop, length, abort and error alike: leave the queues and give everything back.
+        `by_itself`: its answer is as long as it would ever be."""
         waited = self.waiting.remove(request) or self.preparing.pop(request.request_id, None) is not None
         if not waited:
+            if self._forecast is not None:
+                self._forecast.end(request, by_itself=by_itself)
             self._leave(request)
         self.waiting.leave(request)
         self.deadlines.remove(request)
         if not (self.waiting or self.prefilling or self.decoding):
             self._ratio.reset()
             self._prefill_limit.rest()
+            if self._forecast is not None:
+                self._forecast.reset()
 
     def _leave(self, request: Request) -> None:
         if self.prefilling.pop(request.request_id, None) is None:
             del self.decoding[request.request_id]  # KeyError: released twice
         self._promised -= self._still_promised(request)
+        if self._forecast is not None:
+            self._forecast.leave(request)
         self._blocks.release(request.block_ids)
         if self._states is not None:
             self._states.give_back(request.request_id)

@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--longest", type=int, default=None, help="tokens that the server takes; a trace's longer requests are left out"
     )
     add("--trace", default="", help="path of a trace: Azure's .csv or Mooncake's .jsonl, either also .gz")
-    add("--goal", default="ttft:1000,tpot:100", help="by when an answer is good, in ms: ttft, tpot, e2e")
+    add("--goal", default="ttft:1000,tpot:100", help="by when an answer is good, in ms: ttft, tpot, e2e, gap_p95")
     add("--limits", default=None, help="gates: ttft_p99_ms<=1000,good_share>=0.9")
     add(
         "--max-lag-ms",

@@ -3,6 +3,7 @@ Never measures, and never calls a run passed whose generator lagged: its figures
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ def document_of(
     return {
         "schema": SCHEMA,
         "settings": dict(settings),
-        "goal": {name: getattr(tally.goal, name) for name in ("ttft_ms", "tpot_ms", "e2e_ms")},
+        "goal": dataclasses.asdict(tally.goal),
         "limits": [f"{limit.figure}{limit.sign}{limit.bound:g}" for limit in plan.limits],
         "judged": plan.judged,
         "exit_code": exit_code(course.broken, saturated, missed),

@@ -3,6 +3,7 @@ Never measures: stamps are given to it, and a time that has no meaning for a req
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -68,3 +69,8 @@ class Timeline:
     def gaps_ms(self) -> Iterator[float]:
         """Between two arrivals of text."""
         return (1e3 * (later - earlier) for earlier, later in pairwise(self.arrivals))
+
+    def gap_ms(self, share: float) -> float | None:
+        """The gap that so large a share of its gaps does not exceed; None: there are none."""
+        gaps = sorted(self.gaps_ms())
+        return gaps[max(math.ceil(share * len(gaps)), 1) - 1] if gaps else None

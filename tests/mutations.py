@@ -28,6 +28,7 @@ WORKERS = min(os.cpu_count() or 1, 4)
 
 Item = TypeVar("Item")
 
+ANSWER_LENGTHS = "tests/engine/test_answer_lengths.py"
 ASYNC = "tests/engine/test_async_engine.py"
 BLOCKS = "tests/engine/test_block_manager.py"
 CHUNK_OWNER = "tests/engine/test_chunk_owner.py"
@@ -38,6 +39,7 @@ CORE = "tests/engine/test_core.py"
 DRAFTS = "tests/engine/test_drafts.py"
 EXECUTOR = "tests/engine/test_executor.py"
 LOGITS = f"{EXECUTOR}::test_logits_equal_transformers_for_every_family_and_chunk_size"
+FORECAST = "tests/engine/test_forecast.py"
 GAPS = "tests/engine/test_mutation_gaps.py"
 GRAMMAR = "tests/engine/test_grammar.py"
 LOAD = "tests/engine/test_load_snapshot.py"
@@ -357,6 +359,62 @@ MUTATIONS = (
         "self._config.retract_steps * len(remaining)",
         "20 * len(remaining)",
         (PLANNER,),
+    ),
+    Mutation(
+        "reserve a",
+        "An answer that was cut off is taken for one that ended there.",
+        "engine/answer_lengths.py",
+        "        if by_itself:\n            self._ended[number] += 1\n",
+        "        if number >= 0:\n            self._ended[number] += 1\n",
+        (ANSWER_LENGTHS,),
+    ),
+    Mutation(
+        "reserve b",
+        "Of answers that run, nothing is learned before they end: on a fresh engine all answers are short.",
+        "engine/forecast.py",
+        "        if _ends_by_itself(request) and interval > entry.interval:\n",
+        "        if _ends_by_itself(request) and interval < entry.interval:\n",
+        (FORECAST,),
+    ),
+    Mutation(
+        "reserve c",
+        "An answer counts once more each time it loses its memory.",
+        "engine/forecast.py",
+        "        if _ends_by_itself(request) and not request.was_scheduled:\n",
+        "        if _ends_by_itself(request):\n",
+        (FORECAST,),
+    ),
+    Mutation(
+        "reserve d",
+        "What is still to come does not depend on what was answered.",
+        "engine/forecast.py",
+        "table.row(interval) if mortal else",
+        "table.row(0) if mortal else",
+        (FORECAST,),
+    ),
+    Mutation(
+        "reserve e",
+        "An answer is expected to go on beyond its max_tokens.",
+        "engine/forecast.py",
+        "            there = left > before\n",
+        "            there = True\n",
+        (FORECAST,),
+    ),
+    Mutation(
+        "reserve f",
+        "Running out of memory teaches nothing.",
+        "engine/scheduler.py",
+        "self._forecast.after_step(preempted=len(plan.preempted))",
+        "self._forecast.after_step(preempted=0)",
+        (FORECAST,),
+    ),
+    Mutation(
+        "reserve g",
+        "Blocks that others hold, too, are expected to be free when a request ends.",
+        "engine/forecast.py",
+        "        own = len(request.token_ids) - shared_blocks * self._block_size - _answered(request)\n",
+        "        own = len(request.token_ids) - _answered(request)\n",
+        (FORECAST,),
     ),
     # --- preemption ----------------------------------------------------------------------------------------------
     Mutation(

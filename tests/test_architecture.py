@@ -24,6 +24,8 @@ PURE = [
     "stopping",
     "prefix",
     "block_manager",
+    "answer_lengths",
+    "forecast",
     "reservation",
     "waiting",
     "chunks",

@@ -22,17 +22,19 @@ Run = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure of a run, or a value of its spec; `scale` turns its unit into that of the title."""
+    """A figure of a run, or a value of its spec; `scale` turns its unit into that of the title. `per`: divided by that
+    figure."""
 
     title: str
     name: str
     digits: int = 1
     scale: float = 1.0
+    per: str | None = None
 
     def of(self, run: Run) -> float:
         """0 for a time of which there is no value."""
-        value: float = {**run["spec"], **run["figures"]}.get(self.name, 0.0)
-        return self.scale * value
+        known: dict[str, float] = {**run["spec"], **run["figures"]}
+        return self.scale * known.get(self.name, 0.0) / (known.get(self.per, 1.0) if self.per else 1.0)
 
 
 GOOD = Column("good, %", "good_share", 1, 100)
@@ -45,8 +47,8 @@ COLUMNS: dict[str, list[Column]] = {
     "reservation": [
         GOOD,
         *QUICK_TTFT,
-        Column("TPOT p99, ms", "tpot_p99_ms", 1),
-        Column("preemptions", "preemptions", 0),
+        Column("longest gap, ms", "itl_max_ms", 0),
+        Column("preemptions a request", "preemptions", 3, per="offered"),
     ],
     "scale": [
         Column("replicas", "replicas", 0),
@@ -65,7 +67,7 @@ COLUMNS: dict[str, list[Column]] = {
         Column("answers moved", "moves", 0),
     ],
 }
-OURS = ("ours", "ours-lenient", "prefix-affine", "ratio")
+OURS = ("ours", "ours-lenient", "prefix-affine", "learned")
 """Policies of ours, which have a colour."""
 
 

@@ -8,6 +8,8 @@ import functools
 import resource
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import log
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +20,7 @@ from loadtest.sim.routers import ROUTERS
 from loadtest.sim.scalers import EngineLoad, Scaler
 from loadtest.sim.scenario import Scenario, engine_config
 from loadtest.sim.simulation import Happening, simulate
-from loadtest.sim.step_time import ATTENTION_CONTEXT, measured
+from loadtest.sim.step_time import ATTENTION_CONTEXT, LinearStep, measured
 from loadtest.sim.summary import figures, report
 from loadtest.sim.traces import TRACES, trace_jobs
 from loadtest.sim.workload import Job, poisson, thinned, window
@@ -34,10 +36,12 @@ LONG_PROMPTS = Goal(ttft_ms=10_000, tpot_ms=500)
 """What two cores can do with prompts of thousands of tokens."""
 QUICK = Goal(ttft_ms=1000, tpot_ms=150)
 """For prompts of a hundred."""
+STEADY = Goal(ttft_ms=1000, tpot_ms=None, gap_p95_ms=50)
+"""For engines that step in 10 ms: a stream that stops now and then for a prompt of 2,000 tokens keeps it."""
 GOALS = {
     "autoscaling": LONG_PROMPTS,
     "routing": LONG_PROMPTS,
-    "reservation": QUICK,
+    "reservation": STEADY,
     "scale": QUICK,
     "disruption": QUICK,
 }
@@ -54,6 +58,50 @@ DISRUPTED = {"none": MILLION, "zone-loss": 250_000, "upgrade": MILLION}
 """Requests: a zone is back after half a minute, and an upgrade by tenths takes six."""
 SECONDS = {"autoscaling": 1200.0, "routing": 120.0, "reservation": 0.0, "scale": 0.0, "disruption": 0.0}
 """Of a trace that a run takes: for autoscaling twice Serve's delay before it removes a replica."""
+
+
+GPU_LIKE = LinearStep(step_s=0.008, token_s=22e-6, decode_row_s=30e-6, attention_context=8192)
+"""A made-up machine, of the order of one GPU and a model of 8 billion weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class TightMemory:
+    """Requests of chats on a GPU_LIKE engine whose KV cache holds `kv_tokens`: prompts of 1,000 tokens and answers of
+    550 on average, both log-normal, of clients that ask for at most `max_tokens` (None: they do not say)."""
+
+    kv_tokens: int
+    rate: float
+    max_tokens: int | None
+
+
+TIGHT = {
+    "unset, 40k": TightMemory(40_000, 3.0, None),
+    "unset, 100k": TightMemory(100_000, 9.0, None),
+    "4096, 48k": TightMemory(48_000, 4.0, 4096),
+}
+"""By the `max_tokens` that is asked for, and the KV cache's size."""
+SHORT = "256, 6k"
+"""Answers of a tenth to three tenths of `max_tokens`, on engines so fast that a full step keeps the goal's gap."""
+VLLM_V1 = {
+    "reserve_mode": "prompt",
+    "watermark_blocks": 0,
+    "preempt_policy": "lifo",
+    "requeue": "front",
+    "max_partial_prefills": 0,
+    "chunk_align": 1,
+    "chunk_halving_context": 0,
+}
+"""vLLM V1's schedule, by our settings: running requests first, then whoever's prompt fits; the last one loses its
+memory and waits at the front."""
+RESERVING: dict[str, dict[str, Any]] = {
+    "full": {"reserve_mode": "full", "preempt_policy": "none"},
+    "prompt": {"reserve_mode": "prompt"},
+    "ratio": {"reserve_mode": "ratio"},
+    "learned": {"reserve_mode": "learned"},
+    "vllm-v1": VLLM_V1,
+}
+WINDOW = 32_768
+"""Longest prompt and answer of those engines, which an unset `max_tokens` reserves in full."""
 
 
 # --- what there is to run -------------------------------------------------------------------------------------------
@@ -80,10 +128,15 @@ def routing(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
 
 def reservation(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
     """Ways to reserve memory where it is short: the lengths of `engine.bench_memory`, answered by fast engines, which
-    memory keeps waiting and not the products of matrices."""
+    memory keeps waiting and not the products of matrices; and chats that ask for more than they use, or do not say.
+    A whole context each is not reserved there: one request at a time would run."""
     for seed in range(seeds):
-        for mode in ("full", "ratio", "prompt"):
-            yield {"policy": mode, "seed": seed, "requests": _sized(2000, size), "rate": 45.0}
+        for policy in RESERVING:
+            yield {"trace": SHORT, "policy": policy, "seed": seed, "requests": _sized(2000, size), "rate": 56.25}
+        for name, trace in TIGHT.items():
+            for policy in [policy for policy in RESERVING if policy != "full"]:
+                requests = _sized(round(120 * trace.rate), size)
+                yield {"trace": name, "policy": policy, "seed": seed, "requests": requests, "rate": trace.rate}
 
 
 def scale(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
@@ -163,25 +216,51 @@ def _run_routing(spec: Spec, goal: Goal) -> World:
 
 
 def _run_reservation(spec: Spec, goal: Goal) -> World:
-    mode = spec["policy"]
-    preempt: dict[str, Any] = {"full": "none", "ratio": "retract", "prompt": "lifo"}
+    made = _short_answers if spec["trace"] == SHORT else _chats
+    return simulate(made(spec, goal, {"chunk_halving_context": ATTENTION_CONTEXT, **RESERVING[spec["policy"]]}))[1]
+
+
+def _short_answers(spec: Spec, goal: Goal, policy: dict[str, Any]) -> Scenario:
     config = engine_config(
         num_kv_blocks=404,
         max_num_seqs=48,
         max_model_len=8192,
         enable_prefix_caching=False,
-        scheduler=SchedulerConfig(
-            reserve_mode=mode, preempt_policy=preempt[mode], chunk_halving_context=ATTENTION_CONTEXT
-        ),
+        scheduler=SchedulerConfig(**policy),
     )
     random = Random(spec["seed"])
-    arrivals = poisson(spec["rate"], spec["requests"] / spec["rate"], 1, 1, spec["seed"])
     jobs = [
         Job(job.arrival_s, random.randint(64, 192), round(256 * random.uniform(0.1, 0.3)), max_tokens=256)
-        for job in arrivals
+        for job in _arrivals(spec)
     ]
-    step_time = measured()[0].faster(16)
-    return simulate(Scenario(jobs=jobs, step_time=step_time, goal=goal, config=config, seed=spec["seed"]))[1]
+    return Scenario(jobs=jobs, step_time=measured()[0].faster(20), goal=goal, config=config, seed=spec["seed"])
+
+
+def _chats(spec: Spec, goal: Goal, policy: dict[str, Any]) -> Scenario:
+    trace = TIGHT[spec["trace"]]
+    config = engine_config(
+        num_kv_blocks=trace.kv_tokens // 16,
+        max_num_seqs=256,
+        max_model_len=WINDOW,
+        max_num_batched_tokens=2048 + 256,
+        max_prefill_tokens=2048,
+        scheduler=SchedulerConfig(**{**policy, "chunk_halving_context": policy["chunk_halving_context"] and 8192}),
+    )
+    random = Random(spec["seed"])
+    jobs = []
+    for job in _arrivals(spec):
+        prompt, answer = _log_normal(random, 1000, 8000), _log_normal(random, 550, trace.max_tokens or 4096)
+        jobs.append(Job(job.arrival_s, prompt, answer, max_tokens=trace.max_tokens or WINDOW - prompt))
+    return Scenario(jobs=jobs, step_time=GPU_LIKE, goal=goal, config=config, seed=spec["seed"])
+
+
+def _log_normal(random: Random, mean: int, most: int) -> int:
+    spread = 0.8
+    return min(max(round(random.lognormvariate(log(mean) - spread**2 / 2, spread)), 8), most)
+
+
+def _arrivals(spec: Spec) -> list[Job]:
+    return poisson(spec["rate"], spec["requests"] / spec["rate"], 1, 1, spec["seed"])
 
 
 def _run_large(spec: Spec, goal: Goal) -> World:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.server import ROOT
-from loadtest.sim.specs import GOALS, SECONDS, STUDIES, Spec, run_spec, twins
+from loadtest.sim.specs import GOALS, GPU_LIKE, SECONDS, STUDIES, Spec, run_spec, twins
 from loadtest.sim.step_time import MEASURED, measured
 
 RESULTS = ROOT / "loadtest" / "results"
@@ -31,8 +31,14 @@ def empty(study: str) -> Document:
         "simulated": True,
         "goal": asdict(GOALS[study]),
         "step_time": {"measured_in": f"loadtest/results/{MEASURED.name}", **asdict(step_time), "largest_error": error},
+        **_made_up(study),
         "runs": [],
     }
+
+
+def _made_up(study: str) -> Document:
+    """Step times of a machine that there is not."""
+    return {"gpu_like_step_time": asdict(GPU_LIKE)} if study == "reservation" else {}
 
 
 def current_commit() -> str:
@@ -46,7 +52,7 @@ def load(path: Path, study: str, *, anew: bool) -> Document:
     if anew or not path.exists():
         return fresh
     document: Document = json.loads(path.read_text())
-    same = all(document[name] == fresh[name] for name in ("study", "goal", "step_time"))
+    same = all(document.get(name) == fresh[name] for name in fresh if name not in ("simulated", "runs"))
     return document if same else fresh
 
 

@@ -39,6 +39,7 @@ def report(number: int) -> dict[str, Any]:
         num_steps=0,
         num_preemptions=0,
         reserve_ratio=0.5,
+        reserve_margin=0.5,
     )
     digests = [f"{number} {block}".encode().ljust(32) for block in range(64)]
     return encode(load, digests, limit=1024, prefill_tokens_per_s=1000.0, taken_at_s=0.0)

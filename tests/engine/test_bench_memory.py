@@ -43,14 +43,20 @@ def test_the_last_line_is_one_document_with_a_cell_for_each_way_to_reserve(
     assert document["cpu"]
     assert document["config"]["enable_prefix_caching"] is False, "the cache would hide what is computed again"
     reserved = [(cell["cell"], cell["scheduler"]["reserve_mode"]) for cell in document["cells"]]
-    assert reserved == [("full", "full"), ("ratio", "ratio"), ("ratio_scaled", "ratio"), ("prompt", "prompt")]
+    assert reserved == [
+        ("full", "full"),
+        ("learned", "learned"),
+        ("ratio", "ratio"),
+        ("ratio_scaled", "ratio"),
+        ("prompt", "prompt"),
+    ]
     for cell in document["cells"]:
         assert 0 < cell["gap_p50_ms"][0] <= cell["gap_p99_ms"][0] <= cell["gap_max_ms"][0]
         assert 0 < cell["ttft_p50_ms"][0] <= cell["ttft_p99_ms"][0]
         assert cell["wall_s"][0] > 0
     for base, figures in COMPARED.items():
         ratios = document["ratios"][f"to_{base}"]
-        assert set(ratios) == {"full", "ratio", "ratio_scaled", "prompt"} - {base}
+        assert set(ratios) == {"full", "learned", "ratio", "ratio_scaled", "prompt"} - {base}
         assert all(set(found) == set(figures) for found in ratios.values())
 
 

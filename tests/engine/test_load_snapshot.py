@@ -154,7 +154,7 @@ def test_requests_that_wait_again_are_told_from_new_ones() -> None:
 
 
 def test_reserved_blocks_are_the_share_of_running_answers_that_admission_keeps_free() -> None:
-    core = core_with(scheduler=SchedulerConfig(ratio_init=0.5, ratio_min=0.5))
+    core = core_with(scheduler=SchedulerConfig(reserve_mode="ratio", ratio_init=0.5, ratio_min=0.5))
     core.send("a", [1] * 8, max_tokens=33, ignore_eos=True)
     step(core)
     assert core.load().num_reserved_blocks == 9, "an answer that was admitted in this step counts in full: 33 of 4"

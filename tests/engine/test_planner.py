@@ -305,7 +305,8 @@ def test_what_a_request_was_promised_is_given_back_when_it_is_aborted() -> None:
 
 def test_a_lone_request_is_admitted_whatever_the_reservation_says() -> None:
     """S5-R11: its own reservation kept the only request out for ever."""
-    for scheduler in (policy(reserve_mode="ratio"), policy(reserve_mode="prompt", watermark_blocks=8)):
+    ways: list[dict[str, Any]] = [{}, {"reserve_mode": "ratio"}, {"reserve_mode": "prompt", "watermark_blocks": 8}]
+    for scheduler in (policy(**way) for way in ways):
         core = RecordingCore(num_kv_blocks=8, scheduler=scheduler)
         core.send("a", [1] * 20, max_tokens=13, ignore_eos=True)
         core.run()
@@ -581,7 +582,7 @@ def test_a_request_is_overtaken_no_more_often_than_its_bound() -> None:
     ("settings", "sentence"),
     [
         ({"reserve_mode": "full"}, "reserve_mode full promises every request its whole memory"),
-        ({"preempt_policy": "none"}, "reserve_mode ratio admits more than fits for ever"),
+        ({"preempt_policy": "none"}, "reserve_mode learned admits more than fits for ever"),
         ({"chunk_boundary": "request_local"}, "set max_partial_prefills to 0 or more than 1"),
         ({"ratio_min": 0.9}, r"ratio_min \(0.9\) must not exceed ratio_init \(0.7\)"),
         ({"ratio_init": 0}, "ratio_init must be > 0, but it is 0"),

@@ -15,6 +15,7 @@ from engine.step import StepPlan
 from tests.support.engines import RecordingCore
 
 PROMPT_ONLY = {"reserve_mode": "prompt", "watermark_blocks": 0}
+RATIO = {"reserve_mode": "ratio"}
 GATHERING = {"prefill_fill_ratio": 1.0}
 
 # setting -> (base of both runs, the other value)
@@ -26,11 +27,16 @@ WITNESSES: dict[str, tuple[dict[str, Any], Any]] = {
     "reserve_mode": ({}, "prompt"),
     "preempt_policy": (PROMPT_ONLY, "lifo"),
     "requeue": (PROMPT_ONLY, "back"),
-    "ratio_init": ({}, 0.3),
-    "ratio_min": ({"ratio_decay_steps": 5}, 0.6),
-    "ratio_decay_steps": ({}, 5),
-    "ratio_decay_on": ({"ratio_decay_steps": 5}, "decode_only"),
-    "retract_steps": ({"reserve_clip": 3, "ratio_init": 0.01, "ratio_min": 0.01, "ratio_decay_steps": 3}, 0),
+    "reserve_margin": ({}, 3.0),
+    "reserve_caution": ({"reserve_margin": 0.0}, 4.0),
+    "reserve_prior": ({}, 2),
+    "reserve_window": ({}, 8),
+    "reserve_tenants": ({}, 0),
+    "ratio_init": (RATIO, 0.3),
+    "ratio_min": ({**RATIO, "ratio_decay_steps": 5}, 0.6),
+    "ratio_decay_steps": (RATIO, 5),
+    "ratio_decay_on": ({**RATIO, "ratio_decay_steps": 5}, "decode_only"),
+    "retract_steps": ({**RATIO, "reserve_clip": 3, "ratio_init": 0.01, "ratio_min": 0.01, "ratio_decay_steps": 3}, 0),
     "reserve_clip": ({}, 2),
     "watermark_blocks": (PROMPT_ONLY, 6),
     "max_partial_prefills": ({"long_prefill_token_threshold": 4}, 0),
@@ -51,6 +57,9 @@ WITNESSES: dict[str, tuple[dict[str, Any], Any]] = {
     "admission_order": (PROMPT_ONLY, "bypass"),
     "max_overtakes": ({**PROMPT_ONLY, "admission_order": "bypass"}, 1),
 }
+
+LEARNING = ("reserve_margin", "reserve_caution", "reserve_prior", "reserve_window", "reserve_tenants")
+"""Settings of what is learned from answers that end by themselves."""
 
 # The same for settings beside the scheduler's that change what is planned.
 ENGINE_WITNESSES: dict[str, tuple[dict[str, Any], Any]] = {
@@ -82,9 +91,10 @@ HYBRID = {"recurrent_state": True, "enable_prefix_caching": True}
 """The engine of witnesses whose settings are about recurrent state: prefix hits start from snapshots."""
 
 
-def plans(engine: dict[str, Any] | None = None, **settings: Any) -> list[StepPlan]:
+def plans(engine: dict[str, Any] | None = None, ends: bool = False, **settings: Any) -> list[StepPlan]:
     """Every step of a trace with long and short prompts, arrivals while others decode, and too little memory. It has
-    two priorities of three tenants, prompts that share prefixes, spans that must not be cut, and scored prompts."""
+    two priorities of three tenants, prompts that share prefixes, spans that must not be cut, and scored prompts.
+    `ends`: answers end by themselves, too."""
     core = RecordingCore(
         tick_ms=10,
         scheduler=SchedulerConfig(**settings),
@@ -103,7 +113,7 @@ def plans(engine: dict[str, Any] | None = None, **settings: Any) -> list[StepPla
             ([i % 4 + 1] * 16 + [i % 31 + 1] * 40)[:length],
             max_tokens=1 + 13 * i % 37,
             seed=0,
-            ignore_eos=True,
+            ignore_eos=not ends,
             priority=int(i % 7 == 3),
             tenant="abc"[i * i % 3],
             atomic_spans=((5, 9), (21, 25)) if length > 25 else (),
@@ -116,18 +126,20 @@ def plans(engine: dict[str, Any] | None = None, **settings: Any) -> list[StepPla
 
 
 @cache
-def base_plans(engine: tuple[tuple[str, Any], ...], settings: tuple[tuple[str, Any], ...]) -> list[StepPlan]:
+def base_plans(
+    engine: tuple[tuple[str, Any], ...], settings: tuple[tuple[str, Any], ...], ends: bool = False
+) -> list[StepPlan]:
     """What settings are compared with, run twice: a difference would be the trace's own."""
-    found = plans(dict(engine), **dict(settings))
-    assert found == plans(dict(engine), **dict(settings))
+    found = plans(dict(engine), ends, **dict(settings))
+    assert found == plans(dict(engine), ends, **dict(settings))
     return found
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SchedulerConfig)])
 def test_i34_a_setting_changes_a_plan(name: str) -> None:
     base, other = WITNESSES[name]
-    engine = HYBRID if name.startswith("state_") else {}
-    assert base_plans(tuple(engine.items()), tuple(base.items())) != plans(engine, **{**base, name: other})
+    engine, ends = HYBRID if name.startswith("state_") else {}, name in LEARNING
+    assert base_plans(tuple(engine.items()), tuple(base.items()), ends) != plans(engine, ends, **{**base, name: other})
 
 
 @pytest.mark.parametrize("name", ENGINE_WITNESSES)

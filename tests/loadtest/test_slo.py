@@ -20,6 +20,8 @@ ANSWER = Timeline(1.0, 1.0, 1.5, OK, (1.1, 1.2, 1.3), 10, 3)  # TTFT 100 ms, TPO
         (Goal(tpot_ms=99.0), False),
         (Goal(e2e_ms=499.0), False),
         (Goal(101.0, 101.0, 501.0), True),
+        (Goal(gap_p95_ms=99.0), False),
+        (Goal(gap_p95_ms=101.0), True),
         (Goal(None, None, None), True),
     ],
 )
@@ -41,8 +43,20 @@ def test_a_single_token_has_no_pace_to_miss() -> None:
     assert Goal(tpot_ms=0.1).is_met(dataclasses.replace(ANSWER, arrivals=(1.1,), output_tokens=1))
 
 
+def test_one_gap_in_twenty_may_be_longer() -> None:
+    """A stream that stops once for a long prompt keeps its pace; TPOT would count the pause over all tokens."""
+    arrivals = [1.0 + 0.01 * i for i in range(20)]
+    answer = dataclasses.replace(ANSWER, arrivals=(*arrivals, arrivals[-1] + 5.0), output_tokens=21)
+    assert Goal(None, None, None, gap_p95_ms=11.0).is_met(answer)
+    assert not Goal(None, None, None, gap_p95_ms=11.0).is_met(
+        dataclasses.replace(answer, arrivals=(*answer.arrivals, answer.arrivals[-1] + 5.0))
+    )
+    assert Goal(gap_p95_ms=0.1).is_met(dataclasses.replace(ANSWER, arrivals=(1.05,), output_tokens=1))
+
+
 def test_a_goal_is_read_and_what_is_left_out_has_no_limit() -> None:
     assert parse_goal("ttft:1000, tpot:50") == Goal(1000.0, 50.0, None)
+    assert parse_goal("gap_p95:50") == Goal(None, None, None, 50.0)
     assert parse_goal("e2e:2e4") == Goal(None, None, 20000.0)
     assert parse_goal("") == Goal(None, None, None)
 

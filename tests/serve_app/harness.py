@@ -121,6 +121,7 @@ class ScriptedClient:
                 num_steps=len(self.submissions),
                 num_preemptions=0,
                 reserve_ratio=0.7,
+                reserve_margin=0.5,
             )
         ]
 

@@ -105,6 +105,7 @@ def load_snapshot(
         num_steps=0,
         num_preemptions=0,
         reserve_ratio=0.0,
+        reserve_margin=0.5,
     )
 
 

@@ -281,6 +281,7 @@ class CheckedCore(RecordingCore):
         self._check_cursors(running)
         self._check_blocks(running)
         self._check_load(running)
+        self._check_forecast(running)
         self._check_ratio()
         self._check_progress(running)
         self.check_what_is_read()
@@ -328,6 +329,16 @@ class CheckedCore(RecordingCore):
             assert not load.num_preemptions, "I-15"
             promised = sum(self._blocks.blocks_for(r.lifetime_tokens) - len(r.block_ids) for r in running)
             assert promised <= self._blocks.num_available, "I-15"
+
+    def _check_forecast(self, running: list[Request]) -> None:
+        """What is expected of all is the sum of what is expected of each who runs, to the last digit."""
+        forecast = self._scheduler._forecast
+        if forecast is None:
+            return
+        assert forecast._entries.keys() == {request.request_id for request in running}, "I-16"
+        shares = [entry.share for entry in forecast._entries.values()]
+        for total, number in ((forecast._growth, 0), (forecast._variance, 1)):
+            assert total == [sum(share[number][i] for share in shares) for i in range(len(total))], "I-16"
 
     def _check_ratio(self) -> None:
         ratio, policy = self._scheduler.reserve_ratio, self.config.scheduler

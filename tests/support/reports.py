@@ -26,6 +26,7 @@ def snapshot(
         num_steps=0,
         num_preemptions=0,
         reserve_ratio=0.0,
+        reserve_margin=0.5,
     )
 
 
