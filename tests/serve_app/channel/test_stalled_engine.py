@@ -62,6 +62,7 @@ async def test_a_stalled_engine_fails_its_health_check_and_gives_up_its_calls(mo
                 await asyncio.sleep(0.01)
     finally:
         gate.open()
+        replica._watchdog.end()
         replica._sender.shutdown()
         receiver.shutdown()
         gc.unfreeze()
