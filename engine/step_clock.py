@@ -6,8 +6,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-HALF_LIFE_S = 600.0
-"""Of the slowest step, in seconds of work: an idle night forgets nothing."""
+HALF_LIFE_S = 120.0
+"""Of the slowest step, in seconds of work: an idle night forgets nothing. The first step may have compiled its kernels
+for ten seconds; no later one is to be waited for as long."""
 MOST_GROWTH = 2.0
 """A process that was stopped for a minute had one step of a minute, which says nothing of its next. Steps that are
 really longer than before come again, so a few of them are enough to be believed."""
