@@ -10,7 +10,7 @@ WORKERS ?= --numprocesses 2
 FLASH_TESTS := $(addprefix tests/,kernels/test_flash.py kernels/test_choice.py $(patsubst %,engine/test_device_%.py,decode executor memory model))
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test test-seeds test-processors test-slow test-clients test-gpu test-flash test-chaos test-deep test-mutations check format install model docs load simulate find-rate bench-peers bench-gpu chart studies validate-k8s render-k8s k8s-tools clean
+.PHONY: serve test test-seeds test-processors test-slow test-clients test-gpu test-flash test-chaos test-chaos-short test-deep test-mutations check format install model docs load simulate find-rate bench-peers bench-gpu chart studies validate-k8s render-k8s k8s-tools clean
 
 serve: install ## prepare the model of config.yaml, serve it, and say how to call it once it answers
 	@$(BIN)/python -m serve_app.front.announce $(CONFIG) & exec $(BIN)/serve run $(CONFIG)
@@ -60,6 +60,9 @@ bench-gpu: install ## kernels, steps and loads on this machine's GPU, against it
 
 test-chaos: model ## every fault over a real Ray: killed, hung, drained and replaced parts, clients that storm (ten minutes)
 	$(BIN)/python -m pytest tests/chaos tests/k8s/test_pods.py -rP
+
+test-chaos-short: model ## of those, one for each way in which a part is lost without ending: hung engines, a cut channel, an emptied pod (four minutes)
+	$(BIN)/python -m pytest tests/chaos/test_hangs.py tests/chaos/test_channel.py tests/k8s/test_pods.py -rP
 
 test-deep: install ## 100,000 random lives of the engine, new ones each time; tests/deep.json keeps the last result (half an hour)
 	$(BIN)/python -m tests.deep

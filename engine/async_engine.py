@@ -34,6 +34,7 @@ from engine.protocol import (
     Submission,
 )
 from engine.request import create_request
+from engine.step_clock import StepClock
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,9 @@ MAX_COMMANDS = 512
 
 MAX_WAIT_S = 3600.0
 """A queue refuses to wait for longer than some platforms' clocks count, and a deadline may be any number of seconds."""
+LATE_TIMES, STALLED_TIMES = 4.0, 10.0
+"""A step that takes so many times as long as the slowest lately is late, or has stalled. A wrong guess that it is late
+costs a prompt computed again at another engine; a wrong guess that it has stalled costs the engine."""
 
 
 class EventSink(Protocol):
@@ -86,7 +90,7 @@ class AsyncEngine:
         self._load = core.load()
         self._observer: EngineObserver | None = None
         self._fault: str | None = None
-        self._busy_since: float | None = None  # when the step thread last came round; None while it waits for work
+        self._clock = StepClock()
         self._draining = False
         self._stopping = False
         self._compilation = Compilation(core.compile_grammar, core.config)
@@ -296,13 +300,26 @@ class AsyncEngine:
         """Return if the engine can serve.
 
         Raises:
-            EngineError: the engine can serve nothing any more, or its step loop has stood still for `stall_timeout_s`.
+            EngineError: the engine can serve nothing any more, or has stalled.
         """
         self._check_alive()
-        busy_since, limit = self._busy_since, self.config.stall_timeout_s
-        if busy_since is not None and (stood := time.monotonic() - busy_since) > limit:
+        if self.has_stalled:
+            limit, stood = self.config.stall_timeout_s, self._clock.stood_s
             text = f"The engine has not finished a step for {stood:.0f} s (stall_timeout_s is {limit:g})."
             raise EngineError(ErrorCode.ENGINE_DEAD, text)
+
+    @property
+    def has_stalled(self) -> bool:
+        """The step loop has stood still for `stall_timeout_s`, and for much longer than any step took lately."""
+        return self._clock.stands(self.config.stall_timeout_s, STALLED_TIMES)
+
+    def is_late(self, patience_s: float) -> bool:
+        """Whether a step has taken `patience_s`, and several times as long as the slowest lately, so that it may never
+        return. With a model that takes images it is late only when it has stalled: an encoder's steps are as
+        long as its largest image is, and none may have come before."""
+        if self.config.inputs:
+            return self.has_stalled
+        return self._clock.stands(patience_s, LATE_TIMES)
 
     async def drain(self) -> None:
         """Refuse new requests and return when the last live one has ended."""
@@ -340,10 +357,10 @@ class AsyncEngine:
         """
         events: list[Event] = []
         if not self._core.has_work:
-            self._busy_since = None
+            self._clock.rest()
             with suppress(queue.Empty):
                 events += self._commands.get(timeout=self._longest_wait())()
-        self._busy_since = time.monotonic()
+        self._clock.come_round()
         for _ in range(MAX_COMMANDS):
             try:
                 events += self._commands.get_nowait()()

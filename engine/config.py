@@ -372,7 +372,10 @@ class EngineConfig:
         2.0, "How long a request waits for its grammar to be compiled before it is refused.", gt=0
     )
     stall_timeout_s: float = setting(
-        60.0, "An engine that has not finished a step for this long is unhealthy; Serve then restarts it.", gt=0
+        30.0,
+        "An engine that has not finished a step for this long, nor for ten times its slowest step lately, is "
+        "unhealthy; Serve then restarts it.",
+        gt=0,
     )
     num_threads: int | None = setting(
         None, "Threads that compute a step. Unset: the machine's cores shared among the engine replicas.", ge=1

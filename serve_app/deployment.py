@@ -27,9 +27,10 @@ from serve_app.api.live import LiveRequests
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys
 from serve_app.channel.counts import ChannelCounts
-from serve_app.channel.engine_call import EngineCall
+from serve_app.channel.engine_call import ChannelAddress, EngineCall
 from serve_app.channel.handle_client import HandleClient
 from serve_app.channel.migration import Migration
+from serve_app.channel.roll_call import call_the_roll
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.channel.token_sender import TokenSender
 from serve_app.engine_client import ServedModel
@@ -47,6 +48,7 @@ from serve_app.routing.stats import RoutingReporter
 from serve_app.scaling.signals import EngineSignals
 from serve_app.settings import AppSettings
 from serve_app.tracing.export import make_tracer
+from serve_app.watchdog import Watchdog
 
 HTTP_API = "serve_app.api.ingress"
 """Imported where it runs, while the engine loads: it is most of what there is to import, and neither the builder of the
@@ -113,7 +115,10 @@ class EngineReplica:
         self._recorder = EngineRecorder(config)
         self._engine.observe(self._recorder)  # from now on: the warm-up is nobody's request
         self._replica_id = serve.get_replica_context().replica_id.unique_id
-        self._sender = TokenSender(self._engine, self._replica_id, self._signals.observe)
+        self._sender = TokenSender(
+            self._engine, self._replica_id, self._signals.observe, patience_s=settings.engine_silence_s
+        )
+        self._watchdog = Watchdog(settings.hang_timeout_s, lambda: not self._engine.has_stalled)
         spare_garbage_collections()
 
     async def generate(self, call: EngineCall) -> bytes | EngineError:
@@ -129,6 +134,10 @@ class EngineReplica:
             return error
         finally:
             self._signals.ended(request_id)
+
+    async def beat_for(self, ingress: ChannelAddress) -> None:
+        """An ingress replica does not hear of this engine; every engine replica is told."""
+        self._sender.attach(ingress)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve calls this for EngineLoadPolicy."""
@@ -199,7 +208,12 @@ class IngressReplica:
         await asyncio.to_thread(import_module, HTTP_API)
         resolved: ResolvedConfig = await engine.resolved_config.remote()
         counts = ChannelCounts()
-        receiver = TokenReceiver(ray.util.get_node_ip_address(), settings.max_unread_tokens, counts)
+        receiver = TokenReceiver(
+            ray.util.get_node_ip_address(),
+            settings.max_unread_tokens,
+            counts,
+            engine_silence_s=settings.engine_silence_s,
+        )
         longest = resolved.max_request_tokens
         migration = Migration(settings.max_migrations, settings.migration_timeout_s, longest, counts)
         here = serve.get_replica_context()
@@ -214,6 +228,8 @@ class IngressReplica:
         self._gate = Gate(settings.gate_policy, num_engines)
         self._recorder = IngressRecorder(self._gate, counts)
         self._loop = asyncio.get_running_loop()
+        self._roll_call = asyncio.ensure_future(call_the_roll(engine, receiver))
+        self._watchdog = Watchdog(settings.hang_timeout_s)
         on_change(self._use_new_engines)
         self._live = LiveRequests()
         self._tracer = make_tracer(settings.tracing, settings.model_id, self._replica_id)

@@ -219,6 +219,18 @@ class AppSettings(BaseModel):
         5, description="How often Serve asks an engine replica how it is; three bad answers restart it.", gt=0
     )
     health_check_timeout_s: float = Field(10, description="How long it waits for the answer.", gt=0)
+    engine_silence_s: float = Field(
+        2,
+        description="An engine that was not heard of for this long, or whose step takes this long and four times its "
+        "slowest lately, gets no new requests until it is heard of again, and its streams move to another engine.",
+        ge=0.5,
+    )
+    hang_timeout_s: float = Field(
+        20,
+        description="A replica whose process does nothing for this long is killed. A step is not nothing: an engine "
+        "has stall_timeout_s besides.",
+        ge=1,
+    )
     max_migrations: int = Field(
         3, description="How often a request moves to another engine replica when its own fails.", ge=0
     )

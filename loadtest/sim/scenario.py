@@ -37,7 +37,7 @@ def engine_config(**overrides: Any) -> ResolvedConfig:
         device="none",
         kernels="simulated",
         num_threads=1,
-        stall_timeout_s=60.0,
+        stall_timeout_s=30.0,
     )
     return ResolvedConfig(**{**settings, **overrides})
 

@@ -1,4 +1,4 @@
-"""Owns the bytes of the token channel: a step's events of many requests as one MessagePack frame, and abort messages.
+"""Owns the bytes of the token channel: a step's events of many requests as one MessagePack frame, beats, and replies.
 Never trusts what it reads: a frame that is no frame raises, and nothing in it is executed."""
 
 from __future__ import annotations
@@ -43,23 +43,36 @@ class Entry(msgspec.Struct, array_like=True, gc=False):  # never part of a cycle
     events: list[RawEvent]
 
 
+class Beat(msgspec.Struct, array_like=True, gc=False):
+    """That an engine replica lives, several times a second, whatever its steps do."""
+
+    is_late: bool
+    """Its step takes so long that it may never return."""
+    stream_ids: list[int]
+    """The calls that it runs for this ingress replica."""
+
+
 class Frame(msgspec.Struct, array_like=True, gc=False):
-    """What an engine replica sends to an ingress replica after a step."""
+    """What an engine replica sends to an ingress replica: after a step with news, or as a beat."""
 
     replica_id: str
     entries: list[Entry]
+    beat: Beat | None = None
 
 
-class Abort(msgspec.Struct, array_like=True, gc=False):
-    """What an ingress replica sends back: nobody reads these streams any more."""
+class Reply(msgspec.Struct, array_like=True, gc=False):
+    """What an ingress replica sends back."""
 
-    stream_ids: list[int]
+    unread: list[int]
+    """Streams that nobody reads any more."""
     reason: FinishReason = FinishReason.ABORT
     """STOP: their readers have all that they want."""
+    missing: list[tuple[int, int]] = []
+    """Streams that have lost a frame, each with the first event that it lacks."""
 
 
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
-_abort_decoder = msgspec.msgpack.Decoder(Abort)
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
 # Text that is no UTF-8, and arrays nested too deeply, are not among msgspec's own errors.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -76,14 +89,14 @@ def decode_frame(data: bytes) -> Frame:
         raise MalformedFrame(str(error)) from error
 
 
-def encode_abort(abort: Abort) -> bytes:
-    return _encoder.encode(abort)
+def encode_reply(reply: Reply) -> bytes:
+    return _encoder.encode(reply)
 
 
-def decode_abort(data: bytes) -> Abort:
+def decode_reply(data: bytes) -> Reply:
     """May raise MalformedFrame."""
     try:
-        return _abort_decoder.decode(data)
+        return _reply_decoder.decode(data)
     except _UNREADABLE as error:
         raise MalformedFrame(str(error)) from error
 

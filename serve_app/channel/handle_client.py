@@ -84,13 +84,19 @@ class HandleClient:
             RequestRejected: by the engine.
             EngineError: no engine replica can go on, or `end` was called.
         """
-        return self._migration.stream(submission, lambda rest, avoid: self._start(rest, session, avoid), course)
+        course = course or Course()
+        most = self._migration.max_migrations
 
-    def _start(self, submission: Submission, session: str | None, avoid: tuple[str, ...]) -> Attempt:
+        def start(rest: Submission, avoid: tuple[str, ...]) -> Attempt:
+            return self._start(rest, session, avoid, may_move=len(course.moves) < most)
+
+        return self._migration.stream(submission, start, course)
+
+    def _start(self, submission: Submission, session: str | None, avoid: tuple[str, ...], *, may_move: bool) -> Attempt:
         if self._ended:
             raise _late()
         address, num_waiting = self._receiver.address, self._num_waiting()
-        stream = self._receiver.open(submission.request_id)
+        stream = self._receiver.open(submission.request_id, may_move=may_move)
         call = EngineCall(submission, stream.stream_id, address, session, avoid, num_waiting)
         try:
             engine = self._engine if _input_bytes(submission) <= MOST_BY_VALUE else self._large

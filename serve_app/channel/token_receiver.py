@@ -1,4 +1,5 @@
-"""Owns the ingress replica's end of the token channel: one socket, to which every engine replica it calls connects.
+"""Owns the ingress replica's end of the token channel: one socket, to which every engine replica connects. Long: what
+comes in, what is sent back, and what follows when nothing comes.
 Never waits for a reader: one that leaves too much untaken loses its stream, and no other stream notices."""
 
 from __future__ import annotations
@@ -6,16 +7,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import zmq.asyncio
 
-from engine.protocol import TERMINAL, Event, FinishReason
+from engine.protocol import TERMINAL, EngineError, ErrorCode, Event, FinishReason
 from serve_app.channel.counts import ChannelCounts
-from serve_app.channel.frames import Abort, Entry, Frame, MalformedFrame, decode_frame, encode_abort, unpack
+from serve_app.channel.frames import Beat, Entry, Frame, MalformedFrame, Reply, decode_frame, encode_reply, unpack
+from serve_app.channel.silence import LOOK_S, Silence
 from serve_app.channel.sockets import listen, send_now
 from serve_app.errors import ApiError
+from serve_app.routing import liveness
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +45,24 @@ class TokenStream:
     """The terminal event is here."""
     closed: bool = False
     """Its reader has left."""
+    may_move: bool = False
+    """It can go on at another engine replica when its own is silent."""
     _num_received: int = 0
     _has_gap: bool = False
     _pending: list[Event] = field(default_factory=list)
     _error: Exception | None = None
     _news: asyncio.Future[None] | None = None
     """What the reader waits for; half the cost of an asyncio.Event."""
+
+    @property
+    def engine(self) -> str | None:
+        """Who answers, or will: the replica that the call was sent to. None while it looks for one."""
+        return self.replica_id or liveness.placed_at(self.stream_id)
+
+    @property
+    def missing(self) -> tuple[int, int] | None:
+        """What to ask the engine for again; None if nothing was lost."""
+        return (self.stream_id, self._num_received) if self._has_gap and not self.ended else None
 
     @property
     def ended(self) -> bool:
@@ -68,13 +84,20 @@ class TokenStream:
         events, self._pending = self._pending, []
         return events
 
-    def receive(self, entry: Entry) -> None:
-        """Take a frame's entry. After a lost frame nothing is taken until the call's answer fills the gap."""
-        if entry.first > self._num_received and not self._has_gap:
-            self._has_gap = True
-            self.counts.gaps += 1
-        if not self._has_gap:
-            self._append(unpack(self.request_id, entry.events[self._num_received - entry.first :]))
+    def receive(self, entry: Entry) -> bool:
+        """Take a frame's entry. After a lost frame nothing is taken until the gap is filled, by an entry that begins
+        where it does, or by the call's answer.
+
+        Returns:
+            Whether this is the first that is known of a gap.
+        """
+        if entry.first > self._num_received:
+            is_news, self._has_gap = not self._has_gap, True
+            self.counts.gaps += is_news
+            return is_news
+        self._has_gap = False
+        self._append(unpack(self.request_id, entry.events[self._num_received - entry.first :]))
+        return False
 
     def complete(self, answer: Entry) -> None:
         """Take the whole answer: what the channel has not brought is appended."""
@@ -106,20 +129,30 @@ class TokenStream:
 class TokenReceiver:
     """Hands each call's events to its stream. Belongs to the event loop it was made on."""
 
-    def __init__(self, host: str, max_unread_tokens: int, counts: ChannelCounts | None = None) -> None:
-        """Listen on a free port of `host`, an address at which engine replicas reach this process."""
+    def __init__(
+        self,
+        host: str,
+        max_unread_tokens: int,
+        counts: ChannelCounts | None = None,
+        *,
+        engine_silence_s: float = math.inf,
+    ) -> None:
+        """Listen on a free port of `host`, an address at which engine replicas reach this process. The streams of an
+        engine that is silent for `engine_silence_s` fail, if they may move and there is another."""
         self._max_unread = max_unread_tokens
+        self._silence = Silence(engine_silence_s)
         self._counts = counts or ChannelCounts()
         self._context = zmq.asyncio.Context()
         self._socket, self._authenticator, self.address = listen(self._context, host)
         self._streams: dict[int, TokenStream] = {}
         self._ids = itertools.count()
-        self._reader = asyncio.ensure_future(self._read())
+        self._tasks = (asyncio.ensure_future(self._read()), asyncio.ensure_future(self._watch()))
 
-    def open(self, request_id: str) -> TokenStream:
+    def open(self, request_id: str, *, may_move: bool = False) -> TokenStream:
         """A stream for a call that is about to be made; `close` ends it."""
-        stream = TokenStream(request_id, next(self._ids), self._max_unread, counts=self._counts)
+        stream = TokenStream(request_id, next(self._ids), self._max_unread, counts=self._counts, may_move=may_move)
         self._streams[stream.stream_id] = stream
+        liveness.open_call(stream.stream_id)
         return stream
 
     def close(self, stream: TokenStream, reason: FinishReason = FinishReason.ABORT) -> bool:
@@ -130,28 +163,41 @@ class TokenReceiver:
             Whether the engine is being told.
         """
         stream.closed = True
+        liveness.close_call(stream.stream_id)
         if not self._streams.pop(stream.stream_id, None) or stream.finished or stream.peer is None:
             return False
-        return self._abort(stream.peer, Abort([stream.stream_id], reason))
+        return self._reply(stream.peer, Reply([stream.stream_id], reason))
+
+    @property
+    def unheard(self) -> frozenset[str]:
+        """Engine replicas that the router knows and that do not beat here."""
+        return liveness.engines() - (self._silence.known - self._silence.silent)
 
     def shutdown(self) -> None:
-        self._reader.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._authenticator.stop()
         self._context.destroy(linger=0)
 
     async def _read(self) -> None:
         for num_frames in itertools.count(1):
             peer, *parts = await self._socket.recv_multipart()
-            self._counts.frames += 1
             try:
-                self._deliver(peer, decode_frame(b"".join(parts)))
+                frame = decode_frame(b"".join(parts))
+                if frame.beat is None:
+                    self._silence.heard(frame.replica_id)
+                    self._deliver(peer, frame)
+                else:
+                    self._take_beat(peer, frame.replica_id, frame.beat)
             except MalformedFrame as error:
                 logger.error("the token channel brought a malformed frame: %s", error)
             if not num_frames % _FRAMES_AT_A_TIME:
                 await asyncio.sleep(0)
 
     def _deliver(self, peer: bytes, frame: Frame) -> None:
-        unread = []
+        self._counts.frames += 1
+        unread: list[int] = []
+        missing: list[tuple[int, int]] = []
         for entry in frame.entries:
             stream = self._streams.get(entry.stream_id)
             if stream is None or stream.ended:
@@ -159,13 +205,57 @@ class TokenReceiver:
                 unread.append(entry.stream_id)
             else:
                 stream.peer, stream.replica_id = peer, frame.replica_id
-                stream.receive(entry)
-        if unread:
-            self._abort(peer, Abort(unread))
+                if stream.receive(entry) and stream.missing:
+                    missing.append(stream.missing)
+        self._correct(peer, unread, missing)
 
-    def _abort(self, peer: bytes, abort: Abort) -> bool:
-        # If the message is not taken, the streams' next frame gives another occasion.
-        return send_now(self._socket, [peer, encode_abort(abort)])
+    def _take_beat(self, peer: bytes, engine: str, beat: Beat) -> None:
+        """Of the calls that the engine runs for us, some may be nobody's any more, and some may lack a frame: what was
+        said of that when it happened may not have arrived, as where the engine was cut off."""
+        self._silence.heard(engine, beat.is_late)
+        streams = [(stream_id, self._streams.get(stream_id)) for stream_id in beat.stream_ids]
+        unread = [stream_id for stream_id, stream in streams if stream is None or stream.ended]
+        missing = [stream.missing for _, stream in streams if stream is not None and stream.missing]
+        for _, stream in streams:
+            if stream is not None:
+                stream.peer = peer  # another one after each reconnection
+        self._correct(peer, unread, missing)
+
+    def _correct(self, peer: bytes, unread: list[int], missing: list[tuple[int, int]]) -> None:
+        if unread or missing:
+            self._reply(peer, Reply(unread, missing=missing))
+
+    def _reply(self, peer: bytes, reply: Reply) -> bool:
+        # If the message is not taken, the next frame or beat gives another occasion.
+        return send_now(self._socket, [peer, encode_reply(reply)])
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look()
+
+    def look(self) -> None:
+        """See who is silent, have the router keep away from them, and have their streams go on elsewhere."""
+        expected = liveness.engines_with_calls()
+        for engine in expected:
+            self._silence.expect(engine)
+        self._silence.look()
+        self._silence.keep(liveness.engines() | expected)
+        silent, before = self._silence.silent, liveness.silent_engines()
+        if silent != before:
+            _tell(silent - before, before - silent)
+            liveness.set_silent_engines(silent)
+        if silent and liveness.engines() - silent:  # else waiting is what remains, for one of them or for a new one
+            for stream in list(self._streams.values()):
+                if stream.may_move and stream.engine in silent:
+                    stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The engine replica is silent."))
+
+
+def _tell(fallen_silent: frozenset[str], back: frozenset[str]) -> None:
+    for engine in fallen_silent:
+        logger.warning("engine replica %s is silent: it gets no new requests, and its streams move", engine)
+    for engine in back:
+        logger.warning("engine replica %s is not silent any more", engine)
 
 
 def _too_slow(max_unread: int) -> ApiError:

@@ -1,10 +1,12 @@
 """Owns the engine replica's end of the token channel: a connection to each ingress replica that calls, a frame a step.
-Never waits for an ingress: what it cannot take now is left to the answer of the call."""
+Long: what goes out, what comes back, and how an ingress is lost.
+Never waits for an ingress: what it cannot take now is sent when it asks, or with the answer of the call."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -16,13 +18,24 @@ from zmq.utils.monitor import recv_monitor_message
 from engine.async_engine import AsyncEngine
 from engine.protocol import TERMINAL, EngineError, ErrorCode, Event
 from serve_app.channel.engine_call import ChannelAddress, EngineCall
-from serve_app.channel.frames import Entry, Frame, MalformedFrame, RawEvent, decode_abort, encode_frame, pack
+from serve_app.channel.frames import (
+    Beat,
+    Entry,
+    Frame,
+    MalformedFrame,
+    RawEvent,
+    Reply,
+    decode_reply,
+    encode_frame,
+    pack,
+)
 from serve_app.channel.sockets import connect, send_now
 
 logger = logging.getLogger(__name__)
 
 Observe = Callable[[list[Event]], None]
 
+BEAT_S = 0.2
 PROBE_INTERVAL_S = 0.2
 PEER_LOST_S = 10.0
 """An ingress that cannot be reached for this long has lost its requests; one whose port is closed, at once."""
@@ -40,11 +53,21 @@ class _Call:
 class TokenSender:
     """Runs calls on an engine. Belongs to the event loop it is used on."""
 
-    def __init__(self, engine: AsyncEngine, replica_id: str, observe: Observe = lambda events: None) -> None:
-        """`observe` is shown each step's events of these calls."""
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        replica_id: str,
+        observe: Observe = lambda events: None,
+        *,
+        patience_s: float = math.inf,
+    ) -> None:
+        """`observe` is shown each step's events of these calls. `patience_s`: how long a step may take before ingress
+        replicas are told that it is late."""
         self._engine = engine
         self._replica_id = replica_id
         self._observe = observe
+        self._patience_s = patience_s
+        self._beats: asyncio.Task[None] | None = None
         self._context = zmq.asyncio.Context()
         self._peers: dict[ChannelAddress, _Peer] = {}  # keys included: a port may be another ingress's later
 
@@ -58,13 +81,28 @@ class TokenSender:
             RequestRejected: the engine refuses the request.
             EngineError: the engine is dead, or the ingress went away.
         """
+        self.attach(call.channel)  # it hears of us from now on, however long the rest takes
         await self._engine.make_ready(call.submission)
-        peer = self._peers.get(call.channel)
+        return await self.attach(call.channel).run(call)
+
+    def attach(self, address: ChannelAddress) -> _Peer:
+        """Beat for the ingress replica at that address, until it is gone. Idempotent."""
+        peer = self._peers.get(address)
         if peer is None or peer.lost.done():
-            peer = _Peer(self._context, call.channel, self._engine, self._replica_id, self._observe)
-            self._peers[call.channel] = peer
+            peer = self._peers[address] = _Peer(self._context, address, self._engine, self._replica_id, self._observe)
             peer.lost.add_done_callback(lambda _: self._forget(peer))
-        return await peer.run(call)
+            peer.beat(self._engine.is_late(self._patience_s))
+        if self._beats is None:
+            self._beats = asyncio.ensure_future(self._beat())
+        return peer
+
+    async def _beat(self) -> None:
+        """On the loop that sends tokens: whatever holds it up would hold them up, too. A step does not."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            is_late = self._engine.is_late(self._patience_s)
+            for peer in list(self._peers.values()):
+                peer.beat(is_late)
 
     def fail(self, error: EngineError) -> None:
         """End every call: the engine is not going to."""
@@ -76,6 +114,8 @@ class TokenSender:
             del self._peers[peer.address]
 
     def shutdown(self) -> None:
+        if self._beats is not None:
+            self._beats.cancel()
         for peer in list(self._peers.values()):
             peer.close()
         self._context.destroy(linger=0)
@@ -102,7 +142,7 @@ class _Peer:
         self._request_ids: dict[int, str] = {}  # by stream id
         self._socket = connect(context, address)
         self._monitor = self._socket.get_monitor_socket()
-        self._tasks = (asyncio.ensure_future(self._read_aborts()), asyncio.ensure_future(self._watch()))
+        self._tasks = (asyncio.ensure_future(self._read_replies()), asyncio.ensure_future(self._watch()))
 
     async def run(self, call: EngineCall) -> bytes:
         request_id = call.submission.request_id
@@ -138,18 +178,28 @@ class _Peer:
         for call in calls:
             entries.append(Entry(call.stream_id, call.num_sent, call.events[call.num_sent :]))
             call.num_sent = len(call.events)
-        # Where it is not taken, the ingress sees the gap, and waits for the answers.
+        # Where it is not taken, the ingress sees the gap, and asks.
         send_now(self._socket, [encode_frame(Frame(self._replica_id, entries))])
 
-    async def _read_aborts(self) -> None:
+    def beat(self, is_late: bool) -> None:
+        if not self.lost.done():
+            frame = Frame(self._replica_id, [], Beat(is_late, list(self._request_ids)))
+            send_now(self._socket, [encode_frame(frame)])
+
+    async def _read_replies(self) -> None:
         while True:
             try:
-                abort = decode_abort(await self._socket.recv())
+                self._take(decode_reply(await self._socket.recv()))
             except MalformedFrame as error:
                 logger.error("the token channel brought a malformed message: %s", error)
-                continue
-            for request_id in filter(None, map(self._request_ids.get, abort.stream_ids)):
-                self._engine.abort(request_id, abort.reason)
+
+    def _take(self, reply: Reply) -> None:
+        for request_id in filter(None, map(self._request_ids.get, reply.unread)):
+            self._engine.abort(request_id, reply.reason)
+        for stream_id, first in reply.missing:
+            if call := self._calls.get(self._request_ids.get(stream_id, "")):
+                call.num_sent = max(min(call.num_sent, first), 0)
+                self._send([call])
 
     async def _watch(self) -> None:
         """End the requests of an ingress that is gone: Ray does not cancel the calls of a process that died."""

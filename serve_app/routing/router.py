@@ -15,7 +15,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from engine.config import EngineConfig
 from serve_app.channel.engine_call import EngineCall
-from serve_app.routing import overlap
+from serve_app.routing import liveness, overlap
 from serve_app.routing.chooser import Chooser
 from serve_app.routing.engine_count import num_engines, set_num_engines
 from serve_app.routing.engine_load import set_engine_load
@@ -54,12 +54,15 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         self._fleet.update({replica.replica_id.unique_id: replica.routing_stats for replica in replicas})
-        set_num_engines(len(self.curr_replicas))
-        set_engine_load(self._fleet.engine_load())
+        self._tell_of_fleet()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._fleet.forget(replica_id.unique_id)
+        self._tell_of_fleet()
+
+    def _tell_of_fleet(self) -> None:
+        liveness.set_engines(frozenset(replica_id.unique_id for replica_id in self.curr_replicas))
         set_num_engines(len(self.curr_replicas))
         set_engine_load(self._fleet.engine_load())
 
@@ -69,6 +72,8 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         """Ranks of replicas; Serve goes through them until one takes the request, and then waits and asks again."""
         if pending_request is not None:  # else Serve would ask again at once, for as long as all are full
             pending_request.routing_context.should_backoff = True
+        silent = liveness.silent_engines()  # if there are no others, it waits here until there are
+        candidate_replicas = [one for one in candidate_replicas if one.replica_id.unique_id not in silent]
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         ready = {replica.replica_id.unique_id for replica in self.select_available_replicas(candidate_replicas)}
         call = pending_request.args[0] if pending_request is not None and pending_request.args else None
@@ -108,6 +113,8 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
             num_tokens = len(pending_request.args[0].submission.prompt_token_ids)
             overlap.add(num_tokens, expected.get(chosen.replica_id.unique_id, 0))
         self._fleet.confirm(attempt, chosen.replica_id.unique_id, time.time())
+        if pending_request.args and isinstance(call := pending_request.args[0], EngineCall):
+            liveness.place_call(call.stream_id, chosen.replica_id.unique_id)
         return chosen
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,8 +10,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from k8s.validate.manifests import K8S, ROOT
+from tests.k8s.image import DOCKERFILE, hook_files
 
-DOCKERFILE = (K8S / "Dockerfile").read_text()
 COPIED = [
     source for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE) for source in line.split()[:-1]
 ]
@@ -44,11 +43,7 @@ def test_the_labels_have_the_projects_version() -> None:
 
 
 def test_the_hook_runs_from_the_files_that_are_in_the_image_and_nothing_else(tmp_path: Path) -> None:
-    (line,) = re.findall(r"^COPY (k8s/.+) /opt/chunkserve/k8s/$", DOCKERFILE, re.MULTILINE)
-    (tmp_path / "k8s").mkdir()
-    for source in line.split():
-        shutil.copy(ROOT / source, tmp_path / "k8s")
     command = [sys.executable, "-m", "k8s.drain", "--help"]
-    env = {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"}
+    env = {"PYTHONPATH": str(hook_files(tmp_path)), "PATH": "/usr/bin"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

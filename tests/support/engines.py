@@ -42,7 +42,7 @@ def resolved_config(**overrides: Any) -> ResolvedConfig:
         device="none",
         kernels="fake",
         num_threads=1,
-        stall_timeout_s=60.0,
+        stall_timeout_s=30.0,
         max_grammar_bytes=2**18,
         grammar_timeout_s=60.0,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,9 @@ class Stream:
     """[DONE] came, and the response ended as HTTP says."""
     broken: str | None = None
     """How the connection failed."""
+    longest_gap_s: float = 0.0
+    """Between two frames."""
+    _last_frame: float | None = None
 
     @property
     def ended(self) -> bool:
@@ -56,7 +60,10 @@ class Stream:
         if payload == "[DONE]":
             self.done = True
             return
-        frame = json.loads(payload)
+        frame, now = json.loads(payload), time.monotonic()
+        if self._last_frame is not None:
+            self.longest_gap_s = max(self.longest_gap_s, now - self._last_frame)
+        self._last_frame = now
         self.num_frames += 1
         self.error = frame.get("error", self.error)
         for choice in frame.get("choices", ()):

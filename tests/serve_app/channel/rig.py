@@ -214,6 +214,7 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
         self._flows: list[asyncio.Event] = []
         self.losing = False
+        self.holding = False
         self.num_lost_bytes = 0
         self.num_connections = 0
 
@@ -230,7 +231,8 @@ class Relay:
         task.add_done_callback(self._tasks.discard)  # type: ignore[union-attr]
         self.num_connections += 1
         flow = asyncio.Event()
-        flow.set()
+        if not self.holding:
+            flow.set()
         self._flows.append(flow)
         up_reader, up_writer = await asyncio.open_connection(HOST, self._target)
         self._writers += [writer, up_writer]
@@ -252,6 +254,17 @@ class Relay:
         """The connections that are there carry nothing any more, and say nothing about it; new ones work."""
         for flow in self._flows:
             flow.clear()
+
+    def hold(self) -> None:
+        """Carry nothing from now on, and make new connections wait, too."""
+        self.holding = True
+        self.freeze()
+
+    def go_on(self) -> None:
+        """Carry all that was held, and whatever comes."""
+        self.holding = False
+        for flow in self._flows:
+            flow.set()
 
     def cut(self) -> None:
         """Break the connections that are there."""

@@ -27,19 +27,21 @@ from engine.protocol import (
     Usage,
 )
 from serve_app.channel.frames import (
-    Abort,
+    Beat,
     Entry,
     Frame,
     MalformedFrame,
-    decode_abort,
+    Reply,
     decode_frame,
-    encode_abort,
+    decode_reply,
     encode_frame,
+    encode_reply,
     pack,
     unpack,
 )
 
 TOKEN_IDS = st.integers(0, 2**31 - 1)
+STREAM_IDS = st.integers(0, 2**60)
 COUNTS = st.integers(0, 2**40)
 LOGPROBS = st.floats(max_value=0, allow_nan=False) | st.just(-math.inf)
 SCORES = st.builds(
@@ -129,10 +131,25 @@ def test_a_plain_token_costs_one_integer() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 2**60), max_size=20), st.sampled_from(FinishReason))
-def test_abort_messages_come_out_as_they_went_in(stream_ids: list[int], reason: FinishReason) -> None:
-    abort = Abort(stream_ids, reason)
-    assert decode_abort(encode_abort(abort)) == abort
+@given(st.lists(STREAM_IDS, max_size=20), st.sampled_from(FinishReason), st.lists(st.tuples(STREAM_IDS, STREAM_IDS)))
+def test_replies_come_out_as_they_went_in(
+    unread: list[int], reason: FinishReason, missing: list[tuple[int, int]]
+) -> None:
+    reply = Reply(unread, reason, missing)
+    assert decode_reply(encode_reply(reply)) == reply
+
+
+@settings(deadline=None)
+@given(st.booleans(), st.lists(STREAM_IDS, max_size=20))
+def test_beats_come_out_as_they_went_in(is_late: bool, stream_ids: list[int]) -> None:
+    frame = Frame("replica", [], Beat(is_late, stream_ids))
+    assert decode_frame(encode_frame(frame)) == frame
+
+
+def test_frames_and_replies_of_a_version_without_beats_are_read() -> None:
+    """In a rolling update, engines and ingress replicas of two versions meet."""
+    assert decode_frame(msgspec.msgpack.encode(["replica", []])) == Frame("replica", [])
+    assert decode_reply(msgspec.msgpack.encode([[1, 2], "stop"])) == Reply([1, 2], FinishReason.STOP)
 
 
 # --- what no sender of ours has written ------------------------------------------------------------------------------
@@ -143,7 +160,7 @@ def test_abort_messages_come_out_as_they_went_in(stream_ids: list[int], reason: 
 def test_random_bytes_are_malformed_or_read_and_nothing_else(data: bytes) -> None:
     read_if_well_formed(data)
     with contextlib.suppress(MalformedFrame):
-        decode_abort(data)
+        decode_reply(data)
 
 
 @settings(deadline=None)
@@ -202,4 +219,4 @@ def test_hostile_bytes_are_malformed(data: bytes) -> None:
 def test_abort_messages_with_text_that_is_no_utf8_or_nested_too_deeply_are_malformed() -> None:
     for data in (b"\x91\xa1\xff", b"\x91" * 100_000):
         with pytest.raises(MalformedFrame):
-            decode_abort(data)
+            decode_reply(data)

@@ -28,7 +28,7 @@ from engine.protocol import (
 )
 from serve_app.channel import handle_client, migration
 from serve_app.channel.engine_call import EngineCall
-from serve_app.channel.frames import Abort, Entry, Frame, decode_frame, encode_frame, pack, unpack
+from serve_app.channel.frames import Entry, Frame, Reply, decode_frame, encode_frame, pack, unpack
 from serve_app.channel.handle_client import HandleClient
 from serve_app.channel.migration import Migration
 from serve_app.channel.token_receiver import TokenReceiver
@@ -318,8 +318,8 @@ async def test_cancelling_a_reader_ends_its_request_by_either_way_alone(num_step
 
 async def test_a_reader_that_leaves_is_told_to_the_engine_by_the_channel_too(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ingress(gated=True, deaf=True) as at:
-        aborted: list[Abort] = []
-        monkeypatch.setattr(at.receiver, "_abort", lambda peer, abort: aborted.append(abort))
+        aborted: list[Reply] = []
+        monkeypatch.setattr(at.receiver, "_reply", lambda peer, reply: aborted.append(reply))
         stream = at.stream()
         first = asyncio.ensure_future(anext(stream))
         await at.engine.submitted(1)
@@ -327,7 +327,7 @@ async def test_a_reader_that_leaves_is_told_to_the_engine_by_the_channel_too(mon
         await first
         await stream.aclose()
         await stream.aclose()
-        assert aborted == [Abort([at.handle.calls[0].stream_id])]
+        assert aborted == [Reply([at.handle.calls[0].stream_id])]
         assert at.handle.num_cancelled == [1]
 
 
@@ -368,7 +368,7 @@ async def test_a_reader_that_has_all_it_wants_stops_its_request_and_the_call_ret
 async def test_a_stop_that_never_arrives_is_a_cancelled_call(is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handle_client, "STOP_GRACE_S", 0.01 if is_taken else 1000)
     async with ingress(gated=True) as at:
-        monkeypatch.setattr(at.receiver, "_abort", lambda peer, abort: is_taken)
+        monkeypatch.setattr(at.receiver, "_reply", lambda peer, reply: is_taken)
         await has_all_it_wants(at)
         await until(lambda: at.handle.num_cancelled == [1])
         at.engine.gate.open()

@@ -52,6 +52,7 @@ async def test_a_stalled_engine_fails_its_health_check_and_gives_up_its_calls(mo
             while await is_healthy(replica):
                 await asyncio.sleep(0.01)
             given_up = await answer
+        assert not replica._watchdog._is_well(), "if Serve does not end it, the watchdog does"
         assert isinstance(given_up, EngineError)
         assert given_up.code is ErrorCode.ENGINE_DEAD
         gate.open()
@@ -60,8 +61,12 @@ async def test_a_stalled_engine_fails_its_health_check_and_gives_up_its_calls(mo
                 await asyncio.sleep(0.01)
             while not await is_healthy(replica):
                 await asyncio.sleep(0.01)
+        assert replica._watchdog._is_well()
+        await replica.beat_for(receiver.address)
+        assert [peer.address for peer in replica._sender._peers.values()] == [receiver.address]
     finally:
         gate.open()
+        replica._watchdog.end()
         replica._sender.shutdown()
         receiver.shutdown()
         gc.unfreeze()

@@ -160,11 +160,13 @@ async def test_a_backlog_that_is_read_at_once_ends_no_stream_whose_reader_keeps_
 # --- a channel that breaks -------------------------------------------------------------------------------------------
 
 
-async def test_frames_lost_with_a_connection_are_noticed_and_the_answer_completes_the_stream_without_repeating() -> (
-    None
-):
+async def test_frames_lost_with_a_connection_are_noticed_and_the_answer_completes_the_stream_without_repeating(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where nothing that the ingress asks for comes again."""
     async with rig(gated=True) as engine:
         receiver = engine.receiver()
+        monkeypatch.setattr(receiver, "_reply", lambda *what: False)
         async with relay_to(receiver.address) as relay:
             call = engine.call(receiver, address=relay.address)
             await engine.submitted(1)
@@ -327,8 +329,8 @@ async def test_an_ingress_that_does_not_read_blocks_nobody_and_its_answers_are_c
     with spied_frames() as frames:
         async with rig() as engine:
             deaf, other = engine.receiver(), engine.receiver()
-            deaf._reader.cancel()
-            await until(deaf._reader.done)
+            deaf._tasks[0].cancel()
+            await until(deaf._tasks[0].done)
             unread = [engine.call(deaf, f"deaf{i}", prompt_of(i), HEAVY) for i in range(4)]
             for call in unread:
                 await call.answer
@@ -526,7 +528,7 @@ async def test_closing_a_finished_stream_aborts_nothing(monkeypatch: pytest.Monk
         call = engine.call(receiver)
         await call.read_all()
         sent: list[object] = []
-        monkeypatch.setattr(receiver, "_abort", lambda *what: sent.append(what))
+        monkeypatch.setattr(receiver, "_reply", lambda *what: sent.append(what))
         receiver.close(call.stream)
         assert not sent
         assert not receiver._streams

@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.prefix import extend_chain
 from engine.protocol import AdapterRef, SamplingParams, Submission
 from serve_app.channel.engine_call import ChannelAddress, EngineCall
-from serve_app.routing import engine_count, overlap
+from serve_app.routing import engine_count, liveness, overlap
 from serve_app.routing.engine_load import EngineLoad, engine_load
 from serve_app.routing.router import EngineRouter, num_engines, router_config
 from serve_app.routing.stats import encode
@@ -63,6 +63,8 @@ class FakeReplica(RunningReplica):  # type: ignore[misc]
 @pytest.fixture(autouse=True)
 def unknown_number_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_count, "_known", None)
+    for name, value in (("_engines", frozenset()), ("_silent", frozenset()), ("_placed", {})):
+        monkeypatch.setattr(liveness, name, value)
 
 
 def make_router(seed: int = 0, **routing: Any) -> EngineRouter:
@@ -106,6 +108,44 @@ def loads(router: EngineRouter, *names: str) -> list[int]:
 
 
 # --- where requests go -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [(engine_call(),), ()], ids=["request", "control call"])
+async def test_nothing_goes_to_a_silent_engine_until_it_is_heard_of_again(args: tuple[Any, ...]) -> None:
+    router = make_router()
+    router.update_replicas([FakeReplica(name) for name in "abc"])
+    liveness.set_silent_engines(frozenset("ab"))
+    assert {await route(router, pending(*args)) for _ in range(20)} == {"c"}
+    liveness.set_silent_engines(frozenset("bc"))
+    assert {await route(router, pending(*args)) for _ in range(20)} == {"a"}
+
+
+async def test_while_all_engines_are_silent_a_request_waits_for_the_first_that_is_heard_of() -> None:
+    router = make_router()
+    router.update_replicas([FakeReplica(name) for name in "ab"])
+    liveness.set_silent_engines(frozenset("ab"))
+    waiting = asyncio.ensure_future(route(router, pending(engine_call())))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    liveness.set_silent_engines(frozenset("a"))
+    assert await waiting == "b"
+
+
+async def test_the_channel_learns_which_engines_there_are_and_where_each_open_call_went() -> None:
+    router = make_router()
+    router.update_replicas([FakeReplica(name) for name in "ab"])
+    assert liveness.engines() == {"a", "b"}
+    liveness.open_call(1)
+    assert liveness.placed_at(1) is None
+    name = await route(router, pending(engine_call()))
+    assert liveness.placed_at(1) == name
+    assert liveness.engines_with_calls() == {name}
+    liveness.close_call(1)
+    await route(router, pending(engine_call()))  # its reader left meanwhile
+    assert not liveness.engines_with_calls()
+    router.on_replica_actor_died(ReplicaID("a", DEPLOYMENT))
+    assert liveness.engines() == {"b"}
 
 
 async def test_requests_with_one_prefix_go_to_one_replica_while_its_load_allows() -> None:
