@@ -13,7 +13,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 .PHONY: serve test test-seeds test-processors test-slow test-clients test-gpu test-flash test-chaos test-chaos-short test-deep test-mutations check format install model docs load simulate find-rate bench-peers bench-gpu chart studies validate-k8s render-k8s k8s-tools clean
 
 serve: install ## prepare the model of config.yaml, serve it, and say how to call it once it answers
-	@$(BIN)/python -m serve_app.front.announce $(CONFIG) & exec $(BIN)/serve run $(CONFIG)
+	@exec $(BIN)/serve run $(CONFIG)
 
 test: model ## the whole suite but for what takes minutes
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not chaos and not clients"

@@ -183,7 +183,9 @@ def with_budget(config: ResolvedConfig, budget: int) -> ResolvedConfig:
 def measure(rounds: int, budgets: Sequence[int], seed: int, every_s: float) -> dict[str, Any]:
     """All budgets in turn, round by round, with fresh prompts each time."""
     traffic = dataclasses.replace(ON_CPU, every_s=every_s)
-    asked = EngineConfig(device="cpu", max_num_seqs=16, speculative=SpeculativeConfig(method="none"))  # one token a gap
+    asked = EngineConfig(  # one token a gap
+        device="cpu", max_num_seqs=16, kv_cache_memory_gib=2.0, speculative=SpeculativeConfig(method="none")
+    )
     executor, resolved = create_executor(prepare_model(DEFAULT_MODEL, progress=False), asked)
     cells: dict[int, list[dict[str, Any]]] = {budget: [] for budget in budgets}
     for number in range(rounds):

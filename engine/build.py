@@ -8,7 +8,7 @@ import os
 
 from engine.async_engine import AsyncEngine
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings, refuse_gpu_settings
-from engine.core import EngineCore
+from engine.core import EngineCore, check_capabilities
 from engine.fake_adapters import FakeAdapters
 from engine.fake_draft_model import FakeDraftModel
 from engine.fake_executor import FakeExecutor
@@ -34,27 +34,42 @@ FAKE_EMBEDDING_BYTES = 1024
 _FAKE_ALPHABET = tuple(b"abcdefghijklmnopqrstuvwxyz ")
 
 
-def build_engine(model: str, config: EngineConfig) -> AsyncEngine:
-    """Start an engine for `model`, which `engine.prepare` understands; the fake executor needs none.
+def build_engine(model: str, config: EngineConfig, engines: int = 1) -> AsyncEngine:
+    """Start an engine for `model`, which `engine.prepare` understands; the fake executor needs none. engines: that
+    share this machine's memory; see engine.host_shares.
 
     Raises:
         ModelError: the model cannot be found, read or run.
         ConfigError: the settings do not fit the model or the machine.
     """
-    executor, resolved = _build_fake(config) if config.executor == "fake" else _build_torch(model, config)
+    executor, resolved = _build_fake(config) if config.executor == "fake" else _build_torch(model, config, engines)
     logger.info("engine resolved: %s", resolved)
     for setting, reason in resolved.reasons.items():
         logger.info("%s: %s", setting, reason)
     return AsyncEngine(EngineCore(executor, resolved))
 
 
-def _build_torch(model: str, config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
+def check_engine(model: str, config: EngineConfig, engines: int = 1) -> ResolvedConfig:
+    """Refuse what build_engine would before it reads a weight, and say what it would serve.
+
+    Raises: as build_engine.
+    """
+    if config.executor == "fake":
+        executor, resolved = _build_fake(config)
+        check_capabilities(resolved, executor.capabilities)
+        return resolved
+    from engine.executor import check_executor
+
+    return check_executor(prepare_model(model, weights=config.load_format != "dummy", progress=False), config, engines)
+
+
+def _build_torch(model: str, config: EngineConfig, engines: int) -> tuple[Executor, ResolvedConfig]:
     # Read once, when torch is loaded. Its threads spin while they wait, and keep server and proxy from their cores: on
     # two busy ones a step of 16 streams took 900 to 2,500 ms, and 400 ms without. The native kernels have their own.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from engine.executor import create_executor
 
-    return create_executor(prepare_model(model, weights=config.load_format != "dummy"), config)
+    return create_executor(prepare_model(model, weights=config.load_format != "dummy"), config, engines)
 
 
 def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:

@@ -319,7 +319,9 @@ class EngineConfig:
     )
     kv_cache_memory_gib: float | None = setting(
         None,
-        "Memory for the KV cache, in GiB. Unset: 2 on the CPU, and what gpu_memory_utilization leaves on a GPU.",
+        "Memory for the KV cache, in GiB; more than is free is refused. Unset: on the CPU, 80 % of what weights leave "
+        "of the engine's share of the free memory, and no more than max_num_seqs requests of max_model_len tokens can "
+        "hold; on a GPU, what gpu_memory_utilization leaves. See Memory.",
         gt=0,
     )
     num_kv_blocks: int | None = setting(None, "KV blocks; overrides kv_cache_memory_gib.", ge=1)

@@ -54,15 +54,16 @@ _CONTROLS = LogitControls(
 _DEAREST = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.0, seed=0, num_logprobs=1, controls=_CONTROLS)
 
 
-def create_on_device(
-    model_dir: Path, config: EngineConfig, device: Device, reason: str
-) -> tuple[DeviceExecutor, ResolvedConfig]:
-    """Load the checkpoint of `model_dir` straight to `device` and make it ready to run. reason: for the device.
+def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reason: str) -> _Start:
+    """All that can be refused and chosen before a weight is read. reason: for the device.
 
-    Raises:
-        CheckpointError: the checkpoint is broken or not supported.
-        ConfigError: the config asks for more than the checkpoint, the device or its memory can give.
+    Raises: as create_on_device.
     """
+    if config.speculative.method == "draft_model":
+        raise ConfigError(
+            f"speculative.method is draft_model, which runs on the CPU alone, and device is {device.name}: set "
+            "device cpu, or another method."
+        )
     _refuse_cpu_settings(config)
     model = read_model_config(model_dir)
     if model.vision is not None:
@@ -76,7 +77,20 @@ def create_on_device(
     measured_later = (1, "measured once the weights are loaded")
     resolved = resolve(model_dir, model, config, attention, (device, reason), measured_later)
     resolved = replace(resolved, reasons=resolved.reasons | {"cuda_graphs": why_graphs})
-    start = _Start(model, config, resolved, device, ops, buckets, dtype)
+    return _Start(model, config, resolved, device, ops, buckets, dtype)
+
+
+def create_on_device(
+    model_dir: Path, config: EngineConfig, device: Device, reason: str
+) -> tuple[DeviceExecutor, ResolvedConfig]:
+    """Load the checkpoint of `model_dir` straight to `device` and make it ready to run. reason: for the device.
+
+    Raises:
+        CheckpointError: the checkpoint is broken or not supported.
+        ConfigError: the config asks for more than the checkpoint, the device or its memory can give.
+    """
+    start = start_on_device(model_dir, config, device, reason)
+    model, resolved, buckets, dtype = start.model_config, start.resolved, start.buckets, start.dtype
     free, total = device.memory()
     where = device.torch_device
     dummy = config.load_format == "dummy"
@@ -117,19 +131,19 @@ class _Start:
         buckets: Buckets,
         dtype: torch.dtype,
     ) -> None:
-        self._model, self._config, self._resolved = model, config, resolved
-        self._device, self._ops, self._buckets, self._dtype = device, ops, buckets, dtype
+        self.model_config, self._config, self.resolved = model, config, resolved
+        self._device, self._ops, self.buckets, self.dtype = device, ops, buckets, dtype
         self._block_bytes = bytes_per_block(model, config.block_size, dtype)
         self._spare_blocks = 1 if buckets.all else 0  # for the padding of captured steps
 
     def model(self, decoder: Decoder, num_blocks: int) -> DeviceModel:
         """With a KV cache of `num_blocks`, and those that are nobody's."""
-        block_size, device = self._resolved.block_size, self._device
+        block_size, device = self.resolved.block_size, self._device
         num_blocks += self._spare_blocks
         try:
             with device_faults():
-                cache = KVCache.allocate(self._model, num_blocks, block_size, self._dtype, device.torch_device)
-                state = RecurrentState.allocate(self._model, self._resolved, self._dtype, device.torch_device)
+                cache = KVCache.allocate(self.model_config, num_blocks, block_size, self.dtype, device.torch_device)
+                state = RecurrentState.allocate(self.model_config, self.resolved, self.dtype, device.torch_device)
         except ExecutorOutOfMemoryError as error:
             free, total = device.memory()
             raise ConfigError(
@@ -142,25 +156,25 @@ class _Start:
             cache,
             device,
             block_size=block_size,
-            max_model_len=self._resolved.max_model_len,
+            max_model_len=self.resolved.max_model_len,
             state=state,
         )
 
     def measure(self, decoder: Decoder, use: MemoryUse) -> MemoryUse:
         """What the largest steps take, and what captures keep, on a KV cache that is just large enough."""
-        resolved = self._resolved
+        resolved = self.resolved
         plan = largest_step(resolved)
-        use = replace(use, states=state_bytes(self._model, self._resolved, self._dtype))
+        use = replace(use, states=state_bytes(self.model_config, self.resolved, self.dtype))
         check_states_fit(use)
         probe = self.model(decoder, len(plan.rows[0].block_ids))
         before = self._device.memory()[0]
-        executor = DeviceExecutor(probe, self._device, num_threads=self._resolved.num_threads)
+        executor = DeviceExecutor(probe, self._device, num_threads=self.resolved.num_threads)
         tokens = f"max_num_batched_tokens is {resolved.max_num_batched_tokens}"
         rows = f"max_num_seqs is {resolved.max_num_seqs} and max_model_len {resolved.max_model_len}"
         with _fits(f"{tokens}, but the GPU has no memory for a step of that many tokens", use):
             _run(executor, plan)
             with device_faults(), torch.inference_mode():
-                warm_up_sampler(self._device, self._ops, self._dtype, self._model.vocab_size)
+                warm_up_sampler(self._device, self._ops, self.dtype, self.model_config.vocab_size)
         # Before any capture: kernels choose their configurations at their first launch, for good, and a capture's own
         # first step is of padding.
         with _fits(f"{rows}, but the GPU has no memory for a decode step of such rows", use):
@@ -168,7 +182,7 @@ class _Start:
             _run(executor, short_decode_step(resolved))
         # torch keeps the memory of these steps for the next ones, so what is free now is free whatever they are.
         use = replace(use, activations=max(0, before - self._device.memory()[0]))
-        if self._buckets.all:
+        if self.buckets.all:
             use = self._measure_captures(probe, use, before)
         executor.shutdown()
         del probe
@@ -180,11 +194,11 @@ class _Start:
         """What they keep, which no step can use, and what running their work takes. before: bytes free before steps."""
         device = self._device
         with self.captures_fit(use, "the largest step"):
-            probe.warm_up(self._buckets)
+            probe.warm_up(self.buckets)
             use = replace(use, activations=max(use.activations, before - device.memory()[0]))
             device.release_unused()  # a capture would, and what steps had cached would hide what captures keep
             released = device.memory()[0]
-            probe.capture(self._buckets)
+            probe.capture(self.buckets)
             device.release_unused()
         return replace(use, graphs=max(0, released - device.memory()[0]))
 
@@ -197,7 +211,7 @@ class _Start:
         except ExecutorOutOfMemoryError as error:
             raise ConfigError(
                 f"cuda_graphs is {self._config.cuda_graphs}, but the GPU has no memory for its "
-                f"{len(self._buckets.all)} sizes beside {beside}: {use.text()}. Ask for fewer, or none."
+                f"{len(self.buckets.all)} sizes beside {beside}: {use.text()}. Ask for fewer, or none."
             ) from error
 
     def num_blocks(self, use: MemoryUse) -> tuple[int, str]:
@@ -208,7 +222,9 @@ class _Start:
             less = f", less {use.states} bytes of recurrent state," if use.states else ""
             why = f"kv_cache_memory_gib {config.kv_cache_memory_gib:g}{less} at {self._block_bytes} bytes a block"
         if asked is not None:
-            check_blocks_fit(use, self._block_bytes, asked, spare_blocks=spare)
+            name = "num_kv_blocks" if config.num_kv_blocks is not None else "kv_cache_memory_gib"
+            setting = f"{name} {getattr(config, name):g}"
+            check_blocks_fit(use, self._block_bytes, asked, spare_blocks=spare, setting=setting)
             return asked, f"{why}; {use.text()}"
         utilization = config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
         found = kv_blocks_that_fit(use, utilization, self._block_bytes, spare_blocks=spare)

@@ -71,11 +71,13 @@ def kv_blocks_that_fit(use: MemoryUse, utilization: float, block_bytes: int, *, 
     return blocks
 
 
-def check_blocks_fit(use: MemoryUse, block_bytes: int, num_blocks: int, *, spare_blocks: int = 0) -> None:
-    """Of a number of blocks that was asked for: raise ConfigError where the device has no memory for them."""
+def check_blocks_fit(
+    use: MemoryUse, block_bytes: int, num_blocks: int, *, spare_blocks: int = 0, setting: str | None = None
+) -> None:
+    """Of a number of blocks that was asked for: raise ConfigError where the device has no memory for them. setting: as
+    it was asked for, with its value; None: as num_kv_blocks."""
     need = (num_blocks + spare_blocks) * block_bytes
     left = use.total - use.taken
     if need > left:
-        raise ConfigError(
-            f"num_kv_blocks {num_blocks} takes {need / GIB:.2f} GiB, but {left / GIB:.2f} GiB are left: {use.text()}."
-        )
+        asked = setting or f"num_kv_blocks {num_blocks}"
+        raise ConfigError(f"{asked} takes {need / GIB:.2f} GiB, but {left / GIB:.2f} GiB are left: {use.text()}.")

@@ -28,16 +28,14 @@ PROCESSOR_FILE = "preprocessor_config.json"
 
 def create_with_encoder(
     model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig
-) -> tuple[TorchExecutor, ResolvedConfig]:
-    """Load the checkpoint of `model_dir`, decoder and encoder. resolved: of the decoder alone.
+) -> TorchExecutor:
+    """Load the checkpoint of `model_dir`, decoder and encoder. resolved: see with_inputs.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
-        ConfigError: the engine's limits leave no room for an image.
     """
     assert model.vision is not None
     pixels = _pixels(model_dir, model.vision)
-    resolved = _with_inputs(model, config, resolved, pixels)
     dtype, ops = torch_dtype(resolved.dtype), TABLES[resolved.kernels]
     vision = allocate_vision(model.vision, dtype)
     table = vision_table(vision)
@@ -52,7 +50,7 @@ def create_with_encoder(
     encoder = VisionEncoder(model.vision, pixels, vision, ops)
     built = EncodingModel(decoder, encoder, ops, cache, resolved.block_size)
     grammars = read_grammars(model_dir, resolved)
-    return TorchExecutor(built, num_threads=resolved.num_threads, grammars=grammars), resolved
+    return TorchExecutor(built, num_threads=resolved.num_threads, grammars=grammars)
 
 
 def _pixels(model_dir: Path, vision: VisionConfig) -> PixelConfig:
@@ -64,11 +62,15 @@ def _pixels(model_dir: Path, vision: VisionConfig) -> PixelConfig:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _with_inputs(
-    model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig, pixels: PixelConfig
-) -> ResolvedConfig:
-    """With what an image may be, and how many tokens of images are kept encoded."""
+def with_inputs(model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig) -> ResolvedConfig:
+    """With what an image may be, and how many tokens of images are kept encoded. resolved: of the decoder alone.
+
+    Raises:
+        CheckpointError: what the checkpoint says of images cannot be read.
+        ConfigError: the engine's limits leave no room for an image.
+    """
     assert model.vision is not None
+    pixels = _pixels(model_dir, model.vision)
     token_bytes = model.vision.output_size * torch_dtype(resolved.dtype).itemsize
     kept = int(config.encoder_cache_memory_gib * 2**30) // token_bytes
     limits = {

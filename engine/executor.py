@@ -3,9 +3,7 @@ Never schedules, and keeps of a request only its newest token, K and V in the pl
 
 from __future__ import annotations
 
-import ctypes
 import math
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,24 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings, refuse_gpu_settings
+from engine.config import EngineConfig, ResolvedConfig
 from engine.device import choose_device, device_faults
-from engine.draft_build import DraftCheckpoint, check_length, read_draft
 from engine.draft_model import DraftModel
 from engine.grammar import Grammars
+from engine.host_shares import Claim
 from engine.inputs import is_lost
-from engine.kv_cache import KVCache, cache_dtype
 from engine.logit_controls import Within
 from engine.logprobs import prompt_logprobs, sampled_logprobs
-from engine.models.adapted import AdaptedModel, why_not_adapted
+from engine.models.adapted import AdaptedModel
 from engine.models.computed import Computed, Model
-from engine.models.config import ModelConfig, read_model_config
-from engine.models.decoder import Decoder
-from engine.models.eager import EagerModel
-from engine.models.native import NativeModel
 from engine.protocol import TokenLogprobs
-from engine.recurrent_state import RecurrentState
-from engine.resolve import resolve, torch_dtype
 from engine.sampler import sample
 from engine.step import (
     Capabilities,
@@ -48,9 +39,6 @@ from engine.step import (
     grammar_rows,
 )
 from engine.verification import Place, in_kernel_order, in_plan_order, num_accepted, sampled_places
-from engine.weights import dummy_weights, load_weights
-from kernels.choice import NATIVE, REFERENCE, Choice, choose_kernels
-from kernels.ops import TABLES
 
 NO_LOGIT = "The model gave no finite logit."
 NO_STATE = "The model gave no finite hidden state."
@@ -59,8 +47,6 @@ LOST_TOKEN = "The token to go on from was not sampled: its row failed in the ste
 
 _Masks = tuple[Within | None, dict[int, str]]
 """What grammars allow, and why rows have no mask, by row."""
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
 class StateLostError(Exception):
@@ -88,6 +74,8 @@ class TorchExecutor:
         self._thread: int | None = None
         self._outputs: deque[StepOutput] = deque()
         self._newest: dict[str, int] = {}  # request id -> the token it sampled last
+        self.claim: Claim | None = None
+        """On the machine's memory."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -237,6 +225,8 @@ class TorchExecutor:
         self._draft_model = None
         with suppress(AttributeError):
             del self.model
+        if self.claim is not None:
+            self.claim.release()
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
@@ -302,20 +292,9 @@ def make_output(
     )
 
 
-def _keep_freed_memory() -> None:
-    """Ask glibc to keep large freed buffers: each layer frees and allocates the same few megabytes again.
-
-    Handing them back costs a page fault per 4 KiB and layer; 16 streams of 1,000 tokens spent a third of their step on
-    that (1,147 faults and 206 ms a step against 2 and 140, two busy virtual cores). Other C libraries lack mallopt.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc accepts
-        mallopt(_M_TRIM_THRESHOLD, 1 << 30)
-
-
-def create_executor(model_dir: Path, config: EngineConfig) -> tuple[TorchExecutor, ResolvedConfig]:
+def create_executor(model_dir: Path, config: EngineConfig, engines: int = 1) -> tuple[TorchExecutor, ResolvedConfig]:
     """Load the checkpoint of `model_dir` (only its config.json with load_format `dummy`) and make it ready to run.
+    engines: that share this machine's memory.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -324,107 +303,31 @@ def create_executor(model_dir: Path, config: EngineConfig) -> tuple[TorchExecuto
     """
     device, reason = choose_device(config)
     if device.capability is not None:
-        if config.speculative.method == "draft_model":
-            raise ConfigError(
-                f"speculative.method is draft_model, which runs on the CPU alone, and device is {device.name}: set "
-                "device cpu, or another method."
-            )
         from engine.device_build import create_on_device  # which builds on this file
 
         return create_on_device(model_dir, config, device, reason)
-    refuse_gpu_settings(config, reason)
-    model_config = read_model_config(model_dir)
-    if config.max_loras and (why := why_not_adapted(model_config)):
-        raise ConfigError(f"max_loras is {config.max_loras}, but {why}.")
-    _keep_freed_memory()
-    kernels = _kernels(model_config, config)
-    draft = read_draft(model_dir, model_config, config)
-    asked_of = None if draft is None else (draft.model, draft.cost)
-    resolved = resolve(model_dir, model_config, config, kernels, (device, reason), draft=asked_of)
-    if model_config.vision is not None:
-        from engine.encoder_build import create_with_encoder  # which builds on this file
+    from engine.cpu_build import start_on_cpu  # as above
 
-        return create_with_encoder(model_dir, model_config, config, resolved)
-    refuse_encoder_settings(config, f"{model_config.architecture} takes text alone")
-    # Adapters are the model's own, and drafts do without; nor do they change the bits of an answer.
-    alone = replace(config, max_loras=0, batch_invariant=False)
-    of_draft = None if draft is None else _draft_kernels(draft, alone, resolved.max_model_len)
-    model = _load(model_dir, model_config, config, resolved, kernels)
-    proposes, with_torch = None, kernels.name != NATIVE
-    if draft is not None and of_draft is not None:
-        with_torch |= of_draft.name != NATIVE
-        proposes = DraftModel(_load(draft.directory, draft.model, alone, resolved, of_draft))
-    # What torch does beside the native kernels is small: a second thread of its own would take a core that they need.
-    num_threads = resolved.num_threads if with_torch else 1
-    grammars = read_grammars(model_dir, resolved)
-    return TorchExecutor(model, num_threads=num_threads, grammars=grammars, draft_model=proposes), resolved
+    start = start_on_cpu(model_dir, config, (device, reason), engines)
+    return start.build(), start.resolved
 
 
-def _load(
-    model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig, kernels: Choice
-) -> Model:
-    """A checkpoint on `kernels`, with a KV cache of its own. resolved: of the engine, which may have another model."""
-    dtype, kept = torch_dtype(resolved.dtype), kernels.name == NATIVE
-    dummy = config.load_format == "dummy"
-    weights = dummy_weights(model, dtype) if dummy else load_weights(model_dir, model, dtype, keep_int8=kept)
-    decoder = Decoder(model, weights, resolved.max_model_len)
-    size, kv_dtype = resolved.block_size, cache_dtype(config.kv_cache_dtype, dtype)
-    cache = KVCache.allocate(model, resolved.num_kv_blocks, size, kv_dtype)
-    if kernels.name != NATIVE:
-        ops = TABLES[kernels.name]
-        if config.max_loras:
-            return AdaptedModel(decoder, ops, cache, size, max_rank=config.max_lora_rank)
-        return EagerModel(decoder, ops, cache, size, RecurrentState.allocate(model, resolved, dtype))
-    return NativeModel(
-        decoder,
-        cache,
-        block_size=size,
-        num_threads=resolved.num_threads,
-        num_tokens=resolved.max_num_batched_tokens,
-        num_sampled=resolved.max_decode_tokens,
-        quantize=config.quantize == "int8",
-    )
+def check_executor(model_dir: Path, config: EngineConfig, engines: int = 1) -> ResolvedConfig:
+    """Refuse what create_executor would before it reads a weight, and say what it would serve. On a GPU the number of
+    KV blocks is measured later.
 
+    Raises: as create_executor.
+    """
+    device, reason = choose_device(config)
+    if device.capability is not None:
+        from engine.device_build import start_on_device
 
-def _unfit(model: ModelConfig, config: EngineConfig) -> str | None:
-    """Why the native kernels cannot run this model, whatever its shape."""
-    if config.max_loras:
-        return f"max_loras is {config.max_loras}, and they compute no adapters"
-    if config.kv_cache_dtype not in ("auto", "int8"):
-        return f"they keep no K and V in {config.kv_cache_dtype}"
-    if model.needs_linear_attention_pass:
-        return "linear attention and its gates are not among them"
-    return None if model.vision is None else "they have no encoder, and one position for each token"
+        return start_on_device(model_dir, config, device, reason).resolved
+    from engine.cpu_build import start_on_cpu
 
-
-def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
-    try:
-        inputs = (model.hidden_size, model.intermediate_size, *model.expert_sizes)
-        choice = choose_kernels(
-            config.kernels,
-            head_dim=model.head_dim,
-            block_size=config.block_size,
-            inputs=inputs,
-            unfit=_unfit(model, config),
-        )
-    except ValueError as error:
-        raise ConfigError(f"kernels is {config.kernels}. {error}") from error
-    if config.kv_cache_dtype != "auto" and choice.name == REFERENCE:
-        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype}, and kernels reference keep K and V as they are.")
-    needs_native = {"batch_invariant": config.batch_invariant, f"quantize {config.quantize}": config.quantize != "none"}
-    for setting, asked in needs_native.items():
-        if asked and choice.name != NATIVE:
-            raise ConfigError(f"{setting} needs the native kernels, and these are chosen: {choice.reason}.")
-    return choice
-
-
-def _draft_kernels(draft: DraftCheckpoint, config: EngineConfig, max_model_len: int) -> Choice:
-    """Of a draft model that reads as far as the model, before any weights are loaded."""
-    check_length(draft, max_model_len)
-    try:
-        return _kernels(draft.model, config)
-    except ConfigError as error:  # which names settings, and they are those of two models
-        raise ConfigError(f"speculative.model is {config.speculative.model}, for which {error}") from error
+    start = start_on_cpu(model_dir, config, (device, reason), engines)
+    start.claim.release()
+    return start.resolved
 
 
 def read_grammars(model_dir: Path, resolved: ResolvedConfig) -> Grammars | None:

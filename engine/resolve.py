@@ -11,7 +11,8 @@ import torch
 
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.device import Device
-from engine.kv_cache import blocks_in, bytes_per_block, cache_dtype
+from engine.host_fit import HostBudget
+from engine.kv_cache import bytes_per_block, cache_dtype
 from engine.models.config import CheckpointError, ModelConfig, read_json
 from engine.models.quantization import Quantization
 from engine.recurrent_state import state_bytes, why_so_much
@@ -21,21 +22,17 @@ from kernels.processor import cpu_flags
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # the last is Arm's
 
 
-CPU_MEMORY_GIB = 2.0
-"""For KV blocks, unless the config says otherwise."""
-
-
 def resolve(
     model_dir: Path,
     model: ModelConfig,
     config: EngineConfig,
     kernels: Choice,
     device: tuple[Device, str],
-    blocks: tuple[int, str] | None = None,
+    memory: HostBudget | tuple[int, str],
     draft: tuple[ModelConfig, float] | None = None,
 ) -> ResolvedConfig:
-    """What this machine and this checkpoint make of `config`. device, blocks: each with the reason; None: blocks follow
-    from the config alone. draft: a draft model, and what it costs; see SpeculativeConfig.model_cost.
+    """What this machine and this checkpoint make of `config`. device: with the reason. memory: what KV blocks may take,
+    or how many there are and why. draft: a draft model, and what it costs; see SpeculativeConfig.model_cost.
 
     Raises:
         ConfigError: a setting asks for more than the checkpoint or the memory can give.
@@ -43,7 +40,9 @@ def resolve(
     """
     max_model_len, length_reason = _max_model_len(model, config)
     dtype, dtype_reason = resolve_dtype(config, device[0])
-    num_blocks, blocks_reason = blocks or _num_blocks(model, config, dtype, draft[0] if draft else None)
+    if isinstance(memory, HostBudget):
+        memory = _num_blocks(model, config, dtype, draft[0] if draft else None, memory, max_model_len)
+    num_blocks, blocks_reason = memory
     num_threads, threads_reason = _num_threads(config)
     scheduler, halving_reason = _scheduler(model, config)
     same_bits, on_gpu = kernels.name == NATIVE, device[0].capability is not None
@@ -120,20 +119,25 @@ def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, st
     return torch.float32, f"the CPU has none of {', '.join(_BF16_FLAGS)}, so bfloat16 would be emulated"
 
 
-def _num_blocks(
-    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, draft: ModelConfig | None
-) -> tuple[int, str]:
+def block_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, draft: ModelConfig | None) -> int:
+    """Of a KV block, with the draft model's of the same number."""
     kept = cache_dtype(config.kv_cache_dtype, dtype)
-    drafts = bytes_per_block(draft, config.block_size, kept) if draft else 0
-    block_bytes = bytes_per_block(model, config.block_size, kept) + drafts
-    shared = f", {drafts} of them the draft model's" if drafts else ""
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks, f"asked for; {config.num_kv_blocks * block_bytes / 2**30:.2f} GiB"
-    memory_gib = CPU_MEMORY_GIB if config.kv_cache_memory_gib is None else config.kv_cache_memory_gib
-    states = state_bytes(model, config, dtype)
-    blocks = blocks_in(memory_gib, block_bytes, states)
-    less = f", less {states} bytes of recurrent state," if states else ""
-    return blocks, f"kv_cache_memory_gib {memory_gib:g}{less} at {block_bytes} bytes a block{shared}"
+    return sum(bytes_per_block(of, config.block_size, kept) for of in (model, draft) if of is not None)
+
+
+def _num_blocks(
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    draft: ModelConfig | None,
+    memory: HostBudget,
+    max_model_len: int,
+) -> tuple[int, str]:
+    size = block_bytes(model, config, dtype, draft)
+    drafts = size - block_bytes(model, config, dtype, None)
+    most = config.max_num_seqs * -(-max_model_len // config.block_size)
+    blocks, reason = memory.blocks(config, size, state_bytes(model, config, dtype), most)
+    return blocks, f"{reason}, {drafts} of them the draft model's" if drafts else reason
 
 
 def weights_read(model: ModelConfig) -> int:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine.models.config import CheckpointError as CheckpointError
 from engine.models.config import ModelConfig, read_json
-from engine.models.parameters import DecoderWeights, allocate, checkpoint_table, settle, stacked_table
+from engine.models.packing import Packing
+from engine.models.parameters import DecoderWeights, allocate, checkpoint_table, num_bytes, settle, stacked_table
 from engine.models.registry import LINES
 from engine.packed_weights import Stored, fill_packed, find_packed
 
@@ -48,7 +49,7 @@ def load_weights(
     else:
         with Stored.open(files, device) as stored:
             packed = find_packed(stored, config.quantization)
-            kept = frozenset(module for module, packing in packed.items() if keep_int8 and packing.by_output)
+            kept = _kept(packed) if keep_int8 else frozenset()
             weights = allocate(config, dtype, device, kept)
             missing = checkpoint_table(config, weights) | dict(others)
             taken = fill_packed(stored, packed, missing)
@@ -61,6 +62,24 @@ def load_weights(
         )
     settle(config, weights)
     return weights
+
+
+def weight_bytes(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype, *, keep_int8: bool) -> int:
+    """What load_weights takes, by the headers of the files alone; None: what dummy_weights takes.
+
+    Raises:
+        CheckpointError: a file is missing or not readable.
+    """
+    kept = frozenset[str]()
+    if model_dir is not None and config.quantization is not None and keep_int8:
+        with Stored.open(_weight_files(model_dir), CPU) as stored:
+            kept = _kept(find_packed(stored, config.quantization))
+    return num_bytes(config, allocate(config, dtype, torch.device("meta"), kept))
+
+
+def _kept(packed: Mapping[str, Packing]) -> frozenset[str]:
+    """Modules that the native kernels compute with as they are stored."""
+    return frozenset(module for module, packing in packed.items() if packing.by_output)
 
 
 def dummy_weights(

@@ -3,6 +3,7 @@ Never holds a layout: panels stand three in a row, in the order of the list."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -408,4 +409,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m k8s.dashboards", description=__doc__).parse_args()
     main()

@@ -3,6 +3,7 @@ Never runs in the process that measures the server: its own CPU time is counted 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import bisect
 import dataclasses
@@ -306,4 +307,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m loadtest.client", description=__doc__).parse_args()
     main()

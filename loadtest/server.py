@@ -155,7 +155,7 @@ def starting(config: dict[str, Any], environment: dict[str, str]) -> Iterator[Se
     config = {**config, "http_options": {**config["http_options"], "port": port}}
     (temp / "config.yaml").write_text(yaml.safe_dump(config))
     command = [str(SERVE), "run", "--address", "local", str(temp / "config.yaml")]
-    own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(temp)}
+    own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(temp), "CHUNKSERVE_VERBOSE": "1"}
     try:
         with launched(command, port, {**own, **environment}, temp / "serve.log") as server:
             yield server

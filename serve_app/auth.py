@@ -3,6 +3,7 @@ Never holds, logs or shows a key: all it knows are digests."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import hmac
 import json
@@ -159,13 +160,15 @@ def _read(path: Path) -> tuple[ApiKey, ...]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print a new key and what the config needs to know of it."""
-    if len(arguments) > 1:
-        print("usage: python -m serve_app.auth [tenant]", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(prog="python -m serve_app.auth", description="Make an API key, or an admin key.")
+    parser.add_argument("tenant", nargs="?", default="default", help="whose key it is (%(default)s)")
+    tenant = parser.parse_args(arguments).tenant
+    if not tenant:
+        parser.error("tenant is empty: expected a name")
     key = f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
     sha256 = digest(key.encode())
     print(f"key, shown only now:       {key}")
-    print(f"entry of auth.keys:        {json.dumps({'tenant': [*arguments, 'default'][0], 'sha256': sha256})}")
+    print(f"entry of auth.keys:        {json.dumps({'tenant': tenant, 'sha256': sha256})}")
     print(f"or, for the admin routes:  admin_sha256: {sha256}")
     return 0
 

@@ -98,7 +98,7 @@ class EngineReplica:
     async def __init__(self, settings: AppSettings) -> None:  # type: ignore[misc]
         log_as_serve_does()
         engine = share_threads(settings.replica_engine, settings.most_engines)
-        self._engine = await asyncio.to_thread(build_engine, settings.model, engine)
+        self._engine = await asyncio.to_thread(build_engine, settings.model, engine, settings.most_engines)
         await warm_up(self._engine)
         self._adapters = NamedAdapters(self._engine)
         await self._adapters.load_all(settings.lora_adapters)

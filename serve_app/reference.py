@@ -3,8 +3,8 @@ Never holds a description of its own; a setting or a metric is documented where 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -110,4 +110,6 @@ def write(readme: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog="python -m serve_app.reference", description=__doc__)
+    parser.add_argument("readme", type=Path, help="the file whose references are written anew")
+    write(parser.parse_args().readme)

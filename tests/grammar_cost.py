@@ -3,6 +3,7 @@ Never runs a model: answers are random walks through the default model's vocabul
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
@@ -108,4 +109,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m tests.grammar_cost", description=__doc__).parse_args()
     main()

@@ -3,6 +3,7 @@ Never touches the checkout but for tests/mutations.md: every revert is applied t
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -2011,4 +2012,8 @@ def main(wanted: list[str]) -> int:
 
 if __name__ == "__main__":
     assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "two mutations share a name"
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
+    parser.add_argument("names", nargs="*", help="how the names of the reverts begin; none: all")
+    parser.add_argument("--missing", action="store_true", help="those that the table lacks")
+    given = parser.parse_args()
+    sys.exit(main(["--missing"] if given.missing else given.names))

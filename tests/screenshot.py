@@ -3,7 +3,7 @@ Run it as `python -m tests.screenshot`. It is no test; it needs chromium, and no
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from tests.support.browser import Page, browsing
@@ -39,17 +39,20 @@ def busy(page: Page) -> None:
     page.until("document.querySelector('.reading').textContent.match(/of which (\\d+)/)?.[1] >= 7")
 
 
-def main(
-    scheme: str = "light", picture: str = str(PICTURE), width: str = str(SIZE[0]), height: str = str(SIZE[1])
-) -> None:
+def main(scheme: str, picture: Path, width: int, height: int) -> None:
     """`scheme`: light or dark. The picture is as large as the window."""
     with serve_run(ARGS) as server, browsing() as page:
-        page.resize(int(width), int(height))
+        page.resize(width, height)
         page.prefer(scheme)
         page.open(server.url)
         busy(page)
-        Path(picture).write_bytes(page.picture())
+        picture.write_bytes(page.picture())
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m tests.screenshot", description=__doc__)
+    parser.add_argument("scheme", nargs="?", choices=("light", "dark"), default="light")
+    parser.add_argument("picture", nargs="?", type=Path, default=PICTURE)
+    parser.add_argument("width", nargs="?", type=int, default=SIZE[0])
+    parser.add_argument("height", nargs="?", type=int, default=SIZE[1])
+    main(**vars(parser.parse_args()))

@@ -320,6 +320,11 @@ def _tensors(config: ModelConfig, weights: DecoderWeights) -> Iterator[Tensor]:
         yield from (tensor for tensor in (linear.weight, linear.bias, linear.scales) if tensor is not None)
 
 
+def num_bytes(config: ModelConfig, weights: DecoderWeights) -> int:
+    """Of all tensors; one that is tied counts once."""
+    return sum(tensor.nbytes for tensor in _tensors(config, weights))
+
+
 def _layer_table(
     config: ModelConfig, of: LayerConfig, layer: LayerWeights, names: Mapping[str, str]
 ) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@ Never goes on without one: a check that was left out looks like one that passed.
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import shutil
@@ -126,4 +127,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m k8s.validate.tools", description=__doc__).parse_args()
     sys.exit(main())

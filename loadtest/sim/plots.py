@@ -3,6 +3,7 @@ Never simulates, and computes nothing but means and spreads over seeds."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -151,4 +152,5 @@ def draw(results: Document) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m loadtest.sim.plots", description=__doc__).parse_args()
     for_each(draw)

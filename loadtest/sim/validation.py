@@ -3,6 +3,7 @@ Never fits anything to it: the step times are those of the engine alone, measure
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
@@ -88,4 +89,5 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m loadtest.sim.validation", description=__doc__).parse_args()
     README.write_text(with_text(README.read_text(), "validation", table(compare(json.loads(LIVE.read_text())))))

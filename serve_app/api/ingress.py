@@ -55,6 +55,7 @@ from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys, NeedsKey, tenant_of
 from serve_app.engine_client import EngineClient, ServedModel
 from serve_app.errors import ApiError, clip, to_api_error
+from serve_app.instance import instance_headers
 from serve_app.metrics.exposition import CONTENT_TYPE, expose
 from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.middleware import FACTS, TIMES, MeasuresRequests
@@ -217,7 +218,7 @@ class _Context:
             # Whatever it is, a load balancer must see one status.
             told = to_api_error(error)
             raise ApiError(503, told.message, type=told.type, code=told.code, headers=told.headers) from error
-        return Response()
+        return Response(headers=instance_headers())
 
     async def ready(self, request: Request) -> Response:
         """Readiness: it is alive, and new requests are let in."""

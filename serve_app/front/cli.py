@@ -1,39 +1,90 @@
-"""Owns the `serve` command of this project: Ray's own, with a check before `serve run` and a clean end after it.
-Never changes what Ray's commands do otherwise; arguments and output are Ray's."""
+"""Owns the `serve` command of this project: Ray's own, with checks before `serve run` and a clean end after it.
+Never changes what Ray's commands do otherwise; arguments are Ray's, and `--verbose`."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from pathlib import Path
+import uuid
+from contextlib import ExitStack
+from importlib.metadata import version
 from types import FrameType
 
+from serve_app.front.arguments import Arguments
+from serve_app.front.config_file import ConfigRefused, read_config
+from serve_app.front.console import Console
 from serve_app.front.haproxy import HAProxyUnusable
-from serve_app.front.preflight import ConfigRefused, preflight
-from serve_app.front.proxy_env import serving_environment
+from serve_app.front.preflight import preflight
+from serve_app.front.proxy_env import serving_environment, starts_a_cluster
+from serve_app.front.servers import running_servers
+from serve_app.front.start import StartFailed
+from serve_app.front.this_machine import EngineCheck, checking
+from serve_app.instance import VARIABLE
+
+VERBOSE_HELP = "Show what Ray and all replicas log, which otherwise goes to a file."
 
 
 def main() -> None:
     """Run Ray's `serve`. `serve run` of a config with our application is checked first, and has HAProxy in front."""
-    arguments = sys.argv[1:]
-    configs = _configs_of(arguments)
+    arguments, console = Arguments.read(sys.argv[1:], os.environ), Console()
     try:
-        for config in configs:
-            preflight(config)
-        _exit_on_signals()
-        with serving_environment(arguments, configs, os.environ):
-            _run()
-    except (ConfigRefused, HAProxyUnusable) as refusal:
-        sys.exit(str(refusal))
+        if arguments.of_ray[:1] == ["--version"]:
+            console.say(f"chunkserve {version('chunkserve')}, Ray {version('ray')}")
+        elif arguments.config is not None:
+            _run(arguments, console)
+        else:
+            _leave_to_ray(arguments)
+    except (ConfigRefused, HAProxyUnusable, StartFailed) as refusal:
+        console.complain(str(refusal))
+        sys.exit(1)
 
 
-def _configs_of(arguments: list[str]) -> list[Path]:
-    """What may be the config of a `serve run`; a `--runtime-env` is YAML as well."""
-    if arguments[:1] != ["run"]:
-        return []
-    candidates = (Path(argument) for argument in arguments[1:] if argument.endswith((".yaml", ".yml")))
-    return [path for path in candidates if path.is_file()]
+def _run(arguments: Arguments, console: Console) -> None:
+    assert arguments.config is not None
+    config = read_config(arguments.config)
+    applications, checks = preflight(config), list[EngineCheck]()
+    _exit_on_signals()
+    with ExitStack() as held:
+        if starts_a_cluster(arguments.of_ray, os.environ):
+            checks = held.enter_context(checking(config, applications))
+            os.environ[VARIABLE] = uuid.uuid4().hex
+        held.enter_context(serving_environment(arguments.of_ray, [config.path], os.environ))
+        if not (applications and arguments.leaves_the_run_to_us):
+            _leave_to_ray(arguments)
+            return
+        from serve_app.front.run import run
+
+        if not arguments.verbose:
+            held.enter_context(console.quiet())
+            if console.log is not None:
+                console.say(f"starting {config.path}; what Ray and the replicas print: {console.log}")
+        run(arguments, config, applications, checks, console)
+
+
+def _leave_to_ray(arguments: Arguments) -> None:
+    if arguments.wants_a_server and "RAY_DASHBOARD_ADDRESS" not in os.environ:
+        _find_server()
+    import click
+    from ray.serve.scripts import cli  # here, because Ray Serve reads its environment when it is imported
+
+    cli.commands["run"].params.append(click.Option(["--verbose"], is_flag=True, expose_value=False, help=VERBOSE_HELP))
+    try:
+        cli(args=arguments.of_ray, prog_name="serve")
+    except ConnectionError as error:
+        raise StartFailed(f"no server answers: {' '.join(str(error).split())}") from None
+
+
+def _find_server() -> None:
+    """Ray's default is the first dashboard of this machine, whose ever it is, and without the token that it wants."""
+    found = running_servers()
+    if len(found) > 1:
+        listed = ", ".join(f"{server.dashboard} ({server.url})" for server in found)
+        raise ConfigRefused(f"{len(found)} servers run here: choose one by --address: {listed}")
+    for server in found:
+        os.environ["RAY_DASHBOARD_ADDRESS"] = server.dashboard
+        if server.auth_mode:
+            os.environ.setdefault("RAY_AUTH_MODE", server.auth_mode)
 
 
 def _exit_on_signals() -> None:
@@ -44,22 +95,3 @@ def _exit_on_signals() -> None:
 
 def _exit_with_signal(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(signum)
-
-
-def _run() -> None:
-    """When a signal ends `serve run`, let streams finish before Serve is taken down.
-
-    Ray's SIGTERM handler raises SystemExit and leaves the cluster to die with the process; its Ctrl-C handling
-    kills the proxies first. Both cut running streams in silence.
-    """
-    import ray  # here, because Ray Serve reads its environment when it is imported
-    from ray.serve.scripts import cli
-
-    from serve_app.front.shutdown import drain_and_shutdown
-
-    try:
-        cli()
-    except SystemExit as end:
-        if end.code not in (signal.SIGTERM, signal.SIGINT) or not ray.is_initialized():
-            raise
-        drain_and_shutdown()

@@ -4,61 +4,95 @@ Never starts anything. Without it a misspelt setting is found by a Ray task, and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from engine.prepare import ModelError, prepare_model
+from serve_app.front.config_file import ConfigRefused, ServeConfig
 from serve_app.settings import AppSettings
 
 BUILDER = "serve_app.app:build"
 
 
-class ConfigRefused(Exception):
-    """The config cannot be served. The message has a line for each reason."""
+@dataclass(frozen=True, slots=True)
+class Application:
+    """One of ours in a config. number: its place in the list of all."""
+
+    config: ServeConfig
+    number: int
+    name: str
+    route_prefix: str
+    settings: AppSettings
+
+    def refused(self, problem: str, *setting: str) -> ConfigRefused:
+        """With file, line and application before the problem; `setting`: the path below `args` that it is about."""
+        return ConfigRefused(f"{_where(self.config, self.number, self.name, setting)}: {problem}")
 
 
-def preflight(config_path: Path) -> None:
+def preflight(config: ServeConfig) -> list[Application]:
     """Check every application of ours in a `serve run` config, and prepare its models with visible progress.
 
     Raises:
         ConfigRefused: settings are wrong, by name, limit and value; or a model cannot be prepared.
     """
-    for name, args in our_applications(yaml.safe_load(config_path.read_text())):
-        settings = _validated(f"{config_path}, application {name}", args)
-        if settings.engine.executor == "torch":
-            _prepare(f"{config_path}, application {name}", settings)
+    applications = read_applications(config)
+    for application in applications:
+        if application.settings.engine.executor == "torch":
+            _prepare(application)
+    return applications
+
+
+def read_applications(config: ServeConfig) -> list[Application]:
+    """Those that our builder makes; others are left to Ray.
+
+    Raises:
+        ConfigRefused: settings are wrong, by name, limit and value.
+    """
+    return [
+        Application(config, number, name, str(app.get("route_prefix") or "/"), _validated(config, number, name, args))
+        for number, app in enumerate(config.applications)
+        for name, args in our_applications({"applications": [app]})
+    ]
 
 
 def our_applications(config: Any) -> Iterator[tuple[str, Any]]:
-    """(name, args) of the applications that our builder makes. What is no Serve config is left to Ray to refuse."""
+    """(name, args) of the applications that our builder makes, in what may be no Serve config."""
     applications = config.get("applications") if isinstance(config, dict) else None
     for app in applications or []:
         if isinstance(app, dict) and str(app.get("import_path")).replace(".build", ":build") == BUILDER:
             yield str(app.get("name", "default")), app.get("args") or {}
 
 
-def _validated(where: str, args: Any) -> AppSettings:
+def _validated(config: ServeConfig, number: int, name: str, args: Any) -> AppSettings:
     try:
         return AppSettings.model_validate(args)
     except ValidationError as error:
-        raise ConfigRefused("\n".join(_reason(where, detail) for detail in error.errors())) from None
+        reasons = (
+            f"{_where(config, number, name, detail['loc'])}: {_reason(detail)}"
+            for detail in error.errors(include_url=False)
+        )
+        raise ConfigRefused("\n".join(reasons)) from None
 
 
-def _reason(where: str, detail: Any) -> str:
+def _where(config: ServeConfig, number: int, name: str, setting: tuple[str | int, ...]) -> str:
+    return f"{config.where('applications', number, 'args', *setting)}, application {name}"
+
+
+def _reason(detail: Any) -> str:
     path = ".".join(str(part) for part in ("args", *detail["loc"]))
     hidden = isinstance(detail["input"], dict) or "auth" in detail["loc"]  # somebody's key, in the place of its digest
     given = "" if hidden else f" (given: {detail['input']!r})"
-    return f"{where}: {path}: {detail['msg']}{given}"
+    return f"{path}: {detail['msg']}{given}"
 
 
-def _prepare(where: str, settings: AppSettings) -> None:
+def _prepare(application: Application) -> None:
+    settings = application.settings
     models = {"model": settings.model, "engine.speculative.model": settings.engine.speculative.model}
     for setting, model in models.items():
         try:
             if model is not None:
                 prepare_model(model, weights=settings.engine.load_format != "dummy")
         except ModelError as error:
-            raise ConfigRefused(f"{where}: args.{setting}: {error}") from error
+            raise application.refused(f"args.{setting}: {error}", *setting.split(".")) from error

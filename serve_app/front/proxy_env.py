@@ -73,7 +73,7 @@ def serving_environment(arguments: list[str], configs: list[Path], environ: Muta
     """
     served = next(filter(None, map(_served, configs)), None)
     with ExitStack() as held:
-        if served is not None and _starts_a_cluster(arguments, environ):
+        if served is not None and starts_a_cluster(arguments, environ):
             for name, value in _of_all_replicas(served).items():
                 environ.setdefault(name, value)
             _put_haproxy_in_front(served, environ, held)
@@ -89,7 +89,7 @@ def _served(config: Path) -> _Served | None:
     return _Served(longest_s, only_ours=len(ours) == len(content["applications"]))
 
 
-def _starts_a_cluster(arguments: list[str], environ: MutableMapping[str, str]) -> bool:
+def starts_a_cluster(arguments: list[str], environ: MutableMapping[str, str]) -> bool:
     """Whether `serve run` starts a Ray of its own, as `ray.init` decides it."""
     address = environ.get("RAY_ADDRESS") or None
     for at, argument in enumerate(arguments):

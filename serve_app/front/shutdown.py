@@ -4,25 +4,28 @@ Never decides how long that takes; each application's ingress does, by its `drai
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatusOverview, ReplicaState
 
+Say = Callable[[str], None]
 
-def drain_and_shutdown() -> None:
+
+def drain_and_shutdown(say: Say) -> None:
     """Let every application finish or end its streams, then take Serve down. A second signal cuts this short."""
     signal.alarm(0)  # Ray's native SIGTERM handler has set one that aborts the process after three seconds
-    print("Shutting down: letting running requests finish. Signal again to stop at once.", flush=True)
+    say("Shutting down: letting running requests finish. Signal again to stop at once.")
     for name, app in serve.status().applications.items():
-        if (ended := drain(name, app)) is not None:
-            _report(name, ended)
-            _delete(name)
+        if (ended := drain(name, app, say)) is not None:
+            _report(name, ended, say)
+            _delete(name, say)
     serve.shutdown()
 
 
-def drain(app_name: str, app: ApplicationStatusOverview) -> int | None:
+def drain(app_name: str, app: ApplicationStatusOverview, say: Say) -> int | None:
     """Ask every ingress replica of an application to drain; return how many requests had to be ended, or None if none
     of them runs: then there is nobody to wait for, and a deployment that keeps failing would be waited for in vain.
 
@@ -38,19 +41,19 @@ def drain(app_name: str, app: ApplicationStatusOverview) -> int | None:
         late: list[int] = ingress.broadcast("drain").results()
     except (RayError, RayServeException) as error:
         # Somebody else's application in the same config, one that is being deleted, or a replica that just died.
-        print(f"{app_name} was not drained: {type(error).__name__}", flush=True)
+        say(f"{app_name} was not drained: {type(error).__name__}")
         return 0
     return sum(late)
 
 
-def _report(app_name: str, ended: int) -> None:
+def _report(app_name: str, ended: int, say: Say) -> None:
     if ended:
-        print(f"{app_name}: {ended} requests did not finish in time and were ended with an error.", flush=True)
+        say(f"{app_name}: {ended} requests did not finish in time and were ended with an error.")
 
 
-def _delete(app_name: str) -> None:
+def _delete(app_name: str, say: Say) -> None:
     """Remove the application while the proxies still run: `serve.shutdown` kills them before the last bytes left."""
     try:
         serve.delete(app_name)
     except TimeoutError as error:
-        print(f"{app_name}: {error}", flush=True)
+        say(f"{app_name}: {error}")

@@ -3,6 +3,7 @@ Never serves anything: `serve run --address` joins it. Nothing of the cluster ou
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -42,4 +43,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m tests.chaos.two_nodes", description=__doc__).parse_args()
     main()

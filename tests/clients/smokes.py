@@ -3,8 +3,8 @@ Never imports anything of ours, nor a client before its smoke is run."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -227,6 +227,9 @@ def anthropic_errors(url: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    name, at, served = sys.argv[1:]
-    smoke: Callable[[str, str], None] = globals()[name]
-    smoke(at, served)
+    parser = argparse.ArgumentParser(description=__doc__)
+    for each in ("name", "url", "model"):
+        parser.add_argument(each)
+    given = parser.parse_args()
+    smoke: Callable[[str, str], None] = globals()[given.name]
+    smoke(given.url, given.model)

@@ -4,6 +4,7 @@ Never touches the machine's own network; all of it ends with this process."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -209,4 +210,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m tests.k8s.pods", description=__doc__).parse_args()
     main()

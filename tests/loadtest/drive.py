@@ -3,6 +3,7 @@ Never patches the standard library: the driver's own sockets are gevent's."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -39,4 +40,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m tests.loadtest.drive", description=__doc__).parse_args()
     main()

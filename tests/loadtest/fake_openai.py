@@ -3,9 +3,9 @@ Never counts real tokens: each is one word, and what was asked for is what is se
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -108,4 +108,8 @@ async def _main(port: int, lose: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(int(sys.argv[1]), int(sys.argv[2])))
+    parser = argparse.ArgumentParser(description=__doc__)
+    for each in ("port", "lose"):
+        parser.add_argument(each, type=int)
+    given = parser.parse_args()
+    asyncio.run(_main(given.port, given.lose))

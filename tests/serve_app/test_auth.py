@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from serve_app.admission.gate import Gate
 from serve_app.admission.limits import GatePolicy, Limits
 from serve_app.auth import Keys, KeysFileError, main
-from serve_app.front.preflight import ConfigRefused, preflight
+from serve_app.front.config_file import ConfigRefused, read_config
+from serve_app.front.preflight import preflight
 from serve_app.settings import ApiKey, AppSettings, AuthSettings
 from tests.serve_app.harness import (
     CHAT,
@@ -238,7 +239,7 @@ def test_a_key_that_was_written_into_the_config_is_refused_and_not_shown(tmp_pat
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"applications": [{"import_path": "serve_app.app:build", "args": args}]}))
     with pytest.raises(ConfigRefused) as refused:
-        preflight(path)
+        preflight(read_config(path))
     assert "args.auth" in str(refused.value)
     assert "secret" not in str(refused.value)
 
@@ -264,5 +265,10 @@ def test_every_key_is_a_new_one(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["a", "b"]) == 2
-    assert "usage" in capsys.readouterr().err
+    for wrong in (["a", "b"], ["--no-such-option"], [""]):
+        with pytest.raises(SystemExit) as caught:
+            main(wrong)
+        assert caught.value.code == 2
+        told = capsys.readouterr()
+        assert "usage" in told.err
+        assert "sk-" not in told.out

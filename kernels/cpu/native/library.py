@@ -3,6 +3,7 @@ Never runs a kernel, and never fails a start: why there is no library is an erro
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import hashlib
 import os
@@ -130,4 +131,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m kernels.cpu.native.library", description=__doc__).parse_args()
     main()

@@ -1,0 +1,159 @@
+"""Owns a `serve run` config as a file: its YAML, its keys, and the line on which each stands.
+Never knows what our application's `args` mean; `preflight` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# Ray's schema takes any key, and ignores what it does not know. A test holds these against it.
+# fmt: off
+TOP_KEYS = (
+    "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
+    "applications", "target_capacity",
+)
+HTTP_KEYS = (
+    "host", "port", "root_path", "request_timeout_s", "keep_alive_timeout_s", "ssl_keyfile", "ssl_certfile",
+    "ssl_keyfile_password", "ssl_ca_certs",
+)
+APPLICATION_KEYS = (
+    "name", "route_prefix", "import_path", "runtime_env", "host", "port", "deployments", "autoscaling_policy", "args",
+    "logging_config", "external_scaler_enabled",
+)
+# fmt: on
+EXPECTED = "expected a Serve config, a mapping with `applications:`, as in this project's config.yaml"
+
+
+class ConfigRefused(Exception):
+    """The config cannot be served. The message has a line for each reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """What a file says, and where."""
+
+    path: Path
+    content: dict[str, Any]
+    root: yaml.Node
+
+    def where(self, *keys: str | int) -> str:
+        """The file and the line of a value, or of the innermost that there is on the way to it."""
+        node, line = self.root, self.root.start_mark.line
+        for key in keys:
+            found = dict(_items(node)).get(key)
+            if found is None:
+                break
+            line, node = found
+        return f"{self.path}, line {line + 1}"
+
+    @property
+    def applications(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.content["applications"]
+        return found
+
+
+def address_of(config: ServeConfig) -> tuple[str, int]:
+    """Where the config wants to be reached."""
+    http = config.content.get("http_options") or {}
+    return http.get("host", "0.0.0.0"), http.get("port", 8000)
+
+
+def _items(node: yaml.Node) -> Iterator[tuple[str | int, tuple[int, yaml.Node]]]:
+    """Key or number -> (the line of the key or entry, its value)."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield key.value, (key.start_mark.line, value)
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            yield number, (value.start_mark.line, value)
+
+
+def read_config(path: Path) -> ServeConfig:
+    """Raises ConfigRefused: there is no such file, it is no YAML, or it is no Serve config: by line, with what was
+    expected."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigRefused(f"{path}: {error.strerror}: expected the YAML file of a Serve config.") from None
+    except UnicodeDecodeError:
+        raise ConfigRefused(f"{path} is not text in UTF-8: expected the YAML file of a Serve config.") from None
+    try:
+        root, content = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigRefused(_not_yaml(path, error)) from None
+    if root is None or content is None:
+        raise ConfigRefused(f"{path} is empty: {EXPECTED}.")
+    if not isinstance(content, dict):
+        raise ConfigRefused(f"{path}, line {root.start_mark.line + 1}: {EXPECTED}.")
+    config = ServeConfig(path, content, root)
+    if problems := list(_problems(config)):
+        raise ConfigRefused("\n".join(problems))
+    return config
+
+
+def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    line = "" if mark is None else f", line {mark.line + 1}"
+    parts = filter(None, (getattr(error, "context", None), getattr(error, "problem", None)))
+    problem = ", ".join(parts) or " ".join(str(error).split())
+    return f"{path}{line}: not YAML: {problem}. A value with special characters needs quotes; indent with spaces."
+
+
+def _problems(config: ServeConfig) -> Iterator[str]:
+    content = config.content
+    yield from _twice(config, config.root)
+    yield from _unknown(config, (), content, TOP_KEYS)
+    http = content.get("http_options") or {}
+    if not isinstance(http, dict):
+        yield f"{config.where('http_options')}: http_options: expected a mapping with `port:` (given: {http!r})"
+    else:
+        yield from _unknown(config, ("http_options",), http, HTTP_KEYS)
+        port = http.get("port", 8000)
+        if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
+            where = config.where("http_options", "port")
+            yield f"{where}: http_options.port: expected a number from 1 to 65535 (given: {port!r})"
+    applications = content.get("applications")
+    if not isinstance(applications, list) or not applications:
+        given = "" if applications is None else f" (given: {applications!r})"
+        yield f"{config.where('applications')}: applications: expected a list with an application or more{given}"
+        return
+    for number, application in enumerate(applications):
+        yield from _in_application(config, number, application)
+
+
+def _in_application(config: ServeConfig, number: int, application: Any) -> Iterator[str]:
+    place = ("applications", number)
+    if not isinstance(application, dict):
+        yield f"{config.where(*place)}: applications.{number}: expected a mapping with `import_path:`"
+        return
+    yield from _unknown(config, place, application, APPLICATION_KEYS)
+    if not isinstance(application.get("import_path"), str):
+        example = "expected `module:attribute`, such as serve_app.app:build"
+        yield f"{config.where(*place, 'import_path')}: applications.{number}.import_path: {example}"
+    if not isinstance(application.get("args") or {}, dict):
+        yield f"{config.where(*place, 'args')}: applications.{number}.args: expected a mapping of settings"
+
+
+def _unknown(
+    config: ServeConfig, place: tuple[str | int, ...], mapping: dict[Any, Any], known: Sequence[str]
+) -> Iterator[str]:
+    for key in mapping:
+        if key not in known:
+            close = get_close_matches(str(key), known, n=1)
+            meant = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
+            yield f"{config.where(*place, key)}: unknown key {'.'.join(map(str, (*place, key)))}: {meant}"
+
+
+def _twice(config: ServeConfig, node: yaml.Node) -> Iterator[str]:
+    """YAML's readers keep the last of two equal keys, and say nothing."""
+    seen: dict[str | int, int] = {}
+    for key, (line, value) in _items(node):
+        if key in seen:
+            yield f"{config.path}, line {line + 1}: {key} stands on line {seen[key] + 1} already: expected it once"
+        seen[key] = line
+        yield from _twice(config, value)

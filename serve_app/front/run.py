@@ -1,0 +1,120 @@
+"""Owns a `serve run` of our applications, from Ray's start to its end: submit, wait, tell, and drain at a signal.
+Never leaves Ray's own command to wait: it would wait for ever beside an application that failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import ExitStack
+
+from serve_app.front.arguments import Arguments
+from serve_app.front.config_file import ConfigRefused, ServeConfig
+from serve_app.front.console import Console
+from serve_app.front.preflight import Application
+from serve_app.front.servers import RunningServer, noted
+from serve_app.front.start import (
+    StartFailed,
+    engine_lines,
+    ready_lines,
+    url_of,
+    wait_until_answering,
+    wait_until_running,
+)
+from serve_app.front.this_machine import EngineCheck
+
+_ENGINE_ANSWER_S = 30
+
+
+def run(
+    arguments: Arguments,
+    config: ServeConfig,
+    applications: list[Application],
+    checks: list[EngineCheck],
+    console: Console,
+) -> None:
+    """Serve until a signal. To be called with the environment set that Ray Serve is to find.
+
+    Raises:
+        ConfigRefused: a check of an engine failed, or Ray Serve refuses the config.
+        StartFailed: Ray or an application did not start; all that had is taken down again.
+        SystemExit: a signal came before there was anything to take down.
+    """
+    began = time.monotonic()
+    import ray  # here, while the checks run: it takes as long as they do
+
+    from serve_app.front.shutdown import drain_and_shutdown
+
+    for check in checks:
+        check.finish()
+    with ExitStack() as held:
+        try:
+            _submit(arguments)
+            _tell(config, applications, console, held, began)
+            while True:
+                signal.pause()
+        except StartFailed:
+            if ray.is_initialized():
+                drain_and_shutdown(console.say)
+            raise
+        except SystemExit as end:
+            if end.code not in (signal.SIGTERM, signal.SIGINT) or not ray.is_initialized():
+                raise
+            drain_and_shutdown(console.say)
+
+
+def _submit(arguments: Arguments) -> None:
+    """What Ray's `serve run` does before it waits. It prints its exceptions, and ends as if all were well."""
+    import click
+    from pydantic import ValidationError
+    from ray.serve.scripts import cli
+
+    try:
+        first, *rest = arguments.of_ray
+        cli.main(args=[first, "--non-blocking", *rest], prog_name="serve", standalone_mode=False)
+    except ValidationError as error:
+        reasons = (f"{'.'.join(map(str, of['loc']))}: {of['msg']}" for of in error.errors(include_url=False))
+        raise ConfigRefused("\n".join(f"{arguments.config}: {reason}" for reason in reasons)) from error
+    except click.ClickException as error:
+        raise ConfigRefused(error.format_message()) from error
+    except SystemExit as end:
+        if end.code in (None, 0):
+            raise StartFailed("Ray Serve did not start; its last words are in the log") from end
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        raise StartFailed(f"Ray did not start: {' '.join(str(error).split())}") from error
+
+
+def _tell(
+    config: ServeConfig, applications: list[Application], console: Console, held: ExitStack, began: float
+) -> None:
+    from ray import serve
+
+    names = [str(app.get("name", "default")) for app in config.applications]
+    wait_until_running(names, serve.status, console.say)
+    for application in applications:
+        url = url_of(config, application.route_prefix)
+        wait_until_answering(url)
+        for line in _of_engine(application):
+            console.say(line)
+        console.say(ready_lines(application, url, time.monotonic() - began))
+        held.enter_context(noted(_running(url)))
+
+
+def _running(url: str) -> RunningServer:
+    from ray._private.worker import _global_node
+
+    dashboard = "" if _global_node is None else f"http://{_global_node.webui_url}"
+    return RunningServer(url, dashboard, os.environ.get("RAY_AUTH_MODE", ""))
+
+
+def _of_engine(application: Application) -> list[str]:
+    """None where no engine runs, and to ask would start one."""
+    bounds = application.settings.autoscaling
+    if bounds is not None and bounds.min_replicas == 0:
+        return [f"model    {application.settings.model_id}: an engine starts at the first request"]
+    from ray import serve
+
+    engine = serve.get_deployment_handle("Engine", application.name)
+    engine._init(_run_router_in_separate_loop=True)  # here is no event loop for RUN_ROUTER_IN_SEPARATE_LOOP=0
+    return engine_lines(application, engine.resolved_config.remote().result(timeout_s=_ENGINE_ANSWER_S))

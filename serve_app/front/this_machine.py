@@ -1,0 +1,164 @@
+"""Owns what only this machine can tell before `serve run` starts a Ray on it: port, files, modules, memory, kernels.
+Never asks it for a cluster that runs already, whose engines may be anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import all_suffixes
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from engine.check import COMMAND, REFUSED
+from engine.prepare import prepare_model
+from serve_app.api.tokenizer import Tokenizer
+from serve_app.auth import Keys, KeysFileError
+from serve_app.front.config_file import ConfigRefused, ServeConfig, address_of
+from serve_app.front.preflight import BUILDER, Application
+from serve_app.images.settings import ImageSettings
+from serve_app.tracing.export import MissingExporter, check_exporter
+
+
+@contextmanager
+def checking(config: ServeConfig, applications: list[Application]) -> Iterator[list[EngineCheck]]:
+    """Check what takes no time, and start checks of the engines, which load torch, in processes of their own.
+
+    Raises:
+        ConfigRefused: the port is not free, or a file or module that an application needs is not there.
+    """
+    check_port(config)
+    check_modules(config)
+    for application in applications:
+        _check_ingress(application)
+    checks: list[EngineCheck] = []
+    try:
+        checks += map(EngineCheck.start, applications)
+        yield checks
+    finally:
+        for check in checks:
+            check.end()
+
+
+def check_port(config: ServeConfig) -> None:
+    """Raises ConfigRefused: nobody could listen where the config says."""
+    host, port = address_of(config)
+    where = config.where("http_options", "port")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what a server before us left in TIME_WAIT
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        raise ConfigRefused(
+            f"{where}: http_options.port {port} on {host} is not free: {error.strerror}. Stop what listens there, or "
+            "choose another port."
+        ) from None
+
+
+def check_modules(config: ServeConfig) -> None:
+    """Raises ConfigRefused: an application's import_path names a module that is not there. Nothing is imported: a
+    module may do what it likes when it is. With a runtime_env, files may come with it."""
+    for number, app in enumerate(config.applications):
+        module, _, attribute = app["import_path"].replace(":", ".").rpartition(".")
+        ours = module == BUILDER.partition(":")[0] and attribute != "build"
+        if ours or not (app.get("runtime_env") or _is_there(module)):
+            what = f"{module} has no {attribute}" if ours else f"there is no module {module!r}"
+            raise ConfigRefused(
+                f"{config.where('applications', number, 'import_path')}, application {app.get('name', 'default')}: "
+                f"import_path: {what} (given: {app['import_path']!r}); this project's is {BUILDER}"
+            )
+
+
+def _is_there(module: str) -> bool:
+    top, *rest = module.split(".")
+    try:
+        spec = find_spec(top) if top else None
+    except ValueError:  # a module that says nothing of where it is from
+        return True
+    if spec is None:
+        return False
+    places = [Path(place) for place in spec.submodule_search_locations or ()]
+    for number, part in enumerate(rest, start=1):
+        files = [place / f"{part}{suffix}" for place in places for suffix in all_suffixes()]
+        places = [place / part for place in places if (place / part).is_dir()]
+        if not places:
+            return number == len(rest) and any(file.is_file() for file in files)
+    return True
+
+
+def _check_ingress(application: Application) -> None:
+    """What an ingress replica would find when it starts."""
+    settings = application.settings
+    try:
+        check_exporter(settings.tracing)
+        Keys.load(settings.auth)
+    except MissingExporter as error:
+        raise application.refused(f"args.tracing.exporter: {error}", "tracing", "exporter") from error
+    except KeysFileError as error:
+        raise application.refused(f"args.{error}", "auth", "keys_file") from error
+    for name, directory in settings.lora_adapters.items():
+        if settings.engine.executor == "torch" and not Path(directory).is_dir():
+            problem = f"args.lora_adapters.{name}: there is no directory {directory}"
+            raise application.refused(problem, "lora_adapters", name)
+    if settings.engine.executor == "torch":
+        try:
+            Tokenizer.from_dir(prepare_model(settings.model, weights=False, progress=False))
+        except (FileNotFoundError, ValueError) as error:
+            raise application.refused(f"args.model: {error}", "model") from error
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCheck:
+    """A process that finds out whether an application's engines could start here."""
+
+    application: Application
+    process: subprocess.Popen[str]
+
+    @classmethod
+    def start(cls, application: Application) -> EngineCheck:
+        settings = application.settings
+        hidden = {} if settings.engine_num_gpus else {"CUDA_VISIBLE_DEVICES": ""}  # as Ray hides them from the engine
+        with TemporaryFile() as asked:
+            pickle.dump((settings.model, settings.replica_engine, settings.most_engines), asked)
+            asked.seek(0)
+            process = subprocess.Popen(
+                COMMAND,
+                stdin=asked,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **hidden},
+                text=True,
+            )
+        return cls(application, process)
+
+    def finish(self) -> None:
+        """Wait for the answer.
+
+        Raises:
+            ConfigRefused: the engines could not start.
+        """
+        said, problem = self.process.communicate()
+        if status := self.process.returncode:
+            lines = problem.strip().splitlines()
+            last = lines[-1] if lines else f"the check of the engine ended with status {status}"
+            setting = last.split()[0] if status == REFUSED else ""  # most refusals begin with the setting's name
+            raise self.application.refused(f"args.engine: {last}", "engine", setting)
+        settings = self.application.settings
+        if settings.images != ImageSettings() and "image" not in json.loads(said.splitlines()[-1])["inputs"]:
+            raise self.application.refused(f"args.images: {settings.model_id} takes none: leave it out", "images")
+
+    def end(self) -> None:
+        """Nobody waits for the answer any longer."""
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+        self.process.kill()
+        self.process.wait()

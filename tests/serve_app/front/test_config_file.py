@@ -1,0 +1,93 @@
+"""A config file that is none says so by line, with what was expected; nobody sees a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loadtest.server import ROOT
+from serve_app.front.config_file import APPLICATION_KEYS, HTTP_KEYS, TOP_KEYS, ConfigRefused, read_config
+from tests.test_architecture import run_python
+
+APPLICATION = "applications:\n  - name: a\n    import_path: serve_app.app:build\n"
+
+
+def refusal(tmp_path: Path, text: str | bytes) -> str:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigRefused) as caught:
+        read_config(path)
+    return str(caught.value).replace(str(path), "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "c.yaml is empty: expected a Serve config, a mapping with `applications:`"),
+        ("# nothing\n", "c.yaml is empty: expected a Serve config"),
+        ("- a\n", "c.yaml, line 1: expected a Serve config, a mapping"),
+        (
+            "applications:\n  - name: [a\n",
+            "c.yaml, line 3: not YAML: while parsing a flow sequence, expected ',' or ']'",
+        ),
+        (
+            "applications:\n\t- name: a\n",
+            "c.yaml, line 2: not YAML: while scanning for the next token, found character",
+        ),
+        ("a: !!python/object:os.system x\n", "c.yaml, line 1: not YAML: could not determine a constructor"),
+        (b"\xff\xfe\x00", "c.yaml is not text in UTF-8"),
+        ("aplications: []\n", "c.yaml, line 1: unknown key aplications: did you mean applications?"),
+        ("aplications: []\n", "c.yaml, line 1: applications: expected a list with an application or more"),
+        (f"{APPLICATION}qqq: 1\n", "c.yaml, line 4: unknown key qqq: expected one of proxy_location, http_options,"),
+        (f"{APPLICATION}    arg: 1\n", "c.yaml, line 4: unknown key applications.0.arg: did you mean args?"),
+        (f"http_options:\n  prot: 1\n{APPLICATION}", "line 2: unknown key http_options.prot: did you mean port?"),
+        (
+            f"http_options:\n  port: 80000\n{APPLICATION}",
+            "line 2: http_options.port: expected a number from 1 to",
+        ),
+        (f"http_options:\n  port: '80'\n{APPLICATION}", "line 2: http_options.port: expected a number from 1 to"),
+        (f"http_options: 8000\n{APPLICATION}", "line 1: http_options: expected a mapping with `port:` (given: 8000)"),
+        ("applications: []\n", "c.yaml, line 1: applications: expected a list with an application or more (given: [])"),
+        ("applications:\n  - a\n", "c.yaml, line 2: applications.0: expected a mapping with `import_path:`"),
+        ("applications:\n  - name: a\n", "c.yaml, line 2: applications.0.import_path: expected `module:attribute`"),
+        (f"{APPLICATION}    args: 3\n", "c.yaml, line 4: applications.0.args: expected a mapping of settings"),
+        (f"{APPLICATION}    name: b\n", "c.yaml, line 4: name stands on line 2 already: expected it once"),
+    ],
+)
+def test_what_is_no_config_is_told_by_line_with_what_was_expected(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refusal(tmp_path, text)
+
+
+def test_a_missing_file_and_a_directory_are_told_by_name(tmp_path: Path) -> None:
+    for path, why in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ConfigRefused, match=f"{path}: {why}.*: expected the YAML file of a Serve config"):
+            read_config(path)
+
+
+def test_a_value_is_found_by_its_line_and_an_absent_one_by_what_it_would_be_in() -> None:
+    config = read_config(ROOT / "config.yaml")
+    lines = (ROOT / "config.yaml").read_text().splitlines()
+
+    def line(*keys: str | int) -> str:
+        return lines[int(config.where(*keys).rpartition(" ")[2]) - 1].strip()
+
+    assert line("http_options", "port") == "port: 8000"
+    assert line("applications", 0, "args", "engine", "max_num_seqs") == "max_num_seqs: 64"
+    assert line("applications", 0, "args", "engine", "absent") == "engine:"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "config.gpu.yaml"])
+def test_the_configs_of_this_project_are_ones(name: str) -> None:
+    assert read_config(ROOT / name).applications[0]["name"] == "chunkserve"
+
+
+def test_the_keys_are_those_of_ray_serve() -> None:
+    """In another process: this one may not import ray.serve before a test has set its environment."""
+    code = """
+import json
+from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+print(json.dumps([sorted(of.model_fields) for of in (ServeDeploySchema, HTTPOptionsSchema, ServeApplicationSchema)]))
+"""
+    assert json.loads(run_python(code)) == [sorted(keys) for keys in (TOP_KEYS, HTTP_KEYS, APPLICATION_KEYS)]

@@ -1,0 +1,141 @@
+"""What only this machine can tell is told before Ray starts: by file, line, setting and value."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from loadtest.server import free_port
+from serve_app.front.config_file import ConfigRefused, ServeConfig, read_config
+from serve_app.front.preflight import preflight
+from serve_app.front.this_machine import check_modules, check_port, checking
+
+FAKE = {"engine": {"executor": "fake"}}
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """One that somebody listens on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def config(tmp_path: Path, args: Any = FAKE, port: int | None = None, **application: Any) -> ServeConfig:
+    path = tmp_path / "c.yaml"
+    http = {"host": "127.0.0.1", "port": port or free_port()}
+    app = {"name": "a", "import_path": "serve_app.app:build", "args": args} | application
+    path.write_text(yaml.safe_dump({"http_options": http, "applications": [app]}, sort_keys=False))
+    return read_config(path)
+
+
+def checked(of: ServeConfig) -> None:
+    with checking(of, preflight(of)) as checks:
+        for check in checks:
+            check.finish()
+
+
+def test_a_config_that_fits_passes(tmp_path: Path) -> None:
+    checked(config(tmp_path))
+
+
+def test_a_port_in_use_is_told_at_once(tmp_path: Path, port: int) -> None:
+    with pytest.raises(ConfigRefused, match=rf"c\.yaml, line 3: http_options.port {port} on 127.0.0.1 is not free"):
+        check_port(config(tmp_path, port=port))
+
+
+def test_a_host_that_is_not_this_machines_is_told(tmp_path: Path) -> None:
+    of = config(tmp_path)
+    of.content["http_options"]["host"] = "192.0.2.1"
+    with pytest.raises(ConfigRefused, match=r"on 192.0.2.1 is not free: Cannot assign requested address"):
+        check_port(of)
+
+
+@pytest.mark.parametrize(
+    ("import_path", "problem"),
+    [
+        ("serv_app.app:build", "there is no module 'serv_app.app'"),
+        ("serve_app.ap:build", "there is no module 'serve_app.ap'"),
+        ("serve_app.app.api.x:build", "there is no module"),
+        ("serve_app.app:biuld", "serve_app.app has no biuld"),
+        ("build", "there is no module ''"),
+    ],
+)
+def test_a_module_that_is_not_there_is_named(tmp_path: Path, import_path: str, problem: str) -> None:
+    with pytest.raises(ConfigRefused) as caught:
+        check_modules(config(tmp_path, import_path=import_path))
+    assert f"line 6, application a: import_path: {problem}" in str(caught.value)
+    assert str(caught.value).endswith("this project's is serve_app.app:build")
+
+
+@pytest.mark.parametrize("import_path", ["serve_app.app:build", "serve_app.app.build", "json:x", "serve_app.api.sse:y"])
+def test_a_module_that_is_there_passes_and_is_not_imported(tmp_path: Path, import_path: str) -> None:
+    check_modules(config(tmp_path, import_path=import_path))
+
+
+def test_a_module_may_come_with_the_runtime_env(tmp_path: Path) -> None:
+    check_modules(config(tmp_path, import_path="theirs:app", runtime_env={"working_dir": "https://example.com/a.zip"}))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (FAKE | {"auth": {"keys_file": "/no/such/keys"}}, "args.auth.keys_file: /no/such/keys: No such file"),
+        (
+            {"engine": {"max_loras": 1}, "lora_adapters": {"law": "/no/such/adapter"}},
+            "args.lora_adapters.law: there is no directory /no/such/adapter",
+        ),
+    ],
+)
+def test_a_file_that_a_replica_would_not_find_is_named(tmp_path: Path, args: Any, message: str) -> None:
+    with pytest.raises(ConfigRefused) as caught:
+        checked(config(tmp_path, args))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"executor": "fake", "device": "cuda"}, "device is cuda, but engine_num_gpus is 0"),
+        (
+            {"executor": "fake", "fake": {"recurrent_state": True}, "scheduler": {"chunk_owner": "engine"}},
+            "args.engine: chunk_owner engine does not hand a recurrent state from chunk to chunk",
+        ),
+        (
+            {"kv_cache_memory_gib": 1e6},
+            "args.engine: kv_cache_memory_gib is 1000000.0, which takes 1000000.00 GiB",
+        ),
+    ],
+)
+def test_what_an_engine_would_refuse_is_told_by_its_setting(
+    tmp_path: Path, engine: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigRefused) as caught:
+        checked(config(tmp_path, {"engine": engine}))
+    assert message in str(caught.value)
+
+
+def test_a_refusal_of_an_engine_has_its_settings_line(tmp_path: Path) -> None:
+    of = config(tmp_path, {"engine": {"max_num_seqs": 8, "max_model_len": 100_000}})
+    with pytest.raises(ConfigRefused, match="max_model_len is 100000, but the checkpoint") as caught:
+        checked(of)
+    line = int(str(caught.value).partition("line ")[2].partition(",")[0])
+    assert "max_model_len" in of.path.read_text().splitlines()[line - 1]
+
+
+def test_images_for_a_model_that_takes_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigRefused, match=r"args.images: smollm2-135m-instruct takes none: leave it out"):
+        checked(config(tmp_path, FAKE | {"images": {"max_per_request": 2}}))
+
+
+def test_a_check_that_nobody_waits_for_ends(tmp_path: Path) -> None:
+    of = config(tmp_path)
+    with checking(of, preflight(of)) as checks:
+        (check,) = checks
+    assert check.process.returncode is not None

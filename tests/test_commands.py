@@ -1,0 +1,122 @@
+"""Every command of the project says what it is for by --help, refuses an option that it does not know, and does
+nothing in either case: once a key was issued to the tenant `--help`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadtest.server import ROOT, SERVE
+
+PLACES = ("engine", "kernels", "serve_app", "loadtest", "k8s", "tests")
+MARK = 'if __name__ == "__main__":'
+
+
+def commands() -> list[str]:
+    """Every module that does something when it is run."""
+    files = (path for place in PLACES for path in sorted((ROOT / place).rglob("*.py")))
+    paths = (path.relative_to(ROOT) for path in files if f"\n{MARK}\n" in path.read_text(encoding="utf-8"))
+    return [".".join(path.with_suffix("").parts).removesuffix(".__main__") for path in paths]
+
+
+# Each command in a process of its own, forked once torch is imported, which most of them need and which takes seconds.
+ALL = """
+import contextlib, io, json, os, runpy, sys
+import torch
+
+def outcome(command, option):
+    out, errors, status = io.StringIO(), io.StringIO(), "no exit"
+    sys.argv = [command, option]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            runpy.run_module(command, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            status = end.code
+        except BaseException as error:
+            status = repr(error)
+    return {"status": status, "out": out.getvalue(), "errors": errors.getvalue()}
+
+found = {}
+for command in json.load(sys.stdin):
+    for option in ("--help", "--no-such-option"):
+        read, write = os.pipe()
+        if os.fork() == 0:
+            with open(write, "w") as pipe:
+                json.dump(outcome(command, option), pipe, default=repr)
+            os._exit(0)
+        os.close(write)
+        with open(read) as pipe:
+            found[f"{command} {option}"] = json.load(pipe)
+        os.wait()
+json.dump(found, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    """In an empty directory: what a command writes unasked is seen there."""
+    empty = tmp_path_factory.mktemp("empty")
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}){ALL}"],
+        input=json.dumps(commands()),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=empty,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(empty.iterdir()) == []
+    found: dict[str, dict[str, object]] = json.loads(done.stdout)
+    return found
+
+
+def test_the_tree_has_commands() -> None:
+    assert {"engine.prepare", "serve_app.auth", "k8s.validate", "tests.deep", "loadtest.load"} <= set(commands())
+    assert "tests.test_commands" not in commands()
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_says_what_it_is_for(outcomes: dict[str, dict[str, object]], command: str) -> None:
+    found = outcomes[f"{command} --help"]
+    assert (found["status"], found["errors"]) == (0, "")
+    assert str(found["out"]).startswith("usage: ")
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_refuses_an_option_that_it_does_not_know(
+    outcomes: dict[str, dict[str, object]], command: str
+) -> None:
+    found = outcomes[f"{command} --no-such-option"]
+    assert (found["status"], found["out"]) == (2, "")
+    assert str(found["errors"]).startswith("usage: ")
+
+
+def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([SERVE, *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_serve_says_its_version_and_what_it_takes() -> None:
+    assert serve("--version").stdout.startswith("chunkserve 0.1.0, Ray 2.60.0")
+    told = serve("run", "--help")
+    assert told.returncode == 0
+    assert "--verbose" in told.stdout
+    assert "--address" in told.stdout
+
+
+def test_serve_refuses_an_option_that_it_does_not_know() -> None:
+    done = serve("run", "--no-such-option", "x")
+    assert done.returncode == 2
+    assert "No such option '--no-such-option'" in done.stderr
+
+
+def test_scripts_that_are_installed_are_known_here() -> None:
+    """A new one is to be held to the same."""
+    text = (ROOT / "pyproject.toml").read_text()
+    scripts = text.partition("[project.scripts]\n")[2].partition("\n\n")[0]
+    assert [line.partition(" = ")[0] for line in scripts.splitlines()] == ["serve"]
+    assert Path(SERVE).name == "serve"
