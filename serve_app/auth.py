@@ -69,10 +69,7 @@ class Keys:
         """
         if not self._keys:
             return ANYBODY
-        digest, found = _digest(scope), None
-        for key in self._keys:  # all of them: how long it takes tells nothing about which one was close
-            if hmac.compare_digest(digest, key.sha256):
-                found = key
+        found = self._entry(_digest(scope))
         if found is None:
             raise _unauthorized("API key")
         return Tenant(
@@ -86,13 +83,25 @@ class Keys:
         """Return if the request carries the admin key.
 
         Raises:
-            ApiError: 401, it does not; 403, there is none.
+            ApiError: 401, it carries no key of ours; 403, it carries a user's, or there is no admin key.
         """
         if self._admin is None:
             text = "The admin routes are closed: they need auth.admin_sha256 in the server's config."
             raise ApiError(403, text, type="permission_error", code="admin_disabled")
-        if not hmac.compare_digest(_digest(scope), self._admin):
-            raise _unauthorized("admin key")
+        given = _digest(scope)
+        if hmac.compare_digest(given, self._admin):
+            return
+        if self._entry(given) is not None:
+            text = "This API key is no admin key."
+            raise ApiError(403, text, type="permission_error", code="admin_key_required")
+        raise _unauthorized("admin key")
+
+    def _entry(self, given: str) -> ApiKey | None:
+        found = None
+        for key in self._keys:  # all of them: how long it takes tells nothing about which one was close
+            if hmac.compare_digest(given, key.sha256):
+                found = key
+        return found
 
 
 class NeedsKey:

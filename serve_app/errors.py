@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,10 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_CHARS = 1000
 MAX_PARAM_CHARS = 100
 MAX_LISTED_ERRORS = 5
+_LONG_NUMBER = re.compile(r"\d{21,}", re.ASCII)
+"""More digits than an unsigned integer of 64 bits has."""
+_LONG_WORD = re.compile(r"\S{121,}")
+"""Longer than a field's name that was clipped, with what is around it."""
 INVALID_REQUEST = "invalid_request_error"
 _RETRY_SOON_S = 1.0
 """For refusals that come from where no drain rate is measured."""
@@ -38,7 +43,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(status, message)
         self.status = status
-        self.message = clip(message, MAX_MESSAGE_CHARS)
+        self.message = clip(shortened(message), MAX_MESSAGE_CHARS)
         self.type = type
         self.param = None if param is None else clip(param, MAX_PARAM_CHARS)
         self.code = code
@@ -188,6 +193,12 @@ def _dotted(item: Any) -> str | None:
     path = [str(part) for part in item["loc"] if not str(part).startswith("<")]
     path += [item["ctx"]["field"]] if "field" in item.get("ctx", {}) else []
     return clip(".".join(path), MAX_PARAM_CHARS) or None
+
+
+def shortened(message: str) -> str:
+    """A message with its values short enough to be read: whoever sent one knows it."""
+    message = _LONG_NUMBER.sub(lambda found: f"{found[0][:10]}… ({len(found[0])} digits)", message)
+    return _LONG_WORD.sub(lambda found: clip(found[0], MAX_PARAM_CHARS), message)
 
 
 def clip(text: str, limit: int) -> str:

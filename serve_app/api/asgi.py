@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import uuid
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -15,13 +14,13 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.api.body_pace import MIN_BYTES_PER_S, STALL_S, BodyPace
 from serve_app.api.refusal import REQUEST_ID, is_anthropic, refusal
 from serve_app.api.wait import Wait, WaitEnded
+from serve_app.edge.limits import REQUEST_ID as WELL_FORMED_ID
 from serve_app.errors import ApiError, to_api_error
 
 logger = logging.getLogger(__name__)
-
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class ClientGone(Exception):
@@ -112,14 +111,14 @@ class RequestGuard:
 
 def _request_id(scope: Scope) -> str:
     given = Headers(scope=scope).get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if WELL_FORMED_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 async def read_json_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """Read the request's body.
 
     Raises:
-        ApiError: 415 for another content type, 413 above `limit` bytes.
+        ApiError: 415 for another content type, 413 above `limit` bytes, 408 for a body that makes no progress.
         ClientGone: the client left before it had sent all.
     """
     headers = Headers(scope=scope)
@@ -132,16 +131,30 @@ async def read_json_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     announced = headers.get("content-length", "")[:18]  # as many digits as no limit has
     if announced.isdecimal() and int(announced) > limit:
         raise too_large
-    body, more = bytearray(), True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise too_large
-        more = message.get("more_body", False)
+    try:
+        return await _read(receive, limit, too_large)
+    except TimeoutError:
+        raise _too_slow() from None
+
+
+async def _read(receive: Receive, limit: int, too_large: ApiError) -> bytes:
+    body, more, pace = bytearray(), True, BodyPace()
+    async with pace:
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body += message.get("body", b"")
+            if len(body) > limit:
+                raise too_large
+            if more := message.get("more_body", False):
+                pace.received(len(body))
     return bytes(body)
+
+
+def _too_slow() -> ApiError:
+    text = f"The body made no progress: nothing for {STALL_S:g} s, or fewer than {MIN_BYTES_PER_S} bytes/s."
+    return ApiError(408, text, code="request_timeout", headers={"Connection": "close"})
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

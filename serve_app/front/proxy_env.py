@@ -3,6 +3,7 @@ Never overrides what the user set, and never speaks for a cluster that this comm
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from serve_app.front.haproxy import BINARY_PATH, HAProxyUnusable, private_haproxy
+from serve_app.front.haproxy import BINARY_PATH, HAProxyMisconfigured, HAProxyUnusable, private_haproxy
 from serve_app.front.preflight import our_applications
 from serve_app.settings import AppSettings
 
@@ -19,7 +20,7 @@ ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 
 _LONGEST_STREAM_S = 3600
 """A reload of HAProxy (a replica came or went) leaves running streams to the old process, which is killed after this
-long, and them with it in silence. The same hour after which HAProxy gives up a client that says nothing."""
+long, and them with it in silence."""
 _DRAIN_MARGIN_S = 60
 _DEREGISTER_S = 2
 """How long an ingress replica that is to end still accepts connections. HAProxy leaves it out after 0.2 s (measured
@@ -55,11 +56,27 @@ _AS_OTHERS = {
 }
 
 
+_ANSWERED_ELSEWHERE = {
+    # A request that got no byte of its answer from an ingress replica that ends goes to another; ours may run twice.
+    # HAProxy would close the client's connection without a word, if the one to the replica had served another request.
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+}
+
+GUARD = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+"""Which of serve_app.edge.http_server's Ray Serve calls in each process that serves HTTP, before it does."""
+_GUARDS_ALL = {GUARD: "serve_app.edge.http_server:guard_ours"}
+_GUARDS_SOME = {GUARD: "serve_app.edge.http_server:guard_shared"}
+
+ALL_OURS = _ONE_LOOP | _END_WHAT_HANGS | _UNHURRIED | _AS_OTHERS | _ANSWERED_ELSEWHERE | _GUARDS_ALL
+
+
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What matters here of a config: the longest drain of our applications, and whether there are others."""
+    """What matters here of a config: the longest drain of our applications, how long their clients may stand still, and
+    whether there are other applications."""
 
     drain_timeout_s: float
+    client_stall_timeout_s: float
     only_ours: bool
 
 
@@ -86,7 +103,8 @@ def _served(config: Path) -> _Served | None:
     if not ours:
         return None
     longest_s = max(settings.drain_timeout_s for settings in ours)
-    return _Served(longest_s, only_ours=len(ours) == len(content["applications"]))
+    stall_s = max(settings.client_stall_timeout_s for settings in ours)
+    return _Served(longest_s, stall_s, only_ours=len(ours) == len(content["applications"]))
 
 
 def starts_a_cluster(arguments: list[str], environ: MutableMapping[str, str]) -> bool:
@@ -106,7 +124,7 @@ def starts_a_cluster(arguments: list[str], environ: MutableMapping[str, str]) ->
 
 def _of_all_replicas(served: _Served) -> dict[str, str]:
     """Somebody else's application may call handles from synchronous code, and end as it likes."""
-    return _ONE_LOOP | _END_WHAT_HANGS | _UNHURRIED | _AS_OTHERS if served.only_ours else {}
+    return ALL_OURS if served.only_ours else _GUARDS_SOME
 
 
 def _put_haproxy_in_front(served: _Served, environ: MutableMapping[str, str], held: ExitStack) -> None:
@@ -116,15 +134,17 @@ def _put_haproxy_in_front(served: _Served, environ: MutableMapping[str, str], he
     try:
         haproxy = held.enter_context(private_haproxy(environ))
     except HAProxyUnusable as reason:
-        if asked == "1":
+        if asked == "1" or isinstance(reason, HAProxyMisconfigured):
             raise
         print(f"Ray Serve's Python proxy is in front, for HAProxy cannot run here: {reason}", flush=True)
         return
     hard_stop_s = max(_LONGEST_STREAM_S, int(served.drain_timeout_s) + _DRAIN_MARGIN_S)
     environ.setdefault(ENABLE, "1")
     environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", str(max(1, (os.cpu_count() or 1) // _CORES_PER_THREAD)))
+    # By Ray's default an hour: so long, a client held a connection by a body that it did not send, or an answer unread.
+    environ.setdefault("RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S", str(math.ceil(served.client_stall_timeout_s)))
     environ.setdefault("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", str(hard_stop_s))
     environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", str(_DEREGISTER_S))
-    environ[BINARY_PATH] = str(haproxy.launcher)  # which runs the one that was set here
+    environ[BINARY_PATH] = str(haproxy.launcher)  # which becomes the one that was set here
     for name, value in haproxy.environment.items():
         environ.setdefault(name, value)

@@ -79,6 +79,7 @@ def environment() -> dict[str, str]:
     (service,) = of_kind(rendered("gpu"), "RayService")
     serve = {name: value for name, value in groups(service)[0].env().items() if name.startswith("RAY_SERVE_")}
     serve["RAY_SERVE_HAPROXY_MAXCONN"] = "1024"  # what the base has needs more open files than some machines allow
+    serve["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(Path(sys.executable).with_name("chunkserve-haproxy"))
     return {**os.environ, **serve, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
 
 

@@ -9,7 +9,9 @@ import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
-from k8s.validate.manifests import K8S, ROOT
+from k8s.validate.builds import rendered
+from k8s.validate.manifests import K8S, ROOT, groups, of_kind
+from serve_app.front.proxy_env import ALL_OURS
 from tests.k8s.image import DOCKERFILE, hook_files
 
 COPIED = [
@@ -40,6 +42,21 @@ def test_the_labels_have_the_projects_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f'org.opencontainers.image.version="{version}"' in DOCKERFILE
     assert f"--tag chunkserve:{version}-ray2.60.0" in DOCKERFILE
+
+
+def test_the_haproxy_that_the_pods_name_is_a_command_of_the_installed_project() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    (service,) = of_kind(rendered("gpu"), "RayService")
+    for group in groups(service):
+        directory, _, name = str(group.env()["RAY_SERVE_HAPROXY_BINARY_PATH"]).rpartition("/")
+        assert f"{directory}:$PATH" in DOCKERFILE
+        assert scripts[name] == "serve_app.edge.launcher:main"
+
+
+def test_what_the_pods_set_of_haproxy_is_what_serve_run_sets_itself() -> None:
+    (service,) = of_kind(rendered("gpu"), "RayService")
+    for group in groups(service):
+        assert {name: value for name, value in group.env().items() if name in ALL_OURS} == ALL_OURS
 
 
 def test_the_hook_runs_from_the_files_that_are_in_the_image_and_nothing_else(tmp_path: Path) -> None:

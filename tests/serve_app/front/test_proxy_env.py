@@ -15,8 +15,9 @@ import pytest
 import yaml
 
 from loadtest.server import ROOT, free_port
+from serve_app.edge.haproxy_config import PER_SOURCE, edited
 from serve_app.front.haproxy import HAProxyUnusable, private_haproxy
-from serve_app.front.proxy_env import ENABLE, serving_environment
+from serve_app.front.proxy_env import ALL_OURS, ENABLE, GUARD, serving_environment
 
 OURS = {"name": "a", "route_prefix": "/a", "import_path": "serve_app.app:build", "args": {}}
 THEIRS = {"name": "b", "route_prefix": "/b", "import_path": "their.app:build"}
@@ -61,7 +62,8 @@ def test_what_the_user_set_stays(tmp_path: Path) -> None:
 
 def test_the_python_proxy_stays_when_the_user_asks_for_it(tmp_path: Path) -> None:
     chosen = environment(written(tmp_path, OURS), **{ENABLE: "0"})
-    assert chosen.keys() == {ENABLE, FORCE_STOP, LOOP_INTERVAL, NICENESS, *ONE_LOOP}
+    assert chosen.keys() == {ENABLE, *ALL_OURS}
+    assert chosen.keys() >= {FORCE_STOP, LOOP_INTERVAL, NICENESS, *ONE_LOOP}
 
 
 @pytest.mark.parametrize(
@@ -100,11 +102,18 @@ def test_beside_somebody_elses_application_handles_may_still_be_called_from_sync
     chosen = environment(written(tmp_path, OURS, THEIRS))
     assert chosen[ENABLE] == "1"
     assert not ONE_LOOP & chosen.keys()
+    assert chosen[GUARD] == "serve_app.edge.http_server:guard_shared", "their texts are theirs"
+    assert "RAY_SERVE_HAPROXY_RETRY_ON" not in chosen, "their requests may not bear to run twice"
 
 
 def test_haproxy_outlives_every_drain(tmp_path: Path) -> None:
     slow = OURS | {"args": {"drain_timeout_s": 10_000}}
     assert int(environment(written(tmp_path, OURS, slow))[HARD_STOP]) > 10_000
+
+
+def test_haproxy_gives_up_a_client_that_stands_still_when_the_ingress_does(tmp_path: Path) -> None:
+    patient = OURS | {"args": {"client_stall_timeout_s": 90.5}}
+    assert environment(written(tmp_path, OURS, patient))["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] == "91"
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, "1"), (2, "1"), (16, "4")])
@@ -123,7 +132,7 @@ def test_two_servers_share_no_file_and_no_port_and_leave_nothing(tmp_path: Path)
         directories = [Path(environ[CONFIG_FILE]).parent for environ in (first, second)]
         assert [directory.stat().st_mode & 0o777 for directory in directories] == [0o700, 0o700]
         shared = first.items() & second.items()
-    own = {name for name in first if name.endswith(("_PATH", "_LOC", "_BASE", "_FILE", "_PORT"))}
+    own = {name for name in first if name.endswith(("_PATH", "_LOC", "_BASE", "_FILE", "_PORT"))} - {GUARD}
     assert len(own) == 9
     assert not own & dict(shared).keys()
     assert not any(directory.exists() for directory in directories)
@@ -157,6 +166,9 @@ def test_the_environment_is_set_before_ray_serve_is_imported() -> None:
 
 
 CONFIG = """
+global
+    maxconn 100
+    tune.bufsize 16384
 defaults
     mode http
     timeout client 5s
@@ -204,13 +216,28 @@ def test_a_failure_of_haproxys_own_has_openais_shape_and_its_pages_no_port(tmp_p
         for closed in (prometheus, stats):
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", closed))
-        pages = httpx.Client(transport=httpx.HTTPTransport(uds=str(launcher.with_name("stats.sock"))))
+        pages = httpx.Client(transport=httpx.HTTPTransport(uds=str(tmp_path / "stats.sock")))
         with pages:
             assert "http_frontend" in pages.get("http://haproxy/stats;csv").text
 
 
 def test_a_page_whose_port_the_user_chose_stays_on_it(tmp_path: Path) -> None:
-    with private_haproxy({"RAY_SERVE_HAPROXY_STATS_PORT": "8404"}) as haproxy:
-        edits = haproxy.launcher.read_text()
-    assert "prometheus.sock" in edits
-    assert "stats.sock" not in edits
+    config = CONFIG.format(port=1, prometheus=2, stats=3, nothing_there=4)
+    kept = edited(config, tmp_path, {"RAY_SERVE_HAPROXY_STATS_PORT": "3"})
+    assert "bind *:3" in kept
+    assert f"bind unix@{tmp_path}/prometheus.sock" in kept
+
+
+def test_a_wrong_setting_of_haproxy_ends_the_command_and_does_not_put_another_proxy_in_front(tmp_path: Path) -> None:
+    with pytest.raises(HAProxyUnusable, match=f"{PER_SOURCE} must be a whole number"):
+        environment(written(tmp_path, OURS), **{PER_SOURCE: "many"})
+
+
+@pytest.mark.parametrize("given", ["/their/haproxy", "/venv/bin/chunkserve-haproxy"])
+def test_the_launcher_becomes_the_binary_that_the_user_named_and_never_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setattr("serve_app.front.haproxy._check_runs", lambda *_: None)
+    chosen = environment(written(tmp_path, OURS), **{BINARY: given})
+    assert chosen[BINARY] != given
+    assert chosen.get("CHUNKSERVE_HAPROXY_BINARY") == (given if "their" in given else None)

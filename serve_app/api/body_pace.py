@@ -1,0 +1,35 @@
+"""Owns how slowly a request's body may arrive.
+Never reads one."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+STALL_S = 10.0
+"""How long nothing may arrive."""
+
+MIN_BYTES_PER_S = 1000
+"""On average, from `STALL_S` on: a byte now and then is no progress. A modem is four times as fast."""
+
+
+class BodyPace:
+    """`async with pace:` around the reading of a body, which raises TimeoutError when it is too slow."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._begun = self._loop.time()
+        self._limit = asyncio.timeout_at(self._begun + STALL_S)
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self._limit.__aexit__(kind, error, at)  # it never suppresses one
+
+    def received(self, num_bytes: int) -> None:
+        """So many so far, and there are more to come."""
+        on_average = self._begun + STALL_S + num_bytes / MIN_BYTES_PER_S
+        self._limit.reschedule(min(self._loop.time() + STALL_S, on_average))

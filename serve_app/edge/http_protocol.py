@@ -1,0 +1,107 @@
+"""Owns the limits that uvicorn has not: how long and how large the head of a request may be, and what is answered.
+Never reads a body; the app limits those, see serve_app.api.asgi."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from serve_app.edge.limits import HEAD_TIMEOUT_S, MAX_HEAD_BYTES, MAX_HEADERS, MAX_URL_BYTES
+from serve_app.edge.refusals import HEAD_TOO_LARGE, HEAD_TOO_SLOW, MALFORMED, URL_TOO_LONG, Refusal
+
+LINGER_S = 10
+"""How long the rest of a body is read and thrown away whose request was answered without it."""
+
+_FIELD_BYTES = 4  # ": " and the end of the line
+
+
+class _Refused(Exception):
+    """Ends the parsing of a head; httptools wraps it as it does its own errors."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection. What it refuses is answered in the API's shape, and ends the connection."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._in_head = True
+        self._head_bytes = 0  # of a head that is not complete
+        self._refusal = MALFORMED
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        was_in_head = self._in_head
+        super().data_received(data)
+        if self.transport.is_closing() or not self._in_head:
+            return
+        if was_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES + MAX_URL_BYTES:
+                self._refuse(HEAD_TOO_LARGE)
+        elif self._timer is None:
+            self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_timer()
+        if refusal := self._too_large():
+            self._refusal = refusal
+            raise _Refused
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._stop_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        unread = self.cycle.more_body and not self.pipeline  # of one that is pipelined, the one before was read whole
+        super().on_response_complete()
+        if unread and not self.transport.is_closing():
+            self._start_timer(LINGER_S, self.transport.close)
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls for every request that it cannot read; its own answer is a plain text."""
+        self._refuse(self._refusal)
+
+    def _too_large(self) -> Refusal | None:
+        if len(self.url) > MAX_URL_BYTES:
+            return URL_TOO_LONG
+        size = sum(len(name) + len(value) + _FIELD_BYTES for name, value in self.headers)
+        return HEAD_TOO_LARGE if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS else None
+
+    def _head_is_late(self) -> None:
+        if self._head_bytes or self.headers is not None:
+            self._refuse(HEAD_TOO_SLOW)
+        else:  # nothing was sent, as by a browser that connects ahead of time
+            self.transport.close()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self._stop_timer()
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not cycle.response_started:  # never into the middle of an answer
+            self.transport.write(refusal.response())
+        self.transport.close()
+
+    def _start_timer(self, delay_s: float, action: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(delay_s, action)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

