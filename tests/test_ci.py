@@ -12,7 +12,7 @@ import pytest
 
 from loadtest.server import ROOT
 
-STAGES = ["browser", "compiler", "check", "validate-k8s", "test", "test-slow"]
+STAGES = ["browser", "compiler", "check", "validate-k8s", "test", "test-processors", "test-chaos-short", "test-slow"]
 FAILURE = "FAILED tests/test_sums.py::test_one_and_one - AssertionError: assert 3 == 2"
 
 
