@@ -6,7 +6,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import tempfile
 import uuid
 import weakref
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.host_memory import HostMemory, host_memory
+from engine.own_directory import own_directory
 
 SPARED = 0.05
 """Share of the memory that stays free: without any a system swaps or kills, and Ray ends workers from 95 % on."""
@@ -106,8 +106,7 @@ def shares(directory: Path | None = None) -> Iterator[Shares]:
     """Hold the lock over all promises. What is decided by `room` is to be claimed before it ends.
     directory: None means this user's own."""
     try:
-        directory = directory or Path(tempfile.gettempdir()) / f"chunkserve-memory-{os.getuid()}"
-        directory.mkdir(mode=0o700, exist_ok=True)
+        directory = directory or own_directory("chunkserve-memory")
         lock = os.open(directory / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         logger.warning("engines that start together on this machine may promise themselves the same memory: %s", error)

@@ -34,7 +34,8 @@ def main() -> None:
         elif arguments.config is not None:
             _run(arguments, console)
         else:
-            _leave_to_ray(arguments)
+            _exit_on_signals()
+            _leave_to_ray(arguments, console)
     except (ConfigRefused, HAProxyUnusable, StartFailed) as refusal:
         console.complain(str(refusal))
         sys.exit(1)
@@ -51,7 +52,7 @@ def _run(arguments: Arguments, console: Console) -> None:
             os.environ[VARIABLE] = uuid.uuid4().hex
         held.enter_context(serving_environment(arguments.of_ray, [config.path], os.environ))
         if not (applications and arguments.leaves_the_run_to_us):
-            _leave_to_ray(arguments)
+            _leave_to_ray(arguments, console)
             return
         from serve_app.front.run import run
 
@@ -62,17 +63,26 @@ def _run(arguments: Arguments, console: Console) -> None:
         run(arguments, config, applications, checks, console)
 
 
-def _leave_to_ray(arguments: Arguments) -> None:
+def _leave_to_ray(arguments: Arguments, console: Console) -> None:
+    """Ray's command, to its end. Its SIGTERM handler would leave the cluster to die with the process, and its Ctrl-C
+    handling kills the proxies first: both cut running streams in silence."""
     if arguments.wants_a_server and "RAY_DASHBOARD_ADDRESS" not in os.environ:
         _find_server()
     import click
+    import ray
     from ray.serve.scripts import cli  # here, because Ray Serve reads its environment when it is imported
+
+    from serve_app.front.shutdown import drain_and_shutdown
 
     cli.commands["run"].params.append(click.Option(["--verbose"], is_flag=True, expose_value=False, help=VERBOSE_HELP))
     try:
         cli(args=arguments.of_ray, prog_name="serve")
     except ConnectionError as error:
         raise StartFailed(f"no server answers: {' '.join(str(error).split())}") from None
+    except SystemExit as end:
+        if end.code not in (signal.SIGTERM, signal.SIGINT) or not ray.is_initialized():
+            raise
+        drain_and_shutdown(console.say)
 
 
 def _find_server() -> None:

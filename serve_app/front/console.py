@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from engine.own_directory import own_directory
 
 VARIABLE = "CHUNKSERVE_VERBOSE"
 """`1`: as with --verbose."""
@@ -57,7 +58,5 @@ def _write(descriptor: int, text: str) -> None:
 
 def _log_directory() -> Path:
     """This user's, beside Ray's own files."""
-    parent = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    directory = parent / f"chunkserve-logs-{os.getuid()}"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return directory
+    chosen = os.environ.get("RAY_TMPDIR")
+    return own_directory("chunkserve-logs", Path(chosen) if chosen else None)

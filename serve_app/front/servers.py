@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from engine.own_directory import own_directory
+
+_NOTES = "chunkserve-servers"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +32,15 @@ class RunningServer:
 
 @contextmanager
 def noted(server: RunningServer) -> Iterator[None]:
-    """Note a server until the block, or the process, ends."""
-    path = _directory() / uuid.uuid4().hex
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    """Note a server until the block, or the process, ends. Where no note can be written, `serve status` needs an
+    address."""
+    try:
+        path = own_directory(_NOTES) / uuid.uuid4().hex
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except OSError as error:
+        logger.warning("serve status will not find this server: %s", error)
+        yield
+        return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.write(descriptor, json.dumps(asdict(server)).encode())
@@ -40,13 +52,12 @@ def noted(server: RunningServer) -> Iterator[None]:
 
 def running_servers() -> list[RunningServer]:
     """Of this user, on this machine."""
-    return [server for path in sorted(_directory().iterdir()) if (server := _read(path)) is not None]
-
-
-def _directory() -> Path:
-    directory = Path(tempfile.gettempdir()) / f"chunkserve-servers-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    return directory
+    try:
+        paths = sorted(own_directory(_NOTES).iterdir())
+    except OSError as error:
+        logger.warning("no running server is found: %s", error)
+        return []
+    return [server for path in paths if (server := _read(path)) is not None]
 
 
 def _read(path: Path) -> RunningServer | None:

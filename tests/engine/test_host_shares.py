@@ -11,6 +11,7 @@ import pytest
 
 from engine.host_memory import HostMemory
 from engine.host_shares import Room, shares
+from engine.own_directory import own_directory
 from loadtest.server import ROOT
 
 GIB = 2**30
@@ -95,3 +96,15 @@ def test_without_a_directory_for_promises_an_engine_starts_and_a_line_says_so(
     assert found is not None
     assert found.free == 19 * GIB
     assert "may promise themselves the same memory" in caplog.text
+
+
+def test_a_directory_that_others_may_write_to_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own_directory("chunkserve-memory").chmod(0o777)
+    with shares() as shared:
+        shared.claim(GIB).release()
+    assert "is not this user's alone" in caplog.text
+    with pytest.raises(PermissionError):
+        own_directory("chunkserve-memory")

@@ -201,6 +201,12 @@ async def test_models_are_listed_and_found_by_ids_with_slashes() -> None:
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
 
 
+async def test_health_tells_one_start_of_a_server_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "x-instance-id" not in (await get(ScriptedClient(), "/health")).headers
+    monkeypatch.setenv("CHUNKSERVE_INSTANCE", "this one")
+    assert (await get(ScriptedClient(), "/health")).headers["x-instance-id"] == "this one"
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready"])
 async def test_a_probe_is_200_or_503(path: str) -> None:
     assert (await get(ScriptedClient(), path)).status == 200
