@@ -14,13 +14,16 @@ from loadtest.server import ROOT, SERVE
 
 PLACES = ("engine", "kernels", "serve_app", "loadtest", "k8s", "tests")
 MARK = 'if __name__ == "__main__":'
+ANOTHER_PROGRAM = {"serve_app.edge.launcher"}
+"""Becomes HAProxy, and hands over its arguments: the options are HAProxy's."""
 
 
 def commands() -> list[str]:
     """Every module that does something when it is run."""
     files = (path for place in PLACES for path in sorted((ROOT / place).rglob("*.py")))
     paths = (path.relative_to(ROOT) for path in files if f"\n{MARK}\n" in path.read_text(encoding="utf-8"))
-    return [".".join(path.with_suffix("").parts).removesuffix(".__main__") for path in paths]
+    names = [".".join(path.with_suffix("").parts).removesuffix(".__main__") for path in paths]
+    return [name for name in names if name not in ANOTHER_PROGRAM]
 
 
 # Each command in a process of its own, forked once torch is imported, which most of them need and which takes seconds.
@@ -118,5 +121,6 @@ def test_scripts_that_are_installed_are_known_here() -> None:
     """A new one is to be held to the same."""
     text = (ROOT / "pyproject.toml").read_text()
     scripts = text.partition("[project.scripts]\n")[2].partition("\n\n")[0]
-    assert [line.partition(" = ")[0] for line in scripts.splitlines()] == ["serve"]
+    assert [line.partition(" = ")[0] for line in scripts.splitlines()] == ["serve", "chunkserve-haproxy"]
+    assert "chunkserve-haproxy = \"serve_app.edge.launcher:main\"" in scripts
     assert Path(SERVE).name == "serve"

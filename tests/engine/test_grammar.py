@@ -177,7 +177,8 @@ def test_every_answer_keeps_to_its_own_grammar(options: dict[str, Any], temperat
 
 def test_preempted_answers_go_on_in_their_grammar_and_are_those_of_an_idle_engine() -> None:
     greedy_admission = SchedulerConfig(reserve_mode="prompt")
-    idle, tight = grammar_core(), grammar_core(block_size=2, num_kv_blocks=75, scheduler=greedy_admission)
+    idle = grammar_core(num_kv_blocks=1000)
+    tight = grammar_core(block_size=2, num_kv_blocks=75, scheduler=greedy_admission)
     for core in (idle, tight):
         for i in range(8):
             core.send(f"p{i}", [i, *PROMPT], max_tokens=100, temperature=1.0, seed=i, grammar=PERSON)

@@ -40,7 +40,7 @@ async def test_a_stalled_engine_fails_its_health_check_and_gives_up_its_calls(mo
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="stalls"))
     monkeypatch.setattr(deployment, "log_as_serve_does", lambda: None)
     monkeypatch.setattr(deployment.serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(deployment, "build_engine", lambda model, config: engine)
+    monkeypatch.setattr(deployment, "build_engine", lambda model, config, engines: engine)
     monkeypatch.setattr(deployment, "warm_up", warm_already)
     replica, receiver = EngineReplica.__new__(EngineReplica), TokenReceiver(HOST, 100)
     await replica.__init__(AppSettings())  # type: ignore[misc]  # Serve does so, too
