@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import re
+import uuid
 from typing import Any
 
 from ray.serve.exceptions import RequestCancelledError
@@ -81,6 +82,7 @@ class _Answer:
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._path: str = scope["path"]
+        self._headers = Headers(scope=scope)
         self._send = send
         self._is_started = False
         self._is_complete = False
@@ -110,6 +112,7 @@ class _Answer:
         self._is_started = self._is_complete = True
         body = json.dumps(self._told(error)).encode()
         named = {"content-type": "application/json", "content-length": str(len(body))}
+        named["x-request-id"] = self._headers.get("x-request-id") or str(uuid.uuid4())
         named |= {name.lower(): value for name, value in error.headers.items()} | (headers or {})
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
         await self._send({"type": "http.response.start", "status": error.status, "headers": encoded})

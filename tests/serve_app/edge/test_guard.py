@@ -42,6 +42,7 @@ async def test_a_lost_replica_is_a_503_with_a_retry_after_in_the_apis_shape(app:
     """uvicorn said `Internal Server Error`, as plain text."""
     answer = await ask(app)
     assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "replica_lost", "1")
+    assert answer.headers["x-request-id"]
 
 
 async def test_on_anthropics_routes_the_shape_is_theirs() -> None:
