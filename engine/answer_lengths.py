@@ -122,7 +122,7 @@ class AnswerLengths:
         return LifeTable(self.edges, self._horizons, self._median, self._window)
 
     def interval(self, length: int) -> int:
-        return bisect_right(self.edges, length) - 1
+        return min(bisect_right(self.edges, length), len(self.edges) - 1) - 1  # beyond the last, as in it
 
     def end_of(self, interval: int) -> int:
         """Where the next interval begins."""

@@ -140,7 +140,8 @@ class TimedCore(EngineCore):
 
 
 def _config(traffic: str, running: int) -> ResolvedConfig:
-    """Memory for every running request's whole life; `crowded` has seats to spare, and not a block more."""
+    """Memory for every running request's whole life, and a block each for what is rounded up; `crowded` has seats to
+    spare, and not a block more than lives."""
     crowded = traffic == "crowded"
     seats = running + (64 if crowded else 0)
     whole_life = SchedulerConfig(reserve_mode="full", preempt_policy="none", admission_order="bypass")
@@ -155,7 +156,7 @@ def _config(traffic: str, running: int) -> ResolvedConfig:
     return ResolvedConfig.of(
         asked,
         max_model_len=LIFE,
-        num_kv_blocks=running * LIFE // BLOCK_SIZE,
+        num_kv_blocks=running * (LIFE // BLOCK_SIZE + (not crowded)),
         vocab_size=VOCAB,
         eos_token_ids=(0,),
         dtype="none",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,10 +18,14 @@ MOST_CAUTION = 4.0
 """Deviations that preemptions may add to the margin."""
 CAUTION_STEPS = 300
 """Good steps that take back what one preemption added."""
+STRIDE = 64
+"""Tokens, at most, after which a share is made anew, unless the interval of length is wider: errors of a stride are
+small beside those of hundreds of answers whose ends nobody knows."""
 COLD_REQUESTS = 16
 """The prior is at most this share of the KV cache: in a small one, a cold engine would else serve one request after the
 other."""
 
+SQUARE = ONE * ONE
 Share = tuple[Sequence[int], Sequence[int]]
 """By horizon: the tokens that a request is expected to hold more than now, times ONE, and their variance."""
 
@@ -42,7 +47,8 @@ class _Entry:
     """Tokens that become free when it ends, less those of its answer: shared blocks stay with who else holds them."""
     interval: int
     """Of its answer's length, as far as it was counted."""
-    next_edge: int
+    renewed_at: int
+    """The answer's length at which its share is made anew."""
     share: Share
 
 
@@ -52,8 +58,8 @@ class Forecast:
 
     At each horizon an answer either has ended, and its memory is free, or has grown by as much; how likely each is
     follows from what it has answered already. The highest sum over the horizons, and a margin of some standard
-    deviations, is what admission keeps free. A request's share is worked out anew when it gets into another interval
-    of length, so that a step costs a few of them and a plan none.
+    deviations, is what admission keeps free. A request's share is made anew after some tokens of its answer, so that a
+    step costs a few of them and a plan none.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -92,7 +98,8 @@ class Forecast:
     def candidate(self, request: Request, shared_blocks: int) -> Share:
         """The share that a waiting request would have; others hold `shared_blocks` of its prompt."""
         own = len(request.token_ids) - shared_blocks * self._block_size - _answered(request)
-        return self._share(self._lengths.of(request.tenant), request, own, self._lengths.interval(_answered(request)))
+        interval = self._lengths.interval(_answered(request))
+        return self._share(self._lengths.of(request.tenant), request, own, self._renewed_at(request, interval))
 
     def peak(self, growth: Iterable[int], variance: Iterable[int]) -> int:
         """Blocks that are expected to be missing at the worst horizon, with the margin."""
@@ -109,16 +116,18 @@ class Forecast:
         if _ends_by_itself(request) and not request.was_scheduled:
             lengths.reach(table, interval, interval)
         own = len(request.token_ids) - shared_blocks * self._block_size - answered
-        entry = _Entry(table, own, interval, lengths.end_of(interval), self._share(table, request, own, interval))
+        until = self._renewed_at(request, interval)
+        entry = _Entry(table, own, interval, until, self._share(table, request, own, until))
         self._entries[request.request_id] = entry
         self._add(entry.share)
 
     def follow(self, request: Request) -> None:
         """The request takes a block."""
         entry = self._entries[request.request_id]
-        if _answered(request) >= entry.next_edge:
+        if _answered(request) >= entry.renewed_at:
             self._advance(request, entry)
-            old, entry.share = entry.share, self._share(entry.table, request, entry.own, entry.interval)
+            entry.renewed_at = self._renewed_at(request, entry.interval)
+            old, entry.share = entry.share, self._share(entry.table, request, entry.own, entry.renewed_at)
             self._add(entry.share)
             self._take_back(old)
 
@@ -127,7 +136,7 @@ class Forecast:
         interval = self._lengths.interval(_answered(request))
         if _ends_by_itself(request) and interval > entry.interval:
             self._lengths.reach(entry.table, entry.interval + 1, interval)
-        entry.interval, entry.next_edge = interval, self._lengths.end_of(interval)
+        entry.interval = interval
 
     def leave(self, request: Request) -> None:
         """The request gives its memory back."""
@@ -163,34 +172,36 @@ class Forecast:
 
     # --- a share ------------------------------------------------------------------------------------------------------
 
-    def _share(self, table: LifeTable, request: Request, own: int, interval: int) -> Share:
-        """As of the middle of the interval of length, which is where the answer is on average until the next one."""
+    def _renewed_at(self, request: Request, interval: int) -> int:
+        """Young answers' chances change fast, old ones' slowly."""
+        answered = _answered(request)
+        return max(self._lengths.end_of(interval), answered + min(max(answered, FIRST_HORIZON), STRIDE))
+
+    def _share(self, table: LifeTable, request: Request, own: int, until: int) -> Share:
+        """Memory as of halfway to `until`, where the answer is on average while this share counts; chances as of now, for
+        it may end before."""
         answered, clip = _answered(request), self.horizons[-1]
-        middle = max(self._lengths.middle_of(interval), answered)
+        middle = (answered + until) // 2
         held = max(own + middle, 0)
         left = max(request.max_new - request.num_output - (middle - answered), 1) if request.max_new else 0
         mortal = _ends_by_itself(request)
-        row: Sequence[int] = table.row(interval) if mortal else (ONE,) * len(self.horizons)
+        row: Sequence[int] = table.row(self._lengths.interval(answered)) if mortal else (ONE,) * len(self.horizons)
         more: Sequence[int] = self.horizons
         if left < clip:
             row, more = self._cut(row, left, round(ONE * table.survival(middle, left)) if mortal else ONE)
-        base = held * ONE
-        growth = [chance * (held + tokens) - base for chance, tokens in zip(row, more, strict=True)]
-        variance = [
-            chance * (ONE - chance) * (held + tokens) ** 2 // ONE**2 for chance, tokens in zip(row, more, strict=True)
+        base, there = held * ONE, [held + tokens for tokens in more]
+        growth = [chance * tokens - base for chance, tokens in zip(row, there, strict=True)]
+        spread = [
+            chance * (ONE - chance) * tokens * tokens // SQUARE for chance, tokens in zip(row, there, strict=True)
         ]
-        return growth, variance
+        return growth, spread
 
-    def _cut(self, row: Sequence[int], left: int, last: int) -> tuple[list[int], list[int]]:
+    def _cut(self, row: Sequence[int], left: int, last: int) -> tuple[Sequence[int], Sequence[int]]:
         """(chance to be there, tokens more) by horizon of an answer that is cut off after `left` tokens: it counts
         with all of them at the horizon that comes next, and not from there on."""
-        chances, more, before = [], [], 0
-        for chance, horizon in zip(row, self.horizons, strict=True):
-            there = left > before
-            chances.append((chance if horizon <= left else last) if there else 0)
-            more.append(min(horizon, left) if there else 0)
-            before = horizon
-        return chances, more
+        within = bisect_left(self.horizons, left)
+        gone = (0,) * (len(self.horizons) - within - 1)
+        return (*row[:within], last, *gone), (*self.horizons[:within], left, *gone)
 
 
 def _answered(request: Request) -> int:

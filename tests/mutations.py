@@ -389,7 +389,7 @@ MUTATIONS = (
         "reserve d",
         "What is still to come does not depend on what was answered.",
         "engine/forecast.py",
-        "table.row(interval) if mortal else",
+        "table.row(self._lengths.interval(answered)) if mortal else",
         "table.row(0) if mortal else",
         (FORECAST,),
     ),

@@ -58,7 +58,7 @@ def test_who_does_not_say_how_long_an_answer_may_get_does_not_wait_for_memory_th
     }
     assert found["ratio"]["good_share"] < 0.7 * found["learned"]["good_share"]
     assert found["learned"]["good_share"] > found["vllm-v1"]["good_share"] - 0.05
-    assert found["learned"]["preemptions"] < found["vllm-v1"]["preemptions"] / 3
+    assert found["learned"]["preemptions"] < found["vllm-v1"]["preemptions"] / 2
 
 
 def test_what_a_file_holds_is_not_run_again_and_what_the_study_dropped_is_forgotten(tmp_path: Path) -> None:
