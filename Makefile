@@ -27,7 +27,7 @@ test-seeds: model ## the tests that draw random numbers, with others than `make 
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not chaos and not clients and not server" $(DRAWING_TESTS)
 
 test-processors: model ## tests that compare bits, as other processors run them: instructions are taken from NumPy, torch and our kernels (three minutes)
-	$(BIN)/python -m tests.processors $(WORKERS)
+	$(BIN)/python -m tests.processors -- $(WORKERS)
 
 test-slow: model ## what takes minutes: a newcomer's `make serve` in a fresh clone, kernels in Triton's interpreter, loads; every command of loadtest/README.md
 	$(BIN)/python -m pytest $(WORKERS) -m slow

@@ -2,6 +2,7 @@
 kills it after too long a silence. `python -I -S` this file, with the replica's process id and the most silent seconds.
 Never outlives the replica, never imports anything of ours or of Ray's, and never kills another process."""
 
+import argparse
 import os
 import select
 import signal
@@ -38,7 +39,11 @@ def kill(parent: int) -> None:
 
 
 def main() -> None:
-    parent, most_silent_s = int(sys.argv[1]), float(sys.argv[2])
+    parser = argparse.ArgumentParser(description="Kill the parent once it has fed standard input nothing for too long.")
+    parser.add_argument("parent", type=int, help="its process id")
+    parser.add_argument("most_silent_s", type=float, help="seconds")
+    options = parser.parse_args()
+    parent, most_silent_s = options.parent, options.most_silent_s
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent may take its time to end; then so do we
         signal.signal(ignored, signal.SIG_IGN)
     if watch(parent, sys.stdin.fileno(), max(1, round(most_silent_s * 1000 / LOOK_MS))):

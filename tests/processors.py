@@ -3,6 +3,7 @@ Never asks for instructions that this one lacks: settings only take away, and an
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import subprocess
@@ -60,8 +61,11 @@ def run(name: str, options: Sequence[str]) -> int:
     return status
 
 
-def main(options: Sequence[str]) -> int:
-    """options: pytest's own. Every setting is run, whatever the others came to."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run every setting, whatever the others came to."""
+    parser = argparse.ArgumentParser(description="Run the tests that compare bits as other processors would.")
+    parser.add_argument("options", nargs="*", metavar="-- OPTION", help="pytest's own")
+    options = parser.parse_args(arguments).options
     if platform.machine() != "x86_64":
         print(f"nothing to run: the settings are of x86-64, and this is {platform.machine()}")
         return 0
@@ -69,4 +73,4 @@ def main(options: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -122,5 +122,5 @@ def test_scripts_that_are_installed_are_known_here() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     scripts = text.partition("[project.scripts]\n")[2].partition("\n\n")[0]
     assert [line.partition(" = ")[0] for line in scripts.splitlines()] == ["serve", "chunkserve-haproxy"]
-    assert "chunkserve-haproxy = \"serve_app.edge.launcher:main\"" in scripts
+    assert 'chunkserve-haproxy = "serve_app.edge.launcher:main"' in scripts
     assert Path(SERVE).name == "serve"

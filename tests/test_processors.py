@@ -54,7 +54,7 @@ def test_every_setting_is_run_and_one_that_fails_fails_them_all(
 
     monkeypatch.setattr(subprocess, "run", ended)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert processors.main(["-x"]) == 1
+    assert processors.main(["--", "-x"]) == 1
     assert [environment["OPENBLAS_CORETYPE"] for _, environment in asked] == ["Haswell", "Zen"]
     assert all(command[0] == sys.executable and {"-x", *processors.FILES} < set(command) for command, _ in asked)
     said = [line for line in capsys.readouterr().out.splitlines() if " after " in line]

@@ -3,8 +3,8 @@ Never computes a token: what is measured is what the ingress does between two.""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
@@ -82,14 +82,19 @@ class PacedEngine:
         return []
 
 
-def main(directory: str, port: str, max_model_len: str) -> None:
-    tokenizer = Tokenizer.from_dir(Path(directory))
-    model = ServedModel(id="bench", max_model_len=int(max_model_len), created=0)
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve an engine of one pace behind the real ingress, on 127.0.0.1.")
+    parser.add_argument("directory", type=Path, help="of the model, for its tokenizer")
+    parser.add_argument("port", type=int)
+    parser.add_argument("max_model_len", type=int)
+    options = parser.parse_args()
+    tokenizer = Tokenizer.from_dir(options.directory)
+    model = ServedModel(id="bench", max_model_len=options.max_model_len, created=0)
     app = create_app(PacedEngine(), tokenizer, model)
     take_short_turns()
     spare_garbage_collections()
-    uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning", access_log=False)
+    uvicorn.run(app, host="127.0.0.1", port=options.port, log_level="warning", access_log=False)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
