@@ -178,7 +178,7 @@ class Forecast:
         return max(self._lengths.end_of(interval), answered + min(max(answered, FIRST_HORIZON), STRIDE))
 
     def _share(self, table: LifeTable, request: Request, own: int, until: int) -> Share:
-        """Memory as of halfway to `until`, where the answer is on average while this share counts. Chances as of now,
+        """Memory as of halfway to `until`, where the answer is on average while this share counts; chances as of now,
         for it may end before."""
         answered, clip = _answered(request), self.horizons[-1]
         middle = (answered + until) // 2

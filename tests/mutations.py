@@ -397,8 +397,8 @@ MUTATIONS = (
         "reserve e",
         "An answer is expected to go on beyond its max_tokens.",
         "engine/forecast.py",
-        "            there = left > before\n",
-        "            there = True\n",
+        "        if left < clip:\n",
+        "        if left < 0:\n",
         (FORECAST,),
     ),
     Mutation(
