@@ -108,6 +108,20 @@ class TestEngine(EngineMachine.TestCase):  # type: ignore[misc, name-defined]
     )
 
 
+class HybridMachine(EngineMachine):
+    """Lives with drafts and recurrent states: a third of those above, and rare together with spans there."""
+
+    @initialize(
+        config=CONFIGS.filter(lambda config: config.get("recurrent_state") and "num_speculative_tokens" in config)
+    )
+    def start(self, config: dict[str, object]) -> None:
+        super().start(config)
+
+
+class TestHybridEngine(HybridMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(TestEngine.settings, max_examples=100)
+
+
 def test_the_lives_above_reach_what_they_are_to_check() -> None:
     never = [thing for thing in CheckedCore.THINGS if not EngineMachine.reached[thing]]
     assert not never

@@ -313,10 +313,10 @@ def test_two_engine_replicas_answer_at_once_and_sigterm_lets_streams_finish() ->
         own_directory = Path(environ_of(pids_of(server, "haproxy")[0])["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent
         streams = [pool.submit(read_stream, server, 200) for _ in range(8)]
         deadline = time.monotonic() + 10
-        while not all(engine["num_running"] for engine in loads(server)) and time.monotonic() < deadline:
+        while sum(running := [engine["num_running"] for engine in loads(server)]) < 8 and time.monotonic() < deadline:
             time.sleep(0.05)
-        running = [engine["num_running"] for engine in loads(server)]
         assert len(running) == 2
+        assert sum(running) == 8, "every stream has begun: what comes after SIGTERM is refused"
         assert all(running), f"both engines have streams at the same moment: {running}"
 
         assert server.end(signal.SIGTERM) == 0
