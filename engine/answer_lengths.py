@@ -58,7 +58,8 @@ class LifeTable:
         if by_itself:
             self._ended[number] += 1
         else:
-            self._reached[number] -= 0.5
+            # What faded meanwhile took a part of this answer with it: never below those that ended there.
+            self._reached[number] = max(self._reached[number] - 0.5, self._ended[number])
         self._news += 1
 
     @property

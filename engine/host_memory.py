@@ -54,12 +54,15 @@ def _groups(root: Path) -> Iterator[HostMemory]:
         for _, controllers, path in [line.split(":", 2)]
     }
     for line in _read(root / "proc/self/mountinfo").splitlines():
-        mount, _, kind = line.partition(" - ")
+        mount, _, rest = line.partition(" - ")
+        kind, _, rest = rest.partition(" ")
+        if kind not in ("cgroup", "cgroup2"):  # others may have spaces where none belong
+            continue
         _, _, _, top, point, *_ = mount.split()
-        kind, _, options = kind.split()
+        options = rest.rpartition(" ")[2]
         if kind == "cgroup2":
             yield from _upwards(root, PurePosixPath(point), PurePosixPath(top), paths.get(""), _V2)
-        elif kind == "cgroup" and "memory" in options.split(","):
+        elif "memory" in options.split(","):
             own = next((path for names, path in paths.items() if "memory" in names.split(",")), None)
             yield from _upwards(root, PurePosixPath(point), PurePosixPath(top), own, _V1)
 
@@ -92,6 +95,6 @@ def _group(directory: Path, name: str, files: _Files) -> Iterator[HostMemory]:
 def _read(path: Path) -> str:
     """What the file holds; nothing where there is none, as on other systems and above a container's own group."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""

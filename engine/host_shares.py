@@ -21,6 +21,8 @@ SPARED = 0.05
 
 _LOCK = "lock"
 
+UNKNOWN_TO_OTHERS = "engines that start together on this machine may promise themselves the same memory"
+
 logger = logging.getLogger(__name__)
 
 
@@ -91,10 +93,11 @@ class Shares:
         if self._directory is None:
             return Claim(None, -1)
         path = self._directory / uuid.uuid4().hex
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.write(descriptor, f"{os.getpid()} {size} {_resident(os.getpid())}".encode())
-        return Claim(path, descriptor)
+        try:
+            return Claim(path, _write(path, f"{os.getpid()} {size} {_resident(os.getpid())}"))
+        except OSError as error:
+            logger.warning("%s: %s", UNKNOWN_TO_OTHERS, error)
+            return Claim(None, -1)
 
     def _promises(self) -> list[_Promise]:
         paths = [] if self._directory is None else sorted(self._directory.iterdir())
@@ -107,16 +110,45 @@ def shares(directory: Path | None = None) -> Iterator[Shares]:
     directory: None means this user's own."""
     try:
         directory = directory or own_directory("chunkserve-memory")
-        lock = os.open(directory / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        lock = _locked(directory / _LOCK, os.O_CREAT | os.O_RDWR)
     except OSError as error:
-        logger.warning("engines that start together on this machine may promise themselves the same memory: %s", error)
+        logger.warning("%s: %s", UNKNOWN_TO_OTHERS, error)
         yield Shares(None)
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield Shares(directory)
     finally:
         os.close(lock)
+
+
+def _locked(path: Path, flags: int) -> int:
+    """The descriptor of a file that this process has locked; the lock ends with it.
+
+    Raises:
+        OSError: it cannot be opened or locked.
+    """
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _write(path: Path, text: str) -> int:
+    """A new locked file with this text.
+
+    Raises:
+        OSError: there is none now.
+    """
+    descriptor = _locked(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    try:
+        os.write(descriptor, text.encode())
+    except OSError:
+        _end(path, descriptor)
+        raise
+    return descriptor
 
 
 def _read(path: Path) -> _Promise | None:

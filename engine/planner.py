@@ -133,6 +133,8 @@ class _Planner:
         self._passed: list[Request] = []  # requests that did not fit, and may be overtaken `_slack` more times
         self._slack = self._policy.max_overtakes
         self._skipped: dict[Request, None] = {}
+        # A prompt with images got no tokens. Later ones would take the room in the encoder cache that becomes free.
+        self._awaits_encoder = False
         self._taken: set[int] = set()  # cached blocks that nobody held before this plan
         self._tokens_left = config.max_num_batched_tokens
         # The oldest request that holds memory is never a victim, so that somebody always gets on.
@@ -374,6 +376,7 @@ class _Planner:
                 count = self._next_chunk(request, budget)
             if not count:
                 self._num_partial[request.priority] += 1
+                self._awaits_encoder |= bool(request.inputs)
                 continue
             self._memory.grow_prompt(self._missing(request, request.scheduled + count))
             self._add_chunk(request, request.scheduled, request.target, count)
@@ -428,6 +431,9 @@ class _Planner:
             if seats <= 0 or budget <= 0:
                 self._defer(DeferReason.SEATS if seats <= 0 else DeferReason.TOKENS)
                 break
+            if self._awaits_encoder and request.inputs:
+                self._skipped[request] = None
+                continue
             prefix = self._match_prefix(request)
             shared = sum(view.blocks.is_held(block) or block in self._taken for block in prefix)
             alone = not (view.decoding or view.prefilling or self._rows)
@@ -445,6 +451,7 @@ class _Planner:
                 if not self._may_be_skipped(request, reason):
                     break
                 self._skipped[request] = None
+                self._awaits_encoder |= bool(request.inputs)
                 continue
             self._memory.admit(request, len(prefix) - shared, len(prefix), start + count)
             self._add_chunk(request, start, target, count, prefix)

@@ -128,3 +128,18 @@ def test_a_row_says_for_each_horizon_how_many_of_1024_get_there_from_an_interval
     assert all(0 <= chance <= ONE for chance in row)
     assert row[1] == round(ONE * known.population.survival(known.middle_of(known.interval(200)), 64))
     assert math.isfinite(known.population.survival(4000, 100_000)), "beyond all lengths"
+
+
+def test_answers_cut_off_after_what_they_were_counted_in_has_faded_leave_chances_that_are_chances() -> None:
+    """They took back what was no longer there: counts fell below zero, a variance too, and the engine died."""
+    known = lengths()
+    table, interval = known.enter("t"), known.interval(1580)
+    for _ in range(20):
+        known.reach(table, 0, interval)
+    see(known, 8, 8 * 512, tenant="t")  # fades several times
+    for _ in range(20):
+        known.end(table, interval, by_itself=False)
+    see(known, 8, 8 * 512, tenant="t")
+    for seen in (known.population, table):
+        assert all(0 <= chance <= 1 for chance in seen.chances)
+        assert all(0 <= chance <= ONE for chance in seen.row(interval))

@@ -108,3 +108,20 @@ def test_this_machine_says_something_that_can_be() -> None:
     found = host_memory()
     assert found is not None
     assert 0 < found.free <= found.total
+
+
+@pytest.mark.parametrize(
+    "mount",
+    [
+        rb"600 500 0:50 / /Docker/host rw - 9p drvfs rw,path=C:\Program Files\Docker;symlinkroot=/mnt/",
+        b"29 23 0:26 / /mnt rw,relatime - tmpfs  rw",
+        b"29 23 0:26 / /mnt/\xe9t\xe9 rw,relatime - tmpfs x rw",
+    ],
+    ids=["Docker Desktop on WSL", "no source", "not UTF-8"],
+)
+def test_mounts_that_are_no_cgroups_may_look_as_they_like(tmp_path: Path, mount: bytes) -> None:
+    """Each of them kept an engine from starting."""
+    root = machine(tmp_path, groups="0::/\n", mounts="")
+    (root / "proc/self/mountinfo").write_bytes(mount + b"\n" + V2_MOUNT.encode())
+    write(root, v2("sys/fs/cgroup", limit=str(16 * GIB)))
+    assert host_memory(root) == HostMemory(16 * GIB, 16 * GIB, "/sys/fs/cgroup/memory.max")

@@ -42,6 +42,13 @@ def test_five_percent_stay_free_and_the_rest_is_shared(tmp_path: Path) -> None:
     assert of_two.share == 19 * GIB // 2
 
 
+@pytest.fixture
+def takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has as much memory all the time. Really, it takes a page now and then."""
+    monkeypatch.setattr("engine.host_shares._resident", lambda process: GIB)
+
+
+@pytest.mark.usefixtures("takes_nothing")
 def test_what_one_has_promised_itself_the_next_does_not_find(tmp_path: Path) -> None:
     with shares(tmp_path) as shared:
         first = shared.claim(7 * GIB)
@@ -53,6 +60,7 @@ def test_what_one_has_promised_itself_the_next_does_not_find(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
+@pytest.mark.usefixtures("takes_nothing")
 def test_two_that_start_at_once_share_alike_in_either_order(tmp_path: Path) -> None:
     with shares(tmp_path) as shared:
         first = shared.claim(room_of_two := shared.room(2, MEMORY).share)  # type: ignore[union-attr]
@@ -108,3 +116,16 @@ def test_a_directory_that_others_may_write_to_is_not_trusted(
     assert "is not this user's alone" in caplog.text
     with pytest.raises(PermissionError):
         own_directory("chunkserve-memory")
+
+
+def test_a_promise_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(descriptor: int, text: bytes) -> int:
+        raise OSError("No space left on device")
+
+    with shares(tmp_path) as shared:
+        monkeypatch.setattr("engine.host_shares.os.write", full)
+        shared.claim(GIB).release()
+    assert "may promise themselves the same memory: No space left on device" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]

@@ -134,11 +134,13 @@ def test_a_process_that_is_no_longer_the_parent_is_not_killed(monkeypatch: pytes
 @pytest.mark.anyio
 async def test_a_process_whose_watchdog_has_ended_goes_on_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     watchdog = Watchdog(3600)
-    watchdog._process.kill()
-    watchdog._process.wait()
-    await watchdog._feeding
+    try:
+        watchdog._process.kill()
+        watchdog._process.wait()
+        await watchdog._feeding
+    finally:
+        watchdog.end()
     assert "the watchdog of this process has ended" in caplog.text
-    watchdog.end()
 
 
 def test_the_watchdog_needs_nothing_but_python() -> None:
