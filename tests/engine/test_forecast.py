@@ -163,12 +163,20 @@ def counts(core: RecordingCore) -> tuple[float, float]:
 
 
 def test_an_answer_is_counted_once_however_often_it_loses_its_memory() -> None:
-    core = RecordingCore(num_kv_blocks=12, scheduler=OPTIMISTIC, enable_prefix_caching=False)
-    for i in range(4):
-        core.send(f"r{i}", [i + 1] * 8, max_tokens=24, min_tokens=20)
-    core.run()
-    assert core.load().num_preemptions
-    assert counts(core)[0] == 4
+    """The same answers teach the same, with memory for all of them and with too little."""
+
+    def learned_in(num_kv_blocks: int) -> tuple[list[float], list[float], int]:
+        core = RecordingCore(num_kv_blocks=num_kv_blocks, scheduler=OPTIMISTIC, enable_prefix_caching=False)
+        for i in range(4):
+            core.send(f"r{i}", [i + 1] * 8, max_tokens=24, min_tokens=20, seed=i)
+        core.run()
+        table = forecast_of(core)._lengths.population
+        return table._reached, table._ended, core.load().num_preemptions
+
+    *tight, preemptions = learned_in(12)
+    *roomy, none = learned_in(64)
+    assert preemptions > none == 0
+    assert tight == roomy
 
 
 def test_answers_that_cannot_end_by_themselves_teach_nothing() -> None:
