@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from serve_app import watchdog as watchdog_module
 from serve_app import watchdog_process
 from serve_app.watchdog import Watchdog
 
@@ -132,7 +133,12 @@ def test_a_process_that_is_no_longer_the_parent_is_not_killed(monkeypatch: pytes
 
 
 @pytest.mark.anyio
-async def test_a_process_whose_watchdog_has_ended_goes_on_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_process_whose_watchdog_has_ended_goes_on_and_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        watchdog_module.logger, "handlers", [caplog.handler]
+    )  # a replica made here takes the root's away
     watchdog = Watchdog(3600)
     try:
         watchdog._process.kill()
