@@ -138,7 +138,7 @@ async def test_a_process_whose_watchdog_has_ended_goes_on_and_says_so(
 ) -> None:
     monkeypatch.setattr(
         watchdog_module.logger, "handlers", [caplog.handler]
-    )  # a replica made here takes the root's away
+    )  # not the root's
     watchdog = Watchdog(3600)
     try:
         watchdog._process.kill()
