@@ -48,7 +48,7 @@ def _run(arguments: Arguments, console: Console) -> None:
     _exit_on_signals()
     with ExitStack() as held:
         if starts_a_cluster(arguments.of_ray, os.environ):
-            checks = held.enter_context(checking(config, applications))
+            checks = held.enter_context(checking(config, applications, arguments))
             os.environ[VARIABLE] = uuid.uuid4().hex
         held.enter_context(serving_environment(arguments.of_ray, [config.path], os.environ))
         if not (applications and arguments.leaves_the_run_to_us):
