@@ -19,7 +19,7 @@ from engine.prepare import prepare_model
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys, KeysFileError
 from serve_app.front.arguments import Arguments
-from serve_app.front.config_file import ConfigRefused, ServeConfig, address_of
+from serve_app.front.config_file import ConfigRefused, ServeConfig, address_of, has_proxies
 from serve_app.front.modules import check_modules
 from serve_app.front.preflight import Application
 from serve_app.images.settings import ImageSettings
@@ -48,6 +48,8 @@ def checking(config: ServeConfig, applications: list[Application], arguments: Ar
 
 def check_port(config: ServeConfig) -> None:
     """Raises ConfigRefused: nobody could listen where the config says."""
+    if not has_proxies(config):
+        return
     host, port = address_of(config)
     where = config.where("http_options", "port")
     try:

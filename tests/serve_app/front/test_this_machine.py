@@ -57,6 +57,12 @@ def test_a_port_in_use_is_told_at_once(tmp_path: Path, port: int) -> None:
         check_port(config(tmp_path, port=port))
 
 
+def test_without_a_proxy_no_port_need_be_free(tmp_path: Path, port: int) -> None:
+    of = config(tmp_path, port=port)
+    of.content["proxy_location"] = "Disabled"
+    check_port(of)
+
+
 def test_a_host_that_is_not_this_machines_is_told(tmp_path: Path) -> None:
     of = config(tmp_path)
     of.content["http_options"]["host"] = "192.0.2.1"
