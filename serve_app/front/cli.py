@@ -87,7 +87,8 @@ def _leave_to_ray(arguments: Arguments, console: Console) -> None:
 
 def _find_server() -> None:
     """Ray's default is the first dashboard of this machine, whose ever it is, and without the token that it wants."""
-    found = running_servers()
+    # Each application of ours is noted, and those of one Ray have one dashboard.
+    found = {server.dashboard: server for server in running_servers()}.values()
     if len(found) > 1:
         listed = ", ".join(f"{server.dashboard} ({server.url})" for server in found)
         raise ConfigRefused(f"{len(found)} servers run here: choose one by --address: {listed}")
