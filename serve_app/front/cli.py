@@ -47,20 +47,21 @@ def _run(arguments: Arguments, console: Console) -> None:
     applications, checks = preflight(config), list[EngineCheck]()
     _exit_on_signals()
     with ExitStack() as held:
-        if starts_a_cluster(arguments.of_ray, os.environ):
+        own_cluster = starts_a_cluster(arguments.of_ray, os.environ)  # Ray's own start would make it look otherwise
+        if own_cluster:
             checks = held.enter_context(checking(config, applications, arguments))
             os.environ[VARIABLE] = uuid.uuid4().hex
         held.enter_context(serving_environment(arguments.of_ray, [config.path], os.environ))
         if not (applications and arguments.leaves_the_run_to_us):
             _leave_to_ray(arguments, console)
             return
-        from serve_app.front.run import run
+        from serve_app.front.run import Launch, run
 
         if not arguments.verbose:
             held.enter_context(console.quiet())
             if console.log is not None:
                 console.say(f"starting {config.path}; what Ray and the replicas print: {console.log}")
-        run(arguments, config, applications, checks, console)
+        run(Launch(arguments, config, applications, own_cluster), checks, console)
 
 
 def _leave_to_ray(arguments: Arguments, console: Console) -> None:

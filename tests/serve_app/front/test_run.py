@@ -1,0 +1,128 @@
+"""Our `serve run`, with Ray Serve's part of it stubbed: what is said, what is fatal, and what is then taken down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import yaml
+from ray import serve
+
+from serve_app.front import run as running
+from serve_app.front import shutdown
+from serve_app.front.arguments import Arguments
+from serve_app.front.config_file import read_config
+from serve_app.front.console import Console
+from serve_app.front.preflight import read_applications
+from serve_app.front.run import Launch
+from serve_app.front.start import StartFailed
+
+ARGS = {"engine": {"executor": "fake"}}
+THEIRS = {"name": "theirs", "route_prefix": "/t", "import_path": "their.app:build"}
+NOT_ANSWERED = StartFailed("http://x/health is not answered by this server")
+
+
+class Said(Console):
+    """The lines, instead of a terminal's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+class Cluster:
+    """What Serve has, and what was done to it."""
+
+    def __init__(self, **statuses: str) -> None:
+        self.statuses, self.done = statuses, list[str]()
+
+    def status(self) -> Any:
+        each = {
+            name: SimpleNamespace(status=status, message="it broke", deployments={})
+            for name, status in self.statuses.items()
+        }
+        return SimpleNamespace(applications=each)
+
+    def delete(self, name: str) -> None:
+        self.done.append(f"delete {name}")
+
+    def shutdown(self) -> None:
+        self.done.append("shutdown")
+
+
+def launch(tmp_path: Path, own_cluster: bool, **top: Any) -> Launch:
+    ours = {"name": "ours", "route_prefix": "/", "import_path": "serve_app.app:build", "args": ARGS}
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"applications": [ours, THEIRS], **top}))
+    config = read_config(path)
+    return Launch(Arguments.read(["run", str(path)], {}), config, read_applications(config), own_cluster)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cluster:
+    """Ours and theirs run, and another application that no config of ours names; a signal comes once all is told."""
+    found = Cluster(ours="RUNNING", theirs="RUNNING", another="RUNNING")
+    for name in ("status", "delete", "shutdown"):
+        monkeypatch.setattr(serve, name, getattr(found, name))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(shutdown, "drain", lambda name, *_: 0)
+    monkeypatch.setattr(running, "_submit", lambda arguments: None)
+    monkeypatch.setattr(running, "_of_engine", lambda application: ["model    m"])
+    monkeypatch.setattr(running.signal, "pause", lambda: raising(SystemExit(0)))
+    return found
+
+
+def raising(error: BaseException) -> Any:
+    raise error
+
+
+def said_by(of: Launch) -> list[str]:
+    """The lines until the signal."""
+    console = Said()
+    with pytest.raises(SystemExit):
+        running.run(of, [], console)
+    return console.lines
+
+
+def test_a_joined_cluster_may_have_its_proxy_elsewhere(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "wait_until_answering", lambda url: raising(NOT_ANSWERED))
+    assert said_by(launch(tmp_path, own_cluster=False)) == [
+        "model    m",
+        f"application ours is running; not reachable from here: {NOT_ANSWERED}",
+    ]
+    assert cluster.done == []
+
+
+def test_a_cluster_of_its_own_is_taken_down_when_it_does_not_answer(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "wait_until_answering", lambda url: raising(NOT_ANSWERED))
+    with pytest.raises(StartFailed):
+        running.run(launch(tmp_path, own_cluster=True), [], Said())
+    assert cluster.done == ["delete ours", "delete theirs", "delete another", "shutdown"]
+
+
+@pytest.mark.parametrize("own_cluster", [True, False])
+def test_without_a_proxy_nobody_is_asked(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, own_cluster: bool
+) -> None:
+    monkeypatch.setattr(running, "wait_until_answering", lambda url: pytest.fail(f"asked {url}"))
+    lines = said_by(launch(tmp_path, own_cluster, proxy_location="Disabled"))
+    assert lines[-1].startswith("application ours is running; proxy_location is Disabled")
+    assert cluster.done == []
+
+
+def test_a_failed_start_leaves_the_others_of_a_joined_cluster(tmp_path: Path, cluster: Cluster) -> None:
+    cluster.statuses["ours"] = "DEPLOY_FAILED"
+    with pytest.raises(StartFailed, match="application ours failed to start: it broke"):
+        running.run(launch(tmp_path, own_cluster=False), [], Said())
+    assert cluster.done == ["delete ours", "delete theirs"]
