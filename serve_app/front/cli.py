@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 import uuid
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from serve_app.front.haproxy import HAProxyUnusable
 from serve_app.front.preflight import preflight
 from serve_app.front.proxy_env import serving_environment, starts_a_cluster
 from serve_app.front.servers import running_servers
-from serve_app.front.start import StartFailed
+from serve_app.front.start import StartFailed, in_a_line
 from serve_app.front.this_machine import EngineCheck, checking
 from serve_app.instance import VARIABLE
 
@@ -38,6 +39,10 @@ def main() -> None:
             _leave_to_ray(arguments, console)
     except (ConfigRefused, HAProxyUnusable, StartFailed) as refusal:
         console.complain(str(refusal))
+        sys.exit(1)
+    except Exception as error:  # noqa: BLE001 - nobody is above; the terminal may see nothing but this line
+        traceback.print_exc()
+        console.complain(f"serve failed: {in_a_line(error)}")
         sys.exit(1)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from serve_app.front.servers import RunningServer, noted
 from serve_app.front.start import (
     StartFailed,
     engine_lines,
+    in_a_line,
     ready_lines,
     url_of,
     wait_until_answering,
@@ -49,6 +51,7 @@ def run(launch: Launch, checks: list[EngineCheck], console: Console) -> None:
     Raises:
         ConfigRefused: a check of an engine failed, or Ray Serve refuses the config.
         StartFailed: Ray or an application did not start; what had is taken down again.
+        Exception: whatever else went wrong; the same is taken down.
         SystemExit: a signal came before there was anything to take down.
     """
     began = time.monotonic()
@@ -64,7 +67,9 @@ def run(launch: Launch, checks: list[EngineCheck], console: Console) -> None:
             _tell(launch, console, held, began)
             while True:
                 signal.pause()
-        except StartFailed:
+        except ConfigRefused:
+            raise
+        except Exception:
             if ray.is_initialized():
                 _take_down(launch, console)
             raise
@@ -75,13 +80,18 @@ def run(launch: Launch, checks: list[EngineCheck], console: Console) -> None:
 
 
 def _take_down(launch: Launch, console: Console) -> None:
-    """After a failed start. On a cluster that others use, the applications of the config alone."""
+    """After a failure, which is to be told whether or not this works. On a cluster that others use, the applications of
+    the config alone."""
     from serve_app.front.shutdown import drain_and_delete, drain_and_shutdown
 
-    if launch.own_cluster:
-        drain_and_shutdown(console.say)
-    else:
-        drain_and_delete(launch.names, console.say)
+    try:
+        if launch.own_cluster:
+            drain_and_shutdown(console.say)
+        else:
+            drain_and_delete(launch.names, console.say)
+    except Exception as error:  # noqa: BLE001 - the failure before it is the one to raise
+        traceback.print_exc()
+        console.say(f"not everything was taken down: {in_a_line(error)}")
 
 
 def _submit(arguments: Arguments) -> None:
@@ -113,7 +123,7 @@ def _tell(launch: Launch, console: Console, held: ExitStack, began: float) -> No
     for application in launch.applications:
         url = url_of(launch.config, application.route_prefix)
         unreachable = _why_unreachable(launch, url)
-        for line in _of_engine(application):
+        for line in _told_by_engine(application):
             console.say(line)
         if unreachable is None:
             console.say(ready_lines(application, url, time.monotonic() - began))
@@ -144,6 +154,17 @@ def _running(url: str) -> RunningServer:
 
     dashboard = "" if _global_node is None else f"http://{_global_node.webui_url}"
     return RunningServer(url, dashboard, os.environ.get("RAY_AUTH_MODE", ""))
+
+
+def _told_by_engine(application: Application) -> list[str]:
+    """A warning where it does not answer: the application runs without these lines."""
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        return _of_engine(application)
+    except (RayError, RayServeException, TimeoutError) as error:
+        return [f"warning  no engine of {application.name} says what it chose: {in_a_line(error)}"]
 
 
 def _of_engine(application: Application) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +13,9 @@ import pytest
 import ray
 import yaml
 from ray import serve
+from ray.exceptions import RayError
 
+from loadtest.server import ROOT
 from serve_app.front import run as running
 from serve_app.front import shutdown
 from serve_app.front.arguments import Arguments
@@ -18,7 +23,7 @@ from serve_app.front.config_file import read_config
 from serve_app.front.console import Console
 from serve_app.front.preflight import read_applications
 from serve_app.front.run import Launch
-from serve_app.front.start import StartFailed
+from serve_app.front.start import StartFailed, in_a_line
 
 ARGS = {"engine": {"executor": "fake"}}
 THEIRS = {"name": "theirs", "route_prefix": "/t", "import_path": "their.app:build"}
@@ -75,6 +80,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cluster:
     monkeypatch.setattr(shutdown, "drain", lambda name, *_: 0)
     monkeypatch.setattr(running, "_submit", lambda arguments: None)
     monkeypatch.setattr(running, "_of_engine", lambda application: ["model    m"])
+    monkeypatch.setattr(running, "wait_until_answering", lambda url: None)
     monkeypatch.setattr(running.signal, "pause", lambda: raising(SystemExit(0)))
     return found
 
@@ -126,3 +132,68 @@ def test_a_failed_start_leaves_the_others_of_a_joined_cluster(tmp_path: Path, cl
     with pytest.raises(StartFailed, match="application ours failed to start: it broke"):
         running.run(launch(tmp_path, own_cluster=False), [], Said())
     assert cluster.done == ["delete ours", "delete theirs"]
+
+
+def test_an_engine_that_does_not_say_what_it_chose_is_a_warning(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "_of_engine", lambda application: raising(TimeoutError("no answer in 30 s")))
+    warning, ready = said_by(launch(tmp_path, own_cluster=True))
+    assert warning == "warning  no engine of ours says what it chose: TimeoutError: no answer in 30 s"
+    assert ready.startswith("chunkserve is ready")
+    assert cluster.done == []
+
+
+def test_an_error_that_nobody_foresaw_takes_down_what_runs(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "wait_until_running", lambda *_: raising(RayError("the controller died")))
+    with pytest.raises(RayError, match="the controller died"):
+        running.run(launch(tmp_path, own_cluster=True), [], Said())
+    assert cluster.done[-1] == "shutdown"
+
+
+def test_a_failure_is_told_even_if_nothing_can_be_taken_down(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "status", lambda: raising(RayError("the controller died")))
+    console = Said()
+    with pytest.raises(RayError):
+        running.run(launch(tmp_path, own_cluster=True), [], console)
+    assert console.lines[-1] == "not everything was taken down: RayError: the controller died"
+
+
+def test_an_error_that_nobody_foresaw_is_a_line_on_the_terminal_and_a_traceback_in_the_log(tmp_path: Path) -> None:
+    """In another process: the terminal's file descriptors become the log's."""
+    code = """
+import sys
+from serve_app.front import cli
+
+def failing(arguments, console):
+    with console.quiet():
+        raise TimeoutError("the controller took longer than 30 s\\nand more")
+
+cli._run = failing
+sys.argv = ["serve", "run", "c.yaml"]
+cli.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "RAY_TMPDIR": str(tmp_path)},
+        check=False,
+    )
+    (log,) = tmp_path.glob("**/serve-run-*.log")
+    assert done.returncode == 1
+    assert (done.stdout, done.stderr.splitlines()) == (
+        "",
+        ["serve failed: TimeoutError: the controller took longer than 30 s", f"log: {log}"],
+    )
+    assert log.read_text().startswith("Traceback")
+
+
+def test_what_ray_sends_of_a_traceback_is_told_by_its_last_line() -> None:
+    assert in_a_line(ValueError("ray::f() (pid=7)\n  File x\nKeyError: 'a'\n")) == "ValueError: KeyError: 'a'"
+    assert in_a_line(TimeoutError()) == "TimeoutError"
