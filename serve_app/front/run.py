@@ -101,7 +101,7 @@ def _submit(arguments: Arguments) -> None:
     from ray.serve.scripts import cli
 
     try:
-        first, *rest = arguments.of_ray
+        first, *rest = (of for of in arguments.of_ray if of != "--blocking")  # the last of the two would win
         cli.main(args=[first, "--non-blocking", *rest], prog_name="serve", standalone_mode=False)
     except ValidationError as error:
         reasons = (f"{'.'.join(map(str, of['loc']))}: {of['msg']}" for of in error.errors(include_url=False))

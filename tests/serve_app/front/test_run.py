@@ -14,6 +14,7 @@ import ray
 import yaml
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve import scripts
 
 from loadtest.server import ROOT
 from serve_app.front import run as running
@@ -197,3 +198,11 @@ cli.main()
 def test_what_ray_sends_of_a_traceback_is_told_by_its_last_line() -> None:
     assert in_a_line(ValueError("ray::f() (pid=7)\n  File x\nKeyError: 'a'\n")) == "ValueError: KeyError: 'a'"
     assert in_a_line(TimeoutError()) == "TimeoutError"
+
+
+def test_rays_command_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever beside an application that failed; ours waits in its place."""
+    given: list[str] = []
+    monkeypatch.setattr(scripts.cli, "main", lambda args, **_: given.extend(args))
+    running._submit(Arguments.read(["run", "c.yaml", "--blocking"], {}))
+    assert scripts.run.make_context("run", given[1:]).params["blocking"] is False
