@@ -3,7 +3,7 @@ Never refuses one: Ray's command does, and knows them all."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ WITH_VALUE = (
 )
 # fmt: on
 """Options of `serve run` whose next argument is theirs; a test holds them against Ray's."""
+_BRING_FILES = ("--runtime-env", "--runtime-env-json", "--working-dir")
 _ASKS_THE_DASHBOARD = frozenset(("config", "deploy", "shutdown", "status"))
 _NOT_OURS = frozenset(("--help", "--non-blocking", "--reload", "-r"))
 """With one of these, `serve run` is Ray's alone, after our checks."""
@@ -47,6 +48,30 @@ class Arguments:
                 path = Path(argument)
                 return path if path.suffix in (".yaml", ".yml") or path.is_file() else None
         return None
+
+    @property
+    def brings_files(self) -> bool:
+        """Whether the applications may import what is not on this machine, or not where this process looks."""
+        return any(True for name in _BRING_FILES for _ in self._values(name))
+
+    @property
+    def app_dir(self) -> str:
+        """Where Ray's `serve run` looks for modules first."""
+        return [".", *self._values("--app-dir", "-d")][-1]
+
+    def _values(self, *names: str) -> Iterator[str]:
+        """As click reads them: `--name value`, `--name=value`, `-dvalue`."""
+        rest = iter(self.of_ray[1:])
+        for argument in rest:
+            name, equals, value = argument.partition("=")
+            if argument in WITH_VALUE:
+                given = next(rest, "")
+                if argument in names:
+                    yield given
+            elif equals and name in names:
+                yield value
+            elif argument[:2] in names and not argument.startswith("--"):
+                yield argument[2:]
 
     @property
     def leaves_the_run_to_us(self) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 import uuid
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from serve_app.front.haproxy import HAProxyUnusable
 from serve_app.front.preflight import preflight
 from serve_app.front.proxy_env import serving_environment, starts_a_cluster
 from serve_app.front.servers import running_servers
-from serve_app.front.start import StartFailed
+from serve_app.front.start import StartFailed, in_a_line
 from serve_app.front.this_machine import EngineCheck, checking
 from serve_app.instance import VARIABLE
 
@@ -39,6 +40,10 @@ def main() -> None:
     except (ConfigRefused, HAProxyUnusable, StartFailed) as refusal:
         console.complain(str(refusal))
         sys.exit(1)
+    except Exception as error:  # noqa: BLE001 - nobody is above; the terminal may see nothing but this line
+        traceback.print_exc()
+        console.complain(f"serve failed: {in_a_line(error)}")
+        sys.exit(1)
 
 
 def _run(arguments: Arguments, console: Console) -> None:
@@ -47,20 +52,21 @@ def _run(arguments: Arguments, console: Console) -> None:
     applications, checks = preflight(config), list[EngineCheck]()
     _exit_on_signals()
     with ExitStack() as held:
-        if starts_a_cluster(arguments.of_ray, os.environ):
-            checks = held.enter_context(checking(config, applications))
+        own_cluster = starts_a_cluster(arguments.of_ray, os.environ)  # Ray's own start would make it look otherwise
+        if own_cluster:
+            checks = held.enter_context(checking(config, applications, arguments))
             os.environ[VARIABLE] = uuid.uuid4().hex
         held.enter_context(serving_environment(arguments.of_ray, [config.path], os.environ))
         if not (applications and arguments.leaves_the_run_to_us):
             _leave_to_ray(arguments, console)
             return
-        from serve_app.front.run import run
+        from serve_app.front.run import Launch, run
 
         if not arguments.verbose:
             held.enter_context(console.quiet())
             if console.log is not None:
                 console.say(f"starting {config.path}; what Ray and the replicas print: {console.log}")
-        run(arguments, config, applications, checks, console)
+        run(Launch(arguments, config, applications, own_cluster), checks, console)
 
 
 def _leave_to_ray(arguments: Arguments, console: Console) -> None:
@@ -87,7 +93,8 @@ def _leave_to_ray(arguments: Arguments, console: Console) -> None:
 
 def _find_server() -> None:
     """Ray's default is the first dashboard of this machine, whose ever it is, and without the token that it wants."""
-    found = running_servers()
+    # Each application of ours is noted, and those of one Ray have one dashboard.
+    found = {server.dashboard: server for server in running_servers()}.values()
     if len(found) > 1:
         listed = ", ".join(f"{server.dashboard} ({server.url})" for server in found)
         raise ConfigRefused(f"{len(found)} servers run here: choose one by --address: {listed}")

@@ -26,6 +26,8 @@ APPLICATION_KEYS = (
     "logging_config", "external_scaler_enabled",
 )
 # fmt: on
+_ANCHORS = "x-"
+"""With this begin, as in Compose files, top-level keys that hold what the rest refers to."""
 EXPECTED = "expected a Serve config, a mapping with `applications:`, as in this project's config.yaml"
 
 
@@ -60,7 +62,20 @@ class ServeConfig:
 def address_of(config: ServeConfig) -> tuple[str, int]:
     """Where the config wants to be reached."""
     http = config.content.get("http_options") or {}
-    return http.get("host", "0.0.0.0"), http.get("port", 8000)
+    return http.get("host", "0.0.0.0"), _port_in(http) or 0
+
+
+def has_proxies(config: ServeConfig) -> bool:
+    """Whether anything is to listen for HTTP."""
+    return config.content.get("proxy_location") != "Disabled"
+
+
+def _port_in(http: dict[str, Any]) -> int | None:
+    """As Ray reads it, a string of digits too. None: it is no port."""
+    port = http.get("port", 8000)
+    if isinstance(port, str) and port.isascii() and port.isdecimal():
+        port = int(port)
+    return port if isinstance(port, int) and not isinstance(port, bool) and 1 <= port <= 65535 else None
 
 
 def _items(node: yaml.Node) -> Iterator[tuple[str | int, tuple[int, yaml.Node]]]:
@@ -107,16 +122,16 @@ def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
 def _problems(config: ServeConfig) -> Iterator[str]:
     content = config.content
     yield from _twice(config, config.root)
-    yield from _unknown(config, (), content, TOP_KEYS)
+    served = {key: value for key, value in content.items() if not str(key).startswith(_ANCHORS)}
+    yield from _unknown(config, (), served, TOP_KEYS)
     http = content.get("http_options") or {}
     if not isinstance(http, dict):
         yield f"{config.where('http_options')}: http_options: expected a mapping with `port:` (given: {http!r})"
     else:
         yield from _unknown(config, ("http_options",), http, HTTP_KEYS)
-        port = http.get("port", 8000)
-        if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
+        if _port_in(http) is None:
             where = config.where("http_options", "port")
-            yield f"{where}: http_options.port: expected a number from 1 to 65535 (given: {port!r})"
+            yield f"{where}: http_options.port: expected a number from 1 to 65535 (given: {http['port']!r})"
     applications = content.get("applications")
     if not isinstance(applications, list) or not applications:
         given = "" if applications is None else f" (given: {applications!r})"

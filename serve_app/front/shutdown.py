@@ -4,7 +4,7 @@ Never decides how long that takes; each application's ingress does, by its `drai
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ray import serve
 from ray.exceptions import RayError
@@ -23,6 +23,17 @@ def drain_and_shutdown(say: Say) -> None:
             _report(name, ended, say)
             _delete(name, say)
     serve.shutdown()
+
+
+def drain_and_delete(names: Sequence[str], say: Say) -> None:
+    """These applications alone: the others of their cluster serve on."""
+    signal.alarm(0)  # as above
+    say(f"Deleting {', '.join(names)}: letting running requests finish.")
+    found = serve.status().applications
+    for name in names:
+        if name in found:
+            _report(name, drain(name, found[name], say) or 0, say)
+            _delete(name, say)
 
 
 def drain(app_name: str, app: ApplicationStatusOverview, say: Say) -> int | None:

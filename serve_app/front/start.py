@@ -26,6 +26,14 @@ _OURS = ("ConfigError", "ModelError", "CheckpointError", "KeysFileError", "Engin
 _RAISED = re.compile(r"^\s*(?:[\w]+\.)*(?P<kind>\w+(?:Error|Exception|Exporter|Refused)): (?P<text>.+)$", re.MULTILINE)
 
 
+def in_a_line(error: Exception) -> str:
+    """Its type, and what says most: the last line of a traceback that Ray sends as a message, else the first line."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    return f"{type(error).__name__}: {lines[-1 if lines[0].startswith('ray::') else 0].strip()}"
+
+
 class StartFailed(Exception):
     """An application will not run. The message is one line."""
 

@@ -11,8 +11,6 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.machinery import all_suffixes
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -20,21 +18,23 @@ from engine.check import COMMAND, REFUSED
 from engine.prepare import prepare_model
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys, KeysFileError
-from serve_app.front.config_file import ConfigRefused, ServeConfig, address_of
-from serve_app.front.preflight import BUILDER, Application
+from serve_app.front.arguments import Arguments
+from serve_app.front.config_file import ConfigRefused, ServeConfig, address_of, has_proxies
+from serve_app.front.modules import check_modules
+from serve_app.front.preflight import Application
 from serve_app.images.settings import ImageSettings
 from serve_app.tracing.export import MissingExporter, check_exporter
 
 
 @contextmanager
-def checking(config: ServeConfig, applications: list[Application]) -> Iterator[list[EngineCheck]]:
+def checking(config: ServeConfig, applications: list[Application], arguments: Arguments) -> Iterator[list[EngineCheck]]:
     """Check what takes no time, and start checks of the engines, which load torch, in processes of their own.
 
     Raises:
         ConfigRefused: the port is not free, or a file or module that an application needs is not there.
     """
     check_port(config)
-    check_modules(config)
+    check_modules(config, arguments)
     for application in applications:
         _check_ingress(application)
     checks: list[EngineCheck] = []
@@ -48,6 +48,8 @@ def checking(config: ServeConfig, applications: list[Application]) -> Iterator[l
 
 def check_port(config: ServeConfig) -> None:
     """Raises ConfigRefused: nobody could listen where the config says."""
+    if not has_proxies(config):
+        return
     host, port = address_of(config)
     where = config.where("http_options", "port")
     try:
@@ -61,37 +63,6 @@ def check_port(config: ServeConfig) -> None:
             f"{where}: http_options.port {port} on {host} is not free: {error.strerror}. Stop what listens there, or "
             "choose another port."
         ) from None
-
-
-def check_modules(config: ServeConfig) -> None:
-    """Raises ConfigRefused: an application's import_path names a module that is not there. Nothing is imported: a
-    module may do what it likes when it is. With a runtime_env, files may come with it."""
-    for number, app in enumerate(config.applications):
-        module, _, attribute = app["import_path"].replace(":", ".").rpartition(".")
-        ours = module == BUILDER.partition(":")[0] and attribute != "build"
-        if ours or not (app.get("runtime_env") or _is_there(module)):
-            what = f"{module} has no {attribute}" if ours else f"there is no module {module!r}"
-            raise ConfigRefused(
-                f"{config.where('applications', number, 'import_path')}, application {app.get('name', 'default')}: "
-                f"import_path: {what} (given: {app['import_path']!r}); this project's is {BUILDER}"
-            )
-
-
-def _is_there(module: str) -> bool:
-    top, *rest = module.split(".")
-    try:
-        spec = find_spec(top) if top else None
-    except ValueError:  # a module that says nothing of where it is from
-        return True
-    if spec is None:
-        return False
-    places = [Path(place) for place in spec.submodule_search_locations or ()]
-    for number, part in enumerate(rest, start=1):
-        files = [place / f"{part}{suffix}" for place in places for suffix in all_suffixes()]
-        places = [place / part for place in places if (place / part).is_dir()]
-        if not places:
-            return number == len(rest) and any(file.is_file() for file in files)
-    return True
 
 
 def _check_ingress(application: Application) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.server import ROOT
-from serve_app.front.config_file import APPLICATION_KEYS, HTTP_KEYS, TOP_KEYS, ConfigRefused, read_config
+from serve_app.front.config_file import APPLICATION_KEYS, HTTP_KEYS, TOP_KEYS, ConfigRefused, address_of, read_config
 from tests.test_architecture import run_python
 
 APPLICATION = "applications:\n  - name: a\n    import_path: serve_app.app:build\n"
@@ -47,7 +47,11 @@ def refusal(tmp_path: Path, text: str | bytes) -> str:
             f"http_options:\n  port: 80000\n{APPLICATION}",
             "line 2: http_options.port: expected a number from 1 to",
         ),
-        (f"http_options:\n  port: '80'\n{APPLICATION}", "line 2: http_options.port: expected a number from 1 to"),
+        (f"http_options:\n  port: '80000'\n{APPLICATION}", "expected a number from 1 to 65535 (given: '80000')"),
+        (f"http_options:\n  port: '-1'\n{APPLICATION}", "expected a number from 1 to 65535 (given: '-1')"),
+        (f"http_options:\n  port:\n{APPLICATION}", "expected a number from 1 to 65535 (given: None)"),
+        (f"http_options:\n  port: true\n{APPLICATION}", "expected a number from 1 to 65535 (given: True)"),
+        (f"http_options:\n  x-a: 1\n{APPLICATION}", "line 2: unknown key http_options.x-a: expected one of host"),
         (f"http_options: 8000\n{APPLICATION}", "line 1: http_options: expected a mapping with `port:` (given: 8000)"),
         ("applications: []\n", "c.yaml, line 1: applications: expected a list with an application or more (given: [])"),
         ("applications:\n  - a\n", "c.yaml, line 2: applications.0: expected a mapping with `import_path:`"),
@@ -58,6 +62,19 @@ def refusal(tmp_path: Path, text: str | bytes) -> str:
 )
 def test_what_is_no_config_is_told_by_line_with_what_was_expected(tmp_path: Path, text: str, message: str) -> None:
     assert message in refusal(tmp_path, text)
+
+
+def test_a_top_level_key_may_hold_what_the_rest_refers_to(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"x-common: &common {{ray_actor_options: {{}}}}\n{APPLICATION}    args: *common\n")
+    assert read_config(path).applications[0]["args"] == {"ray_actor_options": {}}
+
+
+@pytest.mark.parametrize("port", ["8123", "'8123'", "'08123'"])
+def test_a_port_may_be_a_string_of_digits(tmp_path: Path, port: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"http_options: {{port: {port}}}\n{APPLICATION}")
+    assert address_of(read_config(path)) == ("0.0.0.0", 8123)
 
 
 def test_a_missing_file_and_a_directory_are_told_by_name(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,12 @@ def test_the_one_that_runs_is_asked_with_the_token_that_it_wants() -> None:
     with noted(FIRST):
         cli._find_server()
     assert (os.environ["RAY_DASHBOARD_ADDRESS"], os.environ["RAY_AUTH_MODE"]) == (FIRST.dashboard, "token")
+
+
+def test_two_applications_are_one_server() -> None:
+    with noted(FIRST), noted(replace(FIRST, url=f"{FIRST.url}/second")):
+        cli._find_server()
+    assert os.environ["RAY_DASHBOARD_ADDRESS"] == FIRST.dashboard
 
 
 def test_of_several_none_is_guessed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import yaml
 
 from loadtest.server import free_port
+from serve_app.front.arguments import Arguments
 from serve_app.front.config_file import ConfigRefused, ServeConfig, read_config
+from serve_app.front.modules import check_modules
 from serve_app.front.preflight import preflight
-from serve_app.front.this_machine import check_modules, check_port, checking
+from serve_app.front.this_machine import check_port, checking
 
 FAKE = {"engine": {"executor": "fake"}}
 
@@ -35,8 +38,12 @@ def config(tmp_path: Path, args: Any = FAKE, port: int | None = None, **applicat
     return read_config(path)
 
 
+def run(*arguments: str) -> Arguments:
+    return Arguments.read(["run", *arguments, "c.yaml"], {})
+
+
 def checked(of: ServeConfig) -> None:
-    with checking(of, preflight(of)) as checks:
+    with checking(of, preflight(of), run()) as checks:
         for check in checks:
             check.finish()
 
@@ -48,6 +55,12 @@ def test_a_config_that_fits_passes(tmp_path: Path) -> None:
 def test_a_port_in_use_is_told_at_once(tmp_path: Path, port: int) -> None:
     with pytest.raises(ConfigRefused, match=rf"c\.yaml, line 3: http_options.port {port} on 127.0.0.1 is not free"):
         check_port(config(tmp_path, port=port))
+
+
+def test_without_a_proxy_no_port_need_be_free(tmp_path: Path, port: int) -> None:
+    of = config(tmp_path, port=port)
+    of.content["proxy_location"] = "Disabled"
+    check_port(of)
 
 
 def test_a_host_that_is_not_this_machines_is_told(tmp_path: Path) -> None:
@@ -69,18 +82,41 @@ def test_a_host_that_is_not_this_machines_is_told(tmp_path: Path) -> None:
 )
 def test_a_module_that_is_not_there_is_named(tmp_path: Path, import_path: str, problem: str) -> None:
     with pytest.raises(ConfigRefused) as caught:
-        check_modules(config(tmp_path, import_path=import_path))
+        check_modules(config(tmp_path, import_path=import_path), run())
     assert f"line 6, application a: import_path: {problem}" in str(caught.value)
     assert str(caught.value).endswith("this project's is serve_app.app:build")
 
 
 @pytest.mark.parametrize("import_path", ["serve_app.app:build", "serve_app.app.build", "json:x", "serve_app.api.sse:y"])
 def test_a_module_that_is_there_passes_and_is_not_imported(tmp_path: Path, import_path: str) -> None:
-    check_modules(config(tmp_path, import_path=import_path))
+    check_modules(config(tmp_path, import_path=import_path), run())
 
 
 def test_a_module_may_come_with_the_runtime_env(tmp_path: Path) -> None:
-    check_modules(config(tmp_path, import_path="theirs:app", runtime_env={"working_dir": "https://example.com/a.zip"}))
+    files = {"working_dir": "https://example.com/a.zip"}
+    check_modules(config(tmp_path, import_path="theirs:app", runtime_env=files), run())
+
+
+@pytest.mark.parametrize("option", ["--working-dir=there", "--runtime-env r.yaml", "--runtime-env-json {}"])
+def test_a_module_may_come_with_what_the_command_names(tmp_path: Path, option: str) -> None:
+    check_modules(config(tmp_path, import_path="theirs:app"), run(*option.split()))
+
+
+@pytest.mark.parametrize("option", ["", "--app-dir {}", "--app-dir={}", "-d {}", "-d{}"])
+def test_a_module_may_be_where_ray_looks(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A console script has neither directory in its `sys.path`."""
+    (tmp_path / "my_own_app.py").write_text("")
+    monkeypatch.chdir(tmp_path if not option else "/")
+    before = list(sys.path)
+    check_modules(config(tmp_path, import_path="my_own_app:app"), run(*option.format(tmp_path).split()))
+    assert sys.path == before
+
+
+def test_a_module_in_no_directory_of_rays_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_app.py").write_text("")
+    monkeypatch.chdir("/")
+    with pytest.raises(ConfigRefused, match="there is no module 'my_own_app'"):
+        check_modules(config(tmp_path, import_path="my_own_app:app"), run("--name", "--working-dir"))
 
 
 @pytest.mark.parametrize(
@@ -136,6 +172,6 @@ def test_images_for_a_model_that_takes_none_are_refused(tmp_path: Path) -> None:
 
 def test_a_check_that_nobody_waits_for_ends(tmp_path: Path) -> None:
     of = config(tmp_path)
-    with checking(of, preflight(of)) as checks:
+    with checking(of, preflight(of), run()) as checks:
         (check,) = checks
     assert check.process.returncode is not None

@@ -1,0 +1,208 @@
+"""Our `serve run`, with Ray Serve's part of it stubbed: what is said, what is fatal, and what is then taken down."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import yaml
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve import scripts
+
+from loadtest.server import ROOT
+from serve_app.front import run as running
+from serve_app.front import shutdown
+from serve_app.front.arguments import Arguments
+from serve_app.front.config_file import read_config
+from serve_app.front.console import Console
+from serve_app.front.preflight import read_applications
+from serve_app.front.run import Launch
+from serve_app.front.start import StartFailed, in_a_line
+
+ARGS = {"engine": {"executor": "fake"}}
+THEIRS = {"name": "theirs", "route_prefix": "/t", "import_path": "their.app:build"}
+NOT_ANSWERED = StartFailed("http://x/health is not answered by this server")
+
+
+class Said(Console):
+    """The lines, instead of a terminal's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+class Cluster:
+    """What Serve has, and what was done to it."""
+
+    def __init__(self, **statuses: str) -> None:
+        self.statuses, self.done = statuses, list[str]()
+
+    def status(self) -> Any:
+        each = {
+            name: SimpleNamespace(status=status, message="it broke", deployments={})
+            for name, status in self.statuses.items()
+        }
+        return SimpleNamespace(applications=each)
+
+    def delete(self, name: str) -> None:
+        self.done.append(f"delete {name}")
+
+    def shutdown(self) -> None:
+        self.done.append("shutdown")
+
+
+def launch(tmp_path: Path, own_cluster: bool, **top: Any) -> Launch:
+    ours = {"name": "ours", "route_prefix": "/", "import_path": "serve_app.app:build", "args": ARGS}
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"applications": [ours, THEIRS], **top}))
+    config = read_config(path)
+    return Launch(Arguments.read(["run", str(path)], {}), config, read_applications(config), own_cluster)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cluster:
+    """Ours and theirs run, and another application that no config of ours names; a signal comes once all is told."""
+    found = Cluster(ours="RUNNING", theirs="RUNNING", another="RUNNING")
+    for name in ("status", "delete", "shutdown"):
+        monkeypatch.setattr(serve, name, getattr(found, name))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(shutdown, "drain", lambda name, *_: 0)
+    monkeypatch.setattr(running, "_submit", lambda arguments: None)
+    monkeypatch.setattr(running, "_of_engine", lambda application: ["model    m"])
+    monkeypatch.setattr(running, "wait_until_answering", lambda url: None)
+    monkeypatch.setattr(running.signal, "pause", lambda: raising(SystemExit(0)))
+    return found
+
+
+def raising(error: BaseException) -> Any:
+    raise error
+
+
+def said_by(of: Launch) -> list[str]:
+    """The lines until the signal."""
+    console = Said()
+    with pytest.raises(SystemExit):
+        running.run(of, [], console)
+    return console.lines
+
+
+def test_a_joined_cluster_may_have_its_proxy_elsewhere(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "wait_until_answering", lambda url: raising(NOT_ANSWERED))
+    assert said_by(launch(tmp_path, own_cluster=False)) == [
+        "model    m",
+        f"application ours is running; not reachable from here: {NOT_ANSWERED}",
+    ]
+    assert cluster.done == []
+
+
+def test_a_cluster_of_its_own_is_taken_down_when_it_does_not_answer(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "wait_until_answering", lambda url: raising(NOT_ANSWERED))
+    with pytest.raises(StartFailed):
+        running.run(launch(tmp_path, own_cluster=True), [], Said())
+    assert cluster.done == ["delete ours", "delete theirs", "delete another", "shutdown"]
+
+
+@pytest.mark.parametrize("own_cluster", [True, False])
+def test_without_a_proxy_nobody_is_asked(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, own_cluster: bool
+) -> None:
+    monkeypatch.setattr(running, "wait_until_answering", lambda url: pytest.fail(f"asked {url}"))
+    lines = said_by(launch(tmp_path, own_cluster, proxy_location="Disabled"))
+    assert lines[-1].startswith("application ours is running; proxy_location is Disabled")
+    assert cluster.done == []
+
+
+def test_a_failed_start_leaves_the_others_of_a_joined_cluster(tmp_path: Path, cluster: Cluster) -> None:
+    cluster.statuses["ours"] = "DEPLOY_FAILED"
+    with pytest.raises(StartFailed, match="application ours failed to start: it broke"):
+        running.run(launch(tmp_path, own_cluster=False), [], Said())
+    assert cluster.done == ["delete ours", "delete theirs"]
+
+
+def test_an_engine_that_does_not_say_what_it_chose_is_a_warning(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "_of_engine", lambda application: raising(TimeoutError("no answer in 30 s")))
+    warning, ready = said_by(launch(tmp_path, own_cluster=True))
+    assert warning == "warning  no engine of ours says what it chose: TimeoutError: no answer in 30 s"
+    assert ready.startswith("chunkserve is ready")
+    assert cluster.done == []
+
+
+def test_an_error_that_nobody_foresaw_takes_down_what_runs(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "wait_until_running", lambda *_: raising(RayError("the controller died")))
+    with pytest.raises(RayError, match="the controller died"):
+        running.run(launch(tmp_path, own_cluster=True), [], Said())
+    assert cluster.done[-1] == "shutdown"
+
+
+def test_a_failure_is_told_even_if_nothing_can_be_taken_down(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "status", lambda: raising(RayError("the controller died")))
+    console = Said()
+    with pytest.raises(RayError):
+        running.run(launch(tmp_path, own_cluster=True), [], console)
+    assert console.lines[-1] == "not everything was taken down: RayError: the controller died"
+
+
+def test_an_error_that_nobody_foresaw_is_a_line_on_the_terminal_and_a_traceback_in_the_log(tmp_path: Path) -> None:
+    """In another process: the terminal's file descriptors become the log's."""
+    code = """
+import sys
+from serve_app.front import cli
+
+def failing(arguments, console):
+    with console.quiet():
+        raise TimeoutError("the controller took longer than 30 s\\nand more")
+
+cli._run = failing
+sys.argv = ["serve", "run", "c.yaml"]
+cli.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "RAY_TMPDIR": str(tmp_path)},
+        check=False,
+    )
+    (log,) = tmp_path.glob("**/serve-run-*.log")
+    assert done.returncode == 1
+    assert (done.stdout, done.stderr.splitlines()) == (
+        "",
+        ["serve failed: TimeoutError: the controller took longer than 30 s", f"log: {log}"],
+    )
+    assert log.read_text().startswith("Traceback")
+
+
+def test_what_ray_sends_of_a_traceback_is_told_by_its_last_line() -> None:
+    assert in_a_line(ValueError("ray::f() (pid=7)\n  File x\nKeyError: 'a'\n")) == "ValueError: KeyError: 'a'"
+    assert in_a_line(TimeoutError()) == "TimeoutError"
+
+
+def test_rays_command_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever beside an application that failed; ours waits in its place."""
+    given: list[str] = []
+    monkeypatch.setattr(scripts.cli, "main", lambda args, **_: given.extend(args))
+    running._submit(Arguments.read(["run", "c.yaml", "--blocking"], {}))
+    assert scripts.run.make_context("run", given[1:]).params["blocking"] is False
