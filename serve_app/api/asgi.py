@@ -7,7 +7,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.api.body_pace import MIN_BYTES_PER_S, STALL_S, BodyPace
 from serve_app.api.refusal import REQUEST_ID, is_anthropic, refusal
 from serve_app.api.wait import Wait, WaitEnded
+from serve_app.edge.client_state import give_client_up
 from serve_app.edge.limits import REQUEST_ID as WELL_FORMED_ID
 from serve_app.errors import ApiError, to_api_error
 
@@ -102,11 +103,14 @@ class RequestGuard:
                 await self._app(scope, receive, guarded_send)
             except ClientGone:
                 logger.info("client gone: %s", request_id)
+                give_client_up(scope)
             except Exception as error:
                 if started:  # too late for a status: the server cuts the connection, and the client sees it
                     raise
-                with suppress(ClientGone):
+                try:
                     await refusal(to_api_error(error), scope)(scope, receive, guarded_send)
+                except ClientGone:
+                    give_client_up(scope)
 
 
 def _request_id(scope: Scope) -> str:

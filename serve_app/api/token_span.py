@@ -78,7 +78,7 @@ def _takes_spaces(core: tokenizers.Tokenizer) -> bool:
 
 def _dropped(model: Any, vocabulary: Mapping[str, int], is_byte_level: bool) -> str | None:
     """The characters that the model has no tokens for and leaves out; None where it is not known to keep the others."""
-    if not isinstance(model, tokenizers.models.BPE):
+    if not isinstance(model, tokenizers.models.BPE) or _marks_places(model):
         return None
     if is_byte_level:
         missing = [byte for letter, byte in BYTE_LETTERS.items() if letter not in vocabulary]
@@ -88,6 +88,11 @@ def _dropped(model: Any, vocabulary: Mapping[str, int], is_byte_level: bool) -> 
         return "".join(chr(byte) for byte in missing if byte < 0x80)
     has_bytes = model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     return "" if has_bytes else None
+
+
+def _marks_places(model: tokenizers.models.BPE) -> bool:
+    """Whether a character is looked up with a mark of its place in the word; the vocabulary may lack the marked one."""
+    return bool(model.end_of_word_suffix or model.continuing_subword_prefix)
 
 
 def byte_letters() -> dict[str, int]:

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import uuid
+from contextlib import suppress
 from typing import Any
 
 from ray.serve.exceptions import RequestCancelledError
@@ -15,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.refusal import ANTHROPIC_PATH, anthropic_error
+from serve_app.edge.client_state import track_client
 from serve_app.edge.limits import REQUEST_ID
 from serve_app.edge.refusals import NO_ROUTE, REPLICA_LOST, Refusal
 from serve_app.errors import ApiError
@@ -22,6 +24,9 @@ from serve_app.errors import ApiError
 logger = logging.getLogger("ray.serve")
 
 RESPONSES_PATH = "/v1/responses"
+LAST_WORD_S = 10
+"""How long the client may take to accept what is said here: its socket may be full, and nobody else watches it."""
+
 _RAYS_OWN = ("/-/healthz", "/-/routes")
 """Paths on which Ray's plain texts are what probes expect."""
 
@@ -84,6 +89,7 @@ class _Answer:
         self._path: str = scope["path"]
         self._headers = Headers(scope=scope)
         self._send = send
+        self._client = track_client(scope)
         self._is_started = False
         self._is_complete = False
         self._is_stream = False
@@ -115,19 +121,26 @@ class _Answer:
         named["x-request-id"] = self._headers.get("x-request-id") or str(uuid.uuid4())
         named |= {name.lower(): value for name, value in error.headers.items()} | (headers or {})
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
-        await self._send({"type": "http.response.start", "status": error.status, "headers": encoded})
-        await self._send({"type": "http.response.body", "body": body})
+        start: Message = {"type": "http.response.start", "status": error.status, "headers": encoded}
+        await self._say(start, {"type": "http.response.body", "body": body})
+
+    async def _say(self, *messages: Message) -> None:
+        with suppress(TimeoutError):  # the server closes the connection of an answer that is not complete
+            async with asyncio.timeout(LAST_WORD_S):
+                for message in messages:
+                    await self._send(message)
 
     async def complete(self, error: ApiError) -> None:
         """Say what has happened where Ray did not: in an answer, or in the last frame of a stream. An answer that is
-        neither is left to the server, which closes the connection, so that nobody takes it for whole."""
-        if self._is_complete:
+        neither is left to the server, which closes the connection, so that nobody takes it for whole. So is one whose
+        client the ingress has given up: nothing was lost."""
+        if self._is_complete or self._client.is_gone:
             return
         if not self._is_started:
             await self.refuse(error)
         elif self._is_stream:
             self._is_complete = True
-            await self._send({"type": "http.response.body", "body": self._frames(error)})
+            await self._say({"type": "http.response.body", "body": self._frames(error)})
 
     def _instead_of(self, message: Message) -> tuple[ApiError, dict[str, str]] | None:
         """Our app's errors are JSON; a text is Ray's."""

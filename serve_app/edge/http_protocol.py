@@ -28,6 +28,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._in_head = True
+        self._began_head = False  # in the read that is being parsed
         self._head_bytes = 0  # of a head that is not complete
         self._refusal = MALFORMED
         self._timer: asyncio.TimerHandle | None = None
@@ -41,20 +42,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        was_in_head = self._in_head
+        self._began_head = False
         super().data_received(data)
-        if self.transport.is_closing() or not self._in_head:
+        if self.transport.is_closing() or self.transport.get_protocol() is not self:  # it may be a WebSocket's now
             return
-        if was_in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES + MAX_URL_BYTES:
-                self._refuse(HEAD_TOO_LARGE)
-        elif self._timer is None:
-            self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
+        if self._in_head:
+            self._check_unfinished(len(data))
+        elif self._is_idle():
+            self._start_timer(LINGER_S, self.transport.close)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._began_head, self._head_bytes = True, True, 0
+        if self.cycle is not None:  # the time of a connection's first head began with the connection
+            self._stop_timer()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -78,6 +79,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """What uvicorn calls for every request that it cannot read; its own answer is a plain text."""
         self._refuse(self._refusal)
 
+    def _check_unfinished(self, num_read: int) -> None:
+        # A read may begin with the body of the request before, so the read in which a head begins is not counted. On a
+        # connection's first head nothing is before it.
+        if not self._began_head or self.cycle is None:
+            self._head_bytes += num_read
+        if self._head_bytes > MAX_HEAD_BYTES + MAX_URL_BYTES:
+            self._refuse(HEAD_TOO_LARGE)
+        elif self._timer is None:
+            self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _is_idle(self) -> bool:
+        """Whether nothing would end the connection. uvicorn stops its keep-alive timer at every read, and starts it
+        after answers only: not after a body that came behind its answer, nor after an empty line."""
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        return is_answered and self._timer is None and self.timeout_keep_alive_task is None
+
     def _too_large(self) -> Refusal | None:
         if len(self.url) > MAX_URL_BYTES:
             return URL_TOO_LONG
@@ -85,7 +102,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return HEAD_TOO_LARGE if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS else None
 
     def _head_is_late(self) -> None:
-        if self._head_bytes or self.headers is not None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The request before is not answered yet, and nothing may have been read meanwhile: no fault of the client.
+            self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
+        elif self._head_bytes or self.headers is not None:
             self._refuse(HEAD_TOO_SLOW)
         else:  # nothing was sent, as by a browser that connects ahead of time
             self.transport.close()

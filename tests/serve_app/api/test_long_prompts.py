@@ -164,6 +164,16 @@ def unbounded() -> Iterator[tokenizers.Tokenizer]:
     yield byte_level(*(letter for letter, byte in BYTE_LETTERS.items() if byte == 0x81))
 
 
+@pytest.mark.parametrize("option", ["end_of_word_suffix", "continuing_subword_prefix"])
+def test_a_model_that_marks_where_in_a_word_a_character_is_tells_nothing_by_length(option: str) -> None:
+    """The marked character may have no token, and is left out then, although the plain one has one."""
+    vocabulary = {letter: i for i, letter in enumerate(BYTE_LETTERS)}
+    core = tokenizers.Tokenizer(models.BPE(vocabulary, [], **{option: "@@"}))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    assert len(core.encode(" ab" * 300).ids) < 900, "fewer than one for each character"
+    assert longest_span(core) is None
+
+
 @pytest.mark.parametrize("number", range(len(list(unbounded()))))
 def test_a_tokenizer_that_may_leave_text_out_tells_nothing_by_length(number: int) -> None:
     assert longest_span(list(unbounded())[number]) is None

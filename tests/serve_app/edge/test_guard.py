@@ -10,8 +10,10 @@ import pytest
 from ray.serve.exceptions import RequestCancelledError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.api.asgi import RequestGuard
+from serve_app.edge import guard
 from serve_app.edge.guard import Guard
-from tests.serve_app.harness import Answer, Exchange
+from tests.serve_app.harness import TIMEOUT_S, Answer, Exchange
 
 JSON = ("content-type", "application/json")
 pytestmark = pytest.mark.anyio
@@ -132,6 +134,51 @@ async def test_a_cut_response_ends_with_an_error_event_that_has_the_next_number(
 async def test_a_whole_answer_that_was_cut_is_left_unfinished() -> None:
     """The server closes the connection then: JSON with something behind it would be neither."""
     assert (await ask(cut(b'{"id": ', b"application/json"))).parts == [b'{"id": ', b"x"]
+
+
+def stalling(app: ASGIApp) -> tuple[ASGIApp, list[Message]]:
+    """The app, on a server whose client takes the start and one part of an answer; and what it took."""
+    taken: list[Message] = []
+
+    async def on_a_full_socket(scope: Scope, receive: Receive, send: Send) -> None:
+        async def drain(message: Message) -> None:
+            taken.append(message)
+            if len(taken) > 2:
+                await asyncio.Event().wait()
+
+        await app(scope, receive, drain)
+
+    return on_a_full_socket, taken
+
+
+@pytest.mark.parametrize("copied", [False, True])
+async def test_a_client_that_the_ingress_gave_up_is_told_nothing(copied: bool) -> None:
+    """It was told of a lost replica, in a send that waited for it without a limit."""
+    ingress = RequestGuard(says(200, b"data: 1\n\n", b"text/event-stream", b"data: 2\n\n", b""), stall_timeout_s=0.02)
+
+    async def ray(scope: Scope, receive: Receive, send: Send) -> None:
+        await ingress({**scope} if copied else scope, receive, send)
+
+    app, taken = stalling(Guard(ray, speaks_for_ray=True))
+    await asyncio.wait_for(Exchange(app, "POST", "/v1/completions").task, TIMEOUT_S)
+    assert [message.get("body") for message in taken] == [None, b"data: 1\n\n", b"data: 2\n\n"]
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("r"), RequestCancelledError("r")])
+async def test_the_last_frame_waits_for_its_client_with_a_limit(
+    failure: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "LAST_WORD_S", 0.02)
+
+    async def breaks_off(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        if failure is not None:
+            raise failure
+
+    app, taken = stalling(Guard(breaks_off, speaks_for_ray=True))
+    await asyncio.wait_for(Exchange(app, "POST", "/v1/completions").task, TIMEOUT_S)
+    assert b"[DONE]" in taken[2]["body"], "it was tried"
 
 
 async def test_a_task_that_is_cancelled_from_outside_stays_cancelled() -> None:

@@ -31,7 +31,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers GET at once, POST when it has the body, `/unread` without it, and `/begins` begins before."""
+    """Answers GET at once, POST when it has the body, `/unread` without it, `/begins` begins before, and `/waits` does
+    until it may go on."""
+    if scope["path"] == "/waits":
+        await scope["state"]["may_go_on"].wait()
     if scope["path"] == "/begins":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"begun", "more_body": True})
@@ -43,12 +46,16 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[int]:
+async def serving(may_go_on: asyncio.Event | None = None) -> AsyncIterator[int]:
     """The port of a server as Ray starts it."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await echo({**scope, "state": {"may_go_on": may_go_on}}, receive, send)
+
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        config = uvicorn.Config(echo, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
@@ -114,6 +121,30 @@ async def test_headers_at_the_limits_are_taken() -> None:
             assert (await said(port, GET + sent)).endswith(b"ok")
 
 
+async def test_a_body_before_a_head_in_the_same_read_is_not_counted_as_one() -> None:
+    """A valid pipelined request was a 431."""
+    body = b"a" * 40_000
+    first = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 40000\r\n\r\n" + body
+    async with serving() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(first + GET[:8])
+        assert (await asyncio.wait_for(reader.readuntil(b"ok"), TIMEOUT_S)).startswith(b"HTTP/1.1 200")
+        writer.write(GET[8:] + b"Connection: close\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(), TIMEOUT_S)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_a_second_head_without_an_end_is_a_431() -> None:
+    async with serving() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET + b"\r\n" + GET[:8])
+        await asyncio.wait_for(reader.readuntil(b"ok"), TIMEOUT_S)
+        writer.write(GET[8:] + b"x-a: " + b"a" * 1_000_000)
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), TIMEOUT_S)
+        check_refused(answer, 431, "headers_too_large")
+        writer.transport.abort()
+
+
 async def test_a_url_beyond_the_limit_is_a_414() -> None:
     async with serving() as port:
         check_refused(await said(port, b"GET /" + b"a" * MAX_URL_BYTES + b" HTTP/1.1\r\n\r\n"), 414, "url_too_long")
@@ -155,6 +186,50 @@ async def test_the_time_counts_for_every_request_of_a_connection() -> None:
         assert (await asyncio.wait_for(reader.readuntil(b"ok"), TIMEOUT_S)).startswith(b"HTTP/1.1 200")
         writer.write(GET)
         check_refused(await asyncio.wait_for(reader.read(), TIMEOUT_S), 408, "request_timeout")
+        writer.close()
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_the_time_counts_for_a_head_that_begins_in_the_read_of_the_request_before() -> None:
+    """Such a head had all the time in the world, a byte now and then."""
+    async with serving() as port:
+        first, _, second = (await said(port, GET + b"\r\nG")).partition(b"ok")
+        assert first.startswith(b"HTTP/1.1 200")
+        check_refused(second, 408, "request_timeout")
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_the_time_does_not_count_while_the_request_before_is_not_answered() -> None:
+    """uvicorn may not read meanwhile. The 408 was sent as that request's answer."""
+    may_go_on = asyncio.Event()
+    async with serving(may_go_on) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /waits HTTP/1.1\r\nHost: a\r\n\r\nG")
+        for _ in range(2):
+            assert await said(port, b"G") != b"", "meanwhile the time of a head is over"
+        may_go_on.set()
+        first, _, second = (await asyncio.wait_for(reader.read(), TIMEOUT_S)).partition(b"ok")
+        assert first.startswith(b"HTTP/1.1 200")
+        check_refused(second, 408, "request_timeout")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "then"),
+    [(b"POST /unread HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n", b"a" * 10), (GET + b"\r\n", b"\r\n")],
+    ids=["a body behind its answer", "an empty line"],
+)
+async def test_an_answered_connection_is_closed_whatever_came_last(
+    request_: bytes, then: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn's keep-alive had ended, and it stayed open for ever."""
+    async with serving() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_)
+        await asyncio.wait_for(reader.readuntil(b"ok"), TIMEOUT_S)
+        monkeypatch.setattr(http_protocol, "LINGER_S", 0.2)
+        writer.write(then)
+        assert await asyncio.wait_for(reader.read(), TIMEOUT_S) == b""
         writer.close()
 
 
