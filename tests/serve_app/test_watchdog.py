@@ -136,9 +136,7 @@ def test_a_process_that_is_no_longer_the_parent_is_not_killed(monkeypatch: pytes
 async def test_a_process_whose_watchdog_has_ended_goes_on_and_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        watchdog_module.logger, "handlers", [caplog.handler]
-    )  # not the root's
+    monkeypatch.setattr(watchdog_module.logger, "handlers", [caplog.handler])  # not the root's
     watchdog = Watchdog(3600)
     try:
         watchdog._process.kill()
