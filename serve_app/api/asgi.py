@@ -14,10 +14,11 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.api.body_pace import MIN_BYTES_PER_S, STALL_S, BodyPace
+from serve_app.api.body_pace import BodyPace
 from serve_app.api.refusal import REQUEST_ID, is_anthropic, refusal
 from serve_app.api.wait import Wait, WaitEnded
 from serve_app.edge.client_state import give_client_up
+from serve_app.edge.limits import BODY_STALL_S, MIN_BODY_BYTES_PER_S
 from serve_app.edge.limits import REQUEST_ID as WELL_FORMED_ID
 from serve_app.errors import ApiError, to_api_error
 
@@ -157,7 +158,8 @@ async def _read(receive: Receive, limit: int, too_large: ApiError) -> bytes:
 
 
 def _too_slow() -> ApiError:
-    text = f"The body made no progress: nothing for {STALL_S:g} s, or fewer than {MIN_BYTES_PER_S} bytes/s."
+    pace = f"nothing for {BODY_STALL_S:g} s, or fewer than {MIN_BODY_BYTES_PER_S} bytes/s"
+    text = f"The body made no progress: {pace}."
     return ApiError(408, text, code="request_timeout", headers={"Connection": "close"})
 
 

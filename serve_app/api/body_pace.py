@@ -6,11 +6,7 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
-STALL_S = 10.0
-"""How long nothing may arrive."""
-
-MIN_BYTES_PER_S = 1000
-"""On average, from `STALL_S` on: a byte now and then is no progress. A modem is four times as fast."""
+from serve_app.edge.limits import BODY_STALL_S, MIN_BODY_BYTES_PER_S
 
 
 class BodyPace:
@@ -19,7 +15,7 @@ class BodyPace:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._begun = self._loop.time()
-        self._limit = asyncio.timeout_at(self._begun + STALL_S)
+        self._limit = asyncio.timeout_at(self._begun + BODY_STALL_S)
 
     async def __aenter__(self) -> None:
         await self._limit.__aenter__()
@@ -31,5 +27,5 @@ class BodyPace:
 
     def received(self, num_bytes: int) -> None:
         """So many so far, and there are more to come."""
-        on_average = self._begun + STALL_S + num_bytes / MIN_BYTES_PER_S
-        self._limit.reschedule(min(self._loop.time() + STALL_S, on_average))
+        on_average = self._begun + BODY_STALL_S + num_bytes / MIN_BODY_BYTES_PER_S
+        self._limit.reschedule(min(self._loop.time() + BODY_STALL_S, on_average))

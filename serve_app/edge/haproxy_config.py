@@ -3,12 +3,21 @@ Never writes a file and never starts HAProxy; `launcher` does."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from serve_app.edge.limits import HEAD_TIMEOUT_S, MAX_HEAD_BYTES, MAX_HEADERS, MAX_URL_BYTES
+from serve_app.edge.limits import (
+    BODY_STALL_S,
+    HEAD_TIMEOUT_S,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MAX_URL_BYTES,
+    MIN_BODY_BYTES_PER_S,
+)
 from serve_app.edge.refusals import (
+    BODY_TOO_SLOW,
     HEAD_TOO_LARGE,
     MALFORMED,
     NO_REPLICA,
@@ -23,6 +32,7 @@ PER_SOURCE = "CHUNKSERVE_MAX_CONNECTIONS_PER_SOURCE"
 
 PAGES: dict[int, Refusal] = {
     400: MALFORMED,
+    408: BODY_TOO_SLOW,
     500: NO_REPLICA,
     502: REPLICA_LOST,
     503: NO_REPLICA,
@@ -37,6 +47,8 @@ _ROOM_FOR_HEADERS = 8192
 
 _SMALL_BODY_BYTES = 32 * 1024
 """A body that goes to a replica when all of it is here: a request that is kept whole can be sent to another."""
+_SMALL_BODY_S = math.ceil(BODY_STALL_S + _SMALL_BODY_BYTES / MIN_BODY_BYTES_PER_S)
+"""What the app's pace gives the largest of these: HAProxy cuts none that the app would take."""
 
 _MARK = "# Edited by serve_app.edge.\n"
 _BUFFER = re.compile(r"^( *)tune\.bufsize (\d+)$", re.MULTILINE)
@@ -107,7 +119,7 @@ def _frontend(limit: int) -> list[str]:
     rules = [
         f"{_returned(URL_TOO_LONG)} if {{ url,length gt {MAX_URL_BYTES} }}",
         f"{_returned(HEAD_TOO_LARGE)} if {too_large}",
-        f"http-request wait-for-body time {HEAD_TIMEOUT_S}s if {{ req.hdr_val(content-length) 1:{_SMALL_BODY_BYTES} }}",
+        f"http-request wait-for-body time {_SMALL_BODY_S}s if {{ req.hdr_val(content-length) 1:{_SMALL_BODY_BYTES} }}",
     ]
     if not limit:
         return rules

@@ -1,4 +1,4 @@
-"""Owns the limits of a request before its body, which HAProxy and the HTTP servers behind it share.
+"""Owns the limits of a request before it is handled, which HAProxy, the HTTP servers behind it, and the app share.
 Never enforces one."""
 
 from __future__ import annotations
@@ -7,6 +7,12 @@ import re
 
 HEAD_TIMEOUT_S = 10
 """How long the request line and the headers may take."""
+
+BODY_STALL_S = 10.0
+"""How long nothing of a body may arrive."""
+
+MIN_BODY_BYTES_PER_S = 1000
+"""On average, from `BODY_STALL_S` on: a byte now and then is no progress. A modem is four times as fast."""
 
 MAX_HEAD_BYTES = 16 * 1024
 MAX_HEADERS = 200

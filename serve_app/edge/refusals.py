@@ -51,6 +51,7 @@ URL_TOO_LONG = Refusal(
 HEAD_TOO_SLOW = Refusal(
     HTTPStatus.REQUEST_TIMEOUT, "request_timeout", f"The headers did not arrive within {HEAD_TIMEOUT_S} s."
 )
+BODY_TOO_SLOW = Refusal(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", "The body did not arrive in time.")
 MALFORMED = Refusal(HTTPStatus.BAD_REQUEST, "invalid_http", "This is not a valid HTTP/1.1 request.")
 NO_ROUTE = Refusal(HTTPStatus.NOT_FOUND, "not_found", "No application is served at this path.")
 REPLICA_LOST = Refusal(

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from serve_app.api import body_pace
 from serve_app.api.asgi import read_json_body
+from serve_app.edge.limits import BODY_STALL_S
 from serve_app.errors import ApiError
 
 SCOPE = {"type": "http", "headers": [(b"content-type", b"application/json")]}
@@ -58,7 +58,7 @@ async def test_a_body_that_stands_still_is_a_408_and_ends_the_connection(
     async def receive() -> Message:
         if parts:
             return {"type": "http.request", "body": parts.pop(), "more_body": True}
-        await clock.sleep(body_pace.STALL_S + 1)
+        await clock.sleep(BODY_STALL_S + 1)
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -75,7 +75,7 @@ async def test_a_body_of_a_byte_now_and_then_is_a_408(monkeypatch: pytest.Monkey
         nonlocal num_parts
         num_parts += 1
         assert num_parts < 100, "it was read on and on"
-        await clock.sleep(body_pace.STALL_S / 2)
+        await clock.sleep(BODY_STALL_S / 2)
         return {"type": "http.request", "body": b"a", "more_body": True}
 
     with pytest.raises(ApiError) as slow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import pytest
 from loadtest.server import free_port
 from serve_app.edge.haproxy_config import PAGES, PER_SOURCE, EdgeError, edited, per_source_limit
 from serve_app.edge.launcher import BINARY, haproxy_binary
-from serve_app.edge.limits import MAX_HEAD_BYTES, MAX_HEADERS, MAX_URL_BYTES
+from serve_app.edge.limits import BODY_STALL_S, MAX_HEAD_BYTES, MAX_HEADERS, MAX_URL_BYTES, MIN_BODY_BYTES_PER_S
 from serve_app.errors import ApiError
 from serve_app.front.proxy_env import ALL_OURS
 
@@ -235,6 +236,16 @@ def test_unfinished_headers_have_ten_seconds(front: int) -> None:
         assert half.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
+def test_a_small_body_that_stalls_is_a_408_in_the_apis_shape(front: int) -> None:
+    """It was HAProxy's page of HTML."""
+    with socket.create_connection(("127.0.0.1", front), timeout=60) as client:
+        client.sendall(f"POST {PREFIX}/x HTTP/1.1\r\nHost: a\r\nContent-Length: 20000\r\n\r\na".encode())
+        head, _, body = whole(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"content-type: application/json" in head
+    assert json.loads(body)["error"]["code"] == "request_timeout"
+
+
 # --- the configuration ----------------------------------------------------------------------------------------------
 
 
@@ -243,6 +254,14 @@ def test_a_configuration_is_edited_once(written: tuple[Path, int], front: int) -
     config = written[0].read_text()
     assert edited(config, written[0].parent, {}) == config
     assert config.count("tcp-request connection reject") == 1
+
+
+@pytest.mark.usefixtures("front")
+def test_a_small_body_has_the_time_that_the_app_gives_it(written: tuple[Path, int]) -> None:
+    """One of 20 kB at 1,250 bytes/s was cut after 10 s."""
+    rule = re.search(r"wait-for-body time (\d+)s if .* 1:(\d+) ", written[0].read_text())
+    assert rule is not None
+    assert int(rule[1]) >= BODY_STALL_S + int(rule[2]) / MIN_BODY_BYTES_PER_S
 
 
 @pytest.mark.parametrize("missing", ["global\n", "global\n maxconn 4\n", "global\n maxconn 4\n tune.bufsize 16384\n"])

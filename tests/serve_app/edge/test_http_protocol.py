@@ -33,6 +33,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers GET at once, POST when it has the body, `/unread` without it, `/begins` begins before, and `/waits` does
     until it may go on."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.accept"})
+        await scope["state"]["may_go_on"].wait()
+        await send({"type": "websocket.close"})
+        return
     if scope["path"] == "/waits":
         await scope["state"]["may_go_on"].wait()
     if scope["path"] == "/begins":
@@ -230,6 +235,23 @@ async def test_an_answered_connection_is_closed_whatever_came_last(
         monkeypatch.setattr(http_protocol, "LINGER_S", 0.2)
         writer.write(then)
         assert await asyncio.wait_for(reader.read(), TIMEOUT_S) == b""
+        writer.close()
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_the_time_ends_where_a_connection_becomes_a_websocket() -> None:
+    may_go_on = asyncio.Event()
+    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    async with serving(may_go_on) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET + b"\r\n")
+        await asyncio.wait_for(reader.readuntil(b"ok"), TIMEOUT_S)
+        writer.write(GET + upgrade + b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n")
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), TIMEOUT_S)
+        for _ in range(2):
+            assert await said(port, b"G") != b"", "meanwhile all limits are over"
+        may_go_on.set()
+        assert await asyncio.wait_for(reader.read(1), TIMEOUT_S) == b"\x88", "the frame that closes"
         writer.close()
 
 
