@@ -21,7 +21,11 @@ Say = Callable[[str], None]
 
 _POLL_S = 0.25
 _ANSWER_TIMEOUT_S = 60
-_OURS = ("ConfigError", "ModelError", "CheckpointError", "KeysFileError", "EngineError", "MissingExporter")
+# fmt: off
+_OURS = (
+    "AdapterError", "ConfigError", "ModelError", "CheckpointError", "KeysFileError", "EngineError", "MissingExporter",
+)
+# fmt: on
 """Refusals that another try does not cure: Serve tries a replica several times, with longer and longer pauses."""
 _RAISED = re.compile(r"^\s*(?:[\w]+\.)*(?P<kind>\w+(?:Error|Exception|Exporter|Refused)): (?P<text>.+)$", re.MULTILINE)
 

@@ -66,6 +66,12 @@ def test_it_waits_until_all_applications_run(monkeypatch: pytest.MonkeyPatch) ->
             "application a failed to start: Engine: kv_cache_memory_gib is 1, but one block of this model takes 9.",
         ),
         (
+            application(
+                "DEPLOYING", Engine=deployment("engine.step.AdapterError: adapter_config.json cannot be read.\n")
+            ),
+            "application a failed to start: Engine: adapter_config.json cannot be read.",
+        ),
+        (
             application("DEPLOY_FAILED", "Traceback (most recent call last):\nAttributeError: no attribute y\n"),
             "application a failed to start: AttributeError: no attribute y",
         ),
