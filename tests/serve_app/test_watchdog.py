@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -136,7 +137,9 @@ def test_a_process_that_is_no_longer_the_parent_is_not_killed(monkeypatch: pytes
 async def test_a_process_whose_watchdog_has_ended_goes_on_and_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog_module.logger, "handlers", [caplog.handler])  # not the root's
+    own = logging.Logger("watchdog")  # what another test did to the module's, or to those above it, is not asked here
+    own.addHandler(caplog.handler)
+    monkeypatch.setattr(watchdog_module, "logger", own)
     watchdog = Watchdog(3600)
     try:
         watchdog._process.kill()
