@@ -12,9 +12,9 @@ from itertools import pairwise
 ONE = 1024
 """Chances are whole numbers of this many: sums of them are exact, and can be taken back."""
 PRIOR_WEIGHT = 4.0
-"""Of the prior in the table of all answers, in answers at each length."""
+"""The prior counts as this many answers at each length, in the table of all answers."""
 POPULATION_WEIGHT = 16.0
-"""Of the table of all answers in a tenant's."""
+"""The table of all answers counts as this many at each length, in a tenant's table."""
 
 
 def edges_up_to(longest: int) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ class LifeTable:
         # The median residual answer is `median` plus what was answered: whoever goes on longest goes on longest.
         self._prior = [1 - (median + low) / (median + high) for low, high in pairwise(edges)]
         self.chances = self._prior
-        """Of an answer that reached an interval to end in it."""
+        """The chance that an answer which reached an interval ends in it."""
         self._rebuild(self._prior, PRIOR_WEIGHT)
 
     # --- learning -----------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ TRAFFIC = {
 STORM = "memory runs out while all grow by a block at once, and sixteen are preempted in one step"
 VICTIMS = 16
 PROMPT_BLOCKS = 8
-"""Of a request in a storm: a victim yields these, and the block that it does not take."""
+"""A request in a storm has as many: a victim yields these, and the block that it does not take."""
 Milliseconds = dict[str, list[float]]
 
 

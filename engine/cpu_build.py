@@ -201,7 +201,7 @@ def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
 
 
 def _draft_kernels(draft: DraftCheckpoint, config: EngineConfig, max_model_len: int) -> Choice:
-    """Of a draft model that reads as far as the model, before any weights are loaded."""
+    """Choose the kernels of a draft model that reads as far as the model, before any weights are loaded."""
     check_length(draft, max_model_len)
     try:
         return _kernels(draft.model, config)

@@ -74,8 +74,8 @@ def kv_blocks_that_fit(use: MemoryUse, utilization: float, block_bytes: int, *, 
 def check_blocks_fit(
     use: MemoryUse, block_bytes: int, num_blocks: int, *, spare_blocks: int = 0, setting: str | None = None
 ) -> None:
-    """Of a number of blocks that was asked for: raise ConfigError where the device has no memory for them. setting: as
-    it was asked for, with its value; None: as num_kv_blocks."""
+    """Check a number of blocks that was asked for: raise ConfigError where the device has no memory for them.
+    setting: as it was asked for, with its value; None: as num_kv_blocks."""
     need = (num_blocks + spare_blocks) * block_bytes
     left = use.total - use.taken
     if need > left:

@@ -46,7 +46,7 @@ class _Entry:
     own: int
     """Tokens that become free when it ends, less those of its answer: shared blocks stay with who else holds them."""
     interval: int
-    """Of its answer's length, as far as it was counted."""
+    """The interval of its answer's length, as far as it was counted."""
     renewed_at: int
     """The answer's length at which its share is made anew."""
     share: Share

@@ -18,8 +18,8 @@ from engine.weights import weight_bytes
 
 GIB = 2**30
 KV_SHARE = 0.8
-"""Of what is left to an engine, where nobody says how much its KV cache may take: what it takes is not given back, and
-the page cache, the HTTP side and other programs want some, too."""
+"""The share taken of what is left to an engine, where nobody says how much its KV cache may take. It is not given
+back, and the page cache, the HTTP side and other programs want some, too."""
 MEMORY_GIB = 2.0
 """For KV blocks on a system that does not say how much memory is free, unless the config does."""
 
