@@ -16,10 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
-from engine.adapter_shelf import AdapterShelf
+from engine.adapter_cache import AdapterShelf
 from engine.compilation import Compilation
 from engine.config import ResolvedConfig
-from engine.core import EngineCore
+from engine.core.core import EngineCore
+from engine.core.step_clock import StepClock
 from engine.observer import EngineObserver, StepFacts
 from engine.protocol import (
     TERMINAL,
@@ -33,8 +34,7 @@ from engine.protocol import (
     SamplingParams,
     Submission,
 )
-from engine.request import create_request
-from engine.step_clock import StepClock
+from engine.scheduling.request import create_request
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 """Owns the engine's two frozen configs: what was asked and what came of it. Long: each setting with its text.
-Never reads the environment or probes hardware; `engine.build` does."""
+Never reads the environment or probes hardware; `engine.build.resolve` and `engine.execution.device` do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
-from engine.span_inputs import InputKind
+from engine.multimodal_inputs import InputKind
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MOST_DRAFTS = 4
@@ -315,13 +315,13 @@ class EngineConfig:
         "auto",
         "What K and V are kept in, on a CPU. `int8`, `fp8_e4m3`: a byte a number, and a scale for each token and KV "
         "head, so that about twice as many tokens fit in bfloat16's memory; fp8 by torch's operators alone. `auto`: "
-        "the type of `dtype`. What it costs in accuracy: README.",
+        "the type of `dtype`. What it costs in accuracy: docs/how-to/quantised-models.md.",
     )
     kv_cache_memory_gib: float | None = setting(
         None,
         "Memory for the KV cache, in GiB; more than is free is refused. Unset: on the CPU, 80 % of what weights leave "
         "of the engine's share of the free memory, and no more than max_num_seqs requests of max_model_len tokens can "
-        "hold; on a GPU, what gpu_memory_utilization leaves. See Memory.",
+        "hold; on a GPU, what gpu_memory_utilization leaves. More: docs/explanation/memory.md.",
         gt=0,
     )
     num_kv_blocks: int | None = setting(None, "KV blocks; overrides kv_cache_memory_gib.", ge=1)
@@ -410,7 +410,8 @@ class EngineConfig:
     quantize: Literal["none", "int8"] = setting(
         "none",
         "Round weight matrices as they are loaded. `int8`: a byte a weight and a scale for each output, so that half "
-        "as much is read for each token; native kernels only. What it costs in accuracy: README.",
+        "as much is read for each token; native kernels only. What it costs in accuracy: "
+        "docs/how-to/quantised-models.md.",
     )
     batch_invariant: bool = setting(
         False,
@@ -420,10 +421,10 @@ class EngineConfig:
     step_trace: bool = setting(False, "Log a line for every step: its rows, its tokens, and how long it took.")
     speculative: SpeculativeConfig = field(
         default_factory=SpeculativeConfig,
-        metadata={"description": "Drafts besides those that grammars force; see below."},
+        metadata={"description": "Drafts besides those that grammars force."},
     )
     scheduler: SchedulerConfig = field(
-        default_factory=SchedulerConfig, metadata={"description": "How steps are composed; see below."}
+        default_factory=SchedulerConfig, metadata={"description": "How steps are composed."}
     )
     fake: FakeConfig = field(default_factory=FakeConfig, metadata={"description": "Settings of the fake executor."})
 

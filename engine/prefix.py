@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from engine.span_inputs import SpanInput
+from engine.multimodal_inputs import SpanInput
 
 ROOT = b""
 """Stands before the first block."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from engine.span_inputs import SpanInput
+from engine.multimodal_inputs import SpanInput
 
 MAX_LOGPROBS = 20
 """Most alternatives that can be asked for with a token's log-probability, as at OpenAI."""

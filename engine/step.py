@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from engine.multimodal_inputs import Encode, PlacedInput
 from engine.protocol import TokenLogprobs
-from engine.span_inputs import Encode, PlacedInput
 
 PENDING_TOKEN = -1
 """In a row's token ids: what this request sampled in the step before, which is not read back yet (overlap)."""
@@ -266,7 +266,7 @@ class AdapterHost(Protocol):
 
 
 class TokenMasks(Protocol):
-    """What an executor asks of grammars; `engine.grammar.Grammars` is the one there is."""
+    """What an executor asks of grammars; `engine.batch.grammar.Grammars` is the one there is."""
 
     def compile(self, grammar: str) -> None: ...
 

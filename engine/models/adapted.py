@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kv_cache import KVCache
 from engine.models.adapter_files import STACKS, Delta, Deltas, read_adapter
 from engine.models.decoder import Decoder
 from engine.models.description import ModelConfig
 from engine.models.eager import EagerModel
+from engine.models.kv_cache import KVCache
 from engine.step import ScheduledRequest
 from kernels.eager import EagerPass
 from kernels.forward import Linear

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.models.description import LayerConfig, ModelConfig
 from engine.models.parameters import attended_size, qkv_sizes, settle_qkv
-from engine.models.registry import LINES
+from engine.models.registry import FAMILIES
 from engine.step import AdapterError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -163,7 +163,7 @@ def _check(name: str, tensor: Tensor, side: str, place: _Place, scaling: _Scalin
 def _places(model: ModelConfig) -> dict[str, _Place]:
     """Module -> its place, of all modules that may be adapted."""
     found = {}
-    for name, kind in LINES[model.architecture].names.items():
+    for name, kind in FAMILIES[model.architecture].names.items():
         if "{layer}" not in name or "{expert}" in name:
             continue
         for number, of in enumerate(model.layers):

@@ -9,15 +9,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.recurrent_state import RecurrentState
-from engine.sampler import Draw
+from engine.batch.sampler import Draw
+from engine.models.recurrent_state import RecurrentState
 from engine.step import StepPlan
 from kernels.rewind import Rewind
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Of one step. A place is a token after which one is sampled; see engine.verification."""
+    """What one step computed. A place is a token after which one is sampled; see engine.batch.row_order."""
 
     hidden: Tensor
     """[num_tokens, hidden], the final state of each token"""
@@ -29,7 +29,7 @@ class Computed:
     """(each place's most likely token, its logit), if the pass has found them: the lowest of equal tokens; a logit that
     is not finite where the place's logits are no distribution."""
     draw: Draw | None = None
-    """Draws tokens in torch's stead; see engine.sampler."""
+    """Draws tokens in torch's stead; see engine.batch.sampler."""
     rewind: Rewind | None = None
     """Of a model with recurrent state, where rows have drafts: to be told how many of each row's tokens count."""
 
@@ -42,7 +42,7 @@ class Model(Protocol):
         """None: the model has none."""
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
-        """Run a plan in kernel order (see engine.verification). `newest`: what a request's PENDING_TOKEN stands for.
+        """Run a plan in kernel order (see engine.batch.row_order). `newest`: what a request's PENDING_TOKEN stands for.
 
         Raises:
             ValueError: a row breaks the seam's contract.

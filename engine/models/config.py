@@ -1,4 +1,4 @@
-"""Owns the reading of a checkpoint's own config.json, by the line that it names.
+"""Owns the reading of a checkpoint's own config.json, by the family that it names.
 Never guesses: what would change the answer and is not computed here is refused by name."""
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.model_cache import ModelError
+from engine.checkpoints.model_cache import ModelError
 from engine.models.description import ModelConfig as ModelConfig
-from engine.models.line import Line
+from engine.models.family import ModelFamily
 from engine.models.quantization import read_quantization
-from engine.models.registry import LINES
+from engine.models.registry import FAMILIES
 from engine.models.values import sequence
 
 
@@ -54,17 +54,17 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     """As `read_model_config`, from the parsed object; raises ValueError without the file's name."""
-    line, quantization = _line(raw), read_quantization(raw)
-    config = replace(line.describe(raw), architecture=line.architecture, quantization=quantization)
+    family, quantization = _family(raw), read_quantization(raw)
+    config = replace(family.describe(raw), architecture=family.architecture, quantization=quantization)
     if config.vision is not None and quantization is not None:
         raise ValueError(f"It is packed ({quantization.summary}), which is not read of models with an encoder.")
     return config
 
 
-def _line(raw: Mapping[str, Any]) -> Line:
+def _family(raw: Mapping[str, Any]) -> ModelFamily:
     names = sequence(raw, "architectures")
     for name in names:
-        if isinstance(name, str) and name in LINES:
-            return LINES[name]
+        if isinstance(name, str) and name in FAMILIES:
+            return FAMILIES[name]
     found = ", ".join(map(str, names)) or "none"
-    raise ValueError(f"architecture {found} is not supported; supported are {', '.join(LINES)}.")
+    raise ValueError(f"architecture {found} is not supported; supported are {', '.join(FAMILIES)}.")

@@ -1,4 +1,4 @@
-"""Owns the forward pass of the pre-norm decoder that all lines share.
+"""Owns the forward pass of the pre-norm decoder that all families share.
 Never holds state of a request or of a step, and never says how an operation is done: that is the pass's own."""
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from engine.kv_cache import KVCache
 from engine.models.description import LayerConfig, LinearAttention, ModelConfig
+from engine.models.kv_cache import KVCache
 from engine.models.parameters import DecoderWeights, LayerWeights, SharedExpertWeights
+from engine.models.recurrent_state import RecurrentState
 from engine.models.rope import RopeConfig, inverse_frequencies, rotation_factors
-from engine.recurrent_state import RecurrentState
 from kernels.forward import Array, ForwardPass, HeadShape, LinearAttentionPass
 
 
 class Decoder:
     """x = scale * embed; each layer: x += post(attention(norm(x))); x += post(mlp(norm(x))); logits = lm_head(norm(x)).
 
-    Post norms are there where a line has them; layers of linear attention have that in the place of attention.
+    Post norms are there where a family has them; layers of linear attention have that in the place of attention.
     """
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int) -> None:
@@ -115,5 +115,5 @@ class Decoder:
 
 
 def _with_linear_attention(run: ForwardPass) -> LinearAttentionPass:
-    """The same pass: models that need it run on no other; see engine.executor.create_executor."""
+    """The same pass: models that need it run on no other; see engine.build.executor."""
     return cast(LinearAttentionPass, run)

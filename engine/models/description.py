@@ -1,5 +1,5 @@
 """Owns the description of a decoder: its shapes, its switches, and what each of its layers does.
-Never reads a file: lines make it of a config.json, and everything else only looks at it."""
+Never reads a file: families make it of a config.json, and everything else only looks at it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shapes and switches of one decoder. Defaults are those of the block that most lines share."""
+    """Shapes and switches of one decoder. Defaults are those of the block that most families share."""
 
     architecture: str = ""
     """As config.json spells it; given by whoever looked it up."""

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.inputs import StepInputs, build_inputs
-from engine.kv_cache import KVCache
+from engine.batch.inputs import StepInputs, build_inputs
 from engine.models.computed import Computed
 from engine.models.decoder import Decoder
-from engine.recurrent_state import RecurrentState
+from engine.models.kv_cache import KVCache
+from engine.models.recurrent_state import RecurrentState
 from engine.step import RowKind, ScheduledRequest, StepPlan
 from kernels.eager import EagerPass
 from kernels.ops import Ops

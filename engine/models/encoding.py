@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.inputs import build_inputs
-from engine.kv_cache import KVCache
+from engine.batch.inputs import build_inputs
 from engine.models.computed import Computed
 from engine.models.decoder import Decoder
+from engine.models.kv_cache import KVCache
 from engine.models.vision import VisionEncoder
-from engine.span_inputs import Grid
+from engine.multimodal_inputs import Grid
 from engine.step import StepPlan
 from kernels.eager import EagerPass
 from kernels.ops import Ops

@@ -1,5 +1,5 @@
-"""Owns what lines read from a config.json alike: sizes, windows, and the refusal of what nobody computes.
-Never knows a line: each says what is different about it."""
+"""Owns what families read from a config.json alike: sizes, windows, and the refusal of what nobody computes.
+Never knows a family: each says what is different about it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_decoder(
     ropes: Sequence[RopeConfig | None] | None = None,
     windows: Windows | None = None,
 ) -> ModelConfig:
-    """The pre-norm decoder of Llama without biases: what lines start from.
+    """The pre-norm decoder of Llama without biases: what families start from.
 
     head_dim, tied, eps: what a config that leaves them out means; head_dim None: hidden_size / num_attention_heads.
     rope: None: the config's own. ropes, windows: of each layer; None: `rope` in each, and no window in any.
@@ -99,7 +99,7 @@ def expect_silu(raw: Fields) -> None:
 
 
 def refuse_windows(raw: Fields) -> None:
-    """Of a line whose layers see all tokens."""
+    """Refuse windows, for a family whose layers see all tokens."""
     expect_kinds(raw, FULL)
     if raw.get("sliding_window") is not None and raw.get("use_sliding_window", True):
         raise ValueError(f"sliding_window {raw['sliding_window']} is in use and not supported; full attention is.")

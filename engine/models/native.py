@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.inputs import check_plan, fed_tokens, sampled_tokens
-from engine.kv_cache import KVCache
-from engine.logprobs import SCORED_POSITIONS
+from engine.batch.inputs import check_plan, fed_tokens, sampled_tokens
+from engine.batch.logprobs import SCORED_POSITIONS
 from engine.models.computed import Computed
 from engine.models.decoder import Decoder
+from engine.models.kv_cache import KVCache
 from engine.models.parameters import DecoderWeights
 from engine.step import RowSampling, StepPlan
 from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack

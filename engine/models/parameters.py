@@ -1,5 +1,5 @@
 """Owns the decoder's weight tensors and the table from a checkpoint's names to their places. Long: every stack.
-Never reads a file: `engine.weights` fills what this allocates, and has it settled."""
+Never reads a file: `engine.models.weights` fills what this allocates, and has it settled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.models.description import LayerConfig, LinearAttention, ModelConfig
-from engine.models.registry import LINES
+from engine.models.registry import FAMILIES
 from engine.models.rope import pairs_side_by_side
 from kernels.forward import Linear
 
@@ -72,7 +72,7 @@ def allocate(
 
     kept: modules, by their names in the checkpoint, whose weights are of int8 with a scale for each output. A matrix
     that is stacked of several is so where all of them are."""
-    names = LINES[config.architecture].names if kept else {}
+    names = FAMILIES[config.architecture].names if kept else {}
     embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
     return DecoderWeights(
         embedding=embedding,
@@ -253,7 +253,7 @@ LAYER_PLACES = (
     "mlp_norm", "router", "gate_up", "gate", "up", "down", "mlp_post_norm",
     "shared_gate", "shared_up", "shared_down", "shared_share",
 )  # fmt: skip
-"""Where a line's tensors may go. Of a stacked matrix, a line names either the whole or its parts. Where attention is
+"""Where a family's tensors may go. Of a stacked matrix, it names either the whole or its parts. Where attention is
 gated, `q` has the gates, too; `linear_*` are of layers with linear attention, where the places of attention are not."""
 _MLP_PLACES = ("gate_up", "gate", "up", "down")
 
@@ -270,7 +270,7 @@ _Place = Linear | Tensor | _Bare | None
 
 def checkpoint_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, Tensor]:
     """Checkpoint tensor name -> the view that it fills. Every element of `weights` is filled by exactly one name."""
-    names = LINES[config.architecture].names
+    names = FAMILIES[config.architecture].names
     head = None if config.tie_word_embeddings else weights.lm_head
     model: dict[str, _Place] = dict(zip(MODEL_PLACES, (weights.embedding, weights.norm, head), strict=True))
     table = _table({name: place for name, place in names.items() if "{layer}" not in name}, model)
@@ -286,12 +286,12 @@ def checkpoint_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, 
 def stacked_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
     """Name of a tensor with all of a layer's experts -> (the view that it fills, the names of `checkpoint_table` that
     it stands for)."""
-    line = LINES[config.architecture]
+    family = FAMILIES[config.architecture]
     table: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
     for number, (of, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
-        for name, place in line.stacked.items() if of.experts is not None else ():
+        for name, place in family.stacked.items() if of.experts is not None else ():
             parts = ("gate", "up") if place == "gate_up" else ("down",)
-            each = [pattern for pattern, part in line.names.items() if "{expert}" in pattern and part in parts]
+            each = [pattern for pattern, part in family.names.items() if "{expert}" in pattern and part in parts]
             stood_for = (
                 f"{pattern.format(layer=number, expert=expert)}.weight" for pattern in each for expert in _numbers(of)
             )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.models.vision_config import PixelConfig, VisionConfig
 from engine.models.vision_weights import VisionLayer, VisionWeights
-from engine.span_inputs import Grid
+from engine.multimodal_inputs import Grid
 from kernels.forward import Linear
 from kernels.ops import Ops
 

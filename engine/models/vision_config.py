@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.span_inputs import InputKind
+from engine.multimodal_inputs import InputKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
 """Owns the tensors of an image encoder, and the names that checkpoints give them.
-Never reads a file: `engine.weights` fills what this allocates."""
+Never reads a file: `engine.models.weights` fills what this allocates."""
 
 from __future__ import annotations
 

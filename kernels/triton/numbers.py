@@ -1,5 +1,5 @@
 """Owns the numbers that sampling shares: order and mass of logits, and the random number of a position.
-Never keeps a random state: the number is a function of (seed, position), as `engine.sampler.uniform` defines it."""
+Never keeps a random state: the number is a function of (seed, position), the same as the CPU sampler's."""
 
 from __future__ import annotations
 

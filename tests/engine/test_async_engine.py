@@ -10,8 +10,8 @@ from contextlib import aclosing
 import pytest
 
 from engine.async_engine import AsyncEngine
-from engine.core import EngineCore
-from engine.fake_executor import FakeExecutor
+from engine.core.core import EngineCore
+from engine.fake.executor import FakeExecutor
 from engine.prefix import extend_chain
 from engine.protocol import (
     EngineError,
@@ -370,7 +370,7 @@ def test_a_prompt_is_hashed_by_whoever_submits_it_and_no_step_waits_for_that(
             hashed.append(threading.current_thread().name)
         extend_chain(chain, token_ids, num_blocks, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("engine.request.extend_chain", extend)
+    monkeypatch.setattr("engine.scheduling.request.extend_chain", extend)
 
     async def main() -> None:
         engine = make_engine()

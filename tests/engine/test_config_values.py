@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.models.config import parse_model_config
-from tests.engine.test_shapes import PARAMETERS, SHAPES
+from tests.engine.models.test_shapes import PARAMETERS, SHAPES
 from tests.support.tiny_vision import TEXT, VISION
 
 Document = dict[str, Any]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.config import SchedulerConfig
-from engine.planner import DeferReason
+from engine.scheduling.planner import DeferReason
 from engine.step import StepPlan
 from tests.support.engines import RecordingCore
 

@@ -12,8 +12,8 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.config import SchedulerConfig
-from engine.core import EngineCore
-from engine.fake_executor import FakeExecutor
+from engine.core.core import EngineCore
+from engine.fake.executor import FakeExecutor
 from engine.observer import StepFacts
 from engine.protocol import (
     TERMINAL,

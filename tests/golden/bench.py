@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.config import ResolvedConfig
-from engine.core import EngineCore
-from engine.executor import TorchExecutor
+from engine.core.core import EngineCore
+from engine.execution.executor import TorchExecutor
 from engine.protocol import Finished, SamplingParams, Submission, Token
-from engine.request import create_request
+from engine.scheduling.request import create_request
 from tests.golden.models import tokenized_prompts
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from engine.build.executor import create_executor
+from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig
-from engine.executor import TorchExecutor, create_executor
-from engine.prepare import prepare_model
+from engine.execution.executor import TorchExecutor
 from tests.golden.prompts import PROMPTS
 from tests.support.tiny_models import LINES, VOCAB
 

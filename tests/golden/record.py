@@ -16,8 +16,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen2_5_VLForConditionalGeneration
 
+from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
-from engine.prepare import prepare_model
 from kernels.reference import round_token, round_weight
 from tests.golden.adapters import ADAPTERS, KIND
 from tests.golden.models import FAMILIES, family_sequences, tokenized_prompts

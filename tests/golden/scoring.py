@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.executor import TorchExecutor
+from engine.execution.executor import TorchExecutor
 from tests.support.plans import forced_logits, forced_logits_together
 
 CHUNK_SIZES = (4, 64, None)

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.config import SchedulerConfig
-from engine.core import EngineCore
-from engine.executor import TorchExecutor
+from engine.core.core import EngineCore
+from engine.execution.executor import TorchExecutor
 from engine.models.adapted import AdaptedModel
 from engine.protocol import AdapterRef, Finished, SamplingParams, Submission, Token
-from engine.request import create_request
+from engine.scheduling.request import create_request
 from engine.step import StepPlan
 from tests.golden.adapters import ADAPTERS, KIND
 from tests.golden.models import family_sequences, make_executor

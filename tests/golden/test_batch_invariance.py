@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from engine.build.executor import create_executor
+from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL, ConfigError, EngineConfig, SchedulerConfig
-from engine.executor import create_executor
-from engine.prepare import prepare_model
 from engine.protocol import SamplingParams
 from tests.golden.bench import Bench
 from tests.support.compiler import needs_compiler
@@ -25,7 +25,7 @@ pytestmark = [needs_compiler, pytest.mark.parametrize("params", [GREEDY, SAMPLED
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    config = EngineConfig(dtype="bfloat16", num_kv_blocks=160, batch_invariant=True)
+    config = EngineConfig(dtype="bfloat16", num_kv_blocks=160, batch_invariant=True, num_threads=1)
     return Bench(*create_executor(prepare_model(DEFAULT_MODEL), config))
 
 

@@ -16,13 +16,14 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
+from engine.build.executor import create_executor
+from engine.checkpoints.model_cache import ModelError
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig, SpeculativeConfig
-from engine.core import EngineCore
-from engine.executor import TorchExecutor, create_executor
-from engine.model_cache import ModelError
+from engine.core.core import EngineCore
+from engine.execution.executor import TorchExecutor
 from engine.observer import Verified
 from engine.protocol import Failed, Finished, SamplingParams, Submission, Token
-from engine.request import create_request
+from engine.scheduling.request import create_request
 from engine.step import DRAFT_TOKEN, Reading, RowSampling, StepPlan
 from tests.golden.test_speculation import CONTEXT, KEPT, MOST_CHI_SQUARE, ROWS, SEEDS, chi_square, distribution
 from tests.support.compiler import needs_compiler
@@ -397,14 +398,14 @@ def test_kernels_that_a_draft_model_cannot_have_are_refused_by_its_name_and_not_
     asked = EngineConfig(**ASKED | {"kernels": "auto"}, batch_invariant=True, speculative=drafted_by(tmp_path))
     executor, _ = create_executor(checkpoints["itself"], dataclasses.replace(asked, load_format="dummy"))
     executor.shutdown()
-    monkeypatch.setattr("engine.cpu_build.load_weights", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("engine.build.cpu.load_weights", lambda *_, **__: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=r"speculative\.model is .*, for which kernels is native.*head_dim is 10"):
         create_executor(checkpoints["itself"], dataclasses.replace(asked, kernels="native"))
 
 
 def test_a_gpu_engine_has_no_draft_model(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice()
-    monkeypatch.setattr("engine.executor.choose_device", lambda config: (device, "a fake one"))
+    monkeypatch.setattr("engine.build.executor.choose_device", lambda config: (device, "a fake one"))
     asked = EngineConfig(speculative=drafted_by(checkpoints["itself"]))
     with pytest.raises(ConfigError, match="draft_model, which runs on the CPU alone, and device is"):
         create_executor(checkpoints["itself"], asked)

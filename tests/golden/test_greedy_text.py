@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL, SchedulerConfig
-from engine.prepare import prepare_model
 from engine.protocol import SamplingParams
 from tests.golden.bench import Bench
 from tests.golden.models import make_executor
@@ -52,7 +52,7 @@ RECORD = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    return Bench(*make_executor(prepare_model(DEFAULT_MODEL), "float32"))
+    return Bench(*make_executor(prepare_model(DEFAULT_MODEL), "float32", num_threads=1))
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
-from engine.executor import TorchExecutor
-from engine.prepare import prepare_model
+from engine.execution.executor import TorchExecutor
 from tests.golden.models import FAMILIES, family_sequences, make_executor, tokenized_prompts
 from tests.golden.scoring import CHUNK_SIZES, check, compare, executor_logits, transformers_logits
 from tests.support.compiler import needs_compiler

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from engine.build.executor import create_executor
+from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL, EngineConfig
-from engine.core import EngineCore
-from engine.executor import create_executor
-from engine.prepare import prepare_model
+from engine.core.core import EngineCore
 from engine.protocol import Pooled, SamplingParams, Submission
-from engine.request import create_request
+from engine.scheduling.request import create_request
 from tests.golden.models import tokenized_prompts
 
 NO_ANSWER = SamplingParams(max_tokens=0)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
-from engine.executor import TorchExecutor
-from engine.prepare import prepare_model
+from engine.execution.executor import TorchExecutor
 from engine.protocol import TokenLogprobs
 from tests.golden.models import make_executor, tokenized_prompts
 from tests.golden.scoring import Score, check, transformers_logits

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine.build.executor import create_executor
+from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL, EngineConfig, SchedulerConfig, SpeculativeConfig
-from engine.executor import TorchExecutor, create_executor
-from engine.prepare import prepare_model
+from engine.execution.executor import TorchExecutor
 from engine.protocol import SamplingParams
 from engine.step import RowSampling, StepPlan
 from tests.golden.bench import Bench
@@ -33,7 +34,7 @@ FEW_BLOCKS = SchedulerConfig(reserve_mode="prompt", preempt_policy="lifo", water
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    bench = Bench(*make_executor(prepare_model(DEFAULT_MODEL), "float32"))
+    bench = Bench(*make_executor(prepare_model(DEFAULT_MODEL), "float32", num_threads=1))
     yield bench
     bench.executor.shutdown()
 

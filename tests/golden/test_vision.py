@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from engine.config import ResolvedConfig, SchedulerConfig
-from engine.core import EngineCore
-from engine.executor import TorchExecutor
+from engine.core.core import EngineCore
+from engine.execution.executor import TorchExecutor
 from engine.models.encoding import EncodingModel
 from engine.protocol import Finished, PromptLogprobs, SamplingParams, Submission, Token
-from engine.request import create_request
+from engine.scheduling.request import create_request
 from tests.golden.models import make_executor
 from tests.golden.scoring import check, compare
 from tests.golden.vision import VISION, forced_logits, logits_of_transformers, scored_prompts, vision_prompts

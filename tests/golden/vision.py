@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from engine.executor import TorchExecutor
-from engine.span_inputs import Encode, overlapping, place_inputs, shift_at
+from engine.execution.executor import TorchExecutor
+from engine.multimodal_inputs import Encode, overlapping, place_inputs, shift_at
 from engine.step import RowKind, ScheduledRequest, StepPlan
 from tests.support.image_files import make_image
 from tests.support.plans import greedy

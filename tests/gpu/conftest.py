@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.device import Device, choose_device
+from engine.execution.device import Device, choose_device
 
 
 @pytest.fixture(scope="session")

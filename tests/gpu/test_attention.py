@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.device import Device
+from engine.execution.device import Device
 from kernels.choice import FLASH, TORCH_ATTENTION, TRITON, choose_attention
 from kernels.flash import PACKAGES
 from kernels.ops import Ops

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import engine.models
+from engine.build.executor import create_executor
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
-from engine.core import EngineCore
-from engine.device import Device
-from engine.device_executor import DeviceExecutor
-from engine.executor import create_executor
+from engine.core.core import EngineCore
+from engine.execution.device import Device
+from engine.execution.gpu.executor import DeviceExecutor
 from engine.protocol import Event, Failed, LoadSnapshot, SamplingParams, Submission, Token
-from engine.request import create_request
+from engine.scheduling.request import create_request
 from engine.step import GraphUse
 from kernels.choice import ATTENTION, FLASH
 from kernels.flash import PACKAGES

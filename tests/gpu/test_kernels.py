@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.device import Device
+from engine.execution.device import Device
 from kernels.forward import HeadShape
 from kernels.sampled_row import SampledRow
 from tests.kernels.rows import paged_case, seeded_generator

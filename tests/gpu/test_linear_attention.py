@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from engine.device import Device
+from engine.execution.device import Device
 from kernels.choice import TRITON_TABLE
 from kernels.forward import LinearHeads
 from kernels.ops import REFERENCE, Ops

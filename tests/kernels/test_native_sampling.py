@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.sampler import SMALLEST_TEMPERATURE, sample, uniform
+from engine.batch.sampler import SMALLEST_TEMPERATURE, sample, uniform
 from engine.step import RowSampling
 from kernels import reference
 from kernels.cpu.native.library import FLAGS, SOURCE_DIR, _compiler

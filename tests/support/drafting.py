@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.config import ResolvedConfig, SchedulerConfig
 from engine.protocol import ErrorCode, Failed, SamplingParams, Submission, Token
-from engine.request import Request, create_request
+from engine.scheduling.request import Request, create_request
 from engine.step import ExecutorOutOfMemoryError, RowKind, ScheduledRequest, StepPlan
 from tests.support.engines import EOS, RecordingCore, answer_alone
 

@@ -10,12 +10,12 @@ from itertools import count
 from typing import Any
 
 from engine.config import FakeConfig, ResolvedConfig, SchedulerConfig
-from engine.core import EngineCore
-from engine.fake_adapters import FakeAdapters
-from engine.fake_draft_model import FakeDraftModel
-from engine.fake_executor import FakeExecutor
+from engine.core.core import EngineCore
+from engine.fake.adapters import FakeAdapters
+from engine.fake.draft_model import FakeDraftModel
+from engine.fake.executor import FakeExecutor
 from engine.protocol import Event, Finished, SamplingParams, Submission, Token
-from engine.request import create_request
+from engine.scheduling.request import create_request
 from engine.step import ScheduledRequest, StepPlan, TokenMasks
 
 EOS = 0

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.device import HostDevice
+from engine.execution.device import HostDevice
 
 MIB = 2**20
 VOCAB, EOS = 272, 256

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import engine.device
-import engine.executor
+import engine.build.executor
+import engine.execution.device
 from engine.config import EngineConfig
-from engine.device import Device, HostDevice
+from engine.execution.device import Device, HostDevice
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_flash import FakeFlash
 
@@ -28,7 +28,7 @@ def choose_device(config: EngineConfig) -> tuple[Device, str]:
     return (THERE if config.device == "cuda" else HostDevice()), "a stand-in"
 
 
-engine.device.choose_device = engine.executor.choose_device = choose_device
+engine.execution.device.choose_device = engine.build.executor.choose_device = choose_device
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

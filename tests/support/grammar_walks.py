@@ -12,8 +12,10 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 EOS = 256
 MAX_BYTES = 600
 """After which a walk goes the shortest way that it finds to an end."""
-_CLOSERS = [text.encode() for text in ("\n</parameter>", "</think>", '"', "}", "]", ")", ", ", "\n")]
-_TAGS = [text.encode() for text in ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "</think>", "<think>", "{", "[")]
+_CLOSED = ("\n</parameter>", "\n</arg_value>", "</think>", "[/THINK]", "<|end|>")
+_CLOSERS = [list(text.encode()) for text in (*_CLOSED, '"', "}", "]", ")", ", ", "\n")]
+_OPENED = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "</think>", "<think>", "{", "[", "functools[", " to=")
+_TAGS = [text.encode() for text in _OPENED]
 
 
 class _Bytes:
@@ -32,9 +34,10 @@ class _Bytes:
 
 
 class Walker:
-    """`specials`: texts of special tokens."""
+    """`specials`: texts of special tokens. `closers`: further texts that close something."""
 
-    def __init__(self, specials: Sequence[str] = ()) -> None:
+    def __init__(self, specials: Sequence[str] = (), closers: Sequence[str] = ()) -> None:
+        self._closers = [*(list(text.encode()) for text in closers), *_CLOSERS]
         self.specials: Mapping[str, int] = {text: EOS + 1 + place for place, text in enumerate(specials)}
         self._texts = {token: text.encode() for text, token in self.specials.items()}
         self._tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(specials)))
@@ -65,7 +68,7 @@ class Walker:
         """A text that the grammar admits, or the beginning of one, if an assertion fails: no walk is endless."""
         rng, matcher, tokens = random.Random(str(seed)), self.matcher(grammar), list[int]()
         while not matcher.is_stopped() and len(tokens) < 10 * MAX_BYTES:
-            chosen = _pick(rng, matcher, len(tokens))
+            chosen = _pick(rng, matcher, len(tokens), self._closers)
             if chosen == [EOS]:
                 break
             assert matcher.consume_tokens(chosen), matcher.get_error()
@@ -77,7 +80,7 @@ class Walker:
         return b"".join(self._texts.get(token) or bytes([token]) for token in tokens).decode()
 
 
-def _pick(rng: random.Random, matcher: LLMatcher, length: int) -> list[int]:
+def _pick(rng: random.Random, matcher: LLMatcher, length: int, closing: Sequence[list[int]]) -> list[int]:
     """Any token, but rather what closes something; ASCII rather than others, so that most texts can be read."""
     is_late = length > MAX_BYTES
     allowed = [token for token, is_allowed in enumerate(matcher.compute_logit_bias()) if is_allowed]
@@ -85,7 +88,7 @@ def _pick(rng: random.Random, matcher: LLMatcher, length: int) -> list[int]:
     if EOS in allowed and (is_late or rng.random() < 0.2):
         return [EOS]
     if rng.random() < (0.8 if is_late else 0.2):
-        closers = [list(text) for text in _CLOSERS if matcher.validate_tokens(list(text)) == len(text)]
+        closers = [text for text in closing if matcher.validate_tokens(text) == len(text)]
         if closers:
             return rng.choice(closers)
     if rng.random() < 0.1 and not is_late:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from engine.planner import Plan, PlannedRow
 from engine.protocol import (
     TERMINAL,
     ErrorCode,
@@ -23,7 +22,8 @@ from engine.protocol import (
     Scheduled,
     Token,
 )
-from engine.request import Request
+from engine.scheduling.planner import Plan, PlannedRow
+from engine.scheduling.request import Request
 from engine.step import ExecutorOutOfMemoryError, RowKind, ScheduledRequest, StepPlan
 from tests.support.engines import RecordingCore
 from tests.support.oracle import answer_of, logprobs_of, pooled_of, prompt_logprobs_of

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.fake_executor import mix64
+from engine.fake.executor import mix64
 from engine.protocol import SamplingParams, TokenLogprobs
 from tests.support.engines import EOS, VOCAB
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.device_executor import DeviceExecutor
-from engine.executor import TorchExecutor
+from engine.execution.executor import TorchExecutor
+from engine.execution.gpu.executor import DeviceExecutor
 from engine.protocol import TokenLogprobs
 from engine.step import GraphUse, PromptScoring, RowKind, RowSampling, ScheduledRequest, StateUse, StepPlan
 

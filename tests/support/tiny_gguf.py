@@ -1,5 +1,5 @@
 """Writes tiny GGUF files the way llama.cpp's converter does, from Hugging Face weights that the test keeps.
-Never uses the code under test: the permutation here is the published one, which engine.gguf_convert inverts."""
+Never uses the code under test: the permutation here is the published one, which `checkpoints` inverts."""
 
 from __future__ import annotations
 

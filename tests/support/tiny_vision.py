@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from engine.span_inputs import SpanInput
+from engine.multimodal_inputs import SpanInput
 
 TEXT_VOCAB = 256
 """Text is of ids below: a byte each."""

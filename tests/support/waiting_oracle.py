@@ -1,5 +1,5 @@
 """Owns the order of a queue by definition: everything that waits is looked at each time, and nothing is forgotten.
-Never fast: engine/waiting.py is to say the same."""
+Never fast: engine/scheduling/waiting.py is to say the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from engine.request import Request
+from engine.scheduling.request import Request
 
 
 class PlainQueue:

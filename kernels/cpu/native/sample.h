@@ -15,7 +15,7 @@ using i64x8 = int64_t __attribute__((vector_size(64)));
 
 constexpr int WIDE_LANES = 8;
 
-// As in engine/sampler.py.
+// As in engine/batch/sampler.py.
 constexpr double SMALLEST_TEMPERATURE = 1e-5;
 
 // A row to draw from; filled by the caller; mirrored in sampling.py.
@@ -27,7 +27,7 @@ struct SampledRow {
 };
 
 // The random number in [0, 1): the top 53 of the first 64 bits of Philox4x32-10 (Salmon et al., SC 2011). `uniform` of
-// engine/sampler.py defines it.
+// engine/batch/sampler.py defines it.
 inline double uniform(int64_t seed, int64_t position) {
     uint32_t c0 = uint32_t(position), c1 = uint32_t(uint64_t(position) >> 32), c2 = 0, c3 = 0;
     uint32_t k0 = uint32_t(seed), k1 = uint32_t(uint64_t(seed) >> 32);

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.logprobs import token_logprobs
-from engine.sampler import uniform
+from engine.batch.logprobs import token_logprobs
+from engine.batch.sampler import uniform
 from kernels import reference
 from kernels.eager import EagerPass
 from kernels.forward import HeadShape

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kv_cache import KVCache
 from engine.models.config import read_model_config
 from engine.models.decoder import Decoder
-from engine.weights import load_weights
+from engine.models.kv_cache import KVCache
+from engine.models.weights import load_weights
 from kernels.eager import EagerPass
 from kernels.ops import REFERENCE
 from kernels.reference import PagedRows

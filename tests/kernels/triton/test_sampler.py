@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import sampler as engine_sampler
-from engine.device import HostDevice
-from engine.device_sampler import choose_on_device
+from engine.batch import sampler as engine_sampler
+from engine.execution.device import HostDevice
+from engine.execution.gpu.sampler import choose_on_device
 from engine.step import LogitControls, RowSampling
 from kernels import reference
 from tests.kernels.rows import seeded_generator

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine.batch.logit_controls import Within
+from engine.build.gpu import create_on_device
 from engine.config import EngineConfig
-from engine.device_build import create_on_device
-from engine.device_sampler import choose_on_device
-from engine.logit_controls import Within
+from engine.execution.gpu.sampler import choose_on_device
 from engine.step import LogitControls, RowSampling, StepPlan
 from kernels.sampled_row import SampledRow
 from tests.support.fake_device import VOCAB, FakeDevice, write_model

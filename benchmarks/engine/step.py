@@ -1,0 +1,224 @@
+"""Owns the offline measurement of steps on the CPU: how long one takes, by which kernels, and what bounds it.
+Never schedules but for Python's share: it hands plans of a given shape to executors. Ends with one JSON document."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import machine
+from engine.build.executor import create_executor
+from engine.checkpoints.prepare import prepare_model
+from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig, SpeculativeConfig
+from engine.core.core import EngineCore
+from engine.execution.executor import TorchExecutor
+from engine.models.native import NativeModel
+from engine.protocol import SamplingParams, Submission
+from engine.scheduling.request import create_request
+from engine.step import Executor, RowKind, RowSampling, ScheduledRequest, StateUse, StepOutput, StepPlan
+from kernels.cpu.native.program import Program, StepRows
+
+GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+
+def decode_plan(rows: int, context: int, block_size: int, draw: Callable[[], int]) -> StepPlan:
+    """`rows` streams, each with `context` tokens in the cache."""
+    blocks = -(-(context + 1) // block_size)
+    return StepPlan(0, tuple(_row(i, RowKind.DECODE, context, 1, blocks, draw) for i in range(rows)))
+
+
+def prefill_plan(count: int, context: int, block_size: int, draw: Callable[[], int]) -> StepPlan:
+    """One chunk of `count` tokens after `context` tokens in the cache."""
+    return StepPlan(0, (_row(0, RowKind.LAST, context, count, -(-(context + count) // block_size), draw),))
+
+
+def _row(i: int, kind: RowKind, start: int, count: int, blocks: int, draw: Callable[[], int]) -> ScheduledRequest:
+    ids = tuple(draw() for _ in range(count))
+    table = tuple(range(i * blocks, (i + 1) * blocks))
+    return ScheduledRequest(str(i), kind, start, ids, table, GREEDY)
+
+
+def measure(run: Callable[[], object], steps: int) -> list[float]:
+    """Milliseconds of each of `steps` after three that do not count."""
+    times = []
+    for _ in range(steps + 3):
+        started = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - started) * 1000)
+    return times[3:]
+
+
+def in_slots(executor: Executor, plan: StepPlan) -> StepPlan:
+    """Each row with a slot for its state, where the model has recurrent state."""
+    if not executor.capabilities.recurrent_state:
+        return plan
+    return replace(plan, rows=tuple(replace(row, state=StateUse(i)) for i, row in enumerate(plan.rows)))
+
+
+def step_of(executor: Executor, plan: StepPlan) -> Callable[[], StepOutput]:
+    plan = in_slots(executor, plan)
+
+    def run() -> StepOutput:
+        executor.launch(plan)
+        return executor.collect()
+
+    return run
+
+
+class Products:
+    """The matrix products of a step and nothing else: what bounds it until attention reads as much as the weights."""
+
+    def __init__(self, model: NativeModel, num_tokens: int) -> None:
+        weights = model.decoder.weights
+        self._program = Program(model.team, block_size=16, capacity=num_tokens, dtype=model.decoder.dtype)
+        x = self._program.embed(weights.embedding)
+        for layer in weights.layers:
+            x = self._program.linear(self._program.linear(x, layer.qkv), layer.output)
+            x = self._program.linear(self._program.gated_linear(x, layer.gate_up), layer.down)
+        self._program.logits(x, weights.lm_head, num_tokens)
+
+    def step_of(self, plan: StepPlan) -> Callable[[], object]:
+        """Of as many tokens, and as many that are sampled after, as `plan` has."""
+        counts = [len(row.token_ids) for row in plan.rows]
+        sampled = [sum(counts[: i + 1]) - 1 for i in range(len(counts))]
+        ids = [row.token_ids for row in plan.rows]
+        rows = StepRows(ids, [0] * len(counts), counts, [[0] * count for count in counts], sampled)
+        return lambda: self._program.run(rows)
+
+
+ANSWER_BESIDES = 40
+"""Tokens of each stream's answer besides those that are timed: nobody may end while others still read their prompts."""
+
+
+def python_share(
+    executor: TorchExecutor, config: ResolvedConfig, rows: int, context: int, steps: int, draw: Callable[[], int]
+) -> dict[str, Any]:
+    """Percent of the time of `steps` steps of the whole engine loop, `rows` streams decoding, that no program ran."""
+    core = EngineCore(executor, config)
+    params = SamplingParams(temperature=0.0, max_tokens=steps + ANSWER_BESIDES, ignore_eos=True)
+    for i in range(rows):
+        prompt = tuple(draw() for _ in range(context))
+        core.submit(create_request(Submission(f"stream {i}", prompt, params), config, i))
+    while core.load().num_queued_tokens or core.load().num_running < rows:
+        core.step()
+    model = executor.model
+    assert isinstance(model, NativeModel)
+    begun, ran = time.perf_counter(), model.busy_s
+    for _ in range(steps):
+        core.step()
+    whole, ran = time.perf_counter() - begun, model.busy_s - ran
+    for i in range(rows):
+        core.abort(f"stream {i}")
+    return {"step": "loop", "size": rows, "step_ms": 1000 * whole / steps, "python_percent": 100 * (1 - ran / whole)}
+
+
+def _settings(name: str) -> dict[str, Any]:
+    return {"kernels": "native", "quantize": "int8"} if name == "int8" else {"kernels": name}
+
+
+def _summary(times: Sequence[float]) -> dict[str, float]:
+    return {"ms_p50": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
+
+
+def table(document: dict[str, Any]) -> str:
+    """The table of docs/benchmarks/step-time.md: medians, least and most in brackets, milliseconds; and what share of a
+    step of the native kernels its matrix products are."""
+    shapes: dict[tuple[str, int], dict[str, dict[str, Any]]] = defaultdict(dict)
+    for cell in document["cells"]:
+        shapes[cell["step"], cell["size"]][cell["kernels"]] = cell
+    names = list(dict.fromkeys(cell["kernels"] for cell in document["cells"]))
+    lines = [f"| step | {' | '.join(names)} | products / native |", "|---" * (len(names) + 2) + "|"]
+    for (kind, size), cells in shapes.items():
+        what = f"{size} streams decode" if kind == "decode" else f"{size} tokens of a prompt"
+        found = ["{ms_p50:.1f} ({ms_min:.1f}–{ms_max:.1f})".format(**cells[name]) for name in names]
+        share = cells["products"]["ms_p50"] / cells["native"]["ms_p50"]
+        lines.append(f"| {what} | {' | '.join(found)} | {share:.0%} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    model = prepare_model(options.model, progress=False, weights=options.load_format != "dummy")
+    largest = max([1, *options.rows]) * (options.context + 1) + max([0, *options.prefill]) + options.context
+    streams = options.loop * (options.context + options.steps + ANSWER_BESIDES + 16)  # 16: a block that is not full
+    config = EngineConfig(
+        device="cpu",  # whose kernels are compared; benchmarks.engine.gpu measures a GPU's steps
+        dtype=options.dtype,
+        load_format=options.load_format,
+        num_kv_blocks=max(largest, streams) // 16 + 64,
+        max_num_seqs=max(EngineConfig().max_num_seqs, options.loop),
+        speculative=SpeculativeConfig(method="none"),
+    )
+    made = {name: create_executor(model, dataclasses.replace(config, **_settings(name))) for name in options.kernels}
+    resolved = next(iter(made.values()))[1]
+    generator = random.Random(options.seed)
+
+    def draw() -> int:
+        return generator.randrange(resolved.vocab_size)
+
+    plans = [("decode", n, decode_plan(n, options.context, resolved.block_size, draw)) for n in options.rows]
+    plans += [("prefill", n, prefill_plan(n, options.context, resolved.block_size, draw)) for n in options.prefill]
+    times: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    loops = []
+    native = made["native"][0].model if "native" in made else None
+    products = Products(native, max([*options.rows, *options.prefill])) if isinstance(native, NativeModel) else None
+    with torch.inference_mode():
+        for _ in range(options.rounds):
+            for kind, size, plan in plans:
+                for name, (executor, _) in made.items():
+                    times[kind, size, name] += measure(step_of(executor, plan), options.steps)
+                if products is not None:
+                    times[kind, size, "products"] += measure(products.step_of(plan), options.steps)
+            if products is not None:
+                loops.append(python_share(*made["native"], options.loop, options.context, options.steps, draw))
+    cells = [
+        {"step": kind, "size": size, "context": options.context, "kernels": name, **_summary(found)}
+        for (kind, size, name), found in times.items()
+    ]
+    for cell in cells:
+        print("{step:8} {size:5}  {kernels:10} {ms_p50:7.1f} ms ({ms_min:.1f}–{ms_max:.1f})".format(**cell))
+    for loop in loops:
+        print("{step:8} {size:5}  step {step_ms:7.1f} ms  Python {python_percent:5.1f} %".format(**loop))
+    for executor, _ in made.values():
+        executor.shutdown()
+    result = {"benchmark": "engine_step", **machine(), "model": options.model, "seed": options.seed}
+    document = json.dumps({**result, "config": dataclasses.asdict(resolved), "cells": cells, "loops": loops})
+    if options.out:
+        options.out.write_text(document + "\n")
+    print(document)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.step",
+        description=__doc__,
+        epilog="All loads, and a GPU: benchmarks.engine.gpu.",
+    )
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--kernels", nargs="+", default=["native", "torch_cpu"], help="in turn; int8: native, rounded")
+    parser.add_argument("--context", type=int, default=200, help="tokens in the cache of each row")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32], help="decode rows of each cell")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[64, 256], help="tokens of each prefill cell")
+    parser.add_argument("--loop", type=int, default=16, help="streams whose steps are run by the engine's own loop")
+    parser.add_argument("--steps", type=int, default=20, help="of a cell in a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

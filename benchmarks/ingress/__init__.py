@@ -1,0 +1,1 @@
+"""Measurement of an ingress alone: what other requests wait beside large ones."""

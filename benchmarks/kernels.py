@@ -1,0 +1,555 @@
+"""Owns the measurement of single operations: time, and how near it is to the peaks. Long: each one.
+Never compares with a data sheet: peaks are measured in the same run. Ends with one JSON document."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.choice import ATTENTION, TORCH_ATTENTION, TRITON, choose_attention
+from kernels.eager import EagerPass
+from kernels.forward import HeadShape, Linear, LinearHeads, Routing
+from kernels.ops import TORCH, TORCH_CPU, Ops
+from kernels.paged import on_device, states_on_device
+from kernels.reference import PagedRows, StateRows
+
+logger = logging.getLogger(__name__)
+
+Run = Callable[[], object]
+
+MOST_SETS = 32
+CPU_CACHE_BYTES = GPU_CACHE_BYTES = 64 << 20
+"""More than most have; of a GPU only where torch does not tell."""
+WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One operation on one shape."""
+
+    op: str
+    shape: dict[str, int]
+    num_bytes: int
+    """The fewest that it must move: each input read once, each output written once."""
+    flops: int
+    make: Callable[[], Run]
+    """A run on inputs of its own."""
+    capturable: bool = True
+    """What is not is timed as it is launched from Python, which is how an engine would have to run it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    options: argparse.Namespace
+    device: torch.device
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def heads(self) -> HeadShape:
+        o = self.options
+        return HeadShape(num_heads=o.heads, num_kv_heads=o.kv_heads, head_dim=o.head_dim)
+
+    @property
+    def linear_heads(self) -> LinearHeads:
+        o = self.options
+        return LinearHeads(
+            num_key_heads=o.linear_key_heads,
+            num_value_heads=o.linear_value_heads,
+            key_dim=o.linear_head_dim,
+            value_dim=o.linear_head_dim,
+        )
+
+    @property
+    def table(self) -> Ops:
+        if not self.on_gpu:
+            return TORCH_CPU
+        from kernels.triton.ops import TRITON as TABLE
+
+        return TABLE
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype or self.dtype)
+
+    def run_of(self, rows: PagedRows | None, num_tokens: int) -> EagerPass:
+        """The forward pass whose operations are measured: Triton's on a GPU, torch's operators on the CPU."""
+        positions = torch.randint(4096, (num_tokens,), generator=self.generator, device=self.device)
+        slots = torch.arange(num_tokens, device=self.device)
+        if not self.on_gpu:
+            plan = None if rows is None else TORCH_CPU.prepare_attention(rows, self.heads.num_kv_heads, self.dtype)
+            return EagerPass(TORCH_CPU, token_ids=positions, positions=positions, slots=slots, plan=plan)
+        from kernels.triton.forward import TritonPass
+        from kernels.triton.plan import prepare_attention
+
+        rows = rows or PagedRows(1, (0,), (1,), torch.zeros(1, 1, dtype=torch.int64, device=self.device), 16)
+        made = prepare_attention(rows, self.heads.num_kv_heads, self.dtype)
+        return TritonPass(token_ids=positions, positions=positions, slots=slots, plan=made)
+
+    def attention_tables(self) -> tuple[dict[str, Ops], list[str]]:
+        """Besides `table`, whose attention has a cell anyway, by name; and why others have none."""
+        if not self.on_gpu:
+            return {TORCH_ATTENTION: TORCH}, []
+        found, missing = {}, []
+        for name in ATTENTION:
+            if name == TRITON:
+                continue
+            try:
+                found[name] = choose_attention(
+                    name,
+                    dtype=self.dtype,
+                    head_dim=self.options.head_dim,
+                    block_size=self.options.block_size,
+                    capability=torch.cuda.get_device_capability(self.device),
+                )[1]
+            except ValueError as error:
+                missing.append(str(error))
+        return found, missing
+
+    def cells(self, others: Mapping[str, Ops]) -> list[Cell]:
+        """others: tables whose attention is measured, too."""
+        o = self.options
+        by_token = (
+            self.norm,
+            self.activation,
+            self.rotation,
+            self.cache_write,
+            self.sigmoid_gate,
+            self.gated_norm,
+        )
+        found = [cell(tokens) for tokens in o.rows for cell in by_token]
+        for suffix, table in {"": None, **{f"_{name}": table for name, table in others.items()}}.items():
+            for rows in o.rows:
+                found.append(self.attention(f"attention_decode{suffix}", [o.context] * rows, [1] * rows, rows, table))
+            found += [self.attention(f"attention_chunk{suffix}", [o.context], [count], 0, table) for count in o.chunk]
+        for linear in (self.causal_conv, self.delta_rule):
+            found += [linear("decode", [1] * rows, rows) for rows in o.rows]
+            found += [linear("chunk", [count], 0) for count in o.chunk]
+        found += [self.experts(tokens) for tokens in (*o.rows, *o.chunk)]
+        if self.on_gpu:
+            found += [self.sampling(rows, name) for rows in o.rows for name in SAMPLING]
+            found += [cell(rows) for rows in o.rows for cell in (self.controls, self.logprobs)]
+        return found
+
+    def norm(self, tokens: int) -> Cell:
+        size, item = self.options.hidden, self.dtype.itemsize
+
+        def make() -> Run:
+            run, weight = self.run_of(None, tokens), self.random(size)
+            x, residual = self.random(tokens, size), self.random(tokens, size, dtype=torch.float32)
+            return lambda: run.add_rms_norm(x, residual, weight, 1e-5)
+
+        return Cell("add_rms_norm", {"tokens": tokens, "size": size}, tokens * size * (2 * item + 8), 0, make)
+
+    def activation(self, tokens: int) -> Cell:
+        size = self.options.intermediate
+
+        def make() -> Run:
+            x, table = self.random(tokens, 2 * size), self._activation()
+            return lambda: table(x)
+
+        shape = {"tokens": tokens, "size": size}
+        return Cell("silu_and_mul", shape, 3 * tokens * size * self.dtype.itemsize, 0, make)
+
+    def _activation(self) -> Callable[[Tensor], Tensor]:
+        if not self.on_gpu:
+            return TORCH_CPU.silu_and_mul
+        from kernels.triton.activation import silu_and_mul
+
+        return silu_and_mul
+
+    def rotation(self, tokens: int) -> Cell:
+        heads = self.heads
+        width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+
+        def make() -> Run:
+            run, qkv = self.run_of(None, tokens), self.random(tokens, width)
+            rotations = run.rotations(torch.rand(heads.head_dim // 2, device=self.device), 1.0)
+            shape = (-(-tokens // 16), 16, heads.num_kv_heads, heads.head_dim)
+            cache = (self.random(*shape), self.random(*shape))
+            return lambda: run.rotate_and_cache(qkv, rotations, heads, cache, None, 0.0)
+
+        shape = {"tokens": tokens, "heads": heads.num_heads, "kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
+        num_bytes = tokens * (2 * width * self.dtype.itemsize + heads.head_dim * 4)
+        return Cell("rotate_and_cache", shape, num_bytes, 0, make)
+
+    def cache_write(self, tokens: int) -> Cell:
+        """Without the rotation, as models that have norms between the two, or none, need it."""
+        heads = self.heads
+
+        def make() -> Run:
+            k, v = (self.random(tokens, heads.num_kv_heads, heads.head_dim) for _ in range(2))
+            shape = (-(-tokens // 16), 16, heads.num_kv_heads, heads.head_dim)
+            cache, slots = (self.random(*shape), self.random(*shape)), torch.arange(tokens, device=self.device)
+            table = self.table
+            return lambda: table.write_cache(k, v, *cache, slots)
+
+        shape = {"tokens": tokens, "kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
+        num_bytes = 4 * tokens * heads.num_kv_heads * heads.head_dim * self.dtype.itemsize
+        return Cell("write_cache", shape, num_bytes, 0, make)
+
+    def attention(
+        self, name: str, contexts: Sequence[int], counts: Sequence[int], num_decode: int, table: Ops | None
+    ) -> Cell:
+        """table: None: as the forward pass has it."""
+        heads, block_size = self.heads, self.options.block_size
+        needed = [-(-(context + count) // block_size) for context, count in zip(contexts, counts, strict=True)]
+        tokens, keys = sum(counts), sum(contexts) + sum(counts)
+        pairs = sum(n * context + n * (n + 1) // 2 for context, n in zip(contexts, counts, strict=True))
+
+        def make() -> Run:
+            blocks = torch.randperm(sum(needed), generator=self.generator, device=self.device)
+            tables = blocks.view(len(counts), -1)  # rows are equally long
+            rows = PagedRows(num_decode, tuple(contexts), tuple(counts), tables, block_size)
+            q = self.random(tokens, heads.num_heads * heads.head_dim)
+            shape = (sum(needed), block_size, heads.num_kv_heads, heads.head_dim)
+            cache, scale = (self.random(*shape), self.random(*shape)), heads.head_dim**-0.5
+            if table is None:
+                run = self.run_of(rows, tokens)
+                return lambda: run.attention(q, heads, cache, scale)
+            there = on_device(rows, self.device) if table.capturable else rows
+            plan = table.prepare_attention(there, heads.num_kv_heads, self.dtype)
+            by_head, attention = q.view(tokens, heads.num_heads, heads.head_dim), table.attention
+            return lambda: attention(by_head, *cache, plan, scale)
+
+        shape = {"rows": len(counts), "tokens": tokens, "context": contexts[0], "head_dim": heads.head_dim}
+        num_bytes = 2 * (keys * heads.num_kv_heads + tokens * heads.num_heads) * heads.head_dim * self.dtype.itemsize
+        flops = 4 * pairs * heads.num_heads * heads.head_dim
+        return Cell(name, shape, num_bytes, flops, make, capturable=table is None or table.capturable)
+
+    def sigmoid_gate(self, tokens: int) -> Cell:
+        size = self.heads.num_heads * self.heads.head_dim
+
+        def make() -> Run:
+            x, gate, table = self.random(tokens, size), self.random(tokens, size), self.table
+            return lambda: table.sigmoid_gate(x, gate, None)
+
+        return Cell("sigmoid_gate", {"tokens": tokens, "size": size}, 3 * tokens * size * self.dtype.itemsize, 0, make)
+
+    def gated_norm(self, tokens: int) -> Cell:
+        heads = self.linear_heads
+        size = heads.value_size
+
+        def make() -> Run:
+            x, gate, weight = self.random(tokens, size), self.random(tokens, size), self.random(heads.value_dim)
+            table = self.table
+            return lambda: table.gated_rms_norm(x, gate, weight, 1e-6)
+
+        shape = {"tokens": tokens, "size": size, "head_dim": heads.value_dim}
+        return Cell("gated_rms_norm", shape, 3 * tokens * size * self.dtype.itemsize, 0, make)
+
+    def state_rows(self, counts: Sequence[int], num_decode: int) -> StateRows:
+        """Rows that go on from states in slots of their own."""
+        slots = tuple(range(len(counts)))
+        index = torch.tensor(slots, device=self.device)
+        rows = StateRows(num_decode, (self.options.context,) * len(counts), tuple(counts), slots, index)
+        return states_on_device(rows) if self.on_gpu else rows
+
+    def causal_conv(self, kind: str, counts: Sequence[int], num_decode: int) -> Cell:
+        channels, kernel = self.linear_heads.channels, self.options.linear_conv_kernel
+        tokens = sum(counts)
+
+        def make() -> Run:
+            rows, x, weight = (
+                self.state_rows(counts, num_decode),
+                self.random(tokens, channels),
+                self.random(channels, kernel),
+            )
+            state, table = self.random(len(counts), kernel - 1, channels), self.table
+            return lambda: table.causal_conv(x, weight, state, rows)
+
+        shape = {"rows": len(counts), "tokens": tokens, "channels": channels, "kernel": kernel}
+        numbers = 2 * tokens * channels + 2 * len(counts) * (kernel - 1) * channels + channels * kernel
+        flops = 2 * tokens * channels * kernel
+        return Cell(f"causal_conv_{kind}", shape, numbers * self.dtype.itemsize, flops, make)
+
+    def delta_rule(self, kind: str, counts: Sequence[int], num_decode: int) -> Cell:
+        """Operations are those of the recurrence: a decay, two products with the state, and a sum."""
+        heads, tokens = self.linear_heads, sum(counts)
+        count, state_size = heads.num_value_heads, heads.num_value_heads * heads.key_dim * heads.value_dim
+
+        def make() -> Run:
+            rows, qkv = self.state_rows(counts, num_decode), self.random(tokens, heads.channels)
+            strength, step = self.random(tokens, count), self.random(tokens, count)
+            rates = (-self.random(count, dtype=torch.float32).exp(), self.random(count, dtype=torch.float32))
+            shape = (len(counts), count, heads.key_dim, heads.value_dim)
+            state, table = self.random(*shape, dtype=torch.float32), self.table
+            return lambda: table.delta_rule(qkv, strength, step, rates, heads, state, rows)
+
+        shape = {"rows": len(counts), "tokens": tokens, "heads": count, "head_dim": heads.key_dim}
+        moved = tokens * (heads.channels + 2 * count + heads.value_size) * self.dtype.itemsize
+        return Cell(f"delta_rule_{kind}", shape, moved + 8 * len(counts) * state_size, 7 * tokens * state_size, make)
+
+    def experts(self, tokens: int) -> Cell:
+        """Weights are read of as many experts as choices at random would be expected to have."""
+        o, item = self.options, self.dtype.itemsize
+        count, size, hidden = o.experts, o.expert_size, o.hidden
+        routing = Routing(o.experts_per_token, renormalize=True)
+
+        def make() -> Run:
+            run, x = self.run_of(None, tokens), self.random(tokens, hidden)
+            router = self.random(count, hidden, dtype=torch.float32)
+            gate_up = Linear(self.random(count, 2 * size, hidden) / hidden**0.5)
+            down = Linear(self.random(count, hidden, size) / size**0.5)
+            return lambda: run.experts(x, router, gate_up, down, routing)
+
+        shape = {"tokens": tokens, "experts": count, "per_token": routing.per_token, "hidden": hidden, "size": size}
+        used = count * (1 - (1 - routing.per_token / count) ** tokens)
+        num_bytes = 4 * count * hidden + round(used * 3 * hidden * size) * item + 2 * tokens * hidden * item
+        flops = 2 * tokens * hidden * (count + routing.per_token * 3 * size)
+        return Cell("experts", shape, num_bytes, flops, make)
+
+    def sampling(self, num_rows: int, name: str) -> Cell:
+        vocab = self.options.vocab
+
+        def make() -> Run:
+            from kernels.sampled_row import SampledRow
+            from kernels.triton.sampler import sample
+            from kernels.triton.sampling_rows import pack_rows
+
+            options = SAMPLING[name]
+            rows = [SampledRow(**options, seed=i, position=i) for i in range(num_rows)]  # type: ignore[arg-type]
+            logits, packed = 3 * self.random(num_rows, vocab, dtype=torch.float32), pack_rows(rows, vocab, self.device)
+            return lambda: sample(logits, packed)
+
+        return Cell(f"sample_{name}", {"rows": num_rows, "vocab": vocab}, num_rows * vocab * 4, 0, make)
+
+    def controls(self, num_rows: int) -> Cell:
+        """Penalties for what a prompt and an answer said, and a bias, as `CONTROLS` has them."""
+        vocab = self.options.vocab
+
+        def make() -> Run:
+            from kernels.sampled_row import SampledRow
+            from kernels.triton.controls import control_logits
+            from kernels.triton.sampling_rows import pack_rows
+
+            said = torch.randint(vocab, (num_rows, 2, CONTROLLED), generator=self.generator, device=self.device)
+            rows = [SampledRow(temperature=0.0, **CONTROLS, prompt=p, answer=a) for p, a in said.tolist()]  # type: ignore[arg-type]
+            logits, packed = self.random(num_rows, vocab, dtype=torch.float32), pack_rows(rows, vocab, self.device)
+            return lambda: control_logits(logits, packed)
+
+        return Cell("control_logits", {"rows": num_rows, "vocab": vocab}, 2 * num_rows * vocab * 4, 0, make)
+
+    def logprobs(self, num_rows: int) -> Cell:
+        vocab = self.options.vocab
+
+        def make() -> Run:
+            from kernels.triton.logprobs import token_logprobs
+
+            logits = self.random(num_rows, vocab, dtype=torch.float32)
+            ids = torch.randint(vocab, (num_rows,), generator=self.generator, device=self.device)
+            return lambda: token_logprobs(logits, ids, LOGPROBS)
+
+        shape = {"rows": num_rows, "vocab": vocab, "most_likely": LOGPROBS}
+        return Cell("logprobs", shape, num_rows * vocab * 4, 0, make)
+
+
+SAMPLING: dict[str, dict[str, float | int]] = {
+    "greedy": {"temperature": 0.0},
+    "whole": {"temperature": 1.0},
+    "top_k": {"temperature": 1.0, "top_k": 50},
+    "top_p": {"temperature": 1.0, "top_p": 0.95},
+    "top_k_top_p": {"temperature": 1.0, "top_k": 50, "top_p": 0.95},
+}
+
+
+CONTROLS = {
+    "repetition_penalty": 1.1,
+    "frequency_penalty": 0.1,
+    "presence_penalty": 0.1,
+    "bias": ((1, 5.0), (2, -5.0)),
+}
+CONTROLLED = 512
+"""Tokens of the prompt, and of the answer, that penalties look at."""
+LOGPROBS = 5
+
+
+def _gpu_cache_bytes(device: torch.device) -> int:
+    """torch 2.4 does not tell."""
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", GPU_CACHE_BYTES))
+
+
+def measure(bench: Bench, make: Callable[[], Run], num_bytes: int, *, capturable: bool = True) -> list[float]:
+    """Microseconds of one run, as often as was asked for, over so many sets of inputs that no cache holds them."""
+    cache = _gpu_cache_bytes(bench.device) if bench.on_gpu else CPU_CACHE_BYTES
+    sets = [make() for _ in range(min(MOST_SETS, 1 + 2 * cache // max(num_bytes, 1)))]
+    if not bench.on_gpu:
+        return _on_cpu(sets, bench.options.runs)
+    return _on_gpu(sets, bench.options.runs) if capturable else _launched(sets, bench.options.runs)
+
+
+def _on_cpu(sets: Sequence[Run], runs: int) -> list[float]:
+    times = []
+    for number in range(runs + WARM_UP):
+        begun = time.perf_counter()
+        sets[number % len(sets)]()
+        times.append(1e6 * (time.perf_counter() - begun))
+    return times[WARM_UP:]
+
+
+def _on_gpu(sets: Sequence[Run], runs: int) -> list[float]:
+    """All sets in one graph: between launches of a few microseconds, Python would be what is measured."""
+    _warm_up(sets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [run() for run in sets]
+    times = [_elapsed_us(graph.replay) / len(sets) for _ in range(runs + WARM_UP)]
+    del kept
+    return times[WARM_UP:]
+
+
+def _launched(sets: Sequence[Run], runs: int) -> list[float]:
+    _warm_up(sets)
+    return [_elapsed_us(sets[number % len(sets)]) for number in range(runs)]
+
+
+def _warm_up(sets: Sequence[Run]) -> None:
+    """Compiles, and chooses configurations."""
+    for _ in range(WARM_UP):
+        for run in sets:
+            run()
+    torch.cuda.synchronize()
+
+
+def _elapsed_us(run: Run) -> float:
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begun.record()
+    run()
+    ended.record()
+    ended.synchronize()
+    return 1e3 * float(begun.elapsed_time(ended))
+
+
+def peaks(bench: Bench) -> dict[str, float]:
+    """GB/s of a copy, bytes read and written, and GFLOP/s of a square product, the best of what was measured."""
+    size, side = bench.options.copy_mib << 20, bench.options.matrix
+
+    def copy() -> Run:
+        source, to = (torch.ones(size, dtype=torch.uint8, device=bench.device) for _ in range(2))
+        return lambda: to.copy_(source)
+
+    def product() -> Run:
+        a, b = bench.random(side, side), bench.random(side, side)
+        return lambda: a @ b
+
+    copied = min(measure(bench, copy, 2 * size))
+    multiplied = min(measure(bench, product, 3 * side * side * bench.dtype.itemsize))
+    return {"copy_gb_s": 2 * size / copied / 1e3, "matrix_gflop_s": 2 * side**3 / multiplied / 1e3}
+
+
+def result(cell: Cell, times: Sequence[float], peak: dict[str, float]) -> dict[str, Any]:
+    """What was measured, and what the peaks would have taken: `share` is the larger of the two shares."""
+    us = statistics.median(times)
+    rates = {"gb_s": cell.num_bytes / us / 1e3, "gflop_s": cell.flops / us / 1e3}
+    shares = {"copy": rates["gb_s"] / peak["copy_gb_s"], "matrix": rates["gflop_s"] / peak["matrix_gflop_s"]}
+    bound = max(shares, key=lambda name: shares[name])
+    sizes = {"bytes": cell.num_bytes, "flops": cell.flops}
+    spread = {"us_p50": us, "us_min": min(times), "us_max": max(times)}
+    return {"op": cell.op, **cell.shape, **spread, **sizes, **rates, "share": shares[bound], "of": bound}
+
+
+def describe(bench: Bench) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(bench.device) if bench.on_gpu else platform.processor() or platform.machine()
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout if shutil.which("git") else ""
+    found: dict[str, Any] = {"commit": commit.strip(), "device": name}
+    found |= {"torch": torch.__version__, "dtype": str(bench.dtype).removeprefix("torch.")}
+    if bench.on_gpu:
+        return found | {"table": "triton", "triton": version("triton")}
+    return found | {"table": TORCH_CPU.name, "threads": torch.get_num_threads()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    device = torch.device(options.device)
+    generator = torch.Generator(device).manual_seed(options.seed)
+    bench = Bench(options, device, getattr(torch, options.dtype), generator)
+    with torch.inference_mode():
+        peak = peaks(bench)
+        print("peaks: copy {copy_gb_s:.1f} GB/s, matrix {matrix_gflop_s:.1f} GFLOP/s".format(**peak))
+        found: list[dict[str, Any]] = []
+        others, missing = bench.attention_tables()
+        for why in missing:
+            print(f"no cell: {why}")
+        settings = {name: value for name, value in vars(options).items() if name != "out"}
+        head = {"benchmark": "kernels", **describe(bench), "peaks": peak, "config": settings, "missing": missing}
+        for cell in bench.cells(others):
+            shape = " ".join(f"{name}={size}" for name, size in cell.shape.items())
+            try:
+                times = measure(bench, cell.make, cell.num_bytes, capturable=cell.capturable)
+            except Exception as error:  # a card may be lent for minutes: what the others find is not lost with it
+                logger.exception("%s failed", cell.op)
+                found.append({"op": cell.op, **cell.shape, "failed": f"{type(error).__name__}: {error}"})
+            else:
+                found.append(result(cell, times, peak))
+                print("{op:32} {0:50} {us_p50:10.1f} us {share:6.1%} of the {of} peak".format(shape, **found[-1]))
+            if options.out:
+                options.out.write_text(json.dumps(head | {"cells": found}) + "\n")
+    print(json.dumps(head | {"cells": found}))
+    if any("failed" in each for each in found):
+        raise SystemExit(1)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser.add_argument(
+        "--device", default="cuda", choices=["cuda", "cpu"], help="cpu: torch's operators, no kernel of ours"
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--intermediate", type=int, default=14336)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--experts-per-token", type=int, default=8)
+    parser.add_argument("--expert-size", type=int, default=768, help="intermediate size of each")
+    parser.add_argument("--linear-key-heads", type=int, default=16, help="of linear attention, as of Qwen3.5-27B")
+    parser.add_argument("--linear-value-heads", type=int, default=48)
+    parser.add_argument("--linear-head-dim", type=int, default=128)
+    parser.add_argument("--linear-conv-kernel", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--context", type=int, default=2048, help="tokens in the cache of each row")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 16, 128], help="tokens, or decode rows, of each cell"
+    )
+    parser.add_argument("--chunk", type=int, nargs="+", default=[512, 2048], help="tokens of each prefill cell")
+    parser.add_argument("--copy-mib", type=int, default=512, help="what the copy's peak is measured on")
+    parser.add_argument("--matrix", type=int, default=4096, help="rows and columns of the product's peak")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "there is no GPU that torch can use here; --device cpu measures torch's operators on the processor"
+        )
+    if options.heads % options.kv_heads or options.head_dim % 2:
+        parser.error("--heads must be a multiple of --kv-heads, and --head-dim even")
+    if options.linear_value_heads % options.linear_key_heads:
+        parser.error("--linear-value-heads must be a multiple of --linear-key-heads")
+    if options.experts_per_token > options.experts:
+        parser.error("--experts-per-token must be at most --experts")
+    return options
+
+
+if __name__ == "__main__":
+    main()

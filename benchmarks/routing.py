@@ -1,0 +1,72 @@
+"""Owns the offline measurement of routing: what a choice among so many replicas takes of a core, without Ray.
+Never routes a call; reports and prompts are made up, and the same each time. It prints a line of JSON for each size."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from random import Random
+from typing import Any
+
+from engine.protocol import LoadSnapshot, SamplingParams, Submission
+from serve_app.routing.chooser import Chooser
+from serve_app.routing.stats import encode
+from serve_app.settings import RoutingSettings
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 1024
+NUM_HEADS = 40
+"""Prompts begin in so many ways, so that some replicas hold what is asked."""
+NUM_LIVE = 2
+"""Requests for each replica that have not ended."""
+
+
+def report(number: int) -> dict[str, Any]:
+    """A busy replica's routing stats, as an engine gives them to Serve."""
+    load = LoadSnapshot(
+        num_running=4,
+        num_waiting=0,
+        num_preparing=0,
+        num_waiting_preempted=0,
+        wait_reason=None,
+        num_queued_tokens=200 + number % 7 * 30,
+        num_blocks=4096,
+        num_held_blocks=400,
+        num_evictable_blocks=64,
+        num_reserved_blocks=100,
+        num_steps=0,
+        num_preemptions=0,
+        reserve_ratio=0.5,
+        reserve_margin=0.5,
+    )
+    digests = [f"{number} {block}".encode().ljust(32) for block in range(64)]
+    return encode(load, digests, limit=1024, prefill_tokens_per_s=1000.0, taken_at_s=0.0)
+
+
+def measure(num_replicas: int, num_requests: int) -> dict[str, float]:
+    """Milliseconds of a core that a choice takes."""
+    random = Random(0)
+    chooser = Chooser(RoutingSettings(), BLOCK_SIZE, random)
+    names = [f"replica-{number}" for number in range(num_replicas)]
+    chooser.fleet.update({name: report(number) for number, name in enumerate(names)})
+    took_ms = []
+    for number in range(num_requests):
+        prompt = (random.randrange(NUM_HEADS), *(1,) * (PROMPT_TOKENS - 1))
+        submission = Submission(f"r{number}", prompt, SamplingParams(max_tokens=16, seed=0))
+        begun = time.process_time()
+        chooser.fleet.open(submission.request_id)
+        chooser.place(submission.request_id, submission, names, number / num_replicas)
+        chooser.fleet.close(f"r{number - NUM_LIVE * num_replicas}")
+        took_ms.append(1000 * (time.process_time() - begun))
+    return {"replicas": num_replicas, "ms_p50": statistics.median(took_ms), "ms_mean": statistics.fmean(took_ms)}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", description=__doc__)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[4, 100, 1000])
+    parser.add_argument("--requests", type=int, default=500)
+    options = parser.parse_args()
+    for count in options.replicas:
+        print(json.dumps(measure(count, options.requests)))

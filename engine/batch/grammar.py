@@ -1,0 +1,205 @@
+"""Owns grammars that answers follow: compiled once, one matcher a live request, the token masks of a step's rows.
+Never sees a logit, and keeps no state that it could not make anew: what an answer holds comes with each row."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance.numpy import (
+    allocate_token_bitmask,
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
+from numpy.typing import NDArray
+
+from engine.batch.regex_size import check_regexes
+from engine.config import ResolvedConfig
+from engine.step import GrammarError, GrammarRow
+
+MAX_COMPILED = 128
+"""Grammars that are kept, the latest used. Another one that a step needs is compiled in that step."""
+# A state takes up to 2 kB; llguidance's own limit would let one grammar take 500 MB. Its others bound a compilation to
+# about 50 ms and a mask to 20 ms, but for long regexes, which `regex_size` bounds. Verbose errors would show the whole
+# state to a client.
+_LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+
+
+@dataclass(slots=True)
+class _Match:
+    """A request's matcher, which has consumed the first `count` tokens of its answer."""
+
+    matcher: llguidance.LLMatcher
+    count: int = 0
+
+
+_Work = tuple[llguidance.LLMatcher, int, list[int]]
+"""A matcher, the place of its first mask, and drafts."""
+
+
+@contextmanager
+def _panics_told() -> Iterator[None]:
+    """A panic of the library is no Exception, and would end the thread that runs everybody's steps."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise GrammarError("the grammar cannot be worked with") from error
+
+
+class Grammars:
+    """Of one vocabulary. `compile` may be called on any thread, all else on the one that runs the steps."""
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer, *, num_threads: int = 1) -> None:
+        self._tokenizer = tokenizer
+        self._workers = llguidance.LLExecutor(num_threads=num_threads)
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._matches: dict[str, _Match] = {}  # by request id
+
+    @classmethod
+    def of_model(
+        cls, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int], num_threads: int
+    ) -> Grammars:
+        """`vocab_size`: that of the logits, which may be larger than the tokenizer's."""
+        made = llguidance.LLTokenizer(str(tokenizer_json), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        return cls(made, num_threads=num_threads)
+
+    @classmethod
+    def of_bytes(cls, vocab_size: int, eos_token_id: int) -> Grammars:
+        """A vocabulary whose token i is the byte i; those from 256 on are special."""
+        wrapper = llguidance.TokenizerWrapper(_ByteTokens(vocab_size, eos_token_id))
+        return cls(llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos_token_id))
+
+    def compile(self, grammar: str) -> None:
+        """Have `grammar` ready before a step needs it.
+
+        Raises:
+            GrammarError: it is none, or more complex than the limits allow; the text is for whoever wrote it.
+        """
+        self._template(grammar)
+
+    def _template(self, grammar: str) -> llguidance.LLMatcher:
+        with self._lock:
+            if (known := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return known
+        check_regexes(grammar)
+        with _panics_told():
+            made = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+            if not made.is_error():
+                made.compute_bitmask()  # the first step's, kept by every copy
+        if made.is_error():
+            raise GrammarError(made.get_error())
+        with self._lock:
+            self._compiled[grammar] = made
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return made
+
+    def masks(self, rows: Sequence[GrammarRow]) -> tuple[NDArray[np.int32], dict[int, str]]:
+        """Which tokens may come next, after the answer and after each of the drafts, as far as those may come.
+
+        Returns:
+            [sum of 1 + drafts, ceil(vocab / 32)], where bit t % 32 of word t // 32 is token t's; and, by row, why it
+            has none.
+        """
+        filled = allocate_token_bitmask(sum(1 + len(row.drafts) for row in rows), self._tokenizer.vocab_size)
+        work: dict[int, _Work] = {}
+        failed: dict[int, str] = {}
+        first = 0
+        for number, row in enumerate(rows):
+            try:
+                work[number] = (self._caught_up(row), first, list(row.drafts))
+            except GrammarError as error:
+                failed[number] = str(error)
+            first += 1 + len(row.drafts)
+        try:
+            self._fill(list(work.values()), filled)
+        except GrammarError:  # one of them: whose?
+            failed |= self._fill_apart(work, filled)
+        return filled, failed | self._exhausted(rows)
+
+    def _fill(self, work: Sequence[_Work], filled: NDArray[np.int32]) -> None:
+        with _panics_told():
+            if plain := [(matcher, first) for matcher, first, drafts in work if not drafts]:
+                fill_next_token_bitmask_par(self._workers, plain, filled)
+            if drafted := [each for each in work if each[2]]:
+                fill_next_token_bitmask_par_with_draft_tokens(self._workers, drafted, filled)
+
+    def _fill_apart(self, work: Mapping[int, _Work], filled: NDArray[np.int32]) -> dict[int, str]:
+        failed = {}
+        for number, each in work.items():
+            try:
+                self._fill([each], filled)
+            except GrammarError as error:
+                failed[number] = str(error)
+        return failed
+
+    def _exhausted(self, rows: Sequence[GrammarRow]) -> dict[int, str]:
+        """Rows whose mask was more work than the limits allow, by number."""
+        matches = [self._matches.get(row.request_id) for row in rows]
+        errors = {number: match.matcher.get_error() for number, match in enumerate(matches) if match is not None}
+        return {number: error for number, error in errors.items() if error}
+
+    def _caught_up(self, row: GrammarRow) -> llguidance.LLMatcher:
+        """The request's matcher, after its whole answer: new tokens are consumed, after a preemption all of them."""
+        match = self._matches.get(row.request_id)
+        if match is None:
+            match = self._matches[row.request_id] = _Match(self._template(row.grammar).deep_copy())
+        self._consume(match, row.answer[match.count :])
+        return match.matcher
+
+    def _consume(self, match: _Match, tokens: Sequence[int]) -> None:
+        with _panics_told():
+            if tokens and not match.matcher.consume_tokens(list(tokens)):
+                raise GrammarError(match.matcher.get_error())
+        match.count += len(tokens)
+
+    def forced(self, request_id: str, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Tokens that spell what must follow the answer once `tokens` are its next ones; () where anything else may.
+
+        They are a guess: other tokens may spell the same text.
+        """
+        match = self._matches[request_id]
+        if any(token in self._tokenizer.eos_tokens for token in tokens):
+            return ()
+        try:
+            self._consume(match, tokens)
+            with _panics_told():
+                return tuple(match.matcher.compute_ff_tokens())
+        except GrammarError:  # the next step's mask says so
+            return ()
+
+    def forget(self, request_id: str) -> None:
+        self._matches.pop(request_id, None)
+
+
+class _ByteTokens:
+    """What llguidance asks of a tokenizer that it cannot read from a file."""
+
+    bos_token_id = None
+
+    def __init__(self, vocab_size: int, eos_token_id: int) -> None:
+        self.eos_token_id = eos_token_id
+        self.special_token_ids = list(range(256, vocab_size))
+        self.tokens = [bytes([token]) if token < 256 else f"<{token}>".encode() for token in range(vocab_size)]
+
+    def __call__(self, text: Any) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+def read_grammars(model_dir: Path, resolved: ResolvedConfig) -> Grammars | None:
+    """None where the model's directory has no tokenizer, or no token that ends an answer."""
+    tokenizer = model_dir / "tokenizer.json"
+    if not tokenizer.is_file() or not resolved.eos_token_ids:
+        return None
+    return Grammars.of_model(tokenizer, resolved.vocab_size, resolved.eos_token_ids, resolved.num_threads)

@@ -1,0 +1,138 @@
+"""Owns what changes logits before a token is chosen: allowed tokens, bias, penalties, bad words, bans, grammars.
+Never keeps a state: what the answer holds comes with each step, so that preemption and migration change nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.batch.inputs import int_tensor
+from engine.step import LogitControls, RowSampling
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """What grammars allow."""
+
+    rows: Tensor
+    """[limited rows] int64"""
+    words: Tensor
+    """[limited rows, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is token t's."""
+
+
+def control_logits(
+    logits: Tensor, rows: Sequence[RowSampling], answers: Sequence[Sequence[int]], within: Within | None = None
+) -> Tensor:
+    """All rows at once; a copy where anything changes. `kernels.reference.control_logits` and `keep_within` define it.
+
+    logits: [rows, vocab] float32; answers: of each row, the answer's tokens so far.
+    """
+    controlled = [(number, row.controls) for number, row in enumerate(rows) if row.controls is not None]
+    if not controlled and not any(row.banned_token_ids for row in rows):
+        return logits
+    own = logits
+    logits = logits.clone()
+    _keep_allowed(logits, controlled)
+    _add_bias(logits, controlled)
+    _penalize_repetition(logits, controlled, answers)
+    _penalize_frequency(logits, controlled, answers)
+    _ban(logits, rows, answers)
+    if within is not None:
+        _keep_within(logits, own, within)
+    return logits
+
+
+def _keep_within(logits: Tensor, own: Tensor, within: Within) -> None:
+    """A grammar has the last word: where nothing that it allows is left, its tokens have the model's own logits."""
+    words = within.words.to(logits.device).unsqueeze(-1)
+    bits = (words >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1  # [limited rows, words, 32]
+    refused = bits.flatten(1)[:, : logits.shape[1]] == 0
+    rows = within.rows.to(logits.device)
+    kept = logits[rows].masked_fill(refused, -torch.inf)
+    empty = kept.amax(dim=-1) == -torch.inf
+    if empty.any():
+        kept[empty] = own[rows[empty]].masked_fill(refused[empty], -torch.inf)
+    logits[rows] = kept
+
+
+_Controlled = Sequence[tuple[int, LogitControls]]
+"""(row, its controls)"""
+
+
+def _keep_allowed(logits: Tensor, controlled: _Controlled) -> None:
+    found = [(number, controls.allowed_token_ids) for number, controls in controlled if controls.allowed_token_ids]
+    if not found:
+        return
+    at = _places(found, logits.device)
+    kept = logits[at]
+    logits[torch.tensor([number for number, _ in found])] = -torch.inf
+    logits[at] = kept
+
+
+def _add_bias(logits: Tensor, controlled: _Controlled) -> None:
+    found = [(number, controls.logit_bias) for number, controls in controlled if controls.logit_bias]
+    if not found:
+        return
+    at = _places([(number, [token for token, _ in bias]) for number, bias in found], logits.device)
+    logits[at] += torch.tensor([amount for _, bias in found for _, amount in bias], device=logits.device)
+
+
+def _penalize_repetition(logits: Tensor, controlled: _Controlled, answers: Sequence[Sequence[int]]) -> None:
+    found = [
+        (number, seen, controls.repetition_penalty)
+        for number, controls in controlled
+        if controls.repetition_penalty != 1.0
+        and (seen := list(dict.fromkeys((*controls.prompt_token_ids, *answers[number]))))
+    ]
+    if not found:
+        return
+    at = _places([(number, tokens) for number, tokens, _ in found], logits.device)
+    lengths = [len(tokens) for _, tokens, _ in found]
+    penalty = _repeated([penalty for _, _, penalty in found], lengths, logits.device)
+    logits[at] = torch.where(logits[at] > 0, logits[at] / penalty, logits[at] * penalty)
+
+
+def _penalize_frequency(logits: Tensor, controlled: _Controlled, answers: Sequence[Sequence[int]]) -> None:
+    found = [
+        (number, Counter(answers[number]), controls)
+        for number, controls in controlled
+        if (controls.frequency_penalty or controls.presence_penalty) and answers[number]
+    ]
+    if not found:
+        return
+    at = _places([(number, list(counts)) for number, counts, _ in found], logits.device)
+    lengths = [len(counts) for _, counts, _ in found]
+    times = int_tensor(list(counts.values()) for _, counts, _ in found).to(logits.device)
+    frequency = _repeated([controls.frequency_penalty for _, _, controls in found], lengths, logits.device)
+    presence = _repeated([controls.presence_penalty for _, _, controls in found], lengths, logits.device)
+    logits[at] -= times * frequency + presence
+
+
+def _ban(logits: Tensor, rows: Sequence[RowSampling], answers: Sequence[Sequence[int]]) -> None:
+    found = [(number, tokens) for number, row in enumerate(rows) if (tokens := _banned(row, answers[number]))]
+    if found:
+        logits[_places(found, logits.device)] = -torch.inf
+
+
+def _banned(row: RowSampling, answer: Sequence[int]) -> list[int]:
+    words = () if row.controls is None else row.controls.bad_words
+    return [*row.banned_token_ids, *(word[-1] for word in words if _ends_with(answer, word[:-1]))]
+
+
+def _ends_with(answer: Sequence[int], tokens: tuple[int, ...]) -> bool:
+    return tuple(answer[max(len(answer) - len(tokens), 0) :]) == tokens
+
+
+def _places(found: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Index of tokens in logits, row by row."""
+    lengths = torch.tensor([len(tokens) for _, tokens in found])
+    numbers = torch.tensor([number for number, _ in found]).repeat_interleave(lengths)
+    return numbers.to(device), int_tensor(tokens for _, tokens in found).to(device)
+
+
+def _repeated(values: Sequence[float], lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(values).repeat_interleave(torch.tensor(lengths)).to(device)

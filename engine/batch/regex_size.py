@@ -1,0 +1,136 @@
+"""Owns how much one derivative of a grammar's regexes can be: the parts that may be left out or repeated, counted.
+Never reads what a regex means, and counts rather too much than too little."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from engine.step import GrammarError
+
+MAX_PARTS = 1000
+"""The most that one regex may have. llguidance bounds the states that a mask may make, but not the time of one: where
+n parts in a row may be left out, it looks at n alternatives of up to n parts."""
+MAX_SQUARES = 4 * MAX_PARTS**2
+"""Bounds the sum, over all regexes of a grammar, of the squares of their parts."""
+_MAX_COUNT = 10**6
+
+_QUANTIFIED = re.compile(
+    r"\\[\s\S]|\[\^?\]?(?:\\[\s\S]|[^\]\\])*(?:\]|\Z)|(?P<part>(?<!\()\?|[*{]|\|(?=[|)])|\(\||\(\?:\||\|\Z)"
+)
+_LARK = re.compile(
+    r"""
+      (?P<comment>(?://|\#)[^\n]*)
+    | "(?:\\[\s\S]|[^"\\\n])*(?:"i?|(?=\n)|\Z|\\)
+    | /(?P<regex>(?:\\[\s\S]|[^/\\\n])+)(?:/[a-z]*|(?=\n)|\Z|\\)
+    | (?P<json>%json\b)
+    | (?:(?<=\n)|\A)[ \t]*[?!]*(?P<rule>[A-Za-z_]\w*)[^\s:"/|()]*[ \t]*:
+    | (?P<name>[A-Za-z_]\w*)
+    | (?P<part>[?*{~\[]|\|)
+    """,
+    re.VERBOSE,
+)
+
+
+def check_regexes(grammar: str) -> None:
+    """Refuse a grammar whose regexes are too large. It is written as llguidance takes it: Lark, or a list in JSON.
+
+    Raises:
+        GrammarError: its regexes have too many such parts.
+    """
+    squares = 0
+    for count in _counts(grammar):
+        if count > MAX_PARTS:
+            text = (
+                f"a regex may have {MAX_PARTS} parts that can be left out or repeated (?, *, {{}}, empty alternatives)"
+            )
+            raise GrammarError(f"{text}, but one has {count if count < _MAX_COUNT else 'many more'}")
+        squares += count**2
+    if squares > MAX_SQUARES:
+        text = "the parts of its regexes that can be left out or repeated are too many together"
+        raise GrammarError(f"{text}: the sum of their squares may be {MAX_SQUARES}, but it is {squares}")
+
+
+def _counts(grammar: str) -> Iterator[int]:
+    if not grammar.lstrip().startswith("{"):
+        yield from _of_lark(grammar)
+        return
+    try:
+        entries = json.loads(grammar).get("grammars", [])
+    except (ValueError, RecursionError):  # llguidance says what it is
+        return
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, dict) and isinstance(lark := entry.get("lark_grammar"), str):
+            yield from _of_lark(lark)
+        elif isinstance(entry, dict):
+            yield from _of_schema(entry.get("json_schema"))
+
+
+def num_parts(regex: str) -> int:
+    return sum(found["part"] is not None for found in _QUANTIFIED.finditer(regex))
+
+
+def _of_schema(schema: Any) -> Iterator[int]:
+    """Find all patterns, wherever they stand: a property that is named `pattern` is counted too."""
+    waiting = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if isinstance(pattern := value.get("pattern"), str):
+                yield num_parts(pattern)
+            if isinstance(named := value.get("patternProperties"), dict):
+                yield from map(num_parts, named)
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
+def _of_lark(text: str) -> Iterator[int]:
+    """A terminal has the parts of those that it refers to; of a rule, each regex is one of its own."""
+    own: dict[str, int] = {}
+    inner: dict[str, list[str]] = {}
+    rule, place = "", 0
+    while (found := _LARK.search(text, place)) is not None:
+        place = found.end()
+        is_terminal = rule.lstrip("_")[:1].isupper()
+        if found["json"]:
+            schema, place = _schema_at(text, place)
+            yield from _of_schema(schema)
+        elif found["rule"]:
+            rule = found["rule"]
+            own.setdefault(rule, 0)
+        elif found["regex"] and not is_terminal:
+            yield num_parts(found["regex"])
+        elif found["regex"]:
+            own[rule] += num_parts(found["regex"])
+        elif found["name"] and is_terminal:
+            inner.setdefault(rule, []).append(found["name"])
+        elif found["part"] and is_terminal:
+            own[rule] += found["part"] != "|"
+    yield from _summed(own, inner)
+
+
+def _schema_at(text: str, place: int) -> tuple[Any, int]:
+    begin = text.find("{", place)
+    try:
+        return json.JSONDecoder().raw_decode(text, begin) if begin >= 0 else (None, place)
+    except (ValueError, RecursionError):  # llguidance says what it is
+        return None, place
+
+
+def _summed(own: dict[str, int], inner: dict[str, list[str]]) -> Iterator[int]:
+    done: dict[str, int] = {}
+    for first in inner:
+        waiting = [first]
+        while waiting:
+            name = waiting[-1]
+            if name not in done and (missing := [one for one in inner.get(name, ()) if one not in done]):
+                done[name] = own.get(name, 0)  # also where it refers to itself, which is no terminal
+                waiting += missing
+                continue
+            waiting.pop()
+            total = own.get(name, 0) + sum(done.get(one, 0) for one in inner.get(name, ()))
+            done[name] = min(total, _MAX_COUNT)
+    return iter([done.get(name, count) for name, count in own.items()])

@@ -1,0 +1,28 @@
+"""Owns the answer to whether an engine could start, for a process that does not load torch itself.
+Never reads a weight. It is asked on standard input, and ends with `REFUSED` after one line on standard error."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+
+from engine.build.engine import check_engine
+from engine.checkpoints.model_cache import ModelError
+from engine.config import ConfigError
+
+REFUSED = 3
+COMMAND = (sys.executable, "-c", "import sys; from engine.build.check import main; sys.exit(main())")
+
+
+def main() -> int:
+    """Standard input: pickled arguments of `check_engine`. Standard output: JSON of what the start of a server needs to
+    know besides."""
+    model, config, engines = pickle.load(sys.stdin.buffer)
+    try:
+        resolved = check_engine(model, config, engines)
+    except (ConfigError, ModelError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return REFUSED
+    print(json.dumps({"inputs": [kind.name for kind in resolved.inputs]}))
+    return 0

@@ -1,0 +1,210 @@
+"""Owns the start of an engine on the CPU: first all that can be refused, then weights, KV cache and kernels.
+Never schedules, and claims the machine's memory before it takes any."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.batch.grammar import read_grammars
+from engine.build.draft import DraftCheckpoint, check_length, read_draft
+from engine.build.host_fit import HostBudget, host_use
+from engine.build.resolve import block_bytes, resolve, resolve_dtype, torch_dtype
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings, refuse_gpu_settings
+from engine.execution.device import Device
+from engine.execution.draft_model import DraftModel
+from engine.execution.executor import TorchExecutor
+from engine.host.shares import Claim, shares
+from engine.models.adapted import AdaptedModel, why_not_adapted
+from engine.models.computed import Model
+from engine.models.config import ModelConfig, read_model_config
+from engine.models.decoder import Decoder
+from engine.models.eager import EagerModel
+from engine.models.kv_cache import KVCache, cache_dtype
+from engine.models.native import NativeModel
+from engine.models.recurrent_state import RecurrentState, state_bytes
+from engine.models.weights import dummy_weights, load_weights
+from kernels.choice import NATIVE, REFERENCE, Choice, choose_kernels
+from kernels.ops import TABLES
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+
+
+@dataclass(frozen=True, slots=True)
+class CpuStart:
+    """An engine that may start: all is checked and chosen, no weight is read, and its memory is claimed."""
+
+    model_dir: Path
+    model: ModelConfig
+    config: EngineConfig
+    resolved: ResolvedConfig
+    kernels: Choice
+    draft: tuple[DraftCheckpoint, Choice] | None
+    claim: Claim
+
+    def build(self) -> TorchExecutor:
+        """Load the weights; the claim is the executor's from now on.
+
+        Raises:
+            CheckpointError: the checkpoint is broken or not supported.
+        """
+        executor = self._with_encoder() if self.model.vision is not None else self._of_text()
+        executor.claim = self.claim
+        return executor
+
+    def _with_encoder(self) -> TorchExecutor:
+        from engine.build.encoder import create_with_encoder  # which a model of text alone does not need
+
+        return create_with_encoder(self.model_dir, self.model, self.config, self.resolved)
+
+    def _of_text(self) -> TorchExecutor:
+        _keep_freed_memory()
+        model = _load(self.model_dir, self.model, self.config, self.resolved, self.kernels)
+        proposes, with_torch = None, self.kernels.name != NATIVE
+        if self.draft is not None:
+            of_draft, kernels = self.draft
+            with_torch |= kernels.name != NATIVE
+            loaded = _load(of_draft.directory, of_draft.model, _alone(self.config), self.resolved, kernels)
+            proposes = DraftModel(loaded)
+        # What torch does beside the native kernels is small: a second thread of its own would take a core that they
+        # need.
+        num_threads = self.resolved.num_threads if with_torch else 1
+        grammars = read_grammars(self.model_dir, self.resolved)
+        return TorchExecutor(model, num_threads=num_threads, grammars=grammars, draft_model=proposes)
+
+
+def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, str], engines: int) -> CpuStart:
+    """Check and choose everything. device: with the reason. engines: that share this machine's memory.
+
+    Raises:
+        CheckpointError: the checkpoint is broken or not supported.
+        ModelError: the draft model cannot be found or read.
+        ConfigError: the config asks for more than the checkpoint, the device or the memory can give.
+    """
+    refuse_gpu_settings(config, device[1])
+    model = read_model_config(model_dir)
+    if config.max_loras and (why := why_not_adapted(model)):
+        raise ConfigError(f"max_loras is {config.max_loras}, but {why}.")
+    if model.vision is None:
+        refuse_encoder_settings(config, f"{model.architecture} takes text alone")
+    kernels = _kernels(model, config)
+    draft = read_draft(model_dir, model, config)
+    resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines)
+    try:
+        if model.vision is not None:
+            from engine.build.encoder import with_inputs
+
+            resolved = with_inputs(model_dir, model, config, resolved)
+        of_draft = None if draft is None else (draft, _draft_kernels(draft, _alone(config), resolved.max_model_len))
+    except ValueError:
+        claim.release()
+        raise
+    return CpuStart(model_dir, model, config, resolved, kernels, of_draft, claim)
+
+
+def _alone(config: EngineConfig) -> EngineConfig:
+    """A draft model's: adapters are the model's own, and drafts change no bit of an answer."""
+    return replace(config, max_loras=0, batch_invariant=False)
+
+
+def _claimed(
+    model_dir: Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    kernels: Choice,
+    device: tuple[Device, str],
+    draft: DraftCheckpoint | None,
+    engines: int,
+) -> tuple[ResolvedConfig, Claim]:
+    """What is served, and the memory for it, which no other engine of this machine then counts as free."""
+    dtype, _ = resolve_dtype(config, device[0])
+    drafts = None if draft is None else draft.model
+    checkpoints = [(model_dir, model)] if draft is None else [(model_dir, model), (draft.directory, draft.model)]
+    use = host_use(checkpoints, config, dtype, native=kernels.name == NATIVE)
+    asked_of = None if draft is None else (draft.model, draft.cost)
+    with shares() as shared:
+        budget = HostBudget(use=use, room=shared.room(engines))
+        resolved = resolve(model_dir, model, config, kernels, device, budget, draft=asked_of)
+        cache = resolved.num_kv_blocks * block_bytes(model, config, dtype, drafts) + state_bytes(model, config, dtype)
+        return resolved, shared.claim(use.total + cache)
+
+
+def _keep_freed_memory() -> None:
+    """Ask glibc to keep large freed buffers: each layer frees and allocates the same few megabytes again.
+
+    Handing them back costs a page fault per 4 KiB and layer; 16 streams of 1,000 tokens spent a third of their step on
+    that (1,147 faults and 206 ms a step against 2 and 140, two busy virtual cores). Other C libraries lack mallopt.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc accepts
+        mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+
+
+def _load(
+    model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig, kernels: Choice
+) -> Model:
+    """A checkpoint on `kernels`, with a KV cache of its own. resolved: of the engine, which may have another model."""
+    dtype, kept = torch_dtype(resolved.dtype), kernels.name == NATIVE
+    dummy = config.load_format == "dummy"
+    weights = dummy_weights(model, dtype) if dummy else load_weights(model_dir, model, dtype, keep_int8=kept)
+    decoder = Decoder(model, weights, resolved.max_model_len)
+    size, kv_dtype = resolved.block_size, cache_dtype(config.kv_cache_dtype, dtype)
+    cache = KVCache.allocate(model, resolved.num_kv_blocks, size, kv_dtype)
+    if kernels.name != NATIVE:
+        ops = TABLES[kernels.name]
+        if config.max_loras:
+            return AdaptedModel(decoder, ops, cache, size, max_rank=config.max_lora_rank)
+        return EagerModel(decoder, ops, cache, size, RecurrentState.allocate(model, resolved, dtype))
+    return NativeModel(
+        decoder,
+        cache,
+        block_size=size,
+        num_threads=resolved.num_threads,
+        num_tokens=resolved.max_num_batched_tokens,
+        num_sampled=resolved.max_decode_tokens,
+        quantize=config.quantize == "int8",
+    )
+
+
+def _unfit(model: ModelConfig, config: EngineConfig) -> str | None:
+    """Why the native kernels cannot run this model, whatever its shape."""
+    if config.max_loras:
+        return f"max_loras is {config.max_loras}, and they compute no adapters"
+    if config.kv_cache_dtype not in ("auto", "int8"):
+        return f"they keep no K and V in {config.kv_cache_dtype}"
+    if model.needs_linear_attention_pass:
+        return "linear attention and its gates are not among them"
+    return None if model.vision is None else "they have no encoder, and one position for each token"
+
+
+def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
+    try:
+        inputs = (model.hidden_size, model.intermediate_size, *model.expert_sizes)
+        choice = choose_kernels(
+            config.kernels,
+            head_dim=model.head_dim,
+            block_size=config.block_size,
+            inputs=inputs,
+            unfit=_unfit(model, config),
+        )
+    except ValueError as error:
+        raise ConfigError(f"kernels is {config.kernels}. {error}") from error
+    if config.kv_cache_dtype != "auto" and choice.name == REFERENCE:
+        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype}, and kernels reference keep K and V as they are.")
+    needs_native = {"batch_invariant": config.batch_invariant, f"quantize {config.quantize}": config.quantize != "none"}
+    for setting, asked in needs_native.items():
+        if asked and choice.name != NATIVE:
+            raise ConfigError(f"{setting} needs the native kernels, and these are chosen: {choice.reason}.")
+    return choice
+
+
+def _draft_kernels(draft: DraftCheckpoint, config: EngineConfig, max_model_len: int) -> Choice:
+    """Choose the kernels of a draft model that reads as far as the model, before any weights are loaded."""
+    check_length(draft, max_model_len)
+    try:
+        return _kernels(draft.model, config)
+    except ConfigError as error:  # which names settings, and they are those of two models
+        raise ConfigError(f"speculative.model is {config.speculative.model}, for which {error}") from error

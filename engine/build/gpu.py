@@ -1,0 +1,333 @@
+"""Owns the start of an engine on a device: weights, a step of the largest size, KV blocks in what is left, captures.
+Never computes a request's step, and never guesses what can be measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from engine.batch.grammar import read_grammars
+from engine.build.resolve import resolve, resolve_dtype
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings
+from engine.execution.device import Device, device_faults
+from engine.execution.executor import StateLostError
+from engine.execution.gpu.cuda_graph_buckets import Buckets, plan_buckets
+from engine.execution.gpu.executor import DeviceExecutor
+from engine.execution.gpu.memory import GIB, MemoryUse, check_blocks_fit, check_states_fit, kv_blocks_that_fit
+from engine.execution.gpu.model import DeviceModel
+from engine.execution.gpu.sampler import warm_up_sampler
+from engine.models.config import ModelConfig, read_model_config
+from engine.models.decoder import Decoder
+from engine.models.kv_cache import KVCache, blocks_in, bytes_per_block
+from engine.models.recurrent_state import RecurrentState, state_bytes
+from engine.models.weights import dummy_weights, load_weights
+from engine.step import (
+    ExecutorOutOfMemoryError,
+    LogitControls,
+    RowKind,
+    RowSampling,
+    ScheduledRequest,
+    StateUse,
+    StepPlan,
+)
+from kernels.choice import Choice, choose_attention
+from kernels.ops import Ops
+
+logger = logging.getLogger(__name__)
+
+GPU_MEMORY_UTILIZATION = 0.9
+"""Unless the config says otherwise."""
+
+DECODE_CONTEXT = 4096
+"""Tokens of each row but one in the decode step of the start: enough that it mostly reads K and V."""
+SHORT_CONTEXT = 256
+"""Tokens of each row in the other: so few that no kernel splits a row's keys, which is another kernel."""
+
+# Controls want a copy of the logits in float32.
+_CONTROLS = LogitControls(
+    allowed_token_ids=(0, 1), logit_bias=((0, 1.0),), repetition_penalty=1.1, prompt_token_ids=(0,)
+)
+_DEAREST = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.0, seed=0, num_logprobs=1, controls=_CONTROLS)
+
+
+def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reason: str) -> _Start:
+    """All that can be refused and chosen before a weight is read. reason: for the device.
+
+    Raises: as create_on_device.
+    """
+    if config.speculative.method == "draft_model":
+        raise ConfigError(
+            f"speculative.method is draft_model, which runs on the CPU alone, and device is {device.name}: set "
+            "device cpu, or another method."
+        )
+    _refuse_cpu_settings(config)
+    model = read_model_config(model_dir)
+    if model.vision is not None:
+        raise ConfigError(f"{model.architecture} runs on the CPU alone, and device is {device.name}: set device cpu.")
+    refuse_encoder_settings(config, f"{model.architecture} takes text alone")
+    if config.max_loras:
+        raise ConfigError(f"max_loras is {config.max_loras}, but adapters run on the CPU alone: set device cpu.")
+    dtype, _ = resolve_dtype(config, device)
+    attention, ops = _attention(model, config, device, dtype)
+    buckets, why_graphs = _buckets(config, device, attention, ops, model)
+    measured_later = (1, "measured once the weights are loaded")
+    resolved = resolve(model_dir, model, config, attention, (device, reason), measured_later)
+    resolved = replace(resolved, reasons=resolved.reasons | {"cuda_graphs": why_graphs})
+    return _Start(model, config, resolved, device, ops, buckets, dtype)
+
+
+def create_on_device(
+    model_dir: Path, config: EngineConfig, device: Device, reason: str
+) -> tuple[DeviceExecutor, ResolvedConfig]:
+    """Load the checkpoint of `model_dir` straight to `device` and make it ready to run. reason: for the device.
+
+    Raises:
+        CheckpointError: the checkpoint is broken or not supported.
+        ConfigError: the config asks for more than the checkpoint, the device or its memory can give.
+    """
+    start = start_on_device(model_dir, config, device, reason)
+    model, resolved, buckets, dtype = start.model_config, start.resolved, start.buckets, start.dtype
+    free, total = device.memory()
+    where = device.torch_device
+    dummy = config.load_format == "dummy"
+    try:
+        with device_faults():
+            weights = (
+                dummy_weights(model, dtype, device=where) if dummy else load_weights(model_dir, model, dtype, where)
+            )
+    except ExecutorOutOfMemoryError as error:
+        raise ConfigError(
+            f"The weights of {model_dir} in {resolved.dtype} do not fit: {free / GIB:.2f} of {device.name}'s "
+            f"{total / GIB:.2f} GiB were free."
+        ) from error
+    device.release_unused()
+    decoder = Decoder(model, weights, resolved.max_model_len)
+    loaded = device.memory()[0]
+    use = start.measure(decoder, MemoryUse(total=total, others=total - free, weights=free - loaded, activations=0))
+    num_blocks, why_blocks = start.num_blocks(use)
+    resolved = replace(resolved, num_kv_blocks=num_blocks, reasons=resolved.reasons | {"num_kv_blocks": why_blocks})
+    built = start.model(decoder, num_blocks)
+    if buckets.all:
+        with start.captures_fit(use, f"the largest step and {num_blocks} KV blocks"):
+            built.capture(buckets)
+    grammars = read_grammars(model_dir, resolved)
+    return DeviceExecutor(built, device, num_threads=resolved.num_threads, grammars=grammars), resolved
+
+
+class _Start:
+    """What the steps of a start have in common."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        resolved: ResolvedConfig,
+        device: Device,
+        ops: Ops,
+        buckets: Buckets,
+        dtype: torch.dtype,
+    ) -> None:
+        self.model_config, self._config, self.resolved = model, config, resolved
+        self._device, self._ops, self.buckets, self.dtype = device, ops, buckets, dtype
+        self._block_bytes = bytes_per_block(model, config.block_size, dtype)
+        self._spare_blocks = 1 if buckets.all else 0  # for the padding of captured steps
+
+    def model(self, decoder: Decoder, num_blocks: int) -> DeviceModel:
+        """With a KV cache of `num_blocks`, and those that are nobody's."""
+        block_size, device = self.resolved.block_size, self._device
+        num_blocks += self._spare_blocks
+        try:
+            with device_faults():
+                cache = KVCache.allocate(self.model_config, num_blocks, block_size, self.dtype, device.torch_device)
+                state = RecurrentState.allocate(self.model_config, self.resolved, self.dtype, device.torch_device)
+        except ExecutorOutOfMemoryError as error:
+            free, total = device.memory()
+            raise ConfigError(
+                f"{num_blocks} KV blocks of {self._block_bytes} bytes do not fit: {free / GIB:.2f} of {device.name}'s "
+                f"{total / GIB:.2f} GiB were free. Set num_kv_blocks or gpu_memory_utilization lower."
+            ) from error
+        return DeviceModel(
+            decoder,
+            self._ops,
+            cache,
+            device,
+            block_size=block_size,
+            max_model_len=self.resolved.max_model_len,
+            state=state,
+        )
+
+    def measure(self, decoder: Decoder, use: MemoryUse) -> MemoryUse:
+        """What the largest steps take, and what captures keep, on a KV cache that is just large enough."""
+        resolved = self.resolved
+        plan = largest_step(resolved)
+        use = replace(use, states=state_bytes(self.model_config, self.resolved, self.dtype))
+        check_states_fit(use)
+        probe = self.model(decoder, len(plan.rows[0].block_ids))
+        before = self._device.memory()[0]
+        executor = DeviceExecutor(probe, self._device, num_threads=self.resolved.num_threads)
+        tokens = f"max_num_batched_tokens is {resolved.max_num_batched_tokens}"
+        rows = f"max_num_seqs is {resolved.max_num_seqs} and max_model_len {resolved.max_model_len}"
+        with _fits(f"{tokens}, but the GPU has no memory for a step of that many tokens", use):
+            _run(executor, plan)
+            with device_faults(), torch.inference_mode():
+                warm_up_sampler(self._device, self._ops, self.dtype, self.model_config.vocab_size)
+        # Before any capture: kernels choose their configurations at their first launch, for good, and a capture's own
+        # first step is of padding.
+        with _fits(f"{rows}, but the GPU has no memory for a decode step of such rows", use):
+            _run(executor, longest_decode_step(resolved))
+            _run(executor, short_decode_step(resolved))
+        # torch keeps the memory of these steps for the next ones, so what is free now is free whatever they are.
+        use = replace(use, activations=max(0, before - self._device.memory()[0]))
+        if self.buckets.all:
+            use = self._measure_captures(probe, use, before)
+        executor.shutdown()
+        del probe
+        self._device.release_unused()
+        logger.info("device memory: %s", use.text())
+        return use
+
+    def _measure_captures(self, probe: DeviceModel, use: MemoryUse, before: int) -> MemoryUse:
+        """What they keep, which no step can use, and what running their work takes. before: bytes free before steps."""
+        device = self._device
+        with self.captures_fit(use, "the largest step"):
+            probe.warm_up(self.buckets)
+            use = replace(use, activations=max(use.activations, before - device.memory()[0]))
+            device.release_unused()  # a capture would, and what steps had cached would hide what captures keep
+            released = device.memory()[0]
+            probe.capture(self.buckets)
+            device.release_unused()
+        return replace(use, graphs=max(0, released - device.memory()[0]))
+
+    @contextmanager
+    def captures_fit(self, use: MemoryUse, beside: str) -> Iterator[None]:
+        """Raise ConfigError where the device runs out of memory within. beside: what has its memory then."""
+        try:
+            with device_faults():
+                yield
+        except ExecutorOutOfMemoryError as error:
+            raise ConfigError(
+                f"cuda_graphs is {self._config.cuda_graphs}, but the GPU has no memory for its "
+                f"{len(self.buckets.all)} sizes beside {beside}: {use.text()}. Ask for fewer, or none."
+            ) from error
+
+    def num_blocks(self, use: MemoryUse) -> tuple[int, str]:
+        config, spare = self._config, self._spare_blocks
+        asked, why = config.num_kv_blocks, "asked for"
+        if asked is None and config.kv_cache_memory_gib is not None:
+            asked = blocks_in(config.kv_cache_memory_gib, self._block_bytes, use.states)
+            less = f", less {use.states} bytes of recurrent state," if use.states else ""
+            why = f"kv_cache_memory_gib {config.kv_cache_memory_gib:g}{less} at {self._block_bytes} bytes a block"
+        if asked is not None:
+            name = "num_kv_blocks" if config.num_kv_blocks is not None else "kv_cache_memory_gib"
+            setting = f"{name} {getattr(config, name):g}"
+            check_blocks_fit(use, self._block_bytes, asked, spare_blocks=spare, setting=setting)
+            return asked, f"{why}; {use.text()}"
+        utilization = config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+        found = kv_blocks_that_fit(use, utilization, self._block_bytes, spare_blocks=spare)
+        return found, f"what gpu_memory_utilization {utilization:g} leaves; {use.text()}"
+
+
+@contextmanager
+def _fits(why: str, use: MemoryUse) -> Iterator[None]:
+    """Raise ConfigError where the device runs out of memory within."""
+    try:
+        yield
+    except (ExecutorOutOfMemoryError, StateLostError) as error:
+        raise ConfigError(f"{why} beside the weights: {use.text()}.") from error
+
+
+def _run(executor: DeviceExecutor, plan: StepPlan) -> None:
+    executor.launch(plan)
+    executor.collect()
+
+
+def largest_step(config: ResolvedConfig) -> StepPlan:
+    """As many tokens, rows and samples as a step may have, each of the samples by the dearest way but a grammar's."""
+    num_rows = config.max_num_seqs
+    longest = min(config.max_num_batched_tokens - num_rows + 1, config.max_model_len)
+    blocks = tuple(range(-(-longest // config.block_size)))
+    left, rows = config.max_num_batched_tokens, []
+    for number in range(num_rows):
+        count = max(1, min(longest, left - (num_rows - number - 1)))
+        left -= count
+        state = StateUse(number) if config.recurrent_state else None
+        rows.append(ScheduledRequest(f"row {number}", RowKind.LAST, 0, (0,) * count, blocks, _DEAREST, state=state))
+    return StepPlan(0, tuple(rows))
+
+
+def longest_decode_step(config: ResolvedConfig) -> StepPlan:
+    """A decode row for each seat, one as long as a row may be and the others of up to DECODE_CONTEXT tokens, all in
+    block 0."""
+    rows = []
+    for number in range(config.max_num_seqs):
+        length = min(config.max_model_len, DECODE_CONTEXT) if number else config.max_model_len
+        blocks = (0,) * -(-length // config.block_size)
+        state = StateUse(number) if config.recurrent_state else None
+        rows.append(ScheduledRequest(f"row {number}", RowKind.DECODE, length - 1, (0,), blocks, _DEAREST, state=state))
+    return StepPlan(1, tuple(rows))
+
+
+def short_decode_step(config: ResolvedConfig) -> StepPlan:
+    """A decode row of up to SHORT_CONTEXT tokens for each seat, all in block 0."""
+    return longest_decode_step(replace(config, max_model_len=min(config.max_model_len, SHORT_CONTEXT)))
+
+
+def _refuse_cpu_settings(config: EngineConfig) -> None:
+    for name, plain in (
+        ("kernels", "auto"),
+        ("quantize", "none"),
+        ("kv_cache_dtype", "auto"),
+        ("batch_invariant", False),
+    ):
+        if (asked := getattr(config, name)) != plain:
+            raise ConfigError(
+                f"{name} is {asked}, which is for the CPU's kernels, and this engine runs on a GPU: leave it out, or "
+                "set device to cpu."
+            )
+
+
+def _attention(model: ModelConfig, config: EngineConfig, device: Device, dtype: torch.dtype) -> tuple[Choice, Ops]:
+    try:
+        return choose_attention(
+            config.attention,
+            dtype=dtype,
+            head_dim=model.head_dim,
+            block_size=config.block_size,
+            capability=device.capability,
+        )
+    except ValueError as error:
+        raise ConfigError(f"attention is {config.attention}. {error}") from error
+
+
+def _buckets(
+    config: EngineConfig, device: Device, attention: Choice, ops: Ops, model: ModelConfig
+) -> tuple[Buckets, str]:
+    sizes = {name: getattr(config, f"cuda_graph_{name}") for name in ("decode_rows", "mixed_tokens", "mixed_rows")}
+    problem = None
+    if not ops.capturable:
+        problem = f"{attention.name} attention cannot be captured"
+    elif not device.captures:
+        problem = f"{device.name} captures nothing"
+    elif model.expert_sizes and not ops.experts_capturable:
+        problem = "mixtures of experts by torch's operators wait for the device"
+    elif model.linear_layers and not ops.states_capturable:
+        problem = "linear attention by torch's operators reads its rows on the host"
+    scope = config.cuda_graphs
+    if problem is not None and scope not in ("auto", "none"):
+        raise ConfigError(f"cuda_graphs is {scope}, but {problem}.")
+    reason = f"none: {problem}" if problem else "all: the attention can be captured" if scope == "auto" else "asked for"
+    if scope == "auto":
+        scope = "all" if problem is None else "none"
+    unused = [name for name in sizes if scope == "none" or (scope == "decode" and name != "decode_rows")]
+    for name in unused:
+        if sizes[name] is not None:
+            raise ConfigError(f"cuda_graph_{name} is {list(sizes[name])}, but cuda_graphs is {scope} ({reason}).")
+    buckets = plan_buckets(
+        scope, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens, **sizes
+    )
+    return buckets, f"{reason}; {len(buckets.all)} sizes"

@@ -1,0 +1,174 @@
+"""Owns what an engine on the CPU takes of the machine's memory, and how many KV blocks that leaves room for.
+Never allocates: sizes are those of the tensors that will be, made on torch's `meta` device, which has no memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.config import ConfigError, EngineConfig
+from engine.host.shares import SPARED, Room
+from engine.models.description import ModelConfig
+from engine.models.kv_cache import blocks_in
+from engine.models.parameters import allocate
+from engine.models.vision_weights import allocate_vision, vision_table
+from engine.models.weights import weight_bytes
+
+GIB = 2**30
+KV_SHARE = 0.8
+"""The share taken of what is left to an engine, where nobody says how much its KV cache may take. It is not given
+back, and the page cache, the HTTP side and other programs want some, too."""
+MEMORY_GIB = 2.0
+"""For KV blocks on a system that does not say how much memory is free, unless the config does."""
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostUse:
+    """What an engine takes besides its KV cache and recurrent states. Bytes."""
+
+    weights: int
+    step: int
+    """Activations and logits of the largest step: an estimate."""
+    encoder_cache: int = 0
+    adapters: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.step + self.encoder_cache + self.adapters
+
+    def text(self) -> str:
+        """Every part in GiB, each by the setting that it follows from."""
+        parts = {
+            "weights": self.weights,
+            "a step of max_num_batched_tokens": self.step,
+            "encoder_cache_memory_gib": self.encoder_cache,
+            "max_loras adapters": self.adapters,
+        }
+        return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBudget:
+    """What an engine takes, and what it may."""
+
+    use: HostUse
+    room: Room | None
+    """None: the system does not say."""
+
+    def blocks(self, config: EngineConfig, block_bytes: int, state_bytes: int, most: int) -> tuple[int, str]:
+        """How many KV blocks, and why. most: no more are of any use.
+
+        Raises:
+            ConfigError: there is no memory for what was asked, or for one block beside the rest.
+        """
+        self._check_use()
+        asked = _asked_bytes(config, block_bytes, state_bytes)
+        if asked is None:
+            return self._that_fit(block_bytes, state_bytes, most)
+        name, size, num_blocks = asked
+        self._check(f"{name} is {getattr(config, name)}, which takes {_gib(size)}", size)
+        if config.num_kv_blocks is not None:
+            return num_blocks, f"asked for; {_gib(num_blocks * block_bytes)}"
+        less = f", less {state_bytes} bytes of recurrent state," if state_bytes else ""
+        return num_blocks, f"{name} {config.kv_cache_memory_gib:g}{less} at {block_bytes} bytes a block"
+
+    def _check_use(self) -> None:
+        if self.room is not None and self.use.total > self.room.free:
+            raise ConfigError(
+                f"This engine needs {_gib(self.use.total)} without any KV cache ({self.use.text()}), but "
+                f"{_free(self.room)}."
+            )
+
+    def _check(self, what: str, size: int) -> None:
+        if self.room is not None and self.use.total + size > self.room.free:
+            left = max(0, self.room.free - self.use.total)
+            raise ConfigError(
+                f"{what}, but there are {_gib(left)} for it beside {self.use.text()}: {_free(self.room)}."
+            )
+
+    def _that_fit(self, block_bytes: int, state_bytes: int, most: int) -> tuple[int, str]:
+        if self.room is None:
+            return blocks_in(MEMORY_GIB, block_bytes, state_bytes), "2 GiB: this system does not say what is free"
+        self._check("kv_cache_memory_gib is unset, and one KV block takes", block_bytes + state_bytes)
+        mine = min(self.room.free, self.room.share) - self.use.total
+        fit = (int(KV_SHARE * mine) - state_bytes) // block_bytes
+        if fit < 1:
+            raise ConfigError(
+                f"kv_cache_memory_gib is unset, and no KV block of {block_bytes} bytes fits into this engine's share "
+                f"({self.room.share / GIB:.2f} GiB: {self.room.engines} engines share the memory) beside "
+                f"{self.use.text()}: {_free(self.room)}. Set kv_cache_memory_gib, or serve fewer engines here."
+            )
+        if most <= fit:
+            return most, f"all that max_num_seqs requests of max_model_len tokens can hold; {_gib(most * block_bytes)}"
+        share = f", shared by {self.room.engines} engines" if self.room.engines > 1 else ""
+        return fit, f"{KV_SHARE:.0%} of what is left beside {self.use.text()}; {_free(self.room)}{share}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def _free(room: Room) -> str:
+    memory = room.memory
+    promised = f", of which {_gib(room.promised)} are promised to engines that are starting" * bool(room.promised)
+    return f"{_gib(memory.free)} of {_gib(memory.total)} are free ({memory.source}){promised}, and {SPARED:.0%} stay so"
+
+
+def _asked_bytes(config: EngineConfig, block_bytes: int, state_bytes: int) -> tuple[str, int, int] | None:
+    """(setting, bytes with recurrent states, blocks) of what the config says; None where it leaves it open."""
+    if (blocks := config.num_kv_blocks) is not None:
+        return "num_kv_blocks", blocks * block_bytes + state_bytes, blocks
+    if (gib := config.kv_cache_memory_gib) is not None:
+        return "kv_cache_memory_gib", int(gib * GIB), blocks_in(gib, block_bytes, state_bytes)
+    return None
+
+
+def host_use(
+    checkpoints: list[tuple[Path, ModelConfig]], config: EngineConfig, dtype: torch.dtype, *, native: bool
+) -> HostUse:
+    """Of an engine on the CPU. checkpoints: the model, and the draft model if there is one. native: on the kernels that
+    keep matrices of 8 bits, and pack a tied LM head into memory of its own.
+
+    Raises:
+        CheckpointError: a checkpoint's files cannot be read.
+    """
+    model = checkpoints[0][1]
+    stored = config.load_format != "dummy"
+    return HostUse(
+        weights=sum(
+            weight_bytes(directory if stored else None, of, dtype, keep_int8=native)
+            + (of.vocab_size * of.hidden_size * dtype.itemsize if native and of.tie_word_embeddings else 0)
+            for directory, of in checkpoints
+        )
+        + _vision_bytes(model, dtype),
+        step=_step_bytes(model, config),
+        encoder_cache=0 if model.vision is None else int(config.encoder_cache_memory_gib * GIB),
+        adapters=_adapter_bytes(model, config, dtype),
+    )
+
+
+def _vision_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    if model.vision is None:
+        return 0
+    with META:
+        return sum(tensor.nbytes for tensor in vision_table(allocate_vision(model.vision, dtype)).values())
+
+
+def _step_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """In float32: of each token the rows that a layer makes, of each seat its logits and a sampler's copies."""
+    row = 4 * model.hidden_size + 2 * model.intermediate_size + 2 * model.num_heads * model.head_dim
+    return 4 * (config.max_num_batched_tokens * row + 4 * config.max_num_seqs * model.vocab_size)
+
+
+def _adapter_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+    """Two thin matrices beside each of a layer's; three beside the stacked ones, of queries, keys and values."""
+    if not config.max_loras:
+        return 0
+    layers = allocate(model, dtype, META).layers
+    matrices = (linear.weight for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    columns = sum(weight.shape[-2] + 3 * weight.shape[-1] for weight in matrices)
+    return config.max_loras * config.max_lora_rank * int(columns) * dtype.itemsize

@@ -1,0 +1,245 @@
+"""Owns the step from what was asked to what is served: limits, types, threads and blocks, each with its reason.
+Never allocates or loads anything: it reads a few small files and the machine's description."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from engine.build.host_fit import HostBudget
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
+from engine.execution.device import Device
+from engine.models.config import CheckpointError, ModelConfig, read_json
+from engine.models.kv_cache import bytes_per_block, cache_dtype
+from engine.models.quantization import Quantization
+from engine.models.recurrent_state import state_bytes, why_so_much
+from kernels.choice import NATIVE, Choice
+from kernels.processor import cpu_flags
+
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # the last is Arm's
+
+
+def resolve(
+    model_dir: Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    kernels: Choice,
+    device: tuple[Device, str],
+    memory: HostBudget | tuple[int, str],
+    draft: tuple[ModelConfig, float] | None = None,
+) -> ResolvedConfig:
+    """What this machine and this checkpoint make of `config`. device: with the reason. memory: what KV blocks may take,
+    or how many there are and why. draft: a draft model, and what it costs; see SpeculativeConfig.model_cost.
+
+    Raises:
+        ConfigError: a setting asks for more than the checkpoint or the memory can give.
+        CheckpointError: the checkpoint's eos_token_id is not a token id.
+    """
+    max_model_len, length_reason = _max_model_len(model, config)
+    dtype, dtype_reason = resolve_dtype(config, device[0])
+    if isinstance(memory, HostBudget):
+        memory = _num_blocks(model, config, dtype, draft[0] if draft else None, memory, max_model_len)
+    num_blocks, blocks_reason = memory
+    num_threads, threads_reason = _num_threads(config)
+    scheduler, halving_reason = _scheduler(model, config)
+    same_bits, on_gpu = kernels.name == NATIVE, device[0].capability is not None
+    return ResolvedConfig.of(
+        config,
+        drafts=not (model.linear_layers and on_gpu),
+        unseen_drafts=same_bits,
+        model_cost=draft[1] if draft else None,
+        eight_bits=same_bits and model.quantization is not None and all(model.quantization.by_output),
+        scheduler=scheduler,
+        max_model_len=max_model_len,
+        num_kv_blocks=num_blocks,
+        vocab_size=model.vocab_size,
+        eos_token_ids=_eos_token_ids(model_dir),
+        dtype=str(dtype).removeprefix("torch."),
+        device=device[0].name,
+        kernels=kernels.name,
+        num_threads=num_threads,
+        recurrent_state=bool(model.linear_layers),
+        reasons={
+            "max_model_len": length_reason,
+            "device": device[1],
+            "dtype": dtype_reason,
+            "num_kv_blocks": blocks_reason,
+            "num_threads": threads_reason,
+            "kernels": kernels.reason,
+            "chunk_halving_context": halving_reason,
+            "speculative": _why_drafts(model, config, same_bits, draft, on_gpu=on_gpu),
+        }
+        | ({"recurrent_state": why_so_much(model, config, dtype)} if model.linear_layers else {})
+        | ({"kv_cache_dtype": _narrow_cache(model, config, dtype)} if config.kv_cache_dtype != "auto" else {})
+        | ({"weights": _weights(model.quantization, config, dtype, same_bits)} if model.quantization else {}),
+    )
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The type that ResolvedConfig.dtype names."""
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+
+
+def _max_model_len(model: ModelConfig, config: EngineConfig) -> tuple[int, str]:
+    longest = model.rope.longest_position(model.max_position_embeddings)
+    if config.max_model_len is None:
+        served = model.rope.default_length(model.max_position_embeddings)
+        return served, f"what the checkpoint was trained for (RoPE {model.rope.rope_type})"
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the checkpoint serves at most {longest} positions "
+            f"(max_position_embeddings {model.max_position_embeddings}, RoPE {model.rope.rope_type} "
+            f"with factor {model.rope.factor:g})."
+        )
+    return config.max_model_len, f"asked for; the checkpoint serves up to {longest}"
+
+
+def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str]:
+    """Of weights and KV cache, and why.
+
+    Raises:
+        ConfigError: the device does not compute in the type that is asked for.
+    """
+    if config.dtype == "float16" and device.capability is None:
+        raise ConfigError("dtype is float16, which is for a GPU: a CPU computes in bfloat16 or float32.")
+    if config.dtype != "auto":
+        return torch_dtype(config.dtype), "asked for"
+    if device.capability is not None:
+        found = f"compute capability {device.capability[0]}.{device.capability[1]}"
+        if device.capability >= (8, 0):
+            return torch.bfloat16, f"the GPU multiplies bfloat16 natively ({found})"
+        return torch.float32, f"the GPU has no bfloat16 ({found}; from 8.0 on)"
+    flags = cpu_flags()
+    for flag in _BF16_FLAGS:
+        if flag in flags:
+            return torch.bfloat16, f"the CPU multiplies bfloat16 natively ({flag})"
+    return torch.float32, f"the CPU has none of {', '.join(_BF16_FLAGS)}, so bfloat16 would be emulated"
+
+
+def block_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, draft: ModelConfig | None) -> int:
+    """Of a KV block, with the draft model's of the same number."""
+    kept = cache_dtype(config.kv_cache_dtype, dtype)
+    return sum(bytes_per_block(of, config.block_size, kept) for of in (model, draft) if of is not None)
+
+
+def _num_blocks(
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    draft: ModelConfig | None,
+    memory: HostBudget,
+    max_model_len: int,
+) -> tuple[int, str]:
+    size = block_bytes(model, config, dtype, draft)
+    drafts = size - block_bytes(model, config, dtype, None)
+    most = config.max_num_seqs * -(-max_model_len // config.block_size)
+    blocks, reason = memory.blocks(config, size, state_bytes(model, config, dtype), most)
+    return blocks, f"{reason}, {drafts} of them the draft model's" if drafts else reason
+
+
+def weights_read(model: ModelConfig) -> int:
+    """Numbers of the matrices that one token passes, the LM head's included."""
+    return model.num_layers * _products(model) + model.vocab_size * model.hidden_size
+
+
+def _products(model: ModelConfig) -> int:
+    """Numbers that a layer multiplies for a token."""
+    size = model.num_heads * model.head_dim
+    projections = model.hidden_size * (2 * size + 2 * model.num_kv_heads * model.head_dim)
+    return projections + 3 * model.hidden_size * model.multiplied_intermediate_size
+
+
+def _scheduler(model: ModelConfig, config: EngineConfig) -> tuple[SchedulerConfig, str]:
+    """With the context at which attention to it costs as much as a token's matrix products."""
+    asked = config.scheduler
+    if asked.chunk_owner == "engine":
+        return asked, "chunk_owner engine does not cut prompts"
+    if asked.chunk_halving_context is not None:
+        return asked, "asked for"
+    size, products = model.num_heads * model.head_dim, _products(model)
+    attending = model.num_attention_layers
+    # q k and p v: two products of `size` for each token of the context, in the layers that look back.
+    context = max(1, products * model.num_layers // (2 * size * attending))
+    where = "" if attending == model.num_layers else f" in {attending} of {model.num_layers} layers"
+    return replace(asked, chunk_halving_context=context), (
+        f"a layer multiplies {products} numbers for a token, and {2 * size} for each token that it attends to{where}"
+    )
+
+
+def _why_drafts(
+    model: ModelConfig,
+    config: EngineConfig,
+    same_bits: bool,
+    draft: tuple[ModelConfig, float] | None,
+    *,
+    on_gpu: bool,
+) -> str:
+    if model.linear_layers and on_gpu:
+        return "none: on a GPU a recurrent state is not taken back to before a rejected draft"
+    if config.speculative.method != "auto":
+        cost = "" if draft is None else f"; a pass of the draft model takes {draft[1]:.2f} of a step, by what both read"
+        return f"asked for{cost}"
+    if not same_bits:
+        return "none: these kernels' sums depend on how many rows a step has, and so would near ties"
+    if config.overlap or config.num_speculative_tokens == 0:
+        return f"none: {'overlap' if config.overlap else 'num_speculative_tokens 0'}"
+    return "these kernels give the same answers to the bit with drafts, where the step has room for any"
+
+
+def _narrow_cache(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> str:
+    asked, plain = (
+        bytes_per_block(model, config.block_size, cache_dtype(each, dtype)) for each in (config.kv_cache_dtype, "auto")
+    )
+    return f"asked for; {asked} bytes a block, scales included, instead of {plain}"
+
+
+def _weights(packed: Quantization, config: EngineConfig, dtype: torch.dtype, native: bool) -> str:
+    """What is computed with of a packed checkpoint."""
+    name = str(dtype).removeprefix("torch.")
+    if config.load_format == "dummy":
+        return f"random numbers in {name}, where the checkpoint has {packed.summary}"
+    kept = [native and by_output for by_output in packed.by_output]
+    ways = ["kept in 8 bits"] * any(kept)
+    if not all(kept):
+        ways.append("rounded anew to 8 bits (quantize int8)" if config.quantize == "int8" else f"computed in {name}")
+    activations = f"; activations stay {name}, not {packed.activations}" if packed.activations else ""
+    return f"{packed.summary}: {' and '.join(ways)}{activations}"
+
+
+def _num_threads(config: EngineConfig) -> tuple[int, str]:
+    if config.num_threads is not None:
+        return config.num_threads, "num_threads in the config, or this replica's share of the machine's cores"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cpu_quota()
+    if quota is not None and quota < cores:
+        # More threads than the container's quota would be stopped in the middle of every parallel region.
+        return max(1, int(quota)), f"the container's CPU quota is {quota:g} of {cores} cores"
+    return cores, f"this process may use {cores} cores"
+
+
+def _cpu_quota() -> float | None:
+    """Cores that the container may use, by cgroup v2; None if it has no limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def _eos_token_ids(model_dir: Path) -> tuple[int, ...]:
+    """generation_config.json knows the chat model's own end tokens; config.json often only the base model's."""
+    for name in ("generation_config.json", "config.json"):
+        path = model_dir / name
+        document = read_json(path) if path.exists() else {}
+        value = document.get("eos_token_id")
+        if value is None and isinstance(of_text := document.get("text_config"), dict):  # of a model with other inputs
+            value = of_text.get("eos_token_id")
+        if value is not None:
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(token, int) and token >= 0 for token in ids):
+                raise CheckpointError(f"{path}: eos_token_id is {value!r}: expected a token id or a list of them.")
+            return tuple(ids)
+    return ()

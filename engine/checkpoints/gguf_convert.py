@@ -1,0 +1,148 @@
+"""Owns converting a GGUF file to a Hugging Face model directory: names, row order, bf16 weights.
+Never guesses: a tensor that is missing, unknown or of another shape than the config's is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.checkpoints.gguf_config import ROPE_FACTORS, build_config
+from engine.checkpoints.gguf_file import GGUFFile
+from engine.checkpoints.gguf_tokenizer import special_token_ids, write_tokenizer
+from engine.checkpoints.model_cache import ModelError, byte_bar, say
+
+_VALUES_PER_CHUNK = 1 << 24  # 64 MiB of float32: converting needs this much memory, however large the model
+
+
+def convert_gguf(path: Path, directory: Path, progress: bool) -> None:
+    """Write config.json, generation_config.json, model.safetensors and the tokenizer's files into `directory`.
+
+    Raises:
+        ModelError: the file is damaged or describes a model that cannot be represented; names tensor or metadata key.
+        OSError: `directory` cannot be written.
+    """
+    say(f"Reading {path.name}", progress)
+    gguf = GGUFFile(path)
+    config = build_config(gguf)
+    names = tensor_names(gguf, config)
+    write_tokenizer(gguf, directory)
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "generation_config.json", _generation_config(gguf))
+    _write_weights(directory / "model.safetensors", gguf, config, names, progress)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _generation_config(gguf: GGUFFile) -> dict[str, Any]:
+    return {name: ids if len(ids) > 1 else ids[0] for name, ids in special_token_ids(gguf).items()}
+
+
+def tensor_names(gguf: GGUFFile, config: dict[str, Any]) -> dict[str, str]:
+    """GGUF tensor name -> Hugging Face's, for exactly the tensors that the config calls for, in the model's order.
+
+    Raises:
+        ModelError: a tensor is missing, unknown, or not of the shape that the config calls for.
+    """
+    names = {}
+    for name, hf_name, shape in _expected_tensors(config):
+        if name not in gguf.tensors:
+            raise ModelError(f"{gguf.path}: tensor {name} is missing; expected shape {list(shape)}.")
+        if gguf.shape(name) != shape:
+            raise ModelError(f"{gguf.path}: tensor {name} has shape {list(gguf.shape(name))}; expected {list(shape)}.")
+        names[name] = hf_name
+    unknown = [name for name in gguf.tensors if name not in names and name != ROPE_FACTORS]
+    if unknown:
+        raise ModelError(
+            f"{gguf.path}: tensor {unknown[0]} and {len(unknown) - 1} more have no place in a "
+            f"{config['architectures'][0]} of {config['num_hidden_layers']} layers."
+        )
+    return names
+
+
+def _expected_tensors(config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(GGUF name, Hugging Face's name, shape). One by one: a damaged layer count fails at the first missing."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    yield "token_embd.weight", "model.embed_tokens.weight", (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        for name, (hf_name, shape) in _expected_in_layer(config).items():
+            yield f"blk.{layer}.{name}", f"model.layers.{layer}.{hf_name}", shape
+    yield "output_norm.weight", "model.norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "output.weight", "lm_head.weight", (vocab, hidden)
+
+
+def _expected_in_layer(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {
+        "attn_norm.weight": ("input_layernorm.weight", (hidden,)),
+        "attn_q.weight": ("self_attn.q_proj.weight", (q, hidden)),
+        "attn_k.weight": ("self_attn.k_proj.weight", (kv, hidden)),
+        "attn_v.weight": ("self_attn.v_proj.weight", (kv, hidden)),
+        "attn_output.weight": ("self_attn.o_proj.weight", (hidden, q)),
+        "ffn_norm.weight": ("post_attention_layernorm.weight", (hidden,)),
+        "ffn_gate.weight": ("mlp.gate_proj.weight", (inner, hidden)),
+        "ffn_up.weight": ("mlp.up_proj.weight", (inner, hidden)),
+        "ffn_down.weight": ("mlp.down_proj.weight", (hidden, inner)),
+    }
+    if config["model_type"] == "qwen2":
+        for letter, size in (("q", q), ("k", kv), ("v", kv)):
+            expected[f"attn_{letter}.bias"] = (f"self_attn.{letter}_proj.bias", (size,))
+    if config["model_type"] == "qwen3":
+        expected["attn_q_norm.weight"] = ("self_attn.q_norm.weight", (head_dim,))
+        expected["attn_k_norm.weight"] = ("self_attn.k_norm.weight", (head_dim,))
+    return expected
+
+
+def row_order(name: str, config: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    """Which GGUF row each Hugging Face row is, for the Q and K of `llama`; None where both have the same order.
+
+    llama.cpp rotates neighbours (0,1), (2,3)...; Hugging Face rotates halves (0,d/2), (1,d/2+1)...:
+        GGUF  0 d/2 1 d/2+1 2 ...   (rows of one head, numbered as in Hugging Face)
+    """
+    heads = {"attn_q.weight": "num_attention_heads", "attn_k.weight": "num_key_value_heads"}
+    part = name.split(".", 2)[-1]
+    if config["model_type"] != "llama" or part not in heads:
+        return None
+    num_heads, head_dim = config[heads[part]], config["head_dim"]
+    return np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).ravel()
+
+
+def to_bfloat16(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """Finite float32 to the bits of bfloat16, rounded to nearest, ties to even."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _chunks(gguf: GGUFFile, name: str, config: dict[str, Any]) -> Iterator[bytes]:
+    """A tensor's bfloat16 bytes in Hugging Face's row order, a few rows at a time."""
+    num_rows = gguf.shape(name)[0]
+    order = row_order(name, config)
+    step = max(1, _VALUES_PER_CHUNK * num_rows // gguf.num_values(name))
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
+        yield to_bfloat16(gguf.values(name, rows if order is None else order[rows])).tobytes()
+
+
+def _write_weights(path: Path, gguf: GGUFFile, config: dict[str, Any], names: dict[str, str], progress: bool) -> None:
+    """Stream all tensors into one safetensors file. The format is written here: safetensors' own writer wants every
+    tensor in memory, knows no bfloat16 in numpy, and has changed its arguments between releases."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, hf_name in names.items():
+        start, end = end, end + 2 * gguf.num_values(name)
+        header[hf_name] = {"dtype": "BF16", "shape": gguf.shape(name), "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the data that follows must be aligned
+    with path.open("wb") as file, byte_bar("Converting tensors", end, progress) as bar:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name in names:
+            for chunk in _chunks(gguf, name, config):
+                file.write(chunk)
+                bar.update(len(chunk))

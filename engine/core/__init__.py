@@ -1,0 +1,5 @@
+"""The engine's loop over steps: plan, launch, collect, apply, and the events that follow.
+
+`core` owns the loop, `applier` turns a step's results into requests' progress, and `step_clock` says
+how long a step has lasted. `engine_chunking` splits a prompt inside one step. Pure Python: no torch.
+"""

@@ -1,0 +1,134 @@
+"""Owns what results do to a request, and the events that results bring: tokens, log-probabilities, the terminal.
+Never plans and never runs a step; a row's results reach it once, and only while they are its request's own."""
+
+from __future__ import annotations
+
+from engine.observer import Verified
+from engine.protocol import (
+    ErrorCode,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Pooled,
+    PromptLogprobs,
+    Token,
+    TokenLogprobs,
+)
+from engine.scheduling.planner import PlannedRow
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.stopping import is_complete, is_stop_token
+from engine.speculation.draft_model_policy import ModelDrafts
+from engine.speculation.speculation import Speculation
+from engine.step import Executor, RowKind, ScheduledRequest, StepOutput
+
+
+class Applier:
+    """Applies results row by row, and ends requests, which gives back all that they hold, here and in the executor."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        most_forced: int = 0,
+        speculation: Speculation | ModelDrafts | None = None,
+    ) -> None:
+        """`most_forced`: tokens that a row may be drafted by a grammar; 0: rows carry no drafts at all.
+        `speculation`: makes others; it learns what was right of them, and which requests are gone."""
+        self._most_forced = most_forced
+        self._speculation = speculation
+        self._scheduler = scheduler
+        self._executor = executor
+        self._verified: list[Verified] = []
+
+    def apply(self, row: PlannedRow, scheduled: ScheduledRequest, output: StepOutput, number: int) -> list[Event]:
+        """The events of row `number`, whose request is `row.request`."""
+        request, tokens = row.request, output.sampled[number]
+        samples = scheduled.sampling is not None
+        assert bool(tokens) == samples, f"{row.kind} row returned {len(tokens)} tokens"
+        request.num_pending -= samples
+        events: list[Event] = []
+        if request.prompt_logprobs is not None:
+            events += self._score(request, row, output.prompt_logprobs.get(number, ()))
+        logprobs = output.logprobs.get(number) if output.logprobs else None
+        stop = self._accept(request, tokens, logprobs, events)
+        computed = row.start + row.num_tokens
+        if self._most_forced and row.kind is RowKind.DECODE:
+            if row.num_tokens > 1:
+                self._judge(request, row.num_tokens - 1, len(tokens) - 1)
+            # The KV of accepted drafts is good; what was computed after them is written over.
+            computed = min(row.start + len(tokens), len(request.token_ids))
+        if scheduled.pool_from is not None:
+            request.add_pooled(output.pooled[number], scheduled.end)
+        if request.pooling is not None and row.kind is RowKind.LAST:
+            events.append(self._pool(request))
+        self._scheduler.advance(request, scheduled, computed)
+        if isinstance(self._speculation, ModelDrafts):
+            self._speculation.has_read(request, scheduled, len(tokens))
+        if stop is not None:
+            events.append(self.finish(request, FinishReason.STOP, stop))
+        elif (tokens or row.kind is RowKind.LAST) and is_complete(request):
+            events.append(self.finish(request, FinishReason.LENGTH))
+        elif self._most_forced and ((drafts := output.drafts.get(number, ())) or request.drafts):
+            self._scheduler.draft(request, drafts[: self._most_forced], "grammar")
+        return events
+
+    def take_verified(self) -> tuple[Verified, ...]:
+        """What became of drafts since the last call."""
+        taken, self._verified = tuple(self._verified), []
+        return taken
+
+    def _judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        self._verified.append(Verified(request.request_id, request.draft_method, num_drafted, num_accepted))
+        if self._speculation is not None and request.draft_method != "grammar":
+            self._speculation.judge(request, num_drafted, num_accepted)
+
+    def _score(self, request: Request, row: PlannedRow, scores: tuple[TokenLogprobs, ...]) -> list[Event]:
+        """Add to the prompt's log-probabilities; they are sent once, with the prompt's last chunk."""
+        assert request.prompt_logprobs is not None
+        request.prompt_logprobs += scores
+        if row.kind is not RowKind.LAST:
+            return []
+        assert len(request.prompt_logprobs) == request.prompt_len - 1, "every prompt token but the first has one"
+        event = PromptLogprobs(request.request_id, tuple(request.prompt_logprobs))
+        request.prompt_logprobs = None
+        return [event]
+
+    def _pool(self, request: Request) -> Event:
+        count = request.prompt_len if request.pooling == "mean" else 1
+        return Pooled(request.request_id, tuple(value / count for value in request.pooled))
+
+    def _accept(
+        self,
+        request: Request,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        events: list[Event],
+    ) -> Token | None:
+        """Append new tokens and their events, up to a stop token, which is returned."""
+        for i, token_id in enumerate(tokens):
+            event = Token(request.request_id, token_id, logprobs[i] if logprobs else None)
+            if is_stop_token(request, token_id):
+                return event
+            request.token_ids.append(token_id)
+            events.append(event)
+        return None
+
+    def finish(self, request: Request, reason: FinishReason, stop: Token | None = None) -> Event:
+        self._release(request, by_itself=reason is FinishReason.STOP)
+        usage = request.usage(stop_token=stop is not None)
+        if stop is None:
+            return Finished(request.request_id, reason, usage)
+        return Finished(request.request_id, reason, usage, stop.token_id, stop.logprobs)
+
+    def fail(self, request: Request, code: ErrorCode, message: str) -> Event:
+        self._release(request)
+        return Failed(request.request_id, code, message)
+
+    def _release(self, request: Request, *, by_itself: bool = False) -> None:
+        self._scheduler.release(request, by_itself=by_itself)
+        self._executor.forget([request.request_id])
+        if self._speculation is not None:
+            self._speculation.forget(request.request_id)

@@ -1,0 +1,345 @@
+"""Owns one engine's step: plan, execute, apply. Says itself that a request is scheduled; the applier tells the rest.
+Never blocks on anything but the executor and never knows who listens; one thread at a time may use it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.config import ConfigError, ResolvedConfig
+from engine.core.applier import Applier
+from engine.core.engine_chunking import collect_in_chunks
+from engine.observer import ComputedStep, StepFacts
+from engine.protocol import ErrorCode, Event, FinishReason, LoadSnapshot, Scheduled
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.planner import DeferReason, Plan
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler import Scheduler
+from engine.speculation.draft_model_policy import ModelDrafts
+from engine.speculation.speculation import Speculation
+from engine.step import (
+    AdapterHost,
+    Capabilities,
+    Executor,
+    ExecutorFatalError,
+    ExecutorOutOfMemoryError,
+    RowKind,
+    StepOutput,
+    StepPlan,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A committed step. A row's results are its request's own only while the request's epoch is what it was here."""
+
+    plan: Plan
+    step: StepPlan
+    epochs: tuple[int, ...]
+    started: float
+    output: StepOutput | Exception | None
+    """None: to be collected. An exception: the launch failed."""
+
+
+class EngineCore:
+    """Scheduler, block manager and executor of one engine.
+
+    Every submitted request gets Scheduled, Token*, and exactly one Finished or Failed, from `step` or `abort`.
+    """
+
+    def __init__(
+        self, executor: Executor, config: ResolvedConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock` gives monotonic seconds; tests turn it by hand.
+
+        Raises:
+            ConfigError: the config needs what this executor cannot do.
+        """
+        check_capabilities(config, executor.capabilities)
+        self.config = config
+        self._executor = executor
+        self._blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
+        self._scheduler = Scheduler(config, self._blocks)
+        self._model_drafts = ModelDrafts(config) if config.has_draft_model else None
+        self._speculation = Speculation(config) if config.looks_up_drafts else self._model_drafts
+        self._applier = Applier(
+            self._scheduler, executor, most_forced=config.num_speculative_tokens, speculation=self._speculation
+        )
+        self._clock = clock
+        self._in_flight: _Launched | None = None  # with overlap: launched, and not read back yet
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._graph_uses: Counter[tuple[bool, str]] = Counter()
+        self._deferred: DeferReason | None = None
+        self._reserved_blocks = 0
+        self._retrying = False  # the last step ran out of memory and is being tried with less prefill
+        self.last_step = StepFacts(0.0)
+        """Of the last call of `step`."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.num_running or self._scheduler.waiting or self._in_flight)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `step` has something to do even if there is no work, by the clock; it may turn out to be nothing."""
+        return self._scheduler.deadlines.next
+
+    def load(self) -> LoadSnapshot:
+        scheduler = self._scheduler
+        return LoadSnapshot(
+            num_running=scheduler.num_running,
+            num_waiting=len(scheduler.waiting) + len(scheduler.preparing),
+            num_preparing=len(scheduler.preparing),
+            num_waiting_preempted=scheduler.waiting.num_preempted,
+            wait_reason=self._deferred.value if self._deferred and scheduler.waiting else None,
+            num_queued_tokens=scheduler.num_queued_tokens,
+            num_blocks=self._blocks.num_blocks,
+            num_held_blocks=self._blocks.num_held,
+            num_evictable_blocks=self._blocks.num_evictable,
+            num_reserved_blocks=self._reserved_blocks if scheduler.num_running else 0,
+            num_steps=self._num_steps,
+            num_preemptions=self._num_preemptions,
+            reserve_ratio=scheduler.reserve_ratio,
+            reserve_margin=scheduler.reserve_margin,
+            graph_hits={name: count for (hit, name), count in self._graph_uses.items() if hit},
+            graph_misses={name: count for (hit, name), count in self._graph_uses.items() if not hit},
+        )
+
+    @property
+    def compile_grammar(self) -> Callable[[str], None] | None:
+        """See Capabilities.compile_grammar: what it returns may be called on any thread."""
+        return self._executor.capabilities.compile_grammar
+
+    @property
+    def adapters(self) -> AdapterHost | None:
+        """See Capabilities.adapters."""
+        return self._executor.capabilities.adapters
+
+    def cached_digests(self, limit: int) -> list[bytes]:
+        """Up to `limit` digests of the blocks in the prefix cache; see BlockManager.cached_digests."""
+        return self._blocks.cached_digests(limit)
+
+    def reset_prefix_cache(self) -> int:
+        """See BlockManager.reset_cache."""
+        return self._blocks.reset_cache()
+
+    def submit(self, request: Request, *, prepared: bool = True) -> list[Event]:
+        """Queue a request that `create_request` made. It has no events before its first step.
+
+        One that is not `prepared` keeps its place and is not planned before `prepared` says so: what its prompt stands
+        for, such as an image, is still being made.
+        """
+        self._scheduler.add(request, self._clock(), prepared=prepared)
+        return []
+
+    def prepared(self, request_id: str) -> list[Event]:
+        """The request may run from now on. Ignored for one that has ended."""
+        self._scheduler.prepared(request_id)
+        return []
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
+        """End a request in any state. Unknown or finished ones are ignored: an abort may cross the last token."""
+        request = self._scheduler.find(request_id)
+        if request is None:
+            return []
+        return [self._applier.finish(request, reason)]
+
+    def fail(self, request_id: str, message: str) -> list[Event]:
+        """End a request whose preparation failed. Ignored for one that has ended."""
+        request = self._scheduler.find(request_id)
+        if request is None:
+            return []
+        return [self._applier.fail(request, ErrorCode.PREPARATION_FAILED, message)]
+
+    # --- the step: one loop without and one with overlap, over the same parts -------------------------------------
+
+    def step(self) -> list[Event]:
+        """Compute one step and return its events; [] when nothing is live. With overlap, launch one step and return the
+        events of the one before.
+
+        Raises:
+            ExecutorFatalError: the executor can run no further step; whoever owns the core ends what is live.
+        """
+        now = self._clock()
+        self.last_step = StepFacts(now)
+        events = self._end_late(now)
+        launched, scheduled = self._launch(now)
+        due = [launched]
+        if self.config.overlap:
+            due, self._in_flight = [self._in_flight], launched
+            if launched is not None and launched.output is not None:  # it failed: nothing may build on it
+                due, self._in_flight = [*due, launched], None
+        return [*events, *scheduled, *(event for step in due if step is not None for event in self._complete(step))]
+
+    def _launch(self, now: float) -> tuple[_Launched | None, list[Event]]:
+        """Plan and start a step; None if there is nothing to run, or if it ran out of memory and is planned again."""
+        self._retrying &= self._scheduler.num_running > 0  # else nobody of the step that failed is left
+        plan = self._scheduler.plan(now)
+        self._deferred, self._reserved_blocks = plan.deferred, plan.reserved_blocks
+        if not plan.rows:
+            assert self._in_flight or not self.has_work, "live requests, but nothing to run"
+            return None, []
+        fresh = [row.request for row in plan.rows if not row.request.was_scheduled]
+        step = self._scheduler.commit(plan, now)
+        if self._model_drafts is not None:
+            step = self._model_drafts.attach(plan, step)
+        self._num_preemptions += len(plan.preempted)
+        self.last_step.preempted = tuple(request.request_id for request in plan.preempted)
+        self._executor.forget(self.last_step.preempted)
+        events: list[Event] = [Scheduled(request.request_id, request.cached) for request in fresh]
+        launched = self._start(plan, step)
+        if isinstance(launched.output, ExecutorOutOfMemoryError) and self._retry(plan, step):
+            return None, events
+        self._retrying = False
+        return launched, events
+
+    def _start(self, plan: Plan, step: StepPlan) -> _Launched:
+        """Launch. An ordinary failure is kept: it concerns the step's rows and nobody else."""
+        started = time.perf_counter()
+        output: StepOutput | Exception | None = None
+        try:
+            if cuts := plan.rows[0].cuts:
+                output = collect_in_chunks(self._executor, step, cuts)
+            else:
+                self._executor.launch(step)
+        except ExecutorFatalError:
+            raise
+        except ExecutorOutOfMemoryError as error:
+            logger.warning("step %d, %d tokens, ran out of memory: %s", step.step_id, step.num_tokens, error)
+            output = error
+        except Exception as error:
+            logger.exception("step %d failed, %d rows", step.step_id, len(step.rows))
+            output = error
+        return _Launched(plan, step, tuple(row.request.epoch for row in plan.rows), started, output)
+
+    def _retry(self, plan: Plan, step: StepPlan) -> bool:
+        """Have a step that ran out of memory planned again: once, and only where there is prefill to make smaller.
+        Decode rows alone would need the same memory again."""
+        has_prefill = any(row.kind is not RowKind.DECODE for row in plan.rows)
+        retry = not self._retrying and has_prefill
+        if has_prefill:
+            self._scheduler.ran_out(plan, again=self._retrying)
+        if retry:
+            self._scheduler.roll_back(plan, step)
+        self._retrying = retry
+        return retry
+
+    def _complete(self, launched: _Launched) -> list[Event]:
+        """Read a step back and apply it, row by row; rows whose request has ended or was preempted are nobody's."""
+        output = self._collect(launched)
+        if isinstance(output, StepOutput):
+            failed = dict(output.failed)
+            self._scheduler.went_well(launched.plan)
+        else:
+            self._scheduler.lose_encoded(launched.step)
+            output, failed = (
+                StepOutput(launched.step.step_id, ()),
+                dict.fromkeys(range(len(launched.epochs)), str(output)),
+            )
+        events: list[Event] = []
+        rows = zip(launched.plan.rows, launched.step.rows, launched.epochs, strict=True)
+        for number, (row, scheduled, epoch) in enumerate(rows):
+            if row.request.epoch == epoch and number not in failed:
+                events += self._applier.apply(row, scheduled, output, number)
+                continue
+            self._scheduler.discard(scheduled)
+            if row.request.epoch == epoch:
+                events.append(self._applier.fail(row.request, ErrorCode.STEP_FAILED, failed[number]))
+        self.last_step.verified += self._applier.take_verified()
+        self._draft()
+        return events
+
+    def _draft(self) -> None:
+        """Drafts of all who decode, in view of each other: what grammars force is there already."""
+        if self._speculation is not None:
+            method = self._speculation.method
+            for request, drafts in self._speculation.propose(self._scheduler.decoding.values()):
+                self._scheduler.draft(request, drafts, method)
+
+    def _collect(self, launched: _Launched) -> StepOutput | Exception:
+        output = launched.output
+        try:
+            output = self._executor.collect() if output is None else output
+        except ExecutorFatalError:
+            raise
+        except Exception as error:
+            logger.exception("step %d failed, %d rows", launched.step.step_id, len(launched.step.rows))
+            return error
+        if isinstance(output, StepOutput):
+            self._num_steps += 1
+            if output.graph is not None:
+                self._graph_uses[output.graph.hit, output.graph.name] += 1
+            duration_s = time.perf_counter() - launched.started
+            computed = ComputedStep.of(launched.step, len(self._scheduler.waiting), duration_s)
+            self.last_step.computed += (computed,)
+            if self.config.step_trace:
+                _trace(computed)
+        return output
+
+    def _end_late(self, now: float) -> list[Event]:
+        """End the requests whose deadline has passed."""
+        return [
+            self._applier.fail(
+                request, ErrorCode.DEADLINE_EXCEEDED, f"The request was ended after {waited}, as its deadline says."
+            )
+            for request, waited in self._scheduler.deadlines.passed(now)
+        ]
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
+
+
+def _trace(step: ComputedStep) -> None:
+    """One line a step."""
+    logger.info(
+        "step=%d decode=%d prefill_requests=%d prefill_tokens=%d encoded=%d waiting=%d us=%d",
+        step.step_id,
+        step.num_decodes,
+        len(step.chunks),
+        sum(step.chunks),
+        step.num_encoded,
+        step.num_waiting,
+        step.duration_s * 1e6,
+    )
+
+
+def check_capabilities(config: ResolvedConfig, can: Capabilities) -> None:
+    """Raise ConfigError where the config needs what the executor cannot do: it is refused, never done by halves."""
+    mode = config.scheduler.batch_mode
+    needs = (
+        (mode != "prefill_first", can.mixed_rows, f"batch_mode {mode} puts decode rows beside prefill"),
+        (config.overlap, can.overlap, "overlap feeds tokens that are not read back yet"),
+        (bool(config.num_speculative_tokens), can.drafts, "num_speculative_tokens needs drafts"),
+        (config.has_draft_model, can.draft_model, "speculative.method draft_model needs a second model"),
+        (
+            bool(config.scheduler.state_snapshot_tokens),
+            can.recurrent_state,
+            "state_snapshot_tokens keeps recurrent state",
+        ),
+    )
+    if config.max_loras and can.adapters is None:
+        raise ConfigError(f"max_loras is {config.max_loras}, and this model's executor computes no adapters.")
+    policy = config.scheduler
+    if config.inputs and (policy.chunk_owner == "engine" or policy.chunk_boundary == "request_local"):
+        raise ConfigError(
+            f"A chunk may have to end where an image begins that is not encoded yet, and chunk_owner "
+            f"{policy.chunk_owner} with chunk_boundary {policy.chunk_boundary} does not allow it."
+        )
+    if can.recurrent_state and config.num_speculative_tokens and not can.drafts:
+        raise ConfigError(
+            f"num_speculative_tokens is {config.num_speculative_tokens}, but on this device a recurrent state is not "
+            "taken back to before a rejected draft: set it to 0."
+        )
+    for asked, able, what in needs:
+        if asked and not able:
+            raise ConfigError(f"{what}, which this model's executor cannot do.")
+    if can.recurrent_state and config.scheduler.chunk_owner == "engine":
+        raise ConfigError(
+            "chunk_owner engine does not hand a recurrent state from chunk to chunk: use chunk_owner scheduler."
+        )

@@ -1,0 +1,226 @@
+"""Owns what the engine asks of the device that it runs on: memory, copies that nobody waits for, captured steps.
+Never decides anything by the answers; `engine.execution.gpu.memory` does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.config import ConfigError, EngineConfig
+from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError
+
+
+class Download(Protocol):
+    """Tensors on their way to the host."""
+
+    def wait(self) -> Sequence[Tensor]:
+        """As they were when the download was asked for, on the CPU."""
+
+
+class Graph(Protocol):
+    """A captured piece of work."""
+
+    def replay(self) -> None:
+        """Do it again, on what its tensors hold now."""
+
+
+class TimingEvent(Protocol):
+    """A point in the order of work, whose time the device notes when it gets there."""
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the device got there."""
+
+    def ms_until(self, later: Any) -> float:
+        """Milliseconds of the device's time up to `later`, of the same device; waits for it."""
+
+
+class Device(Protocol):
+    """One device. Work is queued in the order of the calls, and done in that order."""
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability; None where there is none."""
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total), in bytes, once all that was queued is done."""
+
+    def release_unused(self) -> None:
+        """Give back what no tensor holds."""
+
+    def upload(self, host: Tensor, into: Tensor | None = None) -> Tensor:
+        """`host`'s values on the device, without waiting. `host` is not written to afterwards. into: where to."""
+
+    def download(self, tensors: Sequence[Tensor]) -> Download: ...
+
+    @property
+    def captures(self) -> bool:
+        """Whether `capture` may be called."""
+
+    def capture(self, work: Callable[[], None], beside: Graph | None = None) -> Graph:
+        """Run `work` and keep what it does. It allocates nothing that outlives it, and reads no value back. beside: a
+        graph to share memory with; the two never run at a time."""
+
+    def timing_event(self) -> TimingEvent:
+        """Behind all that was queued. For measurements: a step needs none."""
+
+
+class HostDevice:
+    """The CPU: everything is done when it is asked for. Nobody asks it for captures, nor for its memory, since the
+    number of blocks follows from the config there."""
+
+    torch_device = torch.device("cpu")
+    name = "cpu"
+    capability: tuple[int, int] | None = None
+    captures = False
+
+    def memory(self) -> tuple[int, int]:
+        raise AssertionError("blocks on the CPU follow from kv_cache_memory_gib")
+
+    def release_unused(self) -> None:
+        """torch's CPU allocator keeps nothing."""
+
+    def upload(self, host: Tensor, into: Tensor | None = None) -> Tensor:
+        return host if into is None else into.copy_(host)
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        return _Done([tensor.clone() for tensor in tensors])  # a later step may write to the same memory
+
+    def capture(self, work: Callable[[], None], beside: Graph | None = None) -> Graph:
+        raise AssertionError("the CPU captures nothing")
+
+    def timing_event(self) -> TimingEvent:
+        return _HostEvent()
+
+
+class _HostEvent:
+    is_past = True
+
+    def __init__(self) -> None:
+        self._s = time.perf_counter()
+
+    def ms_until(self, later: _HostEvent) -> float:
+        return (later._s - self._s) * 1000
+
+
+class _Done:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def wait(self) -> Sequence[Tensor]:
+        return self._tensors
+
+
+class CudaDevice:
+    """The one GPU that this process sees."""
+
+    captures = True
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", 0)
+        self.name: str = torch.cuda.get_device_name(0)
+        self.capability: tuple[int, int] | None = torch.cuda.get_device_capability(0)
+
+    def memory(self) -> tuple[int, int]:
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info(0)
+
+    def release_unused(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    def upload(self, host: Tensor, into: Tensor | None = None) -> Tensor:
+        # From pageable memory the copy would wait for all that is queued. torch keeps a pinned block until it is done.
+        pinned = host.pin_memory()
+        if into is None:
+            return pinned.to(self.torch_device, non_blocking=True)
+        return into.copy_(pinned, non_blocking=True)
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        return _CudaDownload(tensors)
+
+    def capture(self, work: Callable[[], None], beside: Any = None) -> Graph:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()  # libraries allocate and choose at their first call, which must not happen while capturing
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=None if beside is None else beside.pool()):
+            work()
+        return graph
+
+    def timing_event(self) -> TimingEvent:
+        return _CudaEvent()
+
+
+class _CudaEvent:
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    @property
+    def is_past(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def ms_until(self, later: _CudaEvent) -> float:
+        later._event.synchronize()
+        return float(self._event.elapsed_time(later._event))
+
+
+class _CudaDownload:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        for host, tensor in zip(self._tensors, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # to sleep, not to spin: the server needs the core
+        self._arrived.record()
+
+    def wait(self) -> Sequence[Tensor]:
+        self._arrived.synchronize()
+        return self._tensors
+
+
+def choose_device(config: EngineConfig) -> tuple[Device, str]:
+    """What steps run on, and why.
+
+    Raises:
+        ConfigError: a GPU was asked for, and torch sees none.
+    """
+    if config.device == "cpu":
+        return HostDevice(), "asked for"
+    build = f"torch {torch.__version__}"
+    if torch.cuda.is_available():
+        device = CudaDevice()
+        return device, f"{build} sees {device.name}, the GPU that this process has"
+    if config.device == "cuda":
+        raise ConfigError(f"device is cuda, but {build} sees no GPU; does the replica have one (engine_num_gpus)?")
+    return HostDevice(), f"{build} sees no GPU"
+
+
+@contextmanager
+def device_faults() -> Iterator[None]:
+    """Translate torch's ways of saying that an allocation failed, or that the device can do nothing more.
+
+    The CPU allocator has no type of its own for it. A fault inside a kernel is reported by whichever call comes next,
+    and by every call from then on.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise ExecutorOutOfMemoryError(str(error)) from error
+        if "CUDA error" in str(error):
+            raise ExecutorFatalError(str(error)) from error
+        raise

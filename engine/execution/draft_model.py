@@ -1,0 +1,80 @@
+"""Owns a second, smaller model that proposes what follows: it reads what rows say, and goes on from there, greedily.
+Never decides what is read or how far it goes, and never whether a token stands: that is the model's own doing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine.batch.row_order import in_kernel_order
+from engine.models.computed import Model
+from engine.step import DRAFT_TOKEN, Reading, RowKind, RowSampling, ScheduledRequest, StepPlan
+
+GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+
+class DraftModel:
+    """A model beside another, with a KV cache of as many blocks: what it reads of a row lies in the row's own blocks.
+
+    Its most likely token is proposed whatever the row samples with. A row that is sampled accepts such a token with the
+    probability that the model itself gives it, since a draft stands where it is what would have been sampled.
+    """
+
+    def __init__(self, model: Model) -> None:
+        assert model.state is None, "a recurrent state cannot be taken back to before a rejected draft"
+        self.model = model
+
+    def fill(self, plan: StepPlan) -> StepPlan:
+        """The plan with a token in the place of every DRAFT_TOKEN: one forward pass that reads, and as many more as the
+        longest draft has tokens, but for the first.
+
+        Raises:
+            ValueError: a row is to be drafted for, and its newest token is not read.
+        """
+        counts = [row.token_ids.count(DRAFT_TOKEN) for row in plan.rows]
+        for row, count in zip(plan.rows, counts, strict=True):
+            if count and (row.reading is None or row.reading.end != row.start + 1):
+                raise ValueError(f"Row {row.request_id}: drafts of a text that is read to {row.reading}.")
+        reading = {number: row.reading for number, row in enumerate(plan.rows) if row.reading is not None}
+        if not reading:
+            return plan
+        rows = [_reads(plan.rows[number], read, counts[number] > 0) for number, read in reading.items()]
+        found = dict(zip(reading, self._pass(plan.step_id, rows), strict=True))
+        drafts = {number: [token] for number, token in found.items() if token is not None}
+        for length in range(1, max(counts)):
+            going_on = [number for number in drafts if counts[number] > length]
+            rows = [_goes_on(plan.rows[number], length, drafts[number][-1]) for number in going_on]
+            for number, token in zip(going_on, self._pass(plan.step_id, rows), strict=True):
+                assert token is not None
+                drafts[number].append(token)
+        return replace(plan, rows=tuple(_filled(row, drafts.get(i, ())) for i, row in enumerate(plan.rows)))
+
+    def _pass(self, step_id: int, rows: Sequence[ScheduledRequest]) -> list[int | None]:
+        """The most likely token after each row; None for one that samples nothing."""
+        plan, order = in_kernel_order(StepPlan(step_id, tuple(rows)))
+        computed = self.model.forward(plan, {})
+        best = computed.logits.argmax(dim=-1) if computed.best is None else computed.best[0]
+        tokens = iter(best.tolist())
+        found = [next(tokens) if row.sampling is not None else None for row in plan.rows]
+        if order is None:
+            return found
+        back: list[int | None] = [None] * len(order)
+        for number, token in zip(order, found, strict=True):
+            back[number] = token
+        return back
+
+
+def _reads(row: ScheduledRequest, reading: Reading, drafted: bool) -> ScheduledRequest:
+    """As a row of the draft model: the end of a prompt where something is drafted after it, else a piece of one."""
+    kind = RowKind.MIDDLE if not drafted else RowKind.LAST if len(reading.token_ids) > 1 else RowKind.DECODE
+    sampling = GREEDY if drafted else None
+    return ScheduledRequest(row.request_id, kind, reading.start, reading.token_ids, row.block_ids, sampling)
+
+
+def _goes_on(row: ScheduledRequest, length: int, token: int) -> ScheduledRequest:
+    """After `length` proposed tokens, of which `token` is the last."""
+    return ScheduledRequest(row.request_id, RowKind.DECODE, row.start + length, (token,), row.block_ids, GREEDY)
+
+
+def _filled(row: ScheduledRequest, drafts: Sequence[int]) -> ScheduledRequest:
+    return replace(row, token_ids=(row.token_ids[0], *drafts)) if drafts else row

@@ -1,0 +1,290 @@
+"""Owns the steps of a device that works on its own: launch queues one, collect waits for it and says what it gave.
+Never reads a value back in `launch`, but for a row whose controls look back at a token that nobody has read yet."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from engine.batch.grammar import Grammars
+from engine.batch.inputs import is_lost
+from engine.batch.logit_controls import Within
+from engine.batch.logprobs import (
+    SCORED_POSITIONS,
+    find_logprobs,
+    find_ranks,
+    read_logprobs,
+    scores_by_row,
+    wanted_scores,
+)
+from engine.batch.row_order import Place, in_kernel_order, in_plan_order, sampled_places
+from engine.execution.device import Device, Download, device_faults
+from engine.execution.executor import LOST_TOKEN, StateLostError, TorchExecutor, make_output, pooled_by_row, sum_pooled
+from engine.execution.gpu.model import DeviceModel, Pending
+from engine.execution.gpu.sampler import NO_TOKEN, choose_on_device
+from engine.models.computed import Computed
+from engine.protocol import TokenLogprobs
+from engine.step import (
+    PENDING_TOKEN,
+    Capabilities,
+    ExecutorOutOfMemoryError,
+    GraphUse,
+    RowKind,
+    StepOutput,
+    StepPlan,
+)
+
+_Found = tuple[Tensor, Tensor, Tensor]
+"""As engine.batch.logprobs.find_logprobs has it."""
+_Score = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The same, and engine.batch.logprobs.find_ranks."""
+
+
+@dataclass(slots=True)
+class _Queued:
+    """What a step left on the device. Its parts come back as one download, in this order."""
+
+    tokens: Tensor | None = None
+    """[places] int64"""
+    logprobs: list[_Found] = field(default_factory=list)
+    """Of the places that ask, SCORED_POSITIONS at a time."""
+    scores: list[_Score] = field(default_factory=list)
+    """Of prompt tokens, likewise."""
+    pooled: Tensor | None = None
+    """[pooled rows, hidden]"""
+
+    def tensors(self) -> list[Tensor]:
+        alone = [tensor for tensor in (self.tokens, self.pooled) if tensor is not None]
+        return [*alone, *(tensor for found in (*self.logprobs, *self.scores) for tensor in found)]
+
+
+@dataclass(slots=True)
+class _Launched:
+    plan: StepPlan
+    """In kernel order."""
+    order: list[int] | None
+    places: list[Place]
+    failed: dict[int, str]
+    limited: bool
+    """Grammars limit some row."""
+    graph: GraphUse | None
+    queued: _Queued
+    download: Download
+    forgotten: set[str] = field(default_factory=set)
+    output: StepOutput | None = None
+
+
+class DeviceExecutor(TorchExecutor):
+    """An engine.step.Executor that launches a step while the one before still runs."""
+
+    model: DeviceModel
+
+    def __init__(
+        self, model: DeviceModel, device: Device, *, num_threads: int, grammars: Grammars | None = None
+    ) -> None:
+        super().__init__(model, num_threads=num_threads, grammars=grammars)
+        self._device = device
+        self._launched: deque[_Launched] = deque()
+        self._flying: dict[str, tuple[Tensor, int | None]] = {}
+        """Request -> the tokens of the last step that samples for it, and which is its own; None: it has drafts, and
+        which token is its newest is not known on the host."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, drafts=self.model.state is None)
+
+    # --- launch -------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> None:
+        """Queue the step. A failure is an ordinary exception: rows of other plans are not affected.
+
+        Raises:
+            ValueError: the plan breaks the seam's contract.
+            ExecutorOutOfMemoryError: there is no memory for the activations of so many tokens. Nothing was kept.
+            StateLostError: the same, of a model with recurrent state.
+            ExecutorFatalError: the device can do nothing more.
+        """
+        try:
+            with device_faults():
+                with self._advancing(plan):
+                    launched = self._start(plan)
+                self._launched.append(launched)
+        except (ExecutorOutOfMemoryError, StateLostError):
+            self._device.release_unused()  # a smaller step may fit into pieces that the failed one left
+            raise
+
+    def _start(self, planned: StepPlan) -> _Launched:
+        plan, order = in_kernel_order(planned)
+        if self._must_know(plan):
+            self._read_all()
+        places = sampled_places(plan.rows)
+        self._set_threads()
+        with self._masks(plan, places) as masks:
+            computed, graph = self.model.start(plan, self._newest, self._pending(plan))
+        within, failed = masks.result()
+        queued = self._queue(plan, places, computed, within)
+        download = self._device.download(queued.tensors())
+        self._note_flying(plan, places, queued.tokens)
+        return _Launched(plan, order, places, failed, within is not None, graph, queued, download)
+
+    def _must_know(self, plan: StepPlan) -> bool:
+        """Whether a row depends on a token in flight by more than feeding it."""
+        return any(
+            row.request_id in self._flying
+            and (row.answer[-1:] == (PENDING_TOKEN,) or self._flying[row.request_id][1] is None)
+            for row in plan.rows
+        )
+
+    def _pending(self, plan: StepPlan) -> list[Pending]:
+        begins = accumulate((len(row.token_ids) for row in plan.rows), initial=0)
+        found = []
+        for begin, row in zip(begins, plan.rows, strict=False):
+            if row.token_ids[0] == PENDING_TOKEN and row.request_id in self._flying:
+                tokens, index = self._flying[row.request_id]
+                assert index is not None, "rows whose drafts are not verified were waited for"
+                found.append(Pending(begin, tokens, index))
+        return found
+
+    def _queue(self, plan: StepPlan, places: Sequence[Place], computed: Computed, within: Within | None) -> _Queued:
+        queued = _Queued(scores=self._queue_scores(plan, computed), pooled=sum_pooled(plan, computed.hidden))
+        if not places:
+            return queued
+        rows = [plan.rows[place.number] for place in places]
+        wanted = [row.sampling for row in rows if row.sampling is not None]
+        logits = computed.logits  # [places, vocab]
+        positions = [row.start + place.offset + 1 for row, place in zip(rows, places, strict=True)]
+        answers = [self._answer(row, place.offset) for row, place in zip(rows, places, strict=True)]
+        tokens = queued.tokens = choose_on_device(
+            self._device, self.model.ops, logits, wanted, positions, answers, within
+        )
+        asking = [number for number, row in enumerate(wanted) if row.num_logprobs is not None]
+        for first in range(0, len(asking), SCORED_POSITIONS):
+            piece = asking[first : first + SCORED_POSITIONS]
+            numbers = self._device.upload(torch.tensor(piece))
+            most = max(wanted[number].num_logprobs or 0 for number in piece)
+            queued.logprobs.append(self._logprobs(logits[numbers], tokens[numbers].clamp(min=0), most))
+        return queued
+
+    def _logprobs(self, logits: Tensor, token_ids: Tensor, most: int) -> _Found:
+        find = self.model.ops.logprobs or find_logprobs
+        return find(logits, token_ids, min(most, logits.shape[1]))
+
+    def _queue_scores(self, plan: StepPlan, computed: Computed) -> list[_Score]:
+        flat = [each for row in wanted_scores(plan.rows).values() for each in row]
+        found = []
+        for first in range(0, len(flat), SCORED_POSITIONS):
+            index, token_ids, counts = zip(*flat[first : first + SCORED_POSITIONS], strict=True)
+            there = self._device.upload(torch.tensor([index, token_ids]))
+            logits = computed.logits_at(there[0])
+            found.append((*self._logprobs(logits, there[1], max(counts)), find_ranks(logits, there[1])))
+        return found
+
+    def _note_flying(self, plan: StepPlan, places: Sequence[Place], tokens: Tensor | None) -> None:
+        for index, place in enumerate(places):
+            assert tokens is not None
+            row = plan.rows[place.number]
+            has_drafts = place.offset > 0 and row.kind is RowKind.DECODE
+            self._flying[row.request_id] = (tokens, None if has_drafts else index)
+
+    # --- collect ------------------------------------------------------------------------------------------------------
+
+    def collect(self) -> StepOutput:
+        launched = self._launched.popleft()
+        if launched.output is None:
+            self._read(launched)
+        assert launched.output is not None
+        return launched.output
+
+    def _read_all(self) -> None:
+        for launched in self._launched:
+            if launched.output is None:
+                self._read(launched)
+
+    def _read(self, launched: _Launched) -> None:
+        """Wait for the step, and make its output. Steps are read in the order in which they were launched."""
+        plan, queued = launched.plan, launched.queued
+        for row in plan.rows:
+            flying = self._flying.get(row.request_id)
+            if flying is not None and flying[0] is queued.tokens:
+                del self._flying[row.request_id]
+        with device_faults():
+            parts = deque(launched.download.wait())
+        sampled = [] if queued.tokens is None else parts.popleft().tolist()
+        pooled, without_state = pooled_by_row(plan, None if queued.pooled is None else parts.popleft())
+        tokens: dict[int, list[int | None]] = {}
+        for place, token in zip(launched.places, sampled, strict=True):
+            tokens.setdefault(place.number, []).append(None if token == NO_TOKEN else token)
+        logprobs = self._read_sampled(launched, sampled, parts)
+        scores = self._read_scores(launched, parts)
+        failed = launched.failed
+        failed |= {number: LOST_TOKEN for number, row in enumerate(plan.rows) if is_lost(row, self._newest)}
+        failed |= without_state
+        output = make_output(plan, tokens, logprobs, scores, failed)
+        if launched.limited:
+            output = replace(output, drafts=self._forced(plan, output))
+        self._keep_newest(plan, output)
+        for request_id in launched.forgotten:
+            self._newest.pop(request_id, None)
+        output = replace(output, graph=launched.graph, pooled=pooled)
+        launched.output = output if launched.order is None else in_plan_order(output, launched.order)
+
+    def _read_sampled(
+        self, launched: _Launched, sampled: Sequence[int], parts: deque[Tensor]
+    ) -> dict[int, list[TokenLogprobs | None]]:
+        """Of the tokens that were asked for, by row."""
+        rows = [launched.plan.rows[place.number].sampling for place in launched.places]
+        asking = [
+            (number, row.num_logprobs)
+            for number, row in enumerate(rows)
+            if row is not None and row.num_logprobs is not None
+        ]
+        found: dict[int, list[TokenLogprobs | None]] = {}
+        for first in range(0, len(asking), SCORED_POSITIONS):
+            numbers, counts = zip(*asking[first : first + SCORED_POSITIONS], strict=True)
+            tokens = [sampled[number] for number in numbers]
+            for number, logprob in zip(numbers, read_logprobs(_three(parts), tokens, counts), strict=True):
+                found.setdefault(launched.places[number].number, []).append(logprob)
+        return found
+
+    def _read_scores(self, launched: _Launched, parts: deque[Tensor]) -> dict[int, tuple[TokenLogprobs, ...] | None]:
+        wanted = wanted_scores(launched.plan.rows)
+        flat = [each for row in wanted.values() for each in row]
+        found: list[TokenLogprobs | None] = []
+        for first in range(0, len(flat), SCORED_POSITIONS):
+            _, token_ids, counts = zip(*flat[first : first + SCORED_POSITIONS], strict=True)
+            found += read_logprobs(_three(parts), token_ids, counts, parts.popleft())
+        return scores_by_row(wanted, found)
+
+    # --- requests that are gone ---------------------------------------------------------------------------------------
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        super().forget(request_ids)
+        for request_id in request_ids:
+            self._flying.pop(request_id, None)
+        for launched in self._launched:
+            launched.forgotten.update(request_ids)
+
+    def shutdown(self) -> None:
+        """Drop weights and cache. No step can run afterwards; a second call finds nothing to drop."""
+        self._launched.clear()
+        self._flying.clear()
+        super().shutdown()
+        with suppress(AttributeError):
+            del self._device
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Run the step and return the logits of every token, on the CPU. # [num_tokens, vocab]"""
+        every = torch.arange(plan.num_tokens, device=self._device.torch_device)
+        return self._forward(plan).logits_at(every).cpu()
+
+
+def _three(parts: deque[Tensor]) -> _Found:
+    return parts.popleft(), parts.popleft(), parts.popleft()

@@ -1,0 +1,165 @@
+"""Owns how a step reaches the device: its integers in one piece, padded to a captured size where there is one.
+Never looks at values that are on the device already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from engine.batch.inputs import StepInputs, int_tensor
+from engine.execution.gpu.cuda_graph_buckets import Bucket
+from kernels.paged import DeviceRows, DeviceStateRows
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInputs:
+    """Views of a packed step; see StepInputs. Those of a captured step hold each replay's numbers."""
+
+    token_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
+    slots: Tensor  # [num_tokens] int64
+    numbers: Tensor  # int64: first tokens, lengths and first keys of the rows, how many are decodes, state slots
+    tables: Tensor  # [num_rows, width] int64
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each part of a packed step lies: token ids, positions, slots, numbers of the rows, and block tables."""
+
+    num_tokens: int
+    num_rows: int
+    width: int
+    """Of the block tables."""
+    has_states: bool = False
+    """Whether rows have state slots; the last list is empty otherwise."""
+
+    @property
+    def size(self) -> int:
+        return self.tables_begin + self.num_rows * self.width
+
+    @property
+    def tables_begin(self) -> int:
+        """What the block tables lie behind."""
+        return 3 * self.num_tokens + sum(self._of_rows)
+
+    @property
+    def _of_rows(self) -> tuple[int, int, int, int, int]:
+        return self.num_rows + 1, self.num_rows, self.num_rows + 1, 1, self.num_rows if self.has_states else 0
+
+    def as_wide_as(self, inputs: StepInputs, *, decode: bool) -> Layout:
+        """With block tables that end where the longest row does, a row of padding included."""
+        padding = self.num_tokens - len(inputs.token_ids)
+        of_padding = -(-(min(padding, 1) if decode else padding) // inputs.rows.block_size)
+        return replace(self, width=max(inputs.rows.block_tables.shape[1], of_padding))
+
+    def split(self, packed: Tensor, tables: Tensor | None = None) -> DeviceInputs:
+        """packed: [size] int64; or [tables_begin], and the block tables by themselves."""
+        tokens = packed[: 3 * self.num_tokens].view(3, self.num_tokens)
+        if tables is None:
+            tables = packed[self.tables_begin : self.size].view(self.num_rows, self.width)
+        numbers = packed[3 * self.num_tokens : self.tables_begin]
+        return DeviceInputs(tokens[0], tokens[1], tokens[2], numbers, tables)
+
+    def rows(
+        self,
+        inputs: DeviceInputs,
+        block_size: int,
+        *,
+        num_decode: int,
+        num_chunks: int,
+        max_count: int,
+        max_length: int,
+    ) -> DeviceRows:
+        """Rows that read `inputs`, converted to int32 here. A captured step does so itself, in each replay."""
+        parts = inputs.numbers.to(torch.int32).split(self._of_rows)  # type: ignore[no-untyped-call]
+        return DeviceRows(
+            num_decode=num_decode,
+            contexts=(),
+            counts=(),
+            block_tables=inputs.tables,
+            block_size=block_size,
+            num_chunks=num_chunks,
+            decodes=parts[3],
+            first_tokens=parts[0],
+            lengths=parts[1],
+            first_keys=parts[2],
+            tables=inputs.tables.to(torch.int32),
+            max_count=max_count,
+            max_length=max_length,
+        )
+
+    def state_slots(self, numbers: Tensor) -> Tensor:
+        """# [num_rows] int64, -1 for a row of padding"""
+        return numbers[len(numbers) - self.num_rows :]
+
+    def states(self, numbers: Tensor, rows: DeviceRows) -> DeviceStateRows | None:
+        """The same rows as layers with recurrent state see them; None: the model has none."""
+        if not self.has_states:
+            return None
+        return DeviceStateRows(
+            num_decode=rows.num_decode,
+            contexts=(),
+            counts=(),
+            slots=(),
+            index=self.state_slots(numbers),
+            first_tokens=rows.first_tokens,
+            lengths=rows.lengths,
+            max_count=rows.max_count,
+        )
+
+
+def layout_of(inputs: StepInputs) -> Layout:
+    """Without padding."""
+    num_rows, width = inputs.rows.block_tables.shape
+    return Layout(len(inputs.token_ids), num_rows, width, bool(inputs.state_slots))
+
+
+def bucket_layout(bucket: Bucket, block_size: int, max_model_len: int, *, has_states: bool = False) -> Layout:
+    """Of a captured step: a mixed one has a row more, which holds the tokens of padding."""
+    longest = max(max_model_len, 1 if bucket.decode else bucket.num_tokens)
+    num_rows, width = bucket.num_rows + (not bucket.decode), -(-longest // block_size)
+    return Layout(bucket.num_tokens, num_rows, width, has_states)
+
+
+def pack(inputs: StepInputs, layout: Layout, *, decode: bool = False, padding_block: int = 0) -> Tensor:
+    """The step as `layout` has it, on the host. # [layout.size] int64
+
+    Padding lives in `padding_block`, which no request has, and in no state slot (-1). `decode`: a row of padding is a
+    decode, too:
+
+        rows     | the step's | padding: 1 token each |
+    otherwise the last row has all tokens of padding, and those before it none:
+        rows     | the step's | padding: 0 tokens ... | layout.num_tokens - the step's tokens |
+    """
+    rows, spare = inputs.rows, layout.num_rows - len(inputs.rows.counts)
+    counts, lengths = list(rows.counts), [sum(pair) for pair in zip(rows.contexts, rows.counts, strict=True)]
+    padding = layout.num_tokens - len(inputs.token_ids)
+    added = [1] * spare if decode else [0] * (spare - 1) + [padding] * (spare > 0)
+    assert sum(added) == padding, "the step fits the layout"
+    positions = torch.arange(padding) * (not decode)
+    tables = torch.full((layout.num_rows, layout.width), padding_block)
+    tables[: len(counts), : rows.block_tables.shape[1]] = rows.block_tables
+    return torch.cat(
+        [
+            inputs.token_ids,
+            torch.zeros(padding, dtype=torch.int64),
+            inputs.positions,
+            positions,
+            inputs.slots,
+            padding_block * rows.block_size + positions % rows.block_size,
+            _integers(accumulate([*counts, *added], initial=0)),
+            _integers([*lengths, *added]),
+            _integers(accumulate([*lengths, *added], initial=0)),
+            _integers([layout.num_rows if decode else rows.num_decode]),
+            *([_integers([*inputs.state_slots, *[-1] * spare])] if layout.has_states else []),
+            tables.flatten(),
+        ]
+    )
+
+
+def _integers(numbers: Sequence[int] | accumulate[int]) -> Tensor:
+    return int_tensor([list(numbers)])

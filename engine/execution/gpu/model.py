@@ -1,0 +1,250 @@
+"""Owns a model on a device: a step goes there in one piece, and runs as it comes or as a captured one.
+Never waits for the device, and keeps nothing of a step but K and V, and recurrent states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.batch.inputs import StepInputs, build_inputs, int_tensor
+from engine.execution.device import Device, Graph
+from engine.execution.gpu.cuda_graph_buckets import Bucket, Buckets
+from engine.execution.gpu.inputs import DeviceInputs, Layout, bucket_layout, layout_of, pack
+from engine.models.computed import Computed
+from engine.models.decoder import Decoder
+from engine.models.kv_cache import KVCache
+from engine.models.recurrent_state import RecurrentState
+from engine.step import GraphUse, StepPlan
+from kernels.choice import forward_pass
+from kernels.ops import Ops
+from kernels.reference import PagedRows, StateRows
+
+
+class Pending(NamedTuple):
+    """A token of the step that an earlier one sampled and nobody has read: `tokens[number]`, on the device."""
+
+    place: int
+    """Which of the step's tokens it is."""
+    tokens: Tensor
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: Graph
+    layout: Layout
+
+
+class DeviceModel:
+    """An engine.models.computed.Model whose weights, KV cache and recurrent states are on `device`."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: Ops,
+        cache: KVCache,
+        device: Device,
+        *,
+        block_size: int,
+        max_model_len: int,
+        state: RecurrentState | None = None,
+    ) -> None:
+        """`cache`: its last block is for padding where steps are captured."""
+        self.decoder, self.cache, self.ops, self.state = decoder, cache, ops, state
+        self._device, self._block_size, self._max_model_len = device, block_size, max_model_len
+        self._pass = forward_pass(ops)
+        self._buckets = Buckets()
+        self._captured: dict[Bucket, _Captured] = {}
+        self._packed = self._tables = self._hidden = torch.empty(0)
+
+    # --- captured steps -----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def warm_up(self, buckets: Buckets) -> None:
+        """Run the largest bucket of each kind once, uncaptured: `capture` needs that memory besides what it keeps."""
+        layouts, kinds = self._prepare(buckets), set[bool]()
+        for bucket, layout in layouts.items():  # largest first
+            if bucket.decode not in kinds:
+                kinds.add(bucket.decode)
+                self._place(self._nothing(), bucket, layout)
+                self._work(bucket, layout)()
+
+    @torch.inference_mode()
+    def capture(self, buckets: Buckets) -> None:
+        """Capture every bucket. They share their memory, the integers they read and the hidden states they leave."""
+        assert self.ops.capturable
+        assert self._device.captures
+        first: Graph | None = None
+        for bucket, layout in self._prepare(buckets).items():
+            self._place(self._nothing(), bucket, layout)
+            graph = self._device.capture(self._work(bucket, layout), first)
+            first = first or graph
+            self._captured[bucket] = _Captured(graph, layout)
+        self._buckets = buckets
+
+    def _prepare(self, buckets: Buckets) -> dict[Bucket, Layout]:
+        """The tensors that captures read and write, and where in them each bucket has its part."""
+        layouts = {bucket: self._layout(bucket) for bucket in buckets.all}
+        sizes, where = layouts.values(), self._device.torch_device
+        most_tokens = max(layout.num_tokens for layout in sizes)
+        self._packed = torch.zeros(max(layout.tables_begin for layout in sizes), dtype=torch.int64, device=where)
+        # Apart from other numbers, lest one of those stands where a kernel looks for a block.
+        shape = max(layout.num_rows for layout in sizes), max(layout.width for layout in sizes)
+        self._tables = torch.full(shape, self._padding_block, dtype=torch.int64, device=where)
+        size = self.decoder.config.hidden_size
+        self._hidden = torch.zeros(most_tokens, size, dtype=self.decoder.dtype, device=where)
+        return layouts
+
+    def _layout(self, bucket: Bucket) -> Layout:
+        has_states = self.state is not None
+        return bucket_layout(bucket, self._block_size, self._max_model_len, has_states=has_states)
+
+    def _nothing(self) -> StepInputs:
+        """A step of padding alone."""
+        empty = torch.zeros(0, dtype=torch.int64)
+        rows = PagedRows(0, (), (), torch.zeros(0, 0, dtype=torch.int64), self._block_size)
+        return StepInputs(empty, empty, empty, empty, rows)
+
+    def _place(self, inputs: StepInputs, bucket: Bucket, layout: Layout) -> DeviceInputs:
+        """The step, padded, where the bucket reads it. Of block tables only as many columns are copied as its longest
+        row has: those behind name blocks of steps before, and no kernel uses what lies beyond a row's length."""
+        step = layout.as_wide_as(inputs, decode=bucket.decode)
+        host = pack(inputs, step, decode=bucket.decode, padding_block=self._padding_block)
+        there, begin = self._views(layout), step.tables_begin
+        self._device.upload(host[:begin], self._packed[:begin])
+        self._device.upload(host[begin:].view(step.num_rows, step.width), there.tables[:, : step.width])
+        return there
+
+    def _views(self, layout: Layout) -> DeviceInputs:
+        tables = self._tables[: layout.num_rows, : layout.width]
+        return layout.split(self._packed[: layout.tables_begin], tables)
+
+    @property
+    def _padding_block(self) -> int:
+        return len(self.cache.layers[0][0]) - 1
+
+    def _work(self, bucket: Bucket, layout: Layout) -> Callable[[], None]:
+        inputs, hidden = self._views(layout), self._hidden[: bucket.num_tokens]
+
+        def work() -> None:
+            rows = layout.rows(
+                inputs,
+                self._block_size,
+                num_decode=min(bucket.num_rows, bucket.num_tokens),
+                num_chunks=0 if bucket.decode else layout.num_rows,
+                max_count=1 if bucket.decode else bucket.num_tokens,
+                max_length=layout.width * self._block_size,
+            )
+            hidden.copy_(self._run(inputs, rows, layout.states(inputs.numbers, rows)))
+
+        return work
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
+        return self.start(plan, newest, ())[0]
+
+    def start(
+        self, plan: StepPlan, newest: Mapping[str, int], pending: Sequence[Pending]
+    ) -> tuple[Computed, GraphUse | None]:
+        """Queue a step of a plan in kernel order. pending: what `newest` does not know yet. Also which captured step it
+        was, or why none; None: there are none.
+
+        Raises:
+            ValueError: a row breaks the seam's contract.
+        """
+        num_slots = 0 if self.state is None else self.state.num_slots
+        inputs = build_inputs(plan, self._block_size, newest, num_state_slots=num_slots, drafts=not num_slots)
+        bucket = self._bucket(inputs)
+        sampled, places = self._loose(inputs, pending)
+        hidden = self._replay(bucket, inputs, places) if isinstance(bucket, Bucket) else self._eager(inputs, places)
+        computed = Computed(hidden, self._logits(hidden[sampled]), lambda index: self._logits(hidden[index]))
+        use = GraphUse(True, bucket.name) if isinstance(bucket, Bucket) else GraphUse(False, bucket)
+        return computed, use if self._captured else None
+
+    def _bucket(self, inputs: StepInputs) -> Bucket | str:
+        rows = inputs.rows
+        num_rows = len(rows.counts)
+        found = self._buckets.find(
+            num_tokens=len(inputs.token_ids), num_rows=num_rows, decode=rows.num_decode == num_rows
+        )
+        if isinstance(found, Bucket) and rows.block_tables.shape[1] > self._captured[found].layout.width:
+            return f"a row of more than {self._max_model_len} positions"
+        return found
+
+    def _loose(self, inputs: StepInputs, pending: Sequence[Pending]) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
+        """On the device, by one copy: tokens after which one is sampled; and (places, values) of tokens that are there
+        already."""
+        sources: dict[int, list[Pending]] = {}
+        for each in pending:
+            sources.setdefault(id(each.tokens), []).append(each)
+        parts = [inputs.sampled_tokens]
+        for group in sources.values():
+            parts += [int_tensor([[each.place for each in group]]), int_tensor([[each.number for each in group]])]
+        packed, sizes = self._device.upload(torch.cat(parts)), [len(part) for part in parts]
+        sampled, *indices = packed.split(sizes)  # type: ignore[no-untyped-call]
+        # A token that was never sampled is below 0. Its row fails when that is read, so any of the vocabulary will do.
+        found = [
+            (places, group[0].tokens[index].clamp(min=0))
+            for places, index, group in zip(indices[::2], indices[1::2], sources.values(), strict=True)
+        ]
+        return sampled, found
+
+    def _replay(self, bucket: Bucket, inputs: StepInputs, places: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        captured = self._captured[bucket]
+        _put(self._place(inputs, bucket, captured.layout).token_ids, places)
+        captured.graph.replay()
+        return self._hidden[: len(inputs.token_ids)]
+
+    def _eager(self, inputs: StepInputs, places: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        layout, rows = layout_of(inputs), inputs.rows
+        there = layout.split(self._device.upload(pack(inputs, layout)))
+        _put(there.token_ids, places)
+        if not self.ops.capturable:
+            plain = PagedRows(rows.num_decode, rows.contexts, rows.counts, there.tables, rows.block_size)
+            return self._run(there, plain, self._host_states(inputs, layout.state_slots(there.numbers)))
+        lengths = map(sum, zip(rows.contexts, rows.counts, strict=True))
+        of_device = layout.rows(
+            there,
+            self._block_size,
+            num_decode=rows.num_decode,
+            num_chunks=len(rows.counts) - rows.num_decode,
+            max_count=max(rows.counts),
+            max_length=max(lengths),
+        )
+        if self.ops.states_capturable:
+            return self._run(there, of_device, layout.states(there.numbers, of_device))
+        return self._run(there, of_device, self._host_states(inputs, layout.state_slots(there.numbers)))
+
+    def _host_states(self, inputs: StepInputs, slots: Tensor) -> StateRows | None:
+        """For operators that read their rows on the host. slots: there, too."""
+        if not inputs.state_slots:
+            return None
+        rows = inputs.rows
+        return StateRows(rows.num_decode, rows.contexts, rows.counts, inputs.state_slots, slots)
+
+    def _run(self, inputs: DeviceInputs, rows: PagedRows, states: StateRows | None) -> Tensor:
+        config = self.decoder.config
+        run = self._pass(
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            slots=inputs.slots,
+            plan=self.ops.prepare_attention(rows, config.num_kv_heads, self.decoder.dtype),
+            states=states,
+        )
+        hidden: Tensor = self.decoder.forward(run, self.cache, self.state)
+        return hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]"""
+        return F.linear(hidden, self.decoder.weights.lm_head.weight)
+
+
+def _put(token_ids: Tensor, places: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for index, values in places:
+        token_ids.index_copy_(0, index, values)

@@ -1,0 +1,144 @@
+"""Owns the choice of tokens where the logits are, as `engine.batch.sampler` defines it, without waiting for the device.
+Never reads a value back: a row without an answer is marked in the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.batch.logit_controls import Within, control_logits
+from engine.batch.logprobs import find_logprobs
+from engine.batch.sampler import SMALLEST_TEMPERATURE, keep_largest, uniform
+from engine.execution.device import Device
+from engine.step import LogitControls, RowSampling
+from kernels.ops import Ops
+from kernels.sampled_row import SampledRow
+
+NO_TOKEN = -1
+_NO_CONTROLS = LogitControls()
+
+
+def choose_on_device(
+    device: Device,
+    ops: Ops,
+    logits: Tensor,
+    rows: Sequence[RowSampling],
+    positions: Sequence[int],
+    answers: Sequence[Sequence[int]],
+    within: Within | None,
+) -> Tensor:
+    """One token per row by the table's own kernels, or by torch's operators: controls first, then the draw.
+
+    logits: [rows, vocab] of any float type, the model's own; answers: of each row, the answer's tokens so far;
+    positions: the tokens' own. NO_TOKEN for a row without a finite largest logit. # [rows] int64
+    """
+    if ops.sample is None:
+        return sample_on_device(device, control_logits(logits.float(), rows, answers, within), rows, positions)
+    words = None
+    if within is not None:  # rows without a grammar may have any token
+        words = torch.full((len(rows), within.words.shape[1]), -1, dtype=torch.int32)
+        words[within.rows] = within.words
+    return ops.sample(logits, list(map(_sampled_row, rows, positions, answers)), words)
+
+
+def warm_up_sampler(device: Device, ops: Ops, dtype: torch.dtype, vocab: int) -> None:
+    """Choose tokens in every way once, greedy and drawn, with and without controls, and find log-probabilities.
+
+    A kernel is compiled when it is first launched with such arguments. In a step, every stream would wait for that.
+    dtype, vocab: of the model's logits.
+    """
+    biased = LogitControls(logit_bias=((0, 1.0),))
+    limited = LogitControls(logit_bias=((0, 1.0),), allowed_token_ids=(0,))
+    for count in (1, 2):
+        logits = torch.zeros(count, vocab, dtype=dtype, device=device.torch_device)
+        any_token = Within(torch.arange(count), torch.full((count, -(-vocab // 32)), -1, dtype=torch.int32))
+        for controls, within in ((None, None), (biased, None), (limited, any_token)):
+            rows = [
+                RowSampling(float(number), top_k=0, top_p=1.0, min_p=0.0, seed=0, controls=controls)
+                for number in range(count)
+            ]
+            tokens = choose_on_device(device, ops, logits, rows, range(count), [()] * count, within)
+        (ops.logprobs or find_logprobs)(logits, tokens.clamp(min=0), 1)
+
+
+def _sampled_row(row: RowSampling, position: int, answer: Sequence[int]) -> SampledRow:
+    controls = row.controls or _NO_CONTROLS
+    return SampledRow(
+        temperature=max(row.temperature, SMALLEST_TEMPERATURE) if row.temperature > 0 else 0.0,
+        top_k=row.top_k,
+        top_p=row.top_p,
+        min_p=row.min_p,
+        seed=row.seed,
+        position=position,
+        banned=row.banned_token_ids,
+        allowed=controls.allowed_token_ids or None,
+        bias=controls.logit_bias,
+        repetition_penalty=controls.repetition_penalty,
+        frequency_penalty=controls.frequency_penalty,
+        presence_penalty=controls.presence_penalty,
+        bad_words=controls.bad_words,
+        prompt=controls.prompt_token_ids,
+        answer=answer,
+    )
+
+
+def sample_on_device(device: Device, logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int]) -> Tensor:
+    """One token per row, the one at positions[row]; NO_TOKEN for a row without a finite largest logit. # [rows] int64
+
+    logits: [rows, vocab] float32, controls applied. The same tokens as `engine.batch.sampler.sample`, which
+    guesses how many of a row's tokens top-p needs and looks whether they were enough; here all are sorted.
+    """
+    best, tokens = logits.max(dim=-1)  # [rows]
+    drawn = [number for number, row in enumerate(rows) if row.temperature > 0]
+    if drawn:
+        wanted = [rows[number] for number in drawn]
+        numbers = device.upload(torch.tensor(drawn))
+        scores = logits[numbers] - best[numbers].unsqueeze(1)  # [drawn, vocab], 0 at the most likely
+        draws = [uniform(row.seed, positions[number]) for number, row in zip(drawn, wanted, strict=True)]
+        tokens = tokens.index_copy(0, numbers, _draw(device, scores, wanted, draws))
+    return torch.where(best.isfinite(), tokens, NO_TOKEN)
+
+
+def _draw(device: Device, scores: Tensor, rows: Sequence[RowSampling], draws: Sequence[float]) -> Tensor:
+    """Inverse CDF over the filtered probabilities, in vocabulary order. # [rows] int64"""
+    vocab = scores.shape[1]
+    # Exact in float64: top_k is below 2^53, and a temperature in float32 is what the sampler divides by.
+    packed = device.upload(
+        torch.tensor(
+            [
+                [max(row.temperature, SMALLEST_TEMPERATURE) for row in rows],
+                [row.top_k if 0 < row.top_k < vocab else vocab for row in rows],
+                [row.top_p for row in rows],
+                [row.min_p for row in rows],
+                draws,
+            ],
+            dtype=torch.float64,
+        )
+    ).unsqueeze(2)
+    temperature, top_k, top_p, min_p, target = packed  # each [rows, 1]
+    scores = scores / temperature.float()
+    if any(0 < row.top_k < vocab for row in rows):
+        counts = top_k.long()
+        largest = scores.sort(dim=-1, descending=True).values
+        scores = keep_largest(scores, largest.gather(1, counts - 1), counts)
+    if any(row.top_p < 1.0 for row in rows):
+        scores = torch.where(top_p < 1.0, _nucleus(scores, top_p), scores)
+    mass = scores.double().exp_()  # [rows, vocab], 1 at the most likely
+    mass = mass.masked_fill_(mass < min_p, 0.0)
+    cumulative = mass.cumsum_(dim=-1)
+    total = cumulative[:, -1:].clone()
+    # Rounding must not reach the total itself: no token's cumulative mass exceeds that.
+    target = torch.minimum(target * total, torch.nextafter(total, torch.zeros_like(total)))
+    # A row without a finite logit has NaN for a mass, and what is found for it is no index.
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=vocab - 1)
+
+
+def _nucleus(scores: Tensor, top_p: Tensor) -> Tensor:
+    """All but the smallest set of tokens whose probability reaches `top_p` at -inf. top_p: [rows, 1] float64"""
+    largest = scores.sort(dim=-1, descending=True).values
+    target = top_p * scores.double().exp_().sum(dim=-1, keepdim=True)
+    counts = (largest.double().exp_().cumsum_(dim=-1) < target).sum(dim=-1, keepdim=True) + 1
+    counts = counts.clamp_(max=scores.shape[1])
+    return keep_largest(scores, largest.gather(1, counts - 1), counts)

@@ -1,0 +1,35 @@
+"""Owns Qwen2 (arXiv 2407.10671) and Qwen3 (arXiv 2505.09388): biases on q, k and v; then norms on q and k instead.
+Never holds more than the description: `engine.models.decoder` computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.models.description import ModelConfig
+from engine.models.family import LLAMA_NAMES, ModelFamily
+from engine.models.fields import FULL, SLIDING, Windows, expect_silu, read_decoder, windows_by_kind
+from engine.models.values import Fields, integer
+
+
+def _qwen2(raw: Fields) -> ModelConfig:
+    expect_silu(raw)
+    return replace(read_decoder(raw, windows=_windows(raw)), qkv_bias=True)
+
+
+def _qwen3(raw: Fields) -> ModelConfig:
+    expect_silu(raw)
+    biased = bool(raw.get("attention_bias", False))
+    config = read_decoder(raw, head_dim=128, windows=_windows(raw))
+    return replace(config, qkv_bias=biased, output_bias=biased, qk_norm=True)
+
+
+def _windows(raw: Fields) -> Windows:
+    """Configs carry a window that is switched off; where it is on, it begins at layer `max_window_layers`."""
+    window = raw.get("sliding_window") if raw.get("use_sliding_window", False) else None
+    first = integer(raw, "num_hidden_layers") if window is None else raw.get("max_window_layers", 28)
+    kinds = [FULL if number < first else SLIDING for number in range(integer(raw, "num_hidden_layers"))]
+    return windows_by_kind(raw, kinds, window)
+
+
+QWEN2 = ModelFamily("Qwen2ForCausalLM", _qwen2, LLAMA_NAMES)
+QWEN3 = ModelFamily("Qwen3ForCausalLM", _qwen3, LLAMA_NAMES)

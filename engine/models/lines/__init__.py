@@ -1,2 +1,0 @@
-"""One file for each line of models: how it reads config.json, and what its tensors are called.
-Importing this package imports nothing else."""

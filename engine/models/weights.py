@@ -1,0 +1,173 @@
+"""Owns the filling of weight tensors: from safetensors files, or with seeded random numbers.
+Never computes with them, and never leaves one unfilled: a checkpoint that does not fit is refused by tensor name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.models.config import CheckpointError as CheckpointError
+from engine.models.config import ModelConfig, read_json
+from engine.models.packed_weights import Stored, fill_packed, find_packed
+from engine.models.packing import Packing
+from engine.models.parameters import DecoderWeights, allocate, checkpoint_table, num_bytes, settle, stacked_table
+from engine.models.registry import FAMILIES
+
+INDEX_FILE = "model.safetensors.index.json"
+DUMMY_SEED = 0
+CPU = torch.device("cpu")
+NO_OTHERS: Mapping[str, Tensor] = MappingProxyType({})
+_FLOATING = ("F64", "F32", "F16", "BF16")
+
+
+def load_weights(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    *,
+    others: Mapping[str, Tensor] = NO_OTHERS,
+    keep_int8: bool = False,
+) -> DecoderWeights:
+    """The checkpoint's weights in `dtype` on `device`, each tensor copied straight from its file into its place: the
+    host never holds more of the model than one tensor. `others`: tensors besides the decoder's to fill, by their names.
+    keep_int8: matrices that are stored in 8 bits with a scale for each output stay as they are.
+
+    Raises:
+        CheckpointError: a shard or tensor is missing, left over, corrupt, or of another shape or kind.
+    """
+    files, taken = _weight_files(model_dir), frozenset[str]()
+    if config.quantization is None:
+        weights = allocate(config, dtype, device)
+        missing = checkpoint_table(config, weights) | dict(others)
+    else:
+        with Stored.open(files, device) as stored:
+            packed = find_packed(stored, config.quantization)
+            kept = _kept(packed) if keep_int8 else frozenset()
+            weights = allocate(config, dtype, device, kept)
+            missing = checkpoint_table(config, weights) | dict(others)
+            taken = fill_packed(stored, packed, missing)
+    for file in files:
+        _load_file(file, config, missing, stacked_table(config, weights), device, taken)
+    if missing:
+        raise CheckpointError(
+            f"{model_dir}: {_some(missing)} missing from {', '.join(file.name for file in files)}; "
+            f"{config.architecture} with this config.json needs them."
+        )
+    settle(config, weights)
+    return weights
+
+
+def weight_bytes(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype, *, keep_int8: bool) -> int:
+    """What load_weights takes, by the headers of the files alone; None: what dummy_weights takes.
+
+    Raises:
+        CheckpointError: a file is missing or not readable.
+    """
+    kept = frozenset[str]()
+    if model_dir is not None and config.quantization is not None and keep_int8:
+        with Stored.open(_weight_files(model_dir), CPU) as stored:
+            kept = _kept(find_packed(stored, config.quantization))
+    return num_bytes(config, allocate(config, dtype, torch.device("meta"), kept))
+
+
+def _kept(packed: Mapping[str, Packing]) -> frozenset[str]:
+    """Modules that the native kernels compute with as they are stored."""
+    return frozenset(module for module, packing in packed.items() if packing.by_output)
+
+
+def dummy_weights(
+    config: ModelConfig, dtype: torch.dtype, seed: int = DUMMY_SEED, *, device: torch.device = CPU
+) -> DecoderWeights:
+    """Random weights of the same shapes, the same for the same seed on one kind of device; activations stay near one at
+    any depth."""
+    weights = allocate(config, dtype, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, view in checkpoint_table(config, weights).items():
+        if name.endswith("norm.weight"):
+            view.fill_(1.0)
+        else:
+            std = 1.0 / math.sqrt(view.shape[-1]) if view.dim() == 2 else 0.02
+            view.copy_(torch.empty(view.shape, device=device).normal_(0.0, std, generator=generator))
+    return weights
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    index = model_dir / INDEX_FILE
+    if index.exists():
+        return _indexed_files(index)
+    whole = model_dir / "model.safetensors"
+    files = [whole] if whole.exists() else sorted(model_dir.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{model_dir} holds no *.safetensors file: expected the weights there.")
+    return files
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index} has no weight_map: expected tensor names and the files that hold them.")
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.exists():
+            lost = [name for name, shard in weight_map.items() if shard == file.name]
+            raise CheckpointError(f"{file} is missing: {index.name} says that it holds {_some(lost)}.")
+    return files
+
+
+def _load_file(
+    file: Path,
+    config: ModelConfig,
+    missing: dict[str, Tensor],
+    stacked: Mapping[str, tuple[Tensor, tuple[str, ...]]],
+    device: torch.device,
+    taken: frozenset[str],
+) -> None:
+    """Fill what `file` holds and strike it from `missing`. stacked: see stacked_table. `taken`: tensors that have been
+    read."""
+    try:
+        with safe_open(file, framework="pt", device=str(device)) as tensors:
+            for stored in tensors.keys():  # noqa: SIM118 (not a dict: it has no iterator)
+                if stored in taken:
+                    continue
+                found, name = tensors.get_slice(stored), _own_name(stored, config)
+                view, parts = stacked.get(name) or (missing.get(name), (name,))
+                if view is not None and all(part in missing for part in parts):
+                    _check(file, stored, tuple(found.get_shape()), found.get_dtype(), view)
+                    view.copy_(tensors.get_tensor(stored))
+                    for part in parts:
+                        del missing[part]
+                elif not _harmless(name, config):
+                    raise CheckpointError(f"{file}: unexpected tensor {stored}, which {config.architecture} has not.")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is not a readable safetensors file: {error}.") from error
+
+
+def _check(file: Path, name: str, shape: tuple[int, ...], kind: str, view: Tensor) -> None:
+    if shape != tuple(view.shape):
+        raise CheckpointError(f"{file}: {name} has shape {list(shape)}, but config.json says {list(view.shape)}.")
+    if kind not in _FLOATING:
+        raise CheckpointError(f"{file}: {name} is {kind}; supported are {', '.join(_FLOATING)}.")
+
+
+def _own_name(stored: str, config: ModelConfig) -> str:
+    """As the family's table has it."""
+    nested = FAMILIES[config.architecture].nested
+    return f"model.{stored.removeprefix(nested)}" if nested and stored.startswith(nested) else stored
+
+
+def _harmless(name: str, config: ModelConfig) -> bool:
+    """Old checkpoints store the frequencies; tied ones may store lm_head although it is the embedding."""
+    frequencies, tied = name.endswith("rotary_emb.inv_freq"), name == "lm_head.weight" and config.tie_word_embeddings
+    return frequencies or tied or name.startswith(FAMILIES[config.architecture].unused)
+
+
+def _some(names: Mapping[str, object] | list[str]) -> str:
+    first = list(names)[:3]
+    return ", ".join(first) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")

@@ -1,0 +1,107 @@
+"""Owns where a prompt's next chunk ends: budgets, alignment, spans that must not be cut, positions of state snapshots.
+Never looks at memory or at other requests; the planner says what the step has left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import ResolvedConfig
+from engine.scheduling.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a step has left for a chunk."""
+
+    budget: int
+    """Prefill, as `ChunkRule.cost` counts it."""
+    tokens: int
+    """Tokens of the whole step, decode rows taken off."""
+    has_prefill: bool
+    """The step carries a chunk already."""
+    is_empty: bool
+    """The step carries no row at all."""
+
+
+class ChunkRule:
+    def __init__(self, config: ResolvedConfig, prefill_limit: int) -> None:
+        """`prefill_limit`: max_prefill_tokens, or less after the executor ran out of memory."""
+        self._config = config
+        self._policy = config.scheduler
+        self._limit = prefill_limit
+        self._halving = self._policy.chunk_halving_context or 0
+        self.is_whole = self._policy.chunk_boundary == "request_local" or self._policy.chunk_owner == "engine"
+        """A chunk's end is the request's own: it is taken whole or not at all."""
+
+    def cost(self, start: int, count: int) -> int:
+        """What a chunk takes of a step's prefill: its tokens, and more the longer the context that they attend to."""
+        return count + -(-count * start // self._halving) if self._halving else count
+
+    def _affordable(self, start: int, budget: int) -> int:
+        """The most tokens from `start` that cost no more than `budget`."""
+        return budget * self._halving // (self._halving + start) if self._halving else budget
+
+    def size(self, request: Request, start: int, target: int, room: Room) -> int:
+        """Tokens of the chunk from `start`. 0: not in this step."""
+        remaining = target - start
+        if self._policy.chunk_owner == "engine":  # a longer one than fits has the step to itself
+            return remaining if remaining <= room.budget or room.is_empty else 0
+        if self._policy.chunk_boundary == "request_local":
+            return self._local_size(request, start, remaining, room)
+        most = self._affordable(start, room.budget)
+        if not room.has_prefill:  # a prompt goes on, however long its context
+            most = max(most, min(self._config.block_size, room.budget))
+        count = min(remaining, most, self._policy.long_prefill_token_threshold or remaining)
+        count = min(count, self.to_snapshot(start, remaining))
+        if count < remaining:
+            align = self._policy.chunk_align or self._config.block_size
+            aligned = (start + count) // align * align - start
+            # A sliver waits for a step with more room, unless it is all the prefill that this step would have.
+            count = aligned if aligned > 0 else (0 if room.has_prefill else count)
+        return self.outside_spans(request, start, start + count, most=self._span_room(room)) - start
+
+    def _local_size(self, request: Request, start: int, remaining: int, room: Room) -> int:
+        """The longest chunk that a step holds whatever else it carries."""
+        beside_decodes = self._config.max_num_batched_tokens - self._config.max_decode_tokens
+        budget = min(self._limit, beside_decodes)
+        most = max(self._affordable(start, budget), min(self._config.block_size, budget))
+        end = start + min(remaining, most, self._policy.long_prefill_token_threshold or most)
+        own = self.outside_spans(request, start, end, most=self._config.max_atomic_span) - start
+        if start + own > end:
+            return own if own <= self._span_room(room) else 0
+        cost = self.cost(start, own) if room.has_prefill else own
+        return own if cost <= room.budget else 0
+
+    def _span_room(self, room: Room) -> int:
+        """Tokens that a span may have. What is first in its step may have all of it, lest a limit that was halved for
+        want of memory starves it."""
+        extends = self._policy.atomic_policy == "extend"
+        return room.tokens if extends or not room.has_prefill else room.budget
+
+    def to_snapshot(self, start: int, remaining: int) -> int:
+        """Tokens to the next position at which the recurrent state is kept; `remaining` where none is."""
+        stride = self._policy.state_snapshot_tokens
+        return stride - start % stride if stride and self._config.recurrent_state else remaining
+
+    def outside_spans(self, request: Request, start: int, end: int, *, most: int) -> int:
+        """`end`, moved out of the span that it would cut: on to where the span ends if the chunk then has no more than
+        `most` tokens and either begins with it or may be extended; else back to where it begins."""
+        span = next(((a, b) for a, b in request.atomic_spans if a < end < b), None)
+        if span is None:
+            return end
+        begin, finish = span
+        if (begin <= start or self._policy.atomic_policy == "extend") and finish - start <= most:
+            return finish
+        return max(begin, start)
+
+    def cuts(self, request: Request, start: int, target: int) -> tuple[int, ...]:
+        """Where the engine cuts a prompt that is longer than a step's prefill (`chunk_owner: engine`)."""
+        if self._policy.chunk_owner == "scheduler":
+            return ()
+        cuts = []
+        most = self._config.max_num_batched_tokens
+        limit = min(self._limit, most)
+        while target - start > limit:
+            start = self.outside_spans(request, start, start + limit, most=most)
+            cuts.append(start)
+        return tuple(cut for cut in cuts if cut < target)

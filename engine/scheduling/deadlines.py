@@ -1,0 +1,54 @@
+"""Owns when requests must have begun, and when they must have ended, in order of time.
+Never ends a request; it says whose time has come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.scheduling.request import Request
+from engine.scheduling.sorted_list import SortedList
+
+_Deadline = tuple[float, int, bool, Request]
+"""(when, ticket, also if it runs, request): the first three differ from every other's."""
+
+
+class Deadlines:
+    """Those of live requests alone: what has ended leaves nothing that would be swept up later, all at once."""
+
+    def __init__(self) -> None:
+        self._by_time: SortedList[_Deadline] = SortedList()
+        self._of: dict[int, list[_Deadline]] = {}  # by ticket: an id may be another's by now
+
+    def __len__(self) -> int:
+        return len(self._by_time)
+
+    @property
+    def next(self) -> float | None:
+        """The earliest time. One in the queue may be of a request that runs, and then comes to nothing."""
+        return self._by_time.first[0] if self._by_time else None
+
+    def add(self, request: Request, now: float) -> None:
+        for running_too, timeout_s in ((False, request.queue_timeout_s), (True, request.timeout_s)):
+            if timeout_s is not None:
+                deadline = (now + timeout_s, request.ticket, running_too, request)
+                self._by_time.add(deadline)
+                self._of.setdefault(request.ticket, []).append(deadline)
+
+    def remove(self, request: Request) -> None:
+        """The request has ended. Ignored for one that has no deadline."""
+        for deadline in self._of.pop(request.ticket, ()):
+            self._by_time.remove(deadline)
+
+    def passed(self, now: float) -> Iterator[tuple[Request, str]]:
+        """Requests whose time has come, and how long it was. That for the queue is only for those that never ran."""
+        while self._by_time and self._by_time.first[0] <= now:
+            deadline = self._by_time.first
+            self._by_time.remove(deadline)
+            _, ticket, running_too, request = deadline
+            self._of[ticket].remove(deadline)
+            if not self._of[ticket]:
+                del self._of[ticket]
+            if running_too:
+                yield request, f"{request.timeout_s} s"
+            elif not request.was_scheduled:
+                yield request, f"{request.queue_timeout_s} s in the queue"

@@ -1,0 +1,530 @@
+"""Owns the choice of what the next step computes, and of who gives up memory for it: one decision, so one long file.
+Never changes a request, a block or a queue: a plan is a proposal, and making it twice gives the same one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import chain
+from operator import attrgetter
+from typing import NamedTuple
+
+from engine.config import ResolvedConfig
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.chunk_policy import ChunkRule, Room
+from engine.scheduling.encoder_cache import EncoderCache, EncoderRoom
+from engine.scheduling.forecast import Forecast
+from engine.scheduling.request import Request
+from engine.scheduling.reservation import Admission
+from engine.scheduling.state_slots import Snapshots
+from engine.scheduling.waiting import WaitingQueue
+from engine.step import RowKind
+
+MAX_PASSED = 64
+"""A plan looks past this many requests that do not fit, and as many that cannot use what the step has left: testing
+2,000 took 4.6 ms of every step."""
+
+LOSES_LEAST: dict[str, Callable[[Request], tuple[int, ...]]] = {
+    "lifo": lambda request: (-request.ticket,),
+    "retract": lambda request: (request.num_output, -request.prompt_len, -request.ticket),
+}
+"""By preempt_policy: the first of those that are equally urgent gives up its memory."""
+
+
+class DeferReason(StrEnum):
+    """Why the first request in the queue was not admitted by a plan."""
+
+    MEMORY = "memory"
+    SEATS = "seats"
+    TOKENS = "tokens"
+    """The step's prefill budget is spent, or a span that must not be cut waits for a step of its own."""
+    PARTIAL = "partial"
+    """As many prompts are partly computed as may be."""
+    MODE = "mode"
+    """The step carries other rows: by batch_mode, prefill_fill_ratio, or prompt_logprobs_step."""
+    PREEMPTION = "preemption"
+    """Memory has just run out."""
+
+
+class PlannedRow(NamedTuple):
+    """A decision: compute `num_tokens` positions of `request` from `start`. For a request that is being admitted,
+    `prefix_blocks` are the cached blocks it starts from; None for one that already runs.
+
+    A tuple, because a plan makes hundreds: a frozen dataclass takes three times as long.
+    """
+
+    request: Request
+    kind: RowKind
+    start: int
+    num_tokens: int
+    prefix_blocks: tuple[int, ...] | None = None
+    cuts: tuple[int, ...] = ()
+    """`chunk_owner: engine`: positions at which the engine cuts the row, which has the step to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    rows: tuple[PlannedRow, ...]
+    preempted: tuple[Request, ...] = ()
+    """Give their memory back before the rows take theirs."""
+    overtaken: tuple[Request, ...] = ()
+    """One entry for each time a waiting request was passed by for want of memory."""
+    skipped: tuple[Request, ...] = ()
+    """Waiting requests that cannot use what the step has left, and let those behind them pass that it takes whole."""
+    deferred: DeferReason | None = None
+    """Why the first request that still waits is not in this plan."""
+    reserved_blocks: int = 0
+    """Blocks that are kept for requests that run."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a plan is made from. Each mapping is in the order in which it is served."""
+
+    waiting: WaitingQueue
+    prefilling: Mapping[str, Request]
+    decoding: Mapping[str, Request]
+    blocks: BlockManager
+    snapshots: Snapshots | None
+    """None: the model has no recurrent state."""
+    promised_blocks: int
+    """`reserve_mode: full`: blocks that admitted requests may still allocate."""
+    ratio: float
+    now: float
+    """Monotonic seconds."""
+    prefill_limit: int
+    """Most prefill tokens in this step: max_prefill_tokens, or less after the executor ran out of memory."""
+    last_decode: float
+    """When a step last carried decode rows, or the first decoding request was promoted."""
+    num_queued_tokens: int
+    """Prompt tokens that are in no step yet."""
+    encoder: EncoderCache | None = None
+    """None: the model takes text alone."""
+    forecast: Forecast | None = None
+    """`reserve_mode: learned`; None: another."""
+
+
+def make_plan(view: View, config: ResolvedConfig) -> Plan:
+    """The next step. Empty only when nothing can run before results arrive. O(rows + requests tested for admission)."""
+    return _Planner(view, config).plan()
+
+
+class _Planner:
+    """One plan in the making. Its state is this plan's own."""
+
+    def __init__(self, view: View, config: ResolvedConfig) -> None:
+        self._view = view
+        self._config = config
+        self._policy = config.scheduler
+        self._block_size = config.block_size
+        self._chunks = ChunkRule(config, view.prefill_limit)
+        self._encoder = EncoderRoom(view.encoder, config.max_encoder_tokens) if view.encoder else None
+        self._rows: list[PlannedRow] = []
+        self._preempted: dict[Request, None] = {}
+        self._gone: Counter[int] = Counter()  # by block: how many of its holders are among them
+        self._freed = 0  # blocks that nobody holds any more without them
+        self._overtaken: list[Request] = []
+        self._deferred: DeferReason | None = None
+        self._chunk_ends: dict[str, int] = {}  # prefill rows of this plan
+        self._num_partial: Counter[int] = Counter()  # by priority
+        self._num_decodes = 0
+        self._passed: list[Request] = []  # requests that did not fit, and may be overtaken `_slack` more times
+        self._slack = self._policy.max_overtakes
+        self._skipped: dict[Request, None] = {}
+        # A prompt with images got no tokens. Later ones would take the room in the encoder cache that becomes free.
+        self._awaits_encoder = False
+        self._taken: set[int] = set()  # cached blocks that nobody held before this plan
+        self._tokens_left = config.max_num_batched_tokens
+        # The oldest request that holds memory is never a victim, so that somebody always gets on.
+        running = chain(view.decoding.values(), view.prefilling.values())
+        self._elder = min(running, key=attrgetter("ticket"), default=None)
+        self._memory = self._admission()
+
+    def _admission(self) -> Admission:
+        view, gone = self._view, self._preempted
+        return Admission(
+            self._config,
+            ratio=view.ratio,
+            forecast=view.forecast,
+            gone=gone,
+            promised_blocks=view.promised_blocks,
+            available_blocks=self._available(),
+            decoding=_without(gone, view.decoding.values()),
+            prefilling=_without(gone, view.prefilling.values()),
+        )
+
+    def plan(self) -> Plan:
+        decodes, budget = self._compose()
+        if decodes:
+            self._decode()
+        if budget:
+            self._prefill(budget)
+        elif not self._preempted:
+            self._defer(DeferReason.MODE)
+        if not self._rows:
+            self._go_on_somehow()
+        if self._preempted:
+            self._defer(DeferReason.PREEMPTION)
+        return Plan(
+            tuple(self._rows),
+            tuple(self._preempted),
+            tuple(self._overtaken),
+            tuple(self._skipped),
+            self._deferred,
+            self._memory.reserved,
+        )
+
+    # --- which kinds of rows this step carries --------------------------------------------------------------------
+
+    def _compose(self) -> tuple[bool, int]:
+        """(whether decode rows run, token budget of prefill)."""
+        budget = self._view.prefill_limit
+        if not self._view.decoding:
+            return False, budget
+        decode_first = self._policy.batch_mode == "decode_first" or self._someone_is_about_to_finish()
+        if (decode_first and not self._prompt_starves()) or self._gathers():
+            return True, 0
+        if (self._view.prefilling or self._view.waiting) and self._prefill_runs_alone():
+            starved = (self._view.now - self._view.last_decode) * 1000 >= self._policy.decode_starve_ms
+            return (True, 0) if starved else (False, budget)
+        return True, budget
+
+    def _prefill_runs_alone(self) -> bool:
+        policy = self._policy
+        if policy.batch_mode == "prefill_first":
+            return True
+        if policy.prompt_logprobs_step == "mixed" and policy.chunk_owner == "scheduler":
+            return False  # before the queue is put in order for nothing
+        first = self._first_prompt()
+        return self._is_dedicated(first) or self._is_cut_by_engine(first)
+
+    def _first_prompt(self) -> Request:
+        return next(chain(self._begun_prompts(), self._view.waiting.in_order(self._view.now)))
+
+    def _is_dedicated(self, request: Request) -> bool:
+        return self._policy.prompt_logprobs_step == "dedicated" and request.prompt_logprobs is not None
+
+    def _is_cut_by_engine(self, request: Request) -> bool:
+        if self._policy.chunk_owner == "scheduler":
+            return False
+        begun = request.request_id in self._view.prefilling
+        start = request.scheduled if begun else len(self._match_prefix(request)) * self._block_size
+        beside_decodes = self._tokens_left - sum(r.num_decode_tokens for r in self._view.decoding.values())
+        return len(request.token_ids) - start > min(self._view.prefill_limit, beside_decodes)
+
+    def _someone_is_about_to_finish(self) -> bool:
+        few = self._policy.decode_finish_tokens
+        return bool(few) and any(r.max_new - r.num_output <= few for r in self._view.decoding.values())
+
+    def _prompt_starves(self) -> bool:
+        first = next(iter(self._view.prefilling.values()), None)
+        since = first.waiting_since if first else self._view.waiting.oldest_since()
+        return since is not None and (self._view.now - since) * 1000 >= self._policy.prefill_starve_ms
+
+    def _gathers(self) -> bool:
+        """Whether prefill waits until there is enough of it to fill a step (`prefill_fill_ratio`)."""
+        view, policy = self._view, self._policy
+        if not policy.prefill_fill_ratio:
+            return False
+        if view.num_queued_tokens >= policy.prefill_fill_ratio * view.prefill_limit:
+            return False
+        partial_since = min((r.waiting_since for r in view.prefilling.values()), default=view.now)
+        waiting_since = view.waiting.oldest_since()
+        waited_ms = 0.0 if waiting_since is None else (view.now - waiting_since) * 1000
+        return waited_ms < policy.coalesce_waiting_ms and (
+            not view.prefilling or (view.now - partial_since) * 1000 < policy.coalesce_partial_ms
+        )
+
+    def _go_on_somehow(self) -> None:
+        """The mode's own choice came to nothing: decode, or else make room for the oldest prompt."""
+        self._decode()
+        awaits_results = any(not r.num_decode_tokens for r in self._view.decoding.values())
+        if not self._rows and self._view.prefilling and not awaits_results:
+            budget = min(self._view.prefill_limit, self._tokens_left)
+            self._make_room_for_elder(budget)
+            self._continue_prompts(budget)
+
+    # --- decode rows: memory for all of them first, then the rows -------------------------------------------------
+
+    def _decode(self) -> None:
+        """Find victims until the rest fits, and only then build rows: a victim never has a row in the same step.
+
+        Drafts are only guesses, and are all given up before anybody's memory is.
+        """
+        decoding = list(_without(self._preempted, self._view.decoding.values()))
+        counts = self._with_drafts(decoding)
+        growth = self._growth(decoding, counts)
+        if growth + self._elder_chunk() > self._available():
+            counts = [min(count, 1) for count in counts]
+            growth = self._growth(decoding, counts)
+            growth = self._preempt_for(decoding, growth)
+        if self._preempted:
+            decoding = list(_without(self._preempted, decoding))
+            counts = [min(request.num_decode_tokens, 1) for request in decoding]
+            self._memory = self._admission()
+        self._memory.grow_answers(growth)
+        self._rows += [
+            PlannedRow(request, RowKind.DECODE, request.scheduled, count)
+            for request, count in zip(decoding, counts, strict=True)
+            if count
+        ]
+        self._num_decodes = len(self._rows)
+        self._tokens_left -= sum(counts)
+
+    def _preempt_for(self, decoding: list[Request], growth: int) -> int:
+        """Take memory until the rest of these rows fit; return the blocks that these take. O(rows), whoever many go."""
+        victims = self._victims(decoding)
+        while growth + self._elder_chunk() > self._available():
+            victim = next(victims, None)
+            assert victim is not None, "memory ran out with nobody to take it from"
+            self._preempt(victim)
+            if victim.request_id in self._view.decoding:
+                growth -= self._growth([victim], [min(victim.num_decode_tokens, 1)])
+        return growth
+
+    def _preempt(self, victim: Request) -> None:
+        self._preempted[victim] = None
+        self._freed += self._view.blocks.freed_by(victim.block_ids, self._gone)
+
+    def _with_drafts(self, decoding: list[Request]) -> list[int]:
+        """Tokens of each row. Where drafts are more than a step has room for, those who decode longest have theirs."""
+        counts = [request.num_decode_tokens for request in decoding]
+        if self._policy.state_snapshot_tokens:  # a row ends where its state is to be kept
+            counts = [
+                min(count, self._chunks.to_snapshot(request.scheduled, count))
+                for request, count in zip(decoding, counts, strict=True)
+            ]
+        excess = sum(counts) - self._config.max_drafting_tokens
+        for number in reversed(range(len(counts))):
+            if excess <= 0:
+                break
+            given_up = min(excess, max(counts[number] - 1, 0))
+            counts[number] -= given_up
+            excess -= given_up
+        return counts
+
+    def _available(self) -> int:
+        """Blocks at hand once this plan's victims have given up theirs."""
+        return self._view.blocks.num_available + self._freed
+
+    def _growth(self, decoding: list[Request], counts: list[int]) -> int:
+        """Blocks that these rows take together."""
+        size = self._block_size
+        return sum(
+            -(-(request.scheduled + count) // size) - len(request.block_ids)
+            for request, count in zip(decoding, counts, strict=True)
+            if request.scheduled + count > len(request.block_ids) * size
+        )
+
+    def _elder_chunk(self) -> int:
+        """A block for the oldest request's prompt: younger answers must not take the last one from it."""
+        elder = self._elder
+        return min(self._missing(elder, elder.target), 1) if elder and elder.scheduled < elder.target else 0
+
+    def _missing(self, request: Request, num_tokens: int) -> int:
+        return max(self._view.blocks.blocks_for(num_tokens) - len(request.block_ids), 0)
+
+    def _victims(self, decoding: list[Request]) -> Iterator[Request]:
+        """Whom to take memory from, one after the other: of the least urgent, by policy. The elder never; prompts only
+        when there is no answer to take from."""
+        loses = LOSES_LEAST[self._policy.preempt_policy]
+        candidates = [request for request in decoding if request is not self._elder]
+        yield from sorted(candidates, key=lambda request: (-request.priority, *loses(request)))
+        while prompt := self._youngest_prompt():  # an emergency: prompts hold what the last decode row needs
+            yield prompt
+
+    def _youngest_prompt(self) -> Request | None:
+        prompts = [r for r in _without(self._preempted, self._view.prefilling.values()) if r is not self._elder]
+        return max(prompts, key=lambda request: request.ticket, default=None)
+
+    def _make_room_for_elder(self, budget: int) -> None:
+        """Prompts hold all memory and none can go on: take it from the youngest until the oldest can."""
+        assert self._elder is not None
+        while not self._next_chunk(self._elder, budget) and (victim := self._youngest_prompt()):
+            self._preempt(victim)
+            self._memory = self._admission()
+
+    # --- prefill rows ---------------------------------------------------------------------------------------------
+
+    def _prefill(self, budget: int) -> None:
+        """Prompts that have begun, then new ones; but before the former, those whose priority is more urgent."""
+        if not (self._view.prefilling or self._view.waiting):
+            return  # most steps of a large fleet
+        budget = min(budget, self._tokens_left)
+        begun = self._begun_prompts()
+        if begun and not self._preempted and not self._is_aged(begun[0]):
+            budget = self._admit(budget, more_urgent_than=begun[0].priority)
+        budget = self._continue_prompts(budget)
+        if not self._preempted:
+            self._admit(budget)
+
+    def _is_aged(self, request: Request) -> bool:
+        return (self._view.now - request.waiting_since) * 1000 >= self._policy.priority_age_ms
+
+    def _begun_prompts(self) -> list[Request]:
+        """Prompts that are partly computed: whoever stood still too long, then the most urgent, then the oldest."""
+        begun = list(_without(self._preempted, self._view.prefilling.values()))
+        return sorted(begun, key=lambda request: (not self._is_aged(request), request.priority))
+
+    def _continue_prompts(self, budget: int) -> int:
+        """Next chunks of prompts that are partly computed; return the budget that is left."""
+        for request in self._begun_prompts():
+            count = 0
+            if budget > 0 and not (self._num_decodes and self._is_dedicated(request)):
+                count = self._next_chunk(request, budget)
+            if not count:
+                self._num_partial[request.priority] += 1
+                self._awaits_encoder |= bool(request.inputs)
+                continue
+            self._memory.grow_prompt(self._missing(request, request.scheduled + count))
+            self._add_chunk(request, request.scheduled, request.target, count)
+            budget -= self._chunks.cost(request.scheduled, count)
+        return budget
+
+    def _next_chunk(self, request: Request, budget: int) -> int:
+        """Tokens of a running prompt's next chunk, as far as its own last block and all available ones reach.
+
+        A chunk whose end is the request's own is not cut short: its end would depend on who else holds memory.
+        """
+        start, target = request.scheduled, request.target
+        count = self._chunk_size(request, start, target, budget)
+        room = (len(request.block_ids) + self._memory.available) * self._block_size - start
+        if count <= room:
+            return count
+        return (
+            0 if self._chunks.is_whole else self._chunks.outside_spans(request, start, start + room, most=room) - start
+        )
+
+    def _add_chunk(
+        self, request: Request, start: int, target: int, count: int, prefix: tuple[int, ...] | None = None
+    ) -> None:
+        end = start + count
+        kind = RowKind.LAST if end == target else RowKind.MIDDLE
+        self._num_partial[request.priority] += kind is RowKind.MIDDLE
+        self._chunk_ends[request.request_id] = end
+        self._tokens_left -= count
+        cuts = self._chunks.cuts(request, start, target)
+        if self._encoder:
+            self._encoder.take(request, start, end)
+        self._rows.append(PlannedRow(request, kind, start, count, prefix, cuts))
+
+    def _chunk_size(self, request: Request, start: int, target: int, budget: int) -> int:
+        room = Room(budget, self._tokens_left, bool(self._chunk_ends), not self._rows)
+        count = self._chunks.size(request, start, target, room)
+        if self._encoder is None or not request.inputs:
+            return count
+        gone = [request.request_id for request in self._preempted]
+        return self._encoder.reach(request, start, start + count, gone) - start
+
+    # --- admission ------------------------------------------------------------------------------------------------
+
+    def _admit(self, budget: int, more_urgent_than: int | None = None) -> int:
+        """First chunks of waiting requests, in their order; return the budget that is left."""
+        view = self._view
+        seats = self._config.max_num_seqs - len(view.decoding) - len(view.prefilling) - self._num_admitted()
+        most_passed = 1 if self._policy.admission_order == "strict" else MAX_PASSED
+        for request in self._candidates(more_urgent_than):
+            if len(self._passed) >= most_passed or len(self._skipped) >= MAX_PASSED:
+                break
+            if seats <= 0 or budget <= 0:
+                self._defer(DeferReason.SEATS if seats <= 0 else DeferReason.TOKENS)
+                break
+            if self._awaits_encoder and request.inputs:
+                self._skipped[request] = None
+                continue
+            prefix = self._match_prefix(request)
+            shared = sum(view.blocks.is_held(block) or block in self._taken for block in prefix)
+            alone = not (view.decoding or view.prefilling or self._rows)
+            if not self._memory.fits(request, shared, alone=alone):
+                self._defer(DeferReason.MEMORY)
+                self._passed.append(request)
+                self._slack = min(self._slack, self._policy.max_overtakes - request.num_overtakes)
+                continue
+            if self._passed and self._slack <= 0:
+                break
+            start, target = len(prefix) * self._block_size, len(request.token_ids)
+            count = self._chunk_size(request, start, target, budget)
+            if reason := self._refuses_chunk(request, count, target - start):
+                self._defer(reason)
+                if not self._may_be_skipped(request, reason):
+                    break
+                self._skipped[request] = None
+                self._awaits_encoder |= bool(request.inputs)
+                continue
+            self._memory.admit(request, len(prefix) - shared, len(prefix), start + count)
+            self._add_chunk(request, start, target, count, prefix)
+            self._taken.update(prefix)
+            self._overtaken += self._passed
+            self._slack -= bool(self._passed)
+            budget -= self._chunks.cost(start, count)
+            seats -= 1
+        return budget
+
+    def _num_admitted(self) -> int:
+        return sum(row.prefix_blocks is not None for row in self._rows)
+
+    def _candidates(self, more_urgent_than: int | None) -> Iterator[Request]:
+        for request in self._view.waiting.in_order(self._view.now):
+            if more_urgent_than is not None and request.priority >= more_urgent_than:
+                return
+            if not (request.request_id in self._chunk_ends or request in self._skipped or request in self._passed):
+                yield request
+
+    def _refuses_chunk(self, request: Request, count: int, remaining: int) -> DeferReason | None:
+        if self._num_decodes and self._is_dedicated(request):
+            return DeferReason.MODE
+        if count <= 0:
+            return DeferReason.TOKENS
+        most = self._policy.max_partial_prefills
+        too_many = bool(most) and count < remaining and self._num_partial[request.priority] >= most
+        return DeferReason.PARTIAL if too_many or (self._skipped and count < remaining) else None
+
+    def _may_be_skipped(self, request: Request, reason: DeferReason) -> bool:
+        """Whether others may have what the step has left, which is of no use to this request.
+
+        Only prompts that it takes whole pass: none of them is partly computed after the step, so that they hold back
+        neither a place among partial prompts nor the beginning of a later step, which is all that it waits for. What
+        is left of a step that a prompt could be cut to fit is less than a block, and not worth a search.
+        """
+        may_be_cut = not (request.atomic_spans or request.inputs or self._chunks.is_whole)
+        return bool(self._skipped) or reason is not DeferReason.TOKENS or not may_be_cut
+
+    def _defer(self, reason: DeferReason) -> None:
+        """Keep the first reason: it is that of the request whose turn it was."""
+        if self._view.waiting or self._preempted:
+            self._deferred = self._deferred or reason
+
+    def _match_prefix(self, request: Request) -> tuple[int, ...]:
+        """Cached blocks to start from. At least one token is always computed, for its logits."""
+        view = self._view
+        caches = view.blocks.epoch + (view.snapshots.epoch if view.snapshots else 0)
+        epoch, matched = request.prefix_match
+        if epoch != caches:
+            most = (len(request.token_ids) - 1) // self._block_size
+            if request.prompt_logprobs is not None:  # what predicts a token without a log-probability is computed
+                most = min(most, len(request.prompt_logprobs) // self._block_size)
+            if request.pooling == "mean":  # and so is what is not summed
+                most = min(most, request.num_pooled // self._block_size)
+            matched = view.blocks.match(request.block_hashes[:most])
+            matched = matched[: self._usable(request, len(matched))]
+            request.prefix_match = (caches, matched)  # a memo, not a decision
+        return matched
+
+    def _usable(self, request: Request, num_blocks: int) -> int:
+        """How many matched blocks end outside every span and, for a hybrid model, at a snapshot of the state."""
+        while num_blocks:
+            end = num_blocks * self._block_size
+            cut = next((begin for begin, finish in request.atomic_spans if begin < end < finish), None)
+            if cut is not None:
+                num_blocks = cut // self._block_size
+            elif self._view.snapshots and self._view.snapshots.find(request.block_hashes[num_blocks - 1]) is None:
+                num_blocks -= 1
+            else:
+                break
+        return num_blocks
+
+
+def _without(gone: Collection[Request], requests: Iterable[Request]) -> Iterable[Request]:
+    return [request for request in requests if request not in gone] if gone else requests

@@ -1,0 +1,325 @@
+"""Owns one request's progress: its tokens, its cursors, its blocks, and the checks it passed to get in.
+Never decides what runs next; the planner does."""
+
+from __future__ import annotations
+
+import operator
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from engine.config import ResolvedConfig
+from engine.multimodal_inputs import PlacedInput, SpanInput, place_inputs
+from engine.prefix import ROOT, extend_chain, root_of
+from engine.protocol import DraftMethod, ErrorCode, RequestRejected, SamplingParams, Submission, TokenLogprobs, Usage
+from engine.scheduling.input_checks import atomic_spans, check_inputs
+from engine.step import PENDING_TOKEN, LogitControls, PromptScoring, RowSampling
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request.
+
+        0 ........... cached ........ computed ....... scheduled ...... target     len(token_ids)
+        | prefix hit  | KV present    | in flight      | still to do    |          | + sampled tokens
+
+    Progress is one number, `computed`, that chases `target`; there is no prefill phase to fall out of. Without overlap
+    and drafts, `scheduled` and `computed` are equal between steps.
+    """
+
+    request_id: str
+    ticket: int
+    """Arrival order, kept for life."""
+    token_ids: list[int]
+    prompt_len: int
+    max_new: int
+    """Most tokens to sample."""
+    sampling: SamplingParams
+    row_sampling: RowSampling
+    early_sampling: RowSampling
+    """Before `min_tokens`: stop tokens are banned."""
+    stop_token_ids: frozenset[int]
+    answer_start: int
+    """Where the answer begins in `token_ids`: before `prompt_len` if another engine began it."""
+    priority: int = 0
+    tenant: str = ""
+    atomic_spans: tuple[tuple[int, int], ...] = ()
+    target: int = 0
+    """len(token_ids), frozen at admission."""
+    cached: int = 0
+    """Prompt tokens found in the prefix cache when the request was first admitted."""
+    computed: int = 0
+    scheduled: int = 0
+    num_pending: int = 0
+    """Sampled tokens in flight: 1 between a step that samples and its results."""
+    epoch: int = 0
+    """Changes when the request loses its memory: results of rows that were launched before are not its own any more."""
+    drafts: tuple[int, ...] = ()
+    """Tokens that may follow, for the next decode row to verify."""
+    draft_method: DraftMethod = "grammar"
+    """Where they are from."""
+    block_ids: tuple[int, ...] = ()
+    block_hashes: list[bytes] = field(default_factory=list)
+    prefix_root: bytes = ROOT
+    """What the hash of the first block builds on."""
+    num_published: int = 0
+    place: tuple[int, int] = (0, 0)
+    """Among the requests of one priority and tenant, the lowest is served first. (ticket, 0), which is the arrival's,
+    unless a preemption put it elsewhere. No two are equal, and it stays while the request waits."""
+    was_scheduled: bool = False
+    """The Scheduled event was sent; a preemption does not send it again."""
+    num_overtakes: int = 0
+    """Requests behind this one that were admitted before it (`admission_order: bypass`)."""
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
+    waiting_since: float = 0.0
+    """Monotonic seconds of the arrival, or of the last chunk: how long this prompt has stood still."""
+    prefix_match: tuple[int, tuple[int, ...]] = (-1, ())
+    """(epoch of the caches, matched blocks): a waiting request looks its prefix up once an epoch, not once a step."""
+    adapter: str = ""
+    """The digest of the adapter that computes it; "": none does."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Entry i is of the prompt's token i + 1; grows chunk by chunk, and is None where nobody asked or it was sent."""
+
+    pooling: Literal["mean", "last"] | None = None
+    pooled: tuple[float, ...] = ()
+    """The sum of the final hidden states below `num_pooled`, or of the last position's alone. A preemption keeps it."""
+    num_pooled: int = 0
+    inputs: tuple[SpanInput, ...] = ()
+    placed_inputs: tuple[PlacedInput, ...] = ()
+    """The same, with their positions."""
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def lifetime_tokens(self) -> int:
+        """Positions whose KV is ever written: the last sampled token is not fed back."""
+        return self.prompt_len + max(self.max_new, 1) - 1
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens of the next decode row; 0 when the tokens in flight are the last."""
+        left = self.prompt_len + self.max_new - len(self.token_ids) - self.num_pending
+        return 1 + len(self.drafts) if left > 0 else 0
+
+    @property
+    def most_drafts(self) -> int:
+        """How far drafts may go: as far as the answer may, but for its last token, which needs none after it."""
+        early = self.num_output < self.sampling.min_tokens  # stop tokens are banned at one position a row
+        return 0 if early else self.max_new - self.num_output - 1
+
+    def usage(self, *, stop_token: bool) -> Usage:
+        return Usage(self.prompt_len, self.num_output + stop_token, self.cached)
+
+    def next_sampling(self) -> RowSampling | None:
+        """How the next token is chosen; None for a request that only has its prompt computed."""
+        if not self.max_new:
+            return None
+        early = self.num_output + self.num_pending < self.sampling.min_tokens
+        return self.early_sampling if early else self.row_sampling
+
+    def answer(self) -> tuple[int, ...]:
+        """The answer's tokens so far, up to the one in flight."""
+        return (*self.token_ids[self.answer_start :], *(PENDING_TOKEN,) * self.num_pending)
+
+    def next_tokens(self, count: int) -> tuple[int, ...]:
+        """`count` tokens from `scheduled` on: known ones, then what is in flight or drafted."""
+        known = tuple(self.token_ids[self.scheduled : self.scheduled + count])
+        if len(known) == count:
+            return known
+        return (known + self.drafts)[:count] if known else (PENDING_TOKEN,)
+
+    def scoring(self, count: int) -> PromptScoring | None:
+        """The prompt tokens that the next `count` positions predict and that have no log-probability yet."""
+        if self.prompt_logprobs is None:
+            return None
+        first = max(self.scheduled, len(self.prompt_logprobs))
+        tokens = tuple(self.token_ids[first + 1 : min(self.scheduled + count + 1, self.prompt_len)])
+        return PromptScoring(first, tokens, self.sampling.prompt_logprobs or 0) if tokens else None
+
+    def pool_from(self, count: int) -> int | None:
+        """The first of the next `count` positions whose hidden states are still to be summed."""
+        end = self.scheduled + count
+        if self.pooling == "mean":
+            first = max(self.scheduled, self.num_pooled)
+            return first if first < end else None
+        return end - 1 if self.pooling == "last" and end == self.prompt_len else None
+
+    def add_pooled(self, values: tuple[float, ...], end: int) -> None:
+        """Positions below `end` are summed."""
+        self.pooled = tuple(map(operator.add, self.pooled, values)) if self.pooled else values
+        self.num_pooled = end
+
+    def extend_hashes(self, num_tokens: int, block_size: int) -> None:
+        """Hash the full blocks among the first `num_tokens` tokens that are not hashed yet."""
+        extend_chain(
+            self.block_hashes, self.token_ids, num_tokens // block_size, block_size, self.prefix_root, self.inputs
+        )
+
+
+def create_request(submission: Submission, config: ResolvedConfig, ticket: int) -> Request:
+    """Check a submission against what this engine can ever serve, and make its request.
+
+    The prompt is hashed here, by whoever submits it: that takes milliseconds, and a step must not wait for it.
+
+    Raises:
+        RequestRejected: with the field, the limit and the value.
+    """
+    prompt, params = submission.prompt_token_ids, submission.sampling
+    _check_prompt(prompt, params, config)
+    inputs = check_inputs(submission, config)
+    spans = tuple(sorted((*submission.atomic_spans, *atomic_spans(inputs, config))))
+    _check_spans(spans, config)
+    _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
+    max_new = _resolve_max_new(len(prompt), params.max_tokens, config)
+    stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos_token_ids))
+    _check_controls(params, stops, config.vocab_size)
+    adapter = "" if submission.adapter is None else submission.adapter.digest
+    root = root_of(submission.cache_salt, adapter)
+    row_sampling = RowSampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        num_logprobs=params.logprobs,
+        controls=_controls(submission),
+    )
+    request = Request(
+        request_id=submission.request_id,
+        ticket=ticket,
+        token_ids=list(prompt),
+        prompt_len=len(prompt),
+        max_new=max_new,
+        place=(ticket, 0),
+        timeout_s=submission.timeout_s,
+        queue_timeout_s=submission.queue_timeout_s,
+        sampling=params,
+        row_sampling=row_sampling,
+        early_sampling=replace(row_sampling, banned_token_ids=tuple(sorted(stops))),
+        stop_token_ids=stops,
+        answer_start=len(prompt) - submission.num_answer_tokens,
+        priority=submission.priority,
+        tenant=submission.tenant,
+        atomic_spans=spans,
+        prefix_root=root,
+        adapter=adapter,
+        prompt_logprobs=None if params.prompt_logprobs is None else [],
+        pooling=submission.pooling,
+        inputs=inputs,
+        placed_inputs=place_inputs(inputs, root),
+    )
+    request.extend_hashes(len(prompt), config.block_size)
+    return request
+
+
+def _check_prompt(prompt: Sequence[int], params: SamplingParams, config: ResolvedConfig) -> None:
+    if not prompt:
+        raise RequestRejected(ErrorCode.EMPTY_PROMPT, "The prompt has no tokens.", "prompt", 1, 0)
+    _check_ids("prompt", prompt, config.vocab_size)
+    longest = config.max_model_len - (params.max_tokens != 0)
+    if len(prompt) > longest:
+        raise RequestRejected(
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"This model's maximum context length is {config.max_model_len} tokens, prompt and answer together. "
+            f"However, your prompt contains {len(prompt)} input tokens.",
+            "prompt",
+            config.max_model_len,
+            len(prompt),
+        )
+
+
+def _check_controls(params: SamplingParams, stops: frozenset[int], vocab_size: int) -> None:
+    """Every id is one of the vocabulary, something is left to sample, and what a grammar ends can end."""
+    if params.grammar is not None and params.ignore_eos:
+        raise RequestRejected(
+            ErrorCode.INVALID_PARAMETER,
+            "ignore_eos cannot be combined with a grammar: where the grammar's text ends, the answer does.",
+            "ignore_eos",
+        )
+    _check_ids("logit_bias", [token for token, _ in params.logit_bias], vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    for word in params.bad_words:
+        _check_ids("bad_words", word, vocab_size)
+    banned = {word[0] for word in params.bad_words if len(word) == 1} | (stops if params.min_tokens else set())
+    allowed = params.allowed_token_ids
+    if len(banned) >= vocab_size if allowed is None else banned.issuperset(allowed):
+        param = "stop_token_ids" if allowed is None and not params.bad_words else "allowed_token_ids"
+        raise RequestRejected(
+            ErrorCode.INVALID_PARAMETER,
+            "Nothing is left to sample: allowed_token_ids, bad_words and (before min_tokens) stop_token_ids ban all.",
+            param,
+            vocab_size - 1 if allowed is None else None,
+            len(banned),
+        )
+
+
+def _controls(submission: Submission) -> LogitControls | None:
+    """None where the logits stay as they are."""
+    params = submission.sampling
+    repeats = params.repetition_penalty != 1.0
+    controls = LogitControls(
+        allowed_token_ids=params.allowed_token_ids,
+        logit_bias=params.logit_bias,
+        repetition_penalty=params.repetition_penalty,
+        prompt_token_ids=tuple(dict.fromkeys(submission.prompt_token_ids)) if repeats else (),
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        bad_words=params.bad_words,
+        grammar=params.grammar,
+    )
+    return None if controls == LogitControls() else controls
+
+
+def _check_spans(spans: Sequence[tuple[int, int]], config: ResolvedConfig) -> None:
+    longest = max((end - start for start, end in spans), default=0)
+    if spans and longest > config.max_atomic_span:
+        raise RequestRejected(
+            ErrorCode.INVALID_PARAMETER,
+            f"atomic_spans holds a span of {longest} tokens, and this engine computes at most {config.max_atomic_span} "
+            "in one piece.",
+            "atomic_spans",
+            config.max_atomic_span,
+            longest,
+        )
+
+
+def _check_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        bad = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise RequestRejected(
+            ErrorCode.INVALID_PARAMETER,
+            f"{param} holds token id {bad}, which is out of vocabulary: ids run from 0 to {vocab_size - 1}.",
+            param,
+            vocab_size - 1,
+            bad,
+        )
+
+
+def _resolve_max_new(prompt_len: int, max_tokens: int | None, config: ResolvedConfig) -> int:
+    max_new = config.max_request_tokens - prompt_len if max_tokens is None else max_tokens
+    if prompt_len + max_new > config.max_model_len:
+        raise RequestRejected(
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"This model's maximum context length is {config.max_model_len} tokens. However, you requested "
+            f"{prompt_len + max_new} tokens: {prompt_len} in the prompt and {max_new} for the answer (max_tokens).",
+            "max_tokens",
+            config.max_model_len - prompt_len,
+            max_new,
+        )
+    answer = max(max_new, 0 if max_tokens == 0 else 1)
+    kept = prompt_len + max(answer, 1) - 1  # the last token's KV is never written
+    longest = config.max_request_tokens - (max_tokens == 0)  # and without an answer there is no such token
+    if max_new < answer or kept > config.num_kv_blocks * config.block_size:
+        raise RequestRejected(
+            ErrorCode.KV_CAPACITY_EXCEEDED,
+            f"The KV cache of this engine holds requests of up to {longest} tokens. However, you "
+            f"requested {prompt_len + answer}: {prompt_len} in the prompt and {answer} for the answer (max_tokens).",
+            "prompt" if max_tokens == 0 else "max_tokens",
+            longest if max_tokens == 0 else longest - prompt_len,
+            prompt_len if max_tokens == 0 else max_new,
+        )
+    return max_new

@@ -1,0 +1,140 @@
+"""Owns the arithmetic of memory: what a request must find free to be admitted, and the share of answers kept for it.
+Never moves a block or a request; every number here is in blocks or tokens, as its name says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from operator import add
+
+from engine.config import ResolvedConfig, SchedulerConfig
+from engine.scheduling.forecast import Forecast
+from engine.scheduling.request import Request
+
+
+class ReserveRatio:
+    """The share of running requests' remaining answers that admission keeps free (`reserve_mode: ratio`).
+
+    Few answers use all of max_tokens, so the share falls from step to step; running out of memory sets it to what the
+    running answers have used so far, and an idle engine starts over.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._decay = (config.ratio_init - config.ratio_min) / config.ratio_decay_steps
+        self.value = config.ratio_init
+
+    def after_step(self, *, decoded: bool, prefilled: bool) -> None:
+        """Lower the share after a step without a preemption. From below the least, it snaps back up to it (S5-R8)."""
+        if decoded and (not prefilled or self._config.ratio_decay_on == "any_decode"):
+            self.value = max(self.value - self._decay, self._config.ratio_min)
+
+    def after_preemption(self, decoding: Iterable[Request]) -> None:
+        """Set the share by what the requests that still decode have used; unchanged if none does."""
+        remaining = list(decoding)
+        if remaining:
+            used = sum(request.num_output for request in remaining) + self._config.retract_steps * len(remaining)
+            share = used / (sum(request.max_new for request in remaining) + 1)
+            self.value = min(max(share, 1e-6), 1.0)
+
+    def reset(self) -> None:
+        """The engine is idle."""
+        self.value = self._config.ratio_init
+
+
+def reserved_tokens(request: Request, clip: int) -> int:
+    """Answer tokens still to come that count for admission; clipped once."""
+    return min(request.max_new - request.num_output, clip)
+
+
+class Admission:
+    """Memory as one plan sees it: what is available, and what is spoken for. Follows the plan as it grows."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        *,
+        ratio: float,
+        forecast: Forecast | None,
+        gone: Iterable[Request],
+        promised_blocks: int,
+        available_blocks: int,
+        decoding: Iterable[Request],
+        prefilling: Iterable[Request],
+    ) -> None:
+        """`decoding` and `prefilling`: the requests that keep their memory in this plan; `gone`: those that lose it."""
+        self._mode = config.scheduler.reserve_mode
+        self._clip = config.scheduler.reserve_clip
+        self._watermark = config.scheduler.watermark_blocks
+        self._block_size = config.block_size
+        self._promised = promised_blocks
+        self._answer_tokens = 0.0
+        self._forecast = forecast
+        if forecast is not None:
+            self._growth, self._variance = forecast.of_others(gone)
+        if self._mode == "ratio":
+            # `reserved_tokens` written out: a call for each of hundreds of requests is a tenth of a plan's time
+            clip = self._clip
+            tokens = sum(min(r.max_new + r.prompt_len - len(r.token_ids), clip) for r in decoding)
+            self._answer_tokens = tokens * ratio
+        self._outstanding = sum(self.blocks_for(r.target) - len(r.block_ids) for r in prefilling)
+        self.available = available_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    @property
+    def reserved(self) -> int:
+        """Blocks that admission keeps for requests that run: the rest of their prompts, and of their answers."""
+        if self._mode == "full":
+            return self._promised
+        if self._forecast is not None:
+            return self._outstanding + self._forecast.peak(self._growth, self._variance)
+        return self._outstanding + math.ceil(self._answer_tokens / self._block_size)
+
+    def grow_answers(self, blocks: int) -> None:
+        """Decoding requests take blocks that they were promised."""
+        self.available -= blocks
+        self._promised -= blocks
+
+    def grow_prompt(self, blocks: int) -> None:
+        """The next chunk of an admitted prompt takes its blocks."""
+        self.available -= blocks
+        self._promised -= blocks
+        self._outstanding -= blocks
+
+    def fits(self, request: Request, shared_blocks: int, *, alone: bool) -> bool:
+        """Whether a waiting request may start. `shared_blocks` of its prompt are held by others anyway.
+
+        `alone`: nobody else holds memory, so that waiting would be for nothing.
+        """
+        prompt = self.blocks_for(len(request.token_ids))
+        needed = prompt - shared_blocks
+        if self._mode == "full":
+            return needed + self.blocks_for(request.lifetime_tokens) - prompt <= self.available - self._promised
+        if alone:
+            return needed <= self.available
+        needed += self._outstanding
+        if self._mode == "prompt":
+            return needed + self._watermark <= self.available
+        if self._forecast is not None:
+            if needed > self.available:
+                return False
+            growth, variance = self._forecast.candidate(request, shared_blocks)
+            peak = self._forecast.peak(map(add, self._growth, growth), map(add, self._variance, variance))
+            return needed + peak <= self.available
+        tokens = reserved_tokens(request, self._clip) + self._answer_tokens
+        return needed + math.ceil(tokens / self._block_size) <= self.available
+
+    def admit(self, request: Request, hits_taken: int, num_prefix_blocks: int, end: int) -> None:
+        """The plan admits a request whose first chunk ends at `end`; `hits_taken` of its hits were evictable."""
+        if self._forecast is not None:
+            growth, variance = self._forecast.candidate(request, num_prefix_blocks - hits_taken)
+            self._growth = list(map(add, self._growth, growth))
+            self._variance = list(map(add, self._variance, variance))
+        held = self.blocks_for(end)
+        self.available -= hits_taken + held - num_prefix_blocks
+        self._promised += self.blocks_for(request.lifetime_tokens) - held
+        self._outstanding += self.blocks_for(len(request.token_ids)) - held
+        if self._mode == "ratio":
+            self._answer_tokens += reserved_tokens(request, self._clip)

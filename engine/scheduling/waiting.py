@@ -1,0 +1,229 @@
+"""Owns the requests that wait for a seat, and the order in which they are served: age, priority, fair share, arrival.
+Never decides who fits: the planner walks this order, and looking changes nothing."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from engine.config import SchedulerConfig
+from engine.scheduling.request import Request
+from engine.scheduling.sorted_list import SortedList
+from engine.scheduling.tenant_shares import Line, Shares
+
+Rank = tuple[float, ...]
+"""Of a line among the others: the lowest is served first."""
+
+
+class _Queued:
+    """Requests of one priority and one tenant, in the order of their places, and where the line stands among others."""
+
+    __slots__ = ("age_key", "aged", "line", "rank", "requests")
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.requests: SortedList[tuple[tuple[int, int], Request]] = SortedList()
+        self.aged = False
+        self.rank: Rank | None = None  # None: in no order yet
+        self.age_key: tuple[float, Line] = (math.inf, line)
+
+    def __iter__(self) -> Iterator[Request]:
+        for _, request in self.requests:
+            yield request
+
+
+class WaitingQueue:
+    """First whoever waited for `priority_age_ms`, then the lowest priority number; among tenants of one priority the
+    one that was served least; for one tenant, in order of arrival.
+
+    Every change costs O(log n) comparisons. A line whose rank a change may have altered is only noted, and takes its
+    new place when somebody looks.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._age_s = config.priority_age_ms / 1000
+        self._shares = Shares(config.answer_token_weight)
+        self._requests: dict[str, Request] = {}
+        self._lines: dict[Line, _Queued] = {}
+        self._ranks: SortedList[tuple[Rank, _Queued]] = SortedList()
+        self._by_age: dict[bool, SortedList[tuple[float, Line]]] = {False: SortedList(), True: SortedList()}
+        self._changed: dict[Line, _Queued] = {}  # their ranks and ages are to be looked at
+        self._newest = 0
+        self._num_put_back = 0
+        self.num_preempted = 0
+        """Of those that wait, requests that ran before."""
+        self.num_tokens = 0
+        """Tokens of all waiting requests; how many of them the prefix cache holds is not known yet."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        for queued in self._lines.values():
+            yield from queued
+
+    @property
+    def shares(self) -> bool:
+        """Whether what each request is served has to be told to `serve`."""
+        return self._shares.count
+
+    @property
+    def num_tenants(self) -> int:
+        """Tenants whose share is remembered, those of each priority apart."""
+        return len(self._shares)
+
+    def find(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def enter(self, request: Request) -> None:
+        """A request that is new to the engine; `leave` ends what this begins."""
+        self._newest = max(self._newest, request.ticket)
+        self._shares.enter(_line_of(request))
+        self.add(request)
+
+    def leave(self, request: Request) -> None:
+        """The request has ended."""
+        self._shares.leave(_line_of(request))
+
+    def add(self, request: Request) -> None:
+        """Have a request wait in its place."""
+        line = _line_of(request)
+        queued = self._lines.get(line)
+        if queued is None:
+            queued = self._lines[line] = _Queued(line)
+        queued.requests.add((request.place, request))
+        self._changed[line] = queued
+        self._requests[request.request_id] = request
+        self.num_preempted += request.was_scheduled
+        self.num_tokens += len(request.token_ids)
+
+    def put_back(self, request: Request, where: Literal["arrival", "front", "back"]) -> None:
+        """Have a preempted request wait again: by its arrival, before all others, or behind all that have arrived."""
+        self._num_put_back += 1
+        if where == "front":
+            request.place = (-self._num_put_back, 0)
+        elif where == "back":
+            request.place = (self._newest, self._num_put_back)
+        self.add(request)
+
+    def remove(self, request: Request) -> bool:
+        """Whether it was waiting."""
+        if self._requests.get(request.request_id) is not request:
+            return False
+        line = _line_of(request)
+        queued = self._lines[line]
+        queued.requests.remove((request.place, request))
+        self._changed[line] = queued
+        if not queued.requests:
+            self._unrank(queued)
+            del self._lines[line], self._changed[line]
+        del self._requests[request.request_id]
+        self.num_preempted -= request.was_scheduled
+        self.num_tokens -= len(request.token_ids)
+        return True
+
+    def serve(self, request: Request, prompt_tokens: int = 0, answer_tokens: int = 0) -> None:
+        """Count what was computed for a request against its tenant."""
+        line = _line_of(request)
+        self._shares.serve(line, prompt_tokens, answer_tokens)
+        if (queued := self._lines.get(line)) is not None:
+            self._changed[line] = queued
+
+    def oldest_since(self) -> float | None:
+        """Since when the request that has waited longest does, in monotonic seconds."""
+        if len(self._lines) < 2:
+            return min(map(_since, self._lines.values()), default=None)
+        self._look_at_changed()
+        return min(by_age.first[0] for by_age in self._by_age.values() if by_age)
+
+    def in_order(self, now: float) -> Iterator[Request]:
+        """Waiting requests as they should be admitted, if each of them is: a tenant's turn counts before its next."""
+        if len(self._lines) < 2:
+            yield from self
+            return
+        self._look(now)
+        lines = iter(self._ranks)
+        first = next(lines, None)
+        under_way: list[tuple[Rank, _Walk]] = []  # lines of which this walk has seen requests
+        while first or under_way:
+            if first and (not under_way or first[0] < under_way[0][0]):
+                walk = _Walk(first[1], self._shares.served(first[1].line))
+                first = next(lines, None)
+            else:
+                walk = heapq.heappop(under_way)[1]
+            yield walk.take()
+            if walk.rest:
+                heapq.heappush(under_way, (self._rank(walk.rest[0], _since(walk.rest), walk.served, now), walk))
+
+    # --- the order among lines ------------------------------------------------------------------------------------
+
+    def _rank(self, head: Request, since: float, served: float, now: float) -> Rank:
+        if now - since >= self._age_s:
+            return (0, *head.place)
+        return (1, head.priority, served, *head.place)
+
+    def _look(self, now: float) -> None:
+        """Bring the order of the lines up to date."""
+        self._look_at_changed()
+        young, aged = self._by_age[False], self._by_age[True]
+        while young and now - young.first[0] >= self._age_s:
+            self._place(self._lines[young.first[1]], aged=True)
+        while aged and now - aged.last[0] < self._age_s:
+            self._place(self._lines[aged.last[1]], aged=False)
+
+    def _look_at_changed(self) -> None:
+        for queued in self._changed.values():
+            self._place(queued, aged=queued.aged)
+        self._changed.clear()
+
+    def _place(self, queued: _Queued, *, aged: bool) -> None:
+        self._unrank(queued)
+        since, head = _since(queued), queued.requests.first[1]
+        queued.aged, queued.age_key = aged, (since, queued.line)
+        queued.rank = self._rank(head, since, self._shares.served(queued.line), math.inf if aged else -math.inf)
+        self._by_age[aged].add(queued.age_key)
+        self._ranks.add((queued.rank, queued))
+
+    def _unrank(self, queued: _Queued) -> None:
+        if queued.rank is not None:
+            self._ranks.remove((queued.rank, queued))
+            self._by_age[queued.aged].remove(queued.age_key)
+            queued.rank = None
+
+
+class _Walk:
+    """A line from which one look at the queue has taken requests."""
+
+    def __init__(self, queued: _Queued, served: float) -> None:
+        self._coming = iter(queued)
+        self.rest: deque[Request] = deque()
+        """What comes next, as far as it tells since when the line waits; empty at the line's end."""
+        self.served = served
+        self._look_ahead()
+
+    def take(self) -> Request:
+        taken = self.rest.popleft()
+        self.served += len(taken.token_ids)
+        self._look_ahead()
+        return taken
+
+    def _look_ahead(self) -> None:
+        while (not self.rest or self.rest[-1].was_scheduled) and (coming := next(self._coming, None)):
+            self.rest.append(coming)
+
+
+def _since(line: Iterable[Request]) -> float:
+    """When the oldest request of a line began to wait. Preempted ones stand in front of others that wait longer."""
+    oldest = math.inf
+    for request in line:
+        oldest = min(oldest, request.waiting_since)
+        if not request.was_scheduled:
+            break
+    return oldest
+
+
+def _line_of(request: Request) -> Line:
+    return (request.priority, request.tenant)

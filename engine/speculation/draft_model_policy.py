@@ -1,0 +1,245 @@
+"""Owns drafts of a second, smaller model: which requests it reads along with, and how many tokens it proposes for each.
+Never holds its tensors or sees its tokens: rows say what to read, and leave places for what it will propose."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from engine.config import ResolvedConfig
+from engine.scheduling.planner import Plan
+from engine.scheduling.request import Request
+from engine.speculation.draft_budget import Beside, Costs, ModelCosts, Wish, choose_model_lengths, reading_pays
+from engine.speculation.speculation import COMMON_MEMORY, COMMON_WEIGHT, OWN_MEMORY, Probes, Record, Turns
+from engine.step import DRAFT_TOKEN, Reading, RowKind, ScheduledRequest, StepPlan
+
+FIRST_GUESS = 0.6
+"""How often a token of the draft model is right, before any was judged."""
+
+
+@dataclass(slots=True)
+class Reader:
+    """What is kept of a live request."""
+
+    epoch: int = -1
+    """The request's, when `num_read` was true: whoever loses its memory loses the draft model's beside it."""
+    num_read: int = 0
+    """Its first so many tokens have the draft model's K and V, in the request's own blocks."""
+    record: Record = field(default_factory=lambda: Record(OWN_MEMORY))
+    turns: Turns = field(default_factory=Turns)
+
+
+class Page(NamedTuple):
+    """What the draft model has read into a block."""
+
+    root: bytes
+    """The digest of the text before the block."""
+    token_ids: tuple[int, ...]
+    """From the block's first position on."""
+
+
+class _Candidate(NamedTuple):
+    request: Request
+    reader: Reader
+    chance: float
+    most: int
+
+    @property
+    def num_unread(self) -> int:
+        return len(self.request.token_ids) - self.reader.num_read
+
+
+class ModelDrafts:
+    """Drafts for the requests of one engine. `propose` once a step, after its results; `attach` to what is then
+    planned; `has_read` and `judge` with what became of it.
+
+    The draft model's K and V lie in blocks of the same numbers as the model's, in a cache of their own. It reads a
+    request only where its drafts are expected to pay, so that a full engine does not run it at all, and catches up
+    later: at most a step's worth of tokens in a step. What it has read into a block outlives the request, as the block
+    does: a prefix hit finds both. Nobody reads what others have read into a block that they share, and no two of them
+    read into one in the same step: kernels may clear what follows the last token that they write into a block.
+    """
+
+    method: Literal["draft_model"] = "draft_model"
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        asked = config.speculative
+        assert asked.free_tokens is not None, "it is resolved"
+        assert asked.model_cost is not None, "it is resolved"
+        self._asked = asked
+        self._block_size = config.block_size
+        self._most_read = config.max_num_batched_tokens
+        self._most_tokens = config.max_drafting_tokens
+        self._costs = Costs(asked.free_tokens)
+        self._drafter = ModelCosts(asked.model_cost, self._costs)
+        self._readers: dict[str, Reader] = {}  # by request id
+        self._common = Record(COMMON_MEMORY)
+        self._probes = Probes()
+        self._due: dict[str, int] = {}  # request id -> how far it is to be read in its next decode row
+        self._pages: dict[int, Page] = {}  # by block
+        self._may_pay: dict[int, bool] = {}  # by the number of decode rows
+
+    def judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """So many of the tokens that were proposed for the request's last row were right."""
+        reader = self._readers[request.request_id]
+        reader.record.add(0, num_drafted, num_accepted)
+        self._common.add(0, num_drafted, num_accepted)
+        reader.turns.judge(num_accepted)
+
+    def forget(self, request_id: str) -> None:
+        self._readers.pop(request_id, None)
+
+    def reader_of(self, request: Request) -> Reader | None:
+        """None: nothing of the request is read, or it was into blocks that it has lost."""
+        reader = self._readers.get(request.request_id)
+        return reader if reader is not None and reader.epoch == request.epoch else None
+
+    # --- what to draft ----------------------------------------------------------------------------------------------
+
+    def propose(self, decoding: Collection[Request]) -> list[tuple[Request, tuple[int, ...]]]:
+        """Places for drafted tokens, by request; of those for which no grammar forces any, and () where places that no
+        step has used are taken back."""
+        self._due = {}
+        places = dict.fromkeys((r.request_id for r in decoding if r.drafts and r.draft_method == self.method), 0)
+        if decoding and self._pays_beside(len(decoding)):
+            places |= self._choose(decoding)
+        return [(r, (DRAFT_TOKEN,) * places[r.request_id]) for r in decoding if r.request_id in places]
+
+    def _pays_beside(self, num_rows: int) -> bool:
+        """Whether any draft could pay if so many requests decode, were all of them right for certain."""
+        if not self._asked.adaptive:
+            return True
+        if num_rows not in self._may_pay:
+            wishes = [Wish(1.0, self._asked.num_tokens)] * num_rows
+            lengths = choose_model_lengths(
+                wishes, Beside(num_rows, 0, 0), self._most_tokens, self._costs, self._drafter
+            )
+            self._may_pay[num_rows] = any(lengths)
+        return self._may_pay[num_rows]
+
+    def _choose(self, decoding: Collection[Request]) -> dict[str, int]:
+        """How many tokens each request is drafted, where it is any; and what has to be read for that."""
+        candidates, num_forced, num_bare = [], 0, 0
+        for request in decoding:
+            if request.drafts and request.draft_method != self.method:
+                num_forced += len(request.drafts)
+            elif candidate := self._candidate(request):
+                candidates.append(candidate)
+            else:
+                num_bare += 1
+        if not candidates:
+            return {}
+        beside = Beside(len(decoding), num_forced, num_bare)
+        places, left, taken = {}, self._most_read, set[int]()
+        for (request, reader, *_), length in zip(candidates, self._lengths(candidates, beside), strict=True):
+            end = self._end_of_reading(request, reader.num_read, left, taken) if length else reader.num_read
+            if end > reader.num_read:
+                self._due[request.request_id] = end
+                left -= end - reader.num_read
+            if end == len(request.token_ids):
+                places[request.request_id] = length
+        return places
+
+    def _end_of_reading(self, request: Request, start: int, left: int, taken: set[int]) -> int:
+        """How far a request is read from `start` on, in up to `left` tokens: up to a block that another is read into.
+        taken: the blocks of which that is so."""
+        end = min(len(request.token_ids), start + left)
+        for number in range(start // self._block_size, -(-end // self._block_size)):
+            if number < len(request.block_ids):
+                if request.block_ids[number] in taken:
+                    return max(start, number * self._block_size)
+                taken.add(request.block_ids[number])
+        return end
+
+    def _candidate(self, request: Request) -> _Candidate | None:
+        """None: its answer is too short for what the draft model would have to read, or ends with its next token."""
+        most = min(self._asked.num_tokens, request.most_drafts)
+        if most <= 0:
+            return None
+        reader = self._readers.setdefault(request.request_id, Reader())
+        if reader.epoch != request.epoch:
+            reader.epoch, reader.num_read = request.epoch, 0
+        reader.num_read = self._read_for(request, reader.num_read)
+        chance = reader.record.chance(0, self._common.chance(0, FIRST_GUESS, COMMON_WEIGHT), COMMON_WEIGHT)
+        found = _Candidate(request, reader, chance, most)
+        num_left = request.max_new - request.num_output
+        if self._asked.adaptive and not reading_pays(found.num_unread, num_left, chance, self._drafter):
+            return None
+        return found
+
+    def _read_for(self, request: Request, num_read: int) -> int:
+        """How many of a request's tokens are read: `num_read`, and what was for others who share its blocks. The newest
+        is not among them."""
+        size = self._block_size
+        while (number := num_read // size) < len(request.block_ids):
+            page, begin = self._pages.get(request.block_ids[number]), number * size
+            if page is None or page.root != _root(request, number):
+                break
+            end = begin + _common(page.token_ids, request.token_ids[begin : begin + size])
+            if end <= num_read:
+                break
+            num_read = end
+        return min(num_read, len(request.token_ids) - 1)
+
+    def _lengths(self, candidates: list[_Candidate], beside: Beside) -> list[int]:
+        room = max(0, self._most_tokens - beside.num_rows - beside.num_forced)
+        if not self._asked.adaptive:
+            return [max(0, min(each.most, room // len(candidates))) for each in candidates]
+        wishes = [Wish(each.chance, each.most) for each in candidates]
+        lengths = choose_model_lengths(wishes, beside, room, self._costs, self._drafter)
+        self._probes.add([each.reader.turns for each in candidates], lengths, room)
+        return lengths
+
+    # --- what is read for it ----------------------------------------------------------------------------------------
+
+    def attach(self, plan: Plan, step: StepPlan) -> StepPlan:
+        """The step, whose decode rows say what the draft model reads before them."""
+        if not self._due:
+            return step
+        rows = zip(plan.rows, step.rows, strict=True)
+        return replace(step, rows=tuple(self._with_reading(planned.request, row) for planned, row in rows))
+
+    def _with_reading(self, request: Request, row: ScheduledRequest) -> ScheduledRequest:
+        end = self._due.get(request.request_id, 0) if row.kind is RowKind.DECODE else 0
+        drafted = DRAFT_TOKEN in row.token_ids
+        assert end == row.start + 1 or not drafted, f"{request.request_id}: drafts of a text that is not read"
+        if not end:
+            return row
+        start = self._readers[request.request_id].num_read
+        written = max(end, row.end - 1) if drafted else end  # the last token that is proposed is not read
+        for number in range(start // self._block_size, -(-written // self._block_size)):
+            if page := self._pages.pop(row.block_ids[number], None):
+                kept = page.token_ids[: max(0, start - number * self._block_size)]
+                self._pages[row.block_ids[number]] = Page(page.root, kept)
+        return replace(row, reading=Reading(start, tuple(request.token_ids[start:end])))
+
+    def has_read(self, request: Request, row: ScheduledRequest, num_sampled: int) -> None:
+        """The row was computed, and gave so many tokens: the K and V of accepted drafts are good, but for the last of
+        the proposed ones, which was not read."""
+        if row.reading is None:
+            return
+        reader, end = self._readers[request.request_id], row.reading.end
+        if DRAFT_TOKEN in row.token_ids:
+            end += min(num_sampled - 1, len(row.token_ids) - 2)
+        for number in range(reader.num_read // self._block_size, -(-end // self._block_size)):
+            if (root := _root(request, number)) is not None:
+                begin = number * self._block_size
+                text = tuple(request.token_ids[begin : min(end, begin + self._block_size)])
+                self._pages[request.block_ids[number]] = Page(root, text)
+        reader.num_read = end
+
+
+def _root(request: Request, number: int) -> bytes | None:
+    """The digest of the text before block `number`; None where it is not hashed."""
+    if not number:
+        return request.prefix_root
+    return request.block_hashes[number - 1] if number <= len(request.block_hashes) else None
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    return count

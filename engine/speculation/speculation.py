@@ -1,0 +1,188 @@
+"""Owns drafts that are looked up in the requests' own texts: which rows get one, how long, and what was right of them.
+Never sees a logit, and never makes a token part of an answer: verification does, where it would have been sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from engine.config import ResolvedConfig, SpeculativeConfig
+from engine.scheduling.request import Request
+from engine.speculation.draft_budget import Beside, Costs, Wish, choose_lengths, may_pay
+from engine.speculation.prompt_lookup import Match, NgramIndex, SuffixIndex, TextIndex, continuation
+
+GRADES = (4, 8)
+"""Matches of fewer tokens than the first, of fewer than the second, and longer ones are judged apart."""
+FIRST_GUESSES = (0.3, 0.5, 0.7)
+"""How often a drafted token is right, by grade, before any was judged."""
+OWN_MEMORY, COMMON_MEMORY = 0.85, 0.98
+"""What a row's result still counts after the next one: in the request's own record, and in that of all requests."""
+COMMON_WEIGHT = 2.0
+"""The common record counts in a request's as much as so many of its own judged tokens."""
+MOST_INDEXED = 2048
+"""New tokens of prompts and answers that are indexed after a step, of all requests together: about 1 ms."""
+PROBE_STEPS = 16
+"""At most once in so many steps a token is drafted that is not expected to pay, to see whether it would."""
+LONGEST_WAIT = 128
+"""Chances of a draft that a request lets pass before it is tried again, once drafts were never right; 1 at first."""
+
+
+@dataclass(slots=True)
+class Record:
+    """How many drafted tokens were judged, and were right, lately. A token after a wrong one is not judged."""
+
+    memory: float
+    judged: list[float] = field(default_factory=lambda: [0.0] * len(FIRST_GUESSES))
+    right: list[float] = field(default_factory=lambda: [0.0] * len(FIRST_GUESSES))
+
+    def add(self, grade: int, num_drafted: int, num_accepted: int) -> None:
+        self.judged[grade] = self.judged[grade] * self.memory + num_accepted + (num_accepted < num_drafted)
+        self.right[grade] = self.right[grade] * self.memory + num_accepted
+
+    def chance(self, grade: int, guess: float, weight: float) -> float:
+        """That a drafted token is right; `guess` counts as `weight` judged tokens."""
+        return (self.right[grade] + guess * weight) / (self.judged[grade] + weight)
+
+
+@dataclass(slots=True)
+class Turns:
+    """When a request that goes without drafts is tried again."""
+
+    passed: int = 0
+    """Steps with something to draft since the last draft."""
+    wait: int = 1
+    """Such steps to let pass before a draft that is not expected to pay."""
+
+    def judge(self, num_accepted: int) -> None:
+        self.wait = 1 if num_accepted else min(2 * self.wait, LONGEST_WAIT)
+
+
+class Probes:
+    """Tries of drafts that are not expected to pay: texts change, and so do chances."""
+
+    def __init__(self) -> None:
+        self._steps_to_next = PROBE_STEPS
+
+    def add(self, turns: Sequence[Turns], lengths: list[int], room: int) -> None:
+        """Count a step. Now and then, add one token for whoever has gone without for longest."""
+        self._steps_to_next -= 1
+        waiting = -1
+        for number, (each, length) in enumerate(zip(turns, lengths, strict=True)):
+            each.passed = 0 if length else each.passed + 1
+            if each.passed >= each.wait and (waiting < 0 or each.passed > turns[waiting].passed):
+                waiting = number
+        if waiting >= 0 and self._steps_to_next <= 0 and sum(lengths) < room:
+            lengths[waiting] = 1
+            turns[waiting].passed = 0
+            self._steps_to_next = PROBE_STEPS
+
+
+@dataclass(slots=True)
+class Lookup:
+    """What is kept of a live request."""
+
+    index: TextIndex
+    record: Record = field(default_factory=lambda: Record(OWN_MEMORY))
+    turns: Turns = field(default_factory=Turns)
+    grade: int = 0
+    """Of the match that the drafts which are being verified came from."""
+
+
+class _Found(NamedTuple):
+    request: Request
+    lookup: Lookup
+    match: Match
+    grade: int
+    most: int
+
+
+class Speculation:
+    """Drafts for the requests of one engine. `propose` once a step, after its results, and `judge` for each draft."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        asked = config.speculative
+        assert asked.method == "ngram" or asked.method == "suffix", f"{asked.method} looks nothing up"
+        assert asked.free_tokens is not None, "it is resolved"
+        self.method: Literal["ngram", "suffix"] = asked.method
+        self._asked = asked
+        self._most_tokens = config.max_drafting_tokens
+        self._costs = Costs(asked.free_tokens)
+        self._lookups: dict[str, Lookup] = {}  # by request id
+        self._common = Record(COMMON_MEMORY)
+        self._probes = Probes()
+
+    def judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """So many of the tokens that were drafted for the request's last row were right."""
+        lookup = self._lookups[request.request_id]
+        lookup.record.add(lookup.grade, num_drafted, num_accepted)
+        self._common.add(lookup.grade, num_drafted, num_accepted)
+        lookup.turns.judge(num_accepted)
+
+    def forget(self, request_id: str) -> None:
+        self._lookups.pop(request_id, None)
+
+    def propose(self, decoding: Collection[Request]) -> list[tuple[Request, tuple[int, ...]]]:
+        """Tokens that may follow the texts of these requests, by request; of those that have no drafts yet.
+
+        Beside so many rows that no draft could pay it looks at none of them.
+        """
+        if not decoding or (self._asked.adaptive and not may_pay(len(decoding), self._costs)):
+            return []
+        found, beside = self._search(decoding)
+        if not found:
+            return []
+        lengths = self._lengths(found, beside)
+        return [
+            (each.request, self._taken(each, length)) for each, length in zip(found, lengths, strict=True) if length
+        ]
+
+    def _search(self, decoding: Collection[Request]) -> tuple[list[_Found], Beside]:
+        found: list[_Found] = []
+        num_forced, num_bare, to_index = 0, 0, MOST_INDEXED
+        for request in decoding:
+            if request.drafts:
+                num_forced += len(request.drafts)
+                continue
+            lookup = self._lookups.get(request.request_id)
+            if lookup is None:
+                lookup = self._lookups[request.request_id] = Lookup(make_index(self._asked))
+            to_index -= lookup.index.extend(request.token_ids, to_index)
+            most = min(self._asked.num_tokens, request.most_drafts)
+            match = lookup.index.find(request.token_ids) if most > 0 else None
+            if match is None:
+                num_bare += 1
+            else:
+                found.append(_Found(request, lookup, match, grade_of(match), most))
+        return found, Beside(len(decoding), num_forced, num_bare)
+
+    def _lengths(self, found: list[_Found], beside: Beside) -> list[int]:
+        room = max(0, self._most_tokens - beside.num_rows - beside.num_forced)
+        if not self._asked.adaptive:
+            return [max(0, min(each.most, room // len(found))) for each in found]
+        wishes = [Wish(self._chance(each), each.most) for each in found]
+        lengths = choose_lengths(wishes, beside, room, self._costs)
+        self._probes.add([each.lookup.turns for each in found], lengths, room)
+        return lengths
+
+    def _chance(self, found: _Found) -> float:
+        grade = found.grade
+        common = self._common.chance(grade, FIRST_GUESSES[grade], COMMON_WEIGHT)
+        return found.lookup.record.chance(grade, common, COMMON_WEIGHT)
+
+    def _taken(self, found: _Found, length: int) -> tuple[int, ...]:
+        """Up to a token that would end the answer: what came after it would be for nothing."""
+        found.lookup.grade = found.grade
+        drafts = continuation(found.request.token_ids, found.match.start, length)
+        stops = found.request.stop_token_ids
+        return next((drafts[:end] for end, token in enumerate(drafts) if token in stops), drafts)
+
+
+def grade_of(match: Match) -> int:
+    return sum(match.length >= least for least in GRADES)
+
+
+def make_index(asked: SpeculativeConfig) -> TextIndex:
+    if asked.method == "ngram":
+        return NgramIndex(asked.min_match, asked.max_match)
+    return SuffixIndex(asked.min_match)

@@ -1,0 +1,374 @@
+"""Owns the start on a device: what is measured and what follows from it, and what is refused with its reason.
+Never needs a GPU: a fake one answers with memory that the test makes up."""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.batch.inputs import check_plan
+from engine.batch.logit_controls import control_logits
+from engine.build.engine import build_engine
+from engine.build.executor import create_executor
+from engine.build.gpu import DECODE_CONTEXT, create_on_device, largest_step, longest_decode_step
+from engine.config import GPU_ONLY, ConfigError, EngineConfig, ResolvedConfig
+from engine.execution.device import HostDevice, choose_device, device_faults
+from engine.execution.gpu.executor import DeviceExecutor
+from engine.execution.gpu.model import DeviceModel
+from engine.models.config import ModelConfig, read_model_config
+from engine.models.decoder import Decoder
+from engine.models.kv_cache import KVCache
+from engine.models.weights import dummy_weights, load_weights
+from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, RowKind, StepPlan
+from tests.support.engines import resolved_config
+from tests.support.fake_device import CachingDevice, FakeDevice, write_model
+from tests.support.fake_flash import FakeFlash
+from tests.support.tiny_models import save_model
+from tests.support.tiny_vision import save_vision_model
+
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 2  # K and V, layers, tokens, KV heads, head_dim, bfloat16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm_flash_attn", FakeFlash())  # type: ignore[arg-type]
+
+
+def create(model: Path, device: FakeDevice | None = None, **settings: Any) -> tuple[DeviceExecutor, ResolvedConfig]:
+    engine = {"load_format": "dummy", "num_threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 40}
+    return create_on_device(model, EngineConfig(**engine | settings), device or FakeDevice(), "a test")
+
+
+MIB = 1 / 1024
+
+
+@pytest.mark.usefixtures("_flash")
+def test_kv_blocks_follow_from_what_is_measured_at_the_start(model: Path) -> None:
+    # Free: at the start, with weights, with the probe's cache, after the largest steps, after the captures' own work,
+    # once that is released, after captures.
+    free = [15, 12, 11.5, 10, 9.75, 11.5, 10.75]
+    executor, resolved = create(model, FakeDevice(free), gpu_memory_utilization=0.75)
+    left = 12 - 1 - 3 - 1.75 - 0.75  # others, weights, the largest step, captures
+    assert resolved.num_kv_blocks == int(left * 2**20) // BLOCK_BYTES - 1
+    assert len(executor.model.cache.layers[0][0]) == resolved.num_kv_blocks + 1, "one is for padding"
+    assert "what gpu_memory_utilization 0.75 leaves; others 0.00, weights" in resolved.reasons["num_kv_blocks"]
+    assert (resolved.device, resolved.kernels, resolved.dtype) == ("fake GPU", "vllm_flash_attn", "bfloat16")
+    assert resolved.reasons["cuda_graphs"].startswith("all: the attention can be captured; ")
+
+
+WEIGHTS, OF_A_TOKEN = 3 * 2**20, 64 * 2**10
+"""Bytes that a CachingDevice is told of: in all, and for each token of a forward pass."""
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> CachingDevice:
+    """A device of 16 MiB that is told of weights, KV caches and forward passes."""
+    device, allocate, forward = CachingDevice(16 * 2**20), KVCache.allocate, Decoder.forward
+
+    def weights(*args: Any, **options: Any) -> Any:
+        device.hold(WEIGHTS)
+        return dummy_weights(*args, **options)
+
+    def cache(*args: Any) -> KVCache:
+        made = allocate(*args)
+        for tensor in (tensor for pair in made.layers for tensor in pair):
+            device.hold(tensor.nbytes)
+            weakref.finalize(tensor, device.give_up, tensor.nbytes)
+        return made
+
+    def run(self: Decoder, *args: Any) -> Any:
+        device.use(len(args[0]._token_ids) * OF_A_TOKEN)
+        return forward(self, *args)
+
+    monkeypatch.setattr("engine.build.gpu.dummy_weights", weights)
+    monkeypatch.setattr(KVCache, "allocate", cache)
+    monkeypatch.setattr(Decoder, "forward", run)
+    monkeypatch.setattr(FakeFlash, "_record", lambda *_: None)  # it would keep the caches
+    return device
+
+
+@pytest.mark.usefixtures("_flash")
+@pytest.mark.parametrize(("scope", "kept"), [("none", 0), ("decode", 4), ("all", 40)])
+def test_what_captures_keep_is_counted_beside_what_steps_use(
+    model: Path, monkeypatch: pytest.MonkeyPatch, scope: str, kept: int
+) -> None:
+    """It was less by what the largest step had left in the allocator's cache: nothing, of captured decode alone."""
+    device = watched(monkeypatch)
+    executor, resolved = create(model, device, cuda_graphs=scope)
+    spare, left = scope != "none", int(0.9 * 16 * 2**20) - WEIGHTS - (40 + kept) * OF_A_TOKEN
+    assert resolved.num_kv_blocks == left // BLOCK_BYTES - spare
+    held = WEIGHTS + kept * OF_A_TOKEN + (resolved.num_kv_blocks + spare) * BLOCK_BYTES
+    assert device.held == held, "nothing is left of what was for measuring"
+    executor.shutdown()
+
+
+@pytest.mark.usefixtures("_flash")
+def test_captures_larger_than_any_step_have_memory_to_run_their_work_in(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each capture runs its work first: the second of this size does so beside what the first keeps."""
+    sizes: dict[str, Any] = {"cuda_graph_mixed_tokens": (64,), "cuda_graph_mixed_rows": (2, 4)}
+    _, resolved = create(model, watched(monkeypatch), gpu_memory_utilization=1.0, **sizes)
+    assert resolved.num_kv_blocks == (16 * 2**20 - WEIGHTS - 2 * 64 * OF_A_TOKEN) // BLOCK_BYTES - 1
+
+
+@pytest.mark.usefixtures("_flash")
+def test_captures_that_do_not_fit_beside_kv_blocks_are_refused_by_their_setting(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture, caches = DeviceModel.capture, list[int]()
+
+    def second_fails(self: DeviceModel, *args: Any) -> None:
+        caches.append(len(self.cache.layers[0][0]))
+        if len(caches) == 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        capture(self, *args)
+
+    monkeypatch.setattr(DeviceModel, "capture", second_fails)
+    with pytest.raises(ConfigError, match=r"cuda_graphs is auto, but .* for its \d+ sizes beside .* and 7 KV blocks"):
+        create(model, num_kv_blocks=7)
+    assert caches[1] == 8
+
+
+@pytest.mark.usefixtures("_flash")
+def test_kv_blocks_that_somebody_took_the_memory_of_are_refused_by_their_settings(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the measurement and the allocation another process may take it: that was a traceback of torch's."""
+    allocate = KVCache.allocate
+
+    def second_fails(of: ModelConfig, num_blocks: int, *args: Any) -> KVCache:
+        if num_blocks == 8:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return allocate(of, num_blocks, *args)
+
+    monkeypatch.setattr(KVCache, "allocate", second_fails)
+    with pytest.raises(ConfigError, match=r"^8 KV blocks of \d+ bytes do not fit: .* num_kv_blocks or gpu_memory"):
+        create(model, num_kv_blocks=7)
+
+
+@pytest.mark.usefixtures("_flash")
+def test_the_first_decode_step_of_an_engine_has_long_contexts(model: Path) -> None:
+    """Kernels choose their configurations in it, for good: it was the padding that the first capture runs."""
+    flash: Any = sys.modules["vllm_flash_attn"]
+    create(model)
+    first = next(call for name, call in flash.calls if name == "kvcache")
+    assert first["cache_seqlens"].tolist() == [256] * 4
+
+
+def test_the_longest_decode_step_has_a_row_of_any_length_and_others_that_are_bounded() -> None:
+    config = resolved_config(max_num_seqs=3, max_num_batched_tokens=8, max_model_len=131_072, block_size=16)
+    plan = longest_decode_step(config)
+    check_plan(plan, 16)
+    assert [row.end for row in plan.rows] == [131_072, DECODE_CONTEXT, DECODE_CONTEXT]
+    check_plan(longest_decode_step(replace(config, recurrent_state=True)), 16, 3)
+
+
+def test_every_row_of_the_largest_step_wants_a_copy_of_its_logits() -> None:
+    rows = [row.sampling for row in largest_step(resolved_config(max_num_seqs=3)).rows]
+    logits = torch.zeros(3, 9)
+    for number, row in enumerate(rows):
+        assert row is not None
+        alone = logits[number : number + 1]
+        assert control_logits(alone, [row], [()]) is not alone
+
+
+def test_without_captures_no_block_is_set_aside(model: Path) -> None:
+    executor, resolved = create(model, FakeDevice([15, 12, 11.5, 10]), attention="torch")
+    assert resolved.num_kv_blocks == int((0.9 * 16 - 1 - 3 - 1.5) * 2**20) // BLOCK_BYTES
+    assert len(executor.model.cache.layers[0][0]) == resolved.num_kv_blocks
+    assert resolved.reasons["cuda_graphs"] == "none: torch attention cannot be captured; 0 sizes"
+
+
+def test_blocks_that_are_asked_for_are_checked_against_what_is_left(model: Path) -> None:
+    assert create(model, num_kv_blocks=7)[1].num_kv_blocks == 7
+    _, resolved = create(model, kv_cache_memory_gib=MIB)
+    assert resolved.num_kv_blocks == 2**20 // BLOCK_BYTES
+    with pytest.raises(ConfigError, match="num_kv_blocks 4096 takes"):
+        create(model, FakeDevice([15, 12, 11.5, 10]), num_kv_blocks=4096)
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization 0\.3 leaves"):
+        create(model, FakeDevice([15, 12, 11.5, 10]), gpu_memory_utilization=0.3)
+
+
+@pytest.mark.parametrize(("seqs", "tokens", "length"), [(8, 32, 256), (1, 2, 256), (64, 512, 100), (8, 500, 40)])
+def test_the_largest_step_is_one_that_can_be_planned(seqs: int, tokens: int, length: int) -> None:
+    config = resolved_config(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=length, block_size=16)
+    plan = largest_step(config)
+    check_plan(plan, 16)
+    assert plan.num_tokens == min(tokens, seqs * length)
+    assert len(plan.rows) == seqs
+    assert all(row.end <= length for row in plan.rows)
+    assert max(max(row.block_ids) for row in plan.rows) < len(plan.rows[0].block_ids)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (RowKind.LAST, "max_num_batched_tokens is 40, but the GPU has no memory"),
+        (RowKind.DECODE, "max_num_seqs is 4 and max_model_len 256, but the GPU has no memory for a decode step"),
+    ],
+)
+def test_a_step_that_does_not_fit_beside_the_weights_is_refused_at_the_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kind: RowKind, why: str
+) -> None:
+    start = DeviceModel.start
+
+    def no_memory(self: DeviceModel, plan: StepPlan, *rest: Any) -> Any:
+        if plan.rows[0].kind is kind:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return start(self, plan, *rest)
+
+    monkeypatch.setattr(DeviceModel, "start", no_memory)
+    with pytest.raises(ConfigError, match=why):
+        create(model)
+
+
+@pytest.mark.usefixtures("_flash")
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("engine.build.gpu.dummy_weights", r"weights of .* in bfloat16 do not fit: 0\.01 of fake GPU's 0\.02 GiB"),
+        ("engine.execution.gpu.model.DeviceModel.capture", r"cuda_graphs is auto, but .* no memory for its \d+ sizes"),
+    ],
+)
+def test_weights_and_captures_that_do_not_fit_are_refused_by_what_there_is(
+    model: Path, monkeypatch: pytest.MonkeyPatch, place: str, why: str
+) -> None:
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(place, no_memory)
+    with pytest.raises(ConfigError, match=why):
+        create(model)
+
+
+@pytest.mark.usefixtures("_flash")
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"kernels": "native"}, "kernels is native, which is for the CPU's kernels"),
+        ({"quantize": "int8"}, "quantize is int8, which is for the CPU's kernels"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is int8, which is for the CPU's kernels"),
+        ({"batch_invariant": True}, "batch_invariant is True, which is for the CPU's kernels"),
+        ({"attention": "vllm_flash_attn", "dtype": "float32"}, "attention cannot run: dtype is float32"),
+        ({"attention": "torch", "cuda_graphs": "all"}, "cuda_graphs is all, but torch attention cannot be captured"),
+        ({"attention": "torch", "cuda_graphs": "decode"}, "cuda_graphs is decode, but torch"),
+        ({"attention": "torch", "cuda_graph_decode_rows": (4,)}, r"cuda_graph_decode_rows is \[4\], but .* none"),
+        ({"cuda_graphs": "none", "cuda_graph_decode_rows": (4,)}, r"cuda_graph_decode_rows is \[4\], but .* none"),
+        ({"cuda_graphs": "decode", "cuda_graph_mixed_rows": (4,)}, r"cuda_graph_mixed_rows is \[4\], but .* decode"),
+        ({"cuda_graph_decode_rows": (1, 2)}, "cuda_graph_decode_rows ends at 2, but max_num_seqs is 4"),
+        ({"cuda_graph_mixed_tokens": (16,)}, "ends at 16, but max_num_batched_tokens is 40"),
+        ({"max_loras": 2}, "max_loras is 2, but adapters run on the CPU alone: set device cpu"),
+    ],
+)
+def test_what_cannot_act_on_a_gpu_is_refused_before_weights_are_read(
+    model: Path, settings: dict[str, Any], why: str
+) -> None:
+    device = FakeDevice()
+    with pytest.raises(ConfigError, match=why):
+        create(model, device, **settings)
+    assert device.asked == []
+
+
+@pytest.mark.usefixtures("_flash")
+def test_captures_have_the_sizes_that_are_asked_for(model: Path) -> None:
+    executor, _ = create(
+        model, cuda_graph_decode_rows=(2, 4), cuda_graph_mixed_tokens=(10, 40), cuda_graph_mixed_rows=(4,)
+    )
+    names = sorted(bucket.name for bucket in executor.model._captured)
+    assert names == ["decode 2", "decode 4", "mixed 10x4", "mixed 40x4"]
+
+
+# --- which device ----------------------------------------------------------------------------------------------------
+
+
+def gpu_settings() -> dict[str, Any]:
+    values = {"gpu_memory_utilization": 0.5, "attention": "torch", "cuda_graphs": "none"}
+    return values | {name: (64, 512) for name in GPU_ONLY if name.startswith("cuda_graph_")}
+
+
+@pytest.mark.parametrize("name", GPU_ONLY)
+def test_a_setting_for_gpus_is_refused_on_the_cpu(model: Path, name: str) -> None:
+    config = EngineConfig(device="cpu", load_format="dummy", **{name: gpu_settings()[name]})
+    with pytest.raises(ConfigError, match=f"{name} is .*, which is for a GPU, and this engine runs on none: asked for"):
+        create_executor(model, config)
+    with pytest.raises(ConfigError, match=f"{name} is .* executor is fake"):
+        build_engine("any", EngineConfig(executor="fake", **{name: gpu_settings()[name]}))
+
+
+def test_a_model_that_takes_images_is_refused_on_a_gpu_by_name(tmp_path: Path) -> None:
+    save_vision_model(tmp_path)
+    with pytest.raises(ConfigError, match="Qwen2_5_VLForConditionalGeneration runs on the CPU alone, and device is"):
+        create(tmp_path)
+
+
+def test_the_fake_executor_has_no_device() -> None:
+    with pytest.raises(ConfigError, match="device is cuda, but executor is fake"):
+        build_engine("any", EngineConfig(executor="fake", device="cuda"))
+
+
+def test_a_gpu_that_torch_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"device is cuda, but torch .* sees no GPU"):
+        choose_device(EngineConfig(device="cuda"))
+    for asked in ("auto", "cpu"):
+        assert isinstance(choose_device(EngineConfig(device=asked))[0], HostDevice)
+
+
+def test_a_gpu_is_taken_where_torch_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("engine.execution.device.CudaDevice", FakeDevice)
+    device, reason = choose_device(EngineConfig())
+    assert isinstance(device, FakeDevice)
+    assert "sees fake GPU" in reason
+    assert type(choose_device(EngineConfig(device="cpu"))[0]) is HostDevice
+
+
+@pytest.mark.parametrize("name", ["num_kv_blocks", "kv_cache_memory_gib"])
+def test_of_two_settings_that_say_how_many_blocks_there_are_one_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is 3, .* so gpu_memory_utilization \(0.5\) would never act"):
+        EngineConfig(**{name: 3, "gpu_memory_utilization": 0.5})
+
+
+def test_faults_of_the_device_are_told_from_want_of_memory_and_from_bugs() -> None:
+    faults = {
+        ExecutorOutOfMemoryError: torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."),
+        ExecutorFatalError: RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError: RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
+    }
+    for kind, error in faults.items():
+        with pytest.raises(kind, match=re.escape(str(error))) as caught, device_faults():
+            raise error
+        assert type(caught.value) is kind
+
+
+def test_weights_are_read_straight_to_the_device_shard_by_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import engine.models.weights as module
+
+    save_model("llama", tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    asked, opened = [], module.safe_open
+
+    def watched(file: Path, *, framework: str, device: str) -> Any:
+        asked.append(device)
+        return opened(file, framework=framework, device="cpu")
+
+    monkeypatch.setattr(module, "safe_open", watched)
+    config = read_model_config(tmp_path)
+    weights = load_weights(tmp_path, config, torch.bfloat16, torch.device("meta"))
+    assert set(asked) == {"meta"}
+    assert len(asked) > 1
+    assert weights.embedding.device.type == weights.layers[0].qkv.weight.device.type == "meta"

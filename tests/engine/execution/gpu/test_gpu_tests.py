@@ -1,0 +1,31 @@
+"""Owns that the tests of a GPU would run on one: those of the engine and of attention pass on a stand-in.
+Never runs Triton's kernels: tests/kernels/triton does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow  # all of tests/gpu
+def test_the_tests_of_a_gpu_pass_on_a_stand_in(tmp_path: Path) -> None:
+    """A mistake in them would be found on a card that is lent for minutes. All but the thousand cancels, which take
+    minutes here."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.gpu_stand_in", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "tests/gpu/test_engine.py", "tests/gpu/test_attention.py", "-k", "not thousand"],
+        cwd=Path(__file__).parents[4],
+        env=os.environ | {"STAND_IN_SHAPES": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= 200, "with FlashAttention and with torch's attention"

@@ -1,0 +1,209 @@
+"""Contracts of the line that takes images: what its config.json may say, in both of its forms, and how it starts.
+Never computes an answer: tests/golden/test_vision.py does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.build.executor import create_executor
+from engine.config import ConfigError, EngineConfig, SchedulerConfig
+from engine.models.config import CheckpointError, parse_model_config
+from engine.models.encoding import EncodingModel
+from engine.models.parameters import allocate, checkpoint_table
+from engine.models.vision_config import PixelConfig, read_pixels
+from engine.models.vision_weights import allocate_vision, vision_table
+from engine.models.weights import load_weights
+from engine.multimodal_inputs import SpanInput
+from tests.support.tiny_models import edit_config, save_model
+from tests.support.tiny_vision import IMAGE, save_vision_model
+
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "eos_token_id": 151645,
+    "image_token_id": 151655,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 70,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 151936,
+}
+"""As Qwen2.5-VL-3B-Instruct's config.json has it."""
+
+
+def test_the_published_form_is_read_and_has_as_many_parameters_as_the_model() -> None:
+    config = parse_model_config(PUBLISHED)
+    assert config.vision is not None
+    assert (config.vision.position_sections, config.vision.side, config.qkv_bias) == ((16, 24, 24), 28, True)
+    assert (config.rope.rope_type, config.rope.theta) == ("default", 1e6)
+    weights = allocate(config, torch.bfloat16, torch.device("meta"))
+    with torch.device("meta"):
+        vision = allocate_vision(config.vision, torch.bfloat16)
+    tables = (checkpoint_table(config, weights), vision_table(vision))
+    assert sum(view.numel() for table in tables for view in table.values()) == 3_754_622_976
+
+
+def test_the_form_that_transformers_writes_says_the_same() -> None:
+    text = {key: value for key, value in PUBLISHED.items() if key not in ("architectures", "vision_config")}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    text = {key: value for key, value in text.items() if key not in ("rope_scaling", "rope_theta", "image_token_id")}
+    nested = {
+        "architectures": PUBLISHED["architectures"],
+        "image_token_id": 151655,
+        "text_config": text | {"rope_parameters": rope},
+        "vision_config": PUBLISHED["vision_config"],
+    }
+    assert parse_model_config(nested) == parse_model_config(PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 23]}}, "mrope_section"),
+        ({"vision_config": PUBLISHED["vision_config"] | {"hidden_act": "gelu"}}, "hidden_act 'gelu'"),
+        ({"vision_config": PUBLISHED["vision_config"] | {"in_chans": 4}}, "in_channels 4"),
+        ({"vision_config": PUBLISHED["vision_config"] | {"window_size": 100}}, "windows of 100"),
+        ({"vision_config": PUBLISHED["vision_config"] | {"out_hidden_size": 1024}}, "out_hidden_size 1024"),
+        ({"vision_config": PUBLISHED["vision_config"] | {"num_heads": 3}}, "3 heads"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse_model_config(PUBLISHED | changes)
+
+
+def test_what_the_processor_says_is_kept_or_refused_by_name() -> None:
+    vision = parse_model_config(PUBLISHED).vision
+    assert vision is not None
+    assert read_pixels({}, vision) == PixelConfig()
+    sizes = {"size": {"shortest_edge": 3136, "longest_edge": 12845056}, "image_mean": [0, 0, 0], "patch_size": 14}
+    found = read_pixels(sizes, vision)
+    assert (found.min_pixels, found.max_pixels, found.mean) == (3136, 12845056, (0, 0, 0))
+    for name, value in (("patch_size", 16), ("merge_size", 1), ("do_normalize", False), ("resample", 2)):
+        with pytest.raises(ValueError, match=f"{name} {value}"):
+            read_pixels({name: value}, vision)
+
+
+def test_a_processor_that_is_not_computed_is_refused_with_its_file(tmp_path: Path) -> None:
+    save_vision_model(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"do_resize": false}')
+    with pytest.raises(CheckpointError, match=r"preprocessor_config.json: do_resize False is not supported"):
+        create_executor(tmp_path, settings())
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(ConfigError, match="an image has at least 3136 pixels"):
+        create_executor(tmp_path, settings(num_kv_blocks=2))
+
+
+# --- starts ---------------------------------------------------------------------------------------------------------
+
+
+def settings(**changes: Any) -> EngineConfig:
+    return EngineConfig(**{"dtype": "float32", "num_kv_blocks": 64, "num_threads": 1, **changes})
+
+
+def test_a_tensor_of_the_encoder_that_is_missing_or_left_over_is_named(tmp_path: Path) -> None:
+    save_vision_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for depth, told in ((4, r"visual.blocks.3.*missing"), (2, r"unexpected tensor visual.blocks.2")):
+        edit_config(tmp_path, vision_config=config["vision_config"] | {"depth": depth})
+        with pytest.raises(CheckpointError, match=told):
+            create_executor(tmp_path, settings())
+    edit_config(tmp_path, vision_config=config["vision_config"])
+    with pytest.raises(CheckpointError, match=r"unexpected tensor visual"):
+        load_weights(tmp_path, parse_model_config(config), torch.float32)
+
+
+def test_random_weights_are_those_of_the_encoder_too(tmp_path: Path) -> None:
+    save_vision_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    first, resolved = create_executor(tmp_path, settings(load_format="dummy"))
+    second, _ = create_executor(tmp_path, settings(load_format="dummy"))
+    grid = (1, 2, 3)
+    given = SpanInput.of("image", 0, grid, bytes(range(256))[:192] * 6)
+    embeddings = []
+    for executor in (first, second):
+        assert isinstance(executor.model, EncodingModel)
+        embeddings.append(executor.model.encoder.encode(grid, given.data[: resolved.inputs[0].num_bytes(grid)]))
+    assert torch.equal(*embeddings)
+    assert embeddings[0].isfinite().all()
+    assert embeddings[0].std() > 1e-3
+
+
+def test_the_largest_image_is_what_a_step_a_request_and_the_cache_take(tmp_path: Path) -> None:
+    save_vision_model(tmp_path)
+
+    def largest(**changes: Any) -> tuple[int, str]:
+        resolved = create_executor(tmp_path, settings(**changes))[1]
+        (kind,) = resolved.inputs
+        assert (kind.name, kind.token_id, kind.side, kind.chunkable) == ("image", IMAGE, 8, False)
+        return kind.max_tokens, resolved.reasons["largest image"]
+
+    assert largest() == (64, "as the checkpoint says; larger ones are scaled down")
+    small = {"max_num_seqs": 4, "num_speculative_tokens": 0, "max_num_batched_tokens": 50}
+    assert largest(**small)[0] == 46
+    assert largest(**small, max_prefill_tokens=20)[0] == 20
+    extends = SchedulerConfig(atomic_policy="extend")
+    assert largest(**small, max_prefill_tokens=20, scheduler=extends)[0] == 46
+    assert largest(num_kv_blocks=2) == (
+        32,
+        "32 tokens, so that a request holds it (max_model_len, num_kv_blocks); larger ones are scaled down",
+    )
+    found = largest(encoder_cache_memory_gib=30 * 96 * 4 / 2**30)
+    assert found == (30, "30 tokens, so that encoder_cache_memory_gib keeps it; larger ones are scaled down")
+    with pytest.raises(ConfigError, match="An image has at most 3 tokens, so that encoder_cache_memory_gib keeps it"):
+        largest(encoder_cache_memory_gib=3 * 96 * 4 / 2**30)
+
+
+def test_native_kernels_are_refused_by_name_and_not_chosen_and_the_reason_is_told(tmp_path: Path) -> None:
+    save_vision_model(tmp_path)
+    resolved = create_executor(tmp_path, settings())[1]
+    assert "not native: they have no encoder" in resolved.reasons["kernels"]
+    with pytest.raises(ConfigError, match="they have no encoder"):
+        create_executor(tmp_path, settings(kernels="native"))
+    with pytest.raises(ConfigError, match="batch_invariant needs the native kernels"):
+        create_executor(tmp_path, settings(batch_invariant=True))
+
+
+@pytest.mark.parametrize("changes", [{"max_encoder_tokens": 5}, {"encoder_cache_memory_gib": 1.0}])
+def test_a_model_without_an_encoder_refuses_its_settings(tmp_path: Path, changes: dict[str, Any]) -> None:
+    save_model("llama", tmp_path)
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))} is .* LlamaForCausalLM takes text alone"):
+        create_executor(tmp_path, settings(**changes))
+
+
+def test_settings_of_the_encoder_reach_the_engine(tmp_path: Path) -> None:
+    save_vision_model(tmp_path)
+    resolved = create_executor(tmp_path, settings(max_encoder_tokens=77, encoder_cache_memory_gib=0.5))[1]
+    assert (resolved.max_encoder_tokens, resolved.encoder_cache_tokens) == (77, 2**29 // (96 * 4))

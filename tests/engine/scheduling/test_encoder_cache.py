@@ -1,0 +1,64 @@
+"""Contracts of what is kept encoded: held contents stay, others go by age, and what went is told once."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.scheduling.encoder_cache import EncoderCache
+
+A, B, C = b"a", b"b", b"c"
+
+
+def kept(cache: EncoderCache) -> set[bytes]:
+    return {digest for digest in (A, B, C) if digest in cache}
+
+
+def test_a_held_content_outlives_younger_ones_that_nobody_holds() -> None:
+    cache = EncoderCache(20)
+    cache.hold(A, "r")
+    assert cache.use(A, 12)
+    assert cache.use(B, 4)
+    assert cache.use(C, 8)
+    assert (kept(cache), cache.num_tokens) == ({A, C}, 20)
+    assert cache.take_dropped() == (B,)
+    assert cache.take_dropped() == ()
+
+
+def test_a_content_is_held_until_the_last_request_lets_go() -> None:
+    cache = EncoderCache(10)
+    for name in ("r", "s"):
+        cache.hold(A, name)
+        cache.hold(A, name)
+    cache.use(A, 10)
+    cache.let_go(A, "r")
+    assert not cache.has_room({B: 1}, gone=())
+    cache.let_go(A, "s")
+    cache.let_go(A, "s")
+    assert cache.has_room({B: 10}, gone=())
+    assert cache.num_held == 0
+
+
+def test_requests_that_a_plan_preempts_hold_nothing_in_it() -> None:
+    """Else a plan that preempts whoever holds the room would still find none for the request that it makes it for."""
+    cache = EncoderCache(10)
+    cache.hold(A, "r")
+    cache.use(A, 10)
+    assert not cache.has_room({B: 5}, gone=["s"])
+    assert cache.has_room({B: 5}, gone=["s", "r"])
+
+
+@pytest.mark.parametrize(("size", "fits"), [(3, True), (4, False)])
+def test_what_is_needed_counts_once_however_it_is_kept(size: int, fits: bool) -> None:
+    cache = EncoderCache(10)
+    cache.hold(A, "r")
+    cache.use(A, 7)
+    assert cache.has_room({A: 7, B: size}, gone=()) is fits
+
+
+def test_a_lost_content_is_dropped_even_if_it_is_encoded_again_at_once() -> None:
+    cache = EncoderCache(10)
+    cache.use(A, 7)
+    cache.lose([A, A])
+    assert (kept(cache), cache.num_tokens) == (set(), 0)
+    assert cache.use(A, 7)
+    assert cache.take_dropped() == (A,)

@@ -1,0 +1,110 @@
+"""Contracts of how many tokens are drafted: as many as are expected to pay, and nobody is slowed down for another's.
+All is arithmetic: chances are taken for true, and steps for as long as the curve says."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.speculation import draft_budget
+from engine.speculation.draft_budget import KEPT, START, Beside, Costs, Wish, choose_lengths, may_pay
+
+CHANCES = st.integers(0, 100).map(lambda percent: percent / 100)
+WISHES = st.lists(st.builds(Wish, CHANCES, st.integers(1, 8)), min_size=1, max_size=5)
+COSTS = st.sampled_from([Costs(1), Costs(4), Costs(8), Costs(128)])
+
+
+def gained(wish: Wish, length: int) -> float:
+    """Tokens that are expected of a draft."""
+    return sum(wish.chance**i for i in range(1, length + 1))
+
+
+def pace(wishes: list[Wish], lengths: list[int], beside: Beside, costs: Costs) -> float:
+    """Tokens for the time of a step of one token."""
+    tokens = beside.num_rows + beside.num_forced
+    expected = tokens + sum(map(gained, wishes, lengths))
+    return expected / (costs.of(tokens + sum(lengths)) + START * any(lengths))
+
+
+@given(wishes=WISHES, bare=st.integers(0, 12), forced=st.integers(0, 6), room=st.integers(0, 30), costs=COSTS)
+def test_drafts_are_expected_to_pay_and_every_row_keeps_its_pace(
+    wishes: list[Wish], bare: int, forced: int, room: int, costs: Costs
+) -> None:
+    beside = Beside(len(wishes) + bare, forced, bare)
+    lengths = choose_lengths(wishes, beside, room, costs)
+    assert all(0 <= length <= wish.most for length, wish in zip(lengths, wishes, strict=True))
+    assert sum(lengths) <= room
+    none = [0] * len(wishes)
+    assert pace(wishes, lengths, beside, costs) >= pace(wishes, none, beside, costs) * (1 - 1e-9)
+    tokens = beside.num_rows + forced
+    slower = (costs.of(tokens + sum(lengths)) + START * any(lengths)) / costs.of(tokens)
+    gains = [1 + gained(*each) for each in zip(wishes, lengths, strict=True)] + [1.0] * bare
+    assert not any(lengths) or min(gains) / slower >= KEPT - 1e-9
+
+
+@given(chance=st.floats(0.05, 0.99), most=st.integers(1, 8), costs=COSTS)
+def test_alone_a_row_is_drafted_almost_as_far_as_is_best(chance: float, most: int, costs: Costs) -> None:
+    wish, beside = Wish(chance, most), Beside(1, 0, 0)
+    (length,) = choose_lengths([wish], beside, 100, costs)
+    best = max(pace([wish], [each], beside, costs) for each in range(most + 1))
+    assert pace([wish], [length], beside, costs) >= 0.85 * best
+
+
+@given(wishes=WISHES, forced=st.integers(0, 6))
+def test_the_likelier_row_is_never_drafted_less_far(wishes: list[Wish], forced: int) -> None:
+    wishes = [wish._replace(most=8) for wish in wishes]
+    lengths = choose_lengths(wishes, Beside(len(wishes), forced, 0), 100, Costs(8))
+    for (one, first), (other, second) in product(zip(wishes, lengths, strict=True), repeat=2):
+        assert one.chance <= other.chance or first >= second
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.01])
+def test_what_is_hardly_ever_right_is_not_drafted(chance: float) -> None:
+    assert choose_lengths([Wish(chance, 8)], Beside(1, 0, 0), 100, Costs(8)) == [0]
+
+
+def test_what_is_always_right_is_drafted_far_for_a_stream_alone_and_not_at_all_for_many() -> None:
+    costs = Costs(8)
+    assert choose_lengths([Wish(0.99, 8)], Beside(1, 0, 0), 100, costs) == [7], "as far as is cheap"
+    many = next(rows for rows in range(1, 100) if not may_pay(rows, costs))
+    assert 4 < many < 16
+    for rows in range(many, 200):
+        assert not may_pay(rows, costs)
+        assert not any(choose_lengths([Wish(1.0, 8)] * rows, Beside(rows, 0, 0), 1000, costs))
+
+
+def test_a_stream_without_drafts_is_not_slowed_down_for_one_that_has_many() -> None:
+    costs, wish = Costs(8), Wish(0.99, 8)
+    alone, beside = (choose_lengths([wish], Beside(1 + bare, 0, bare), 100, costs) for bare in (0, 1))
+    assert 0 < beside[0] < alone[0]
+    assert costs.of(2 + beside[0]) + START <= costs.of(2) / KEPT
+
+
+@given(st.integers(1, 256), COSTS)
+def test_a_step_takes_longer_with_each_token_and_ever_more_so(tokens: int, costs: Costs) -> None:
+    first, second, third = (costs.of(tokens + more) for more in range(3))
+    assert first < second < third
+    assert third - second >= second - first - 1e-12
+    assert costs.of(1) == 1
+
+
+def test_the_curve_is_told_from_what_it_was_fitted_to() -> None:
+    """It once named figures that its page did not have."""
+    results = Path(__file__).parents[3] / "loadtest" / "results"
+    code = Path(draft_budget.__file__).read_text(encoding="utf-8")
+    told = " ".join(code.partition("CHEAP, DEAR")[2].partition("START =")[0].split())
+    rows = {}
+    for name in ("engine_step_vectors", "engine_step"):
+        cells = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))["cells"]
+        native = [cell for cell in cells if (cell["step"], cell["kernels"]) == ("decode", "native")]
+        rows[name] = {cell["size"]: cell["ms_p50"] for cell in native}
+    fitted, matrix = rows["engine_step_vectors"], rows["engine_step"]
+    assert re.findall(r"(\d+\.\d)(?: ms)? for (\d+)", told) == [(f"{ms:.1f}", str(size)) for size, ms in fitted.items()]
+    assert f"to {matrix[32] / matrix[1]:.1f} times" in told
+    assert f"this curve has {Costs(8).of(32):.1f}" in told
