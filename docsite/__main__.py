@@ -1,0 +1,20 @@
+"""Writes every generated page of docs/ anew: `make docs`.
+Never writes a page that is as it should be."""
+
+from __future__ import annotations
+
+import argparse
+
+from docsite.pages import ROOT, rendered
+
+
+def main() -> None:
+    argparse.ArgumentParser(prog="python -m docsite", description=__doc__).parse_args()
+    for path, text in rendered().items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

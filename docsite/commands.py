@@ -1,0 +1,143 @@
+"""Makes the reference of the command line: what `make` does, and what each program says to `--help`.
+Never describes a program in words of its own, except `serve`, whose help is Ray's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+INTRODUCTION = """\
+# Command line
+
+Written by `make docs`. Programs run in the environment that `make install` makes: `.venv/bin/...`.
+
+## serve
+
+Ray Serve's own command, with [checks before and a clean end after](start.md) `serve run`.
+
+| command | what it does |
+|---|---|
+| `serve run config.yaml` | Checks the config, starts Ray and the server, waits. `--verbose` shows what they print. |
+| `serve deploy config.yaml` | Applies a config to the server that runs. |
+| `serve status` | How the applications of the running server are. |
+| `serve config` | What config it has. |
+| `serve shutdown` | Ends it. |
+| `serve --version` | The versions of chunkserve and Ray. |
+
+Where several servers run, `--address` chooses one. All other options are Ray's: `serve run --help`.
+"""
+
+VARIABLES = {
+    "CHUNKSERVE_CACHE": "Where prepared models are kept. Unset: `~/.cache/chunkserve`.",
+    "CHUNKSERVE_KERNELS_CACHE": "Where compiled kernels are kept. Unset: in the user's cache directory.",
+    "CHUNKSERVE_VERBOSE": "`1`: as `serve run --verbose`.",
+    "CHUNKSERVE_MAX_CONNECTIONS_PER_SOURCE": "Connections that one source may have; 0: no limit. "
+    "See [HTTP limits](http-limits.md).",
+    "CHUNKSERVE_HAPROXY_BINARY": "The HAProxy to run in place of Ray's.",
+    "CHUNKSERVE_DATA": "The folder with traces for the simulator's studies.",
+    "CHUNKSERVE_TEST_SEED": "The seed of the random tests.",
+}
+"""What users may set. Others are set by programs for programs."""
+
+PROGRAMS = (
+    "engine.checkpoints.prepare",
+    "serve_app.auth",
+    "loadtest.load",
+    "loadtest.find_rate",
+    "loadtest.sim.load",
+    "benchmarks.engine.gpu",
+    "benchmarks.engine.mixed",
+    "benchmarks.engine.memory",
+    "benchmarks.engine.step",
+    "benchmarks.engine.scheduler",
+    "benchmarks.engine.speculation",
+    "benchmarks.kernels",
+    "benchmarks.ingress.stalls",
+    "benchmarks.routing",
+    "loadtest.transport",
+    "loadtest.peers",
+    "loadtest.chart",
+    "k8s.drain",
+    "k8s.validate",
+)
+"""Those that a user or an operator may call, in the order of the page."""
+
+# Each in a process of its own, forked once torch is imported, which most of them need and which takes seconds.
+_ALL = """
+import contextlib, io, json, os, runpy, sys
+import torch
+
+def told(program):
+    out = io.StringIO()
+    sys.argv = [program, "--help"]
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    return out.getvalue()
+
+found = {}
+for program in json.load(sys.stdin):
+    read, write = os.pipe()
+    if os.fork() == 0:
+        with open(write, "w") as pipe:
+            pipe.write(told(program))
+        os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        found[program] = pipe.read()
+    os.wait()
+json.dump(found, sys.stdout)
+"""
+
+
+def render() -> str:
+    """The page as Markdown."""
+    return "\n".join([INTRODUCTION, *_targets(), *_variables(), *_programs(help_of(PROGRAMS))])
+
+
+def _targets() -> Iterator[str]:
+    yield from ("## make", "", "| target | what it does |", "|---|---|")
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for name, about in re.findall(r"^([\w-]+):.*?## (.*)$", text, re.MULTILINE):
+        yield f"| `make {name}` | {about.replace('|', '&#124;')} |"
+    yield ""
+
+
+def _variables() -> Iterator[str]:
+    yield from ("## Environment", "", "| variable | meaning |", "|---|---|")
+    for name, meaning in VARIABLES.items():
+        yield f"| `{name}` | {meaning} |"
+    yield ""
+
+
+def _programs(helps: dict[str, str]) -> Iterator[str]:
+    for program, text in helps.items():
+        usage, _, told = text.partition("\n\n")  # how a usage is wrapped differs between releases of Python
+        assert usage.startswith("usage: "), program
+        yield from (f"## python -m {program}", "", "```text", told.rstrip(), "```", "")
+
+
+def help_of(programs: Sequence[str]) -> dict[str, str]:
+    """What each says to `--help`."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}){_ALL}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(list(programs)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+        env={**_environment(), "COLUMNS": "100"},
+    )
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS", "NO_COLOR")}

@@ -1,0 +1,148 @@
+"""Lists what a start may refuse, read from the code that refuses it: the message of each `raise`, with … for values.
+Never runs that code, and never rewords a message."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST_PROBLEMS = ("config_file.py",)
+"""Files whose functions yield their problems, a line each."""
+FEWEST_WORDS = 2
+"""A message of fewer words of its own is another's, passed on."""
+MOST_CHARS = 400
+"""Longer messages are cut; their beginning is what is looked for."""
+
+_KINDS = {
+    "ConfigError", "ModelError", "CheckpointError", "AdapterError", "ConfigRefused", "StartFailed", "HAProxyUnusable",
+    "HAProxyMisconfigured", "KeysFileError", "EdgeError", "refused", "TraceMissingError",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What to do about the refusals of some files. `files`: globs from the repository's root."""
+
+    title: str
+    remedy: str
+    files: tuple[str, ...]
+    kinds: frozenset[str] = frozenset(_KINDS)
+
+
+GROUPS = (
+    Group(
+        "The config file and the command",
+        "The line names the file, the line in it and the setting. Correct it there.",
+        ("serve_app/front/*.py", "serve_app/auth.py", "serve_app/settings.py"),
+    ),
+    Group(
+        "HAProxy",
+        "Without HAProxy the Python proxy is used, and the start goes on. A wrong setting for HAProxy ends it.",
+        ("serve_app/front/haproxy.py", "serve_app/edge/*.py"),
+    ),
+    Group(
+        "Settings that exclude each other",
+        "The message names both settings. Change either.",
+        (
+            "engine/config.py",
+            "engine/build/engine.py",
+            "engine/core/core.py",
+            "engine/build/resolve.py",
+            "engine/execution/gpu/cuda_graph_buckets.py",
+        ),
+    ),
+    Group(
+        "Memory of this machine",
+        "The message has both numbers. Lower `kv_cache_memory_gib` or `max_num_batched_tokens`, serve fewer engines "
+        "here, or choose a smaller model.",
+        ("engine/host/*.py", "engine/build/host_fit.py", "engine/models/kv_cache.py"),
+    ),
+    Group("The CPU's kernels", "Set `kernels: auto`, or install what the message names.", ("engine/build/cpu.py",)),
+    Group(
+        "GPU",
+        "`device: auto` serves from the CPU where there is no GPU. For memory lower `gpu_memory_utilization`, "
+        "`max_num_batched_tokens` or the number of captured sizes.",
+        ("engine/build/gpu.py", "engine/execution/device.py", "engine/execution/gpu/[!c]*.py"),
+    ),
+    Group("Draft model", "Choose another draft model or `method: auto`.", ("engine/build/draft.py",)),
+    Group("Images", "Raise `max_num_batched_tokens`, or allow smaller images.", ("engine/build/encoder.py",)),
+    Group(
+        "The model's name, its download and its cache",
+        "Check the name. Behind a firewall, download the model elsewhere and give its directory.",
+        (
+            "engine/checkpoints/prepare.py",
+            "engine/checkpoints/model_source.py",
+            "engine/checkpoints/model_cache.py",
+            "engine/checkpoints/default_model.py",
+        ),
+    ),
+    Group("GGUF files", "The file is damaged, or of a kind that is not read.", ("engine/checkpoints/gguf_*.py",)),
+    Group(
+        "Checkpoints",
+        "The checkpoint is damaged or incomplete, or has a feature that is not computed. Download it again; if the "
+        "message names a feature, the model cannot be served.",
+        ("engine/models/[!k]*.py", "engine/models/families/*.py"),
+        frozenset({*_KINDS, "ValueError"} - {"AdapterError"}),
+    ),
+    Group(
+        "LoRA adapters",
+        "The adapter has a feature that is not computed, is of another model, or is damaged.",
+        ("engine/models/adapter_files.py", "engine/adapter_cache.py"),
+        frozenset({"AdapterError"}),
+    ),
+)
+
+
+def render() -> str:
+    """A section for each group, with each message once."""
+    return "\n".join(line for group in GROUPS for line in _section(group))
+
+
+def _section(group: Group) -> Iterator[str]:
+    yield from (f"## {group.title}", "", group.remedy, "")
+    for message in sorted(set(messages(group)), key=str.lower):
+        yield f"- {message}"
+    yield ""
+
+
+def messages(group: Group) -> Iterator[str]:
+    """The texts of what the group's files raise, those without a word of their own left out."""
+    paths = {path for pattern in group.files for path in ROOT.glob(pattern)}
+    if group.title != "HAProxy":
+        paths.discard(ROOT / "serve_app/front/haproxy.py")
+    for path in sorted(paths):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for text in _told_by(node, group.kinds, lists_problems=path.name in LIST_PROBLEMS):
+                if sum(word.strip(":.,").isalpha() for word in text.split()) >= FEWEST_WORDS:
+                    yield _escaped(text)
+
+
+def _told_by(node: ast.AST, kinds: frozenset[str], *, lists_problems: bool) -> Iterator[str]:
+    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and _name(node.exc) in kinds and node.exc.args:
+        yield _text(node.exc.args[0])
+    elif isinstance(node, ast.Yield) and isinstance(node.value, ast.JoinedStr) and lists_problems:
+        yield _text(node.value)
+
+
+def _name(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _text(node: ast.expr) -> str:
+    """A message's own words; what it is filled with is …"""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    return "…"
+
+
+def _escaped(text: str) -> str:
+    text = " ".join(text.split())
+    text = text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 1] + "…"
+    for mark in "\\`*_<>[]|":
+        text = text.replace(mark, f"\\{mark}")
+    return text

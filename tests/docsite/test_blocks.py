@@ -1,0 +1,184 @@
+"""The documentation is executed: a command or a snippet that no test runs is a claim.
+Never runs what needs a cluster, a GPU or hours; each of those has its reason here."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from docsite.commands import ROOT
+from loadtest import load as live
+from loadtest.find_rate import options_of
+from loadtest.server import Server
+from loadtest.sim import load as simulated
+from loadtest.slo import PASSED
+from serve_app.api.operations import OPERATIONS, Operation
+from serve_app.api.schema import parse_request
+from serve_app.settings import ApiKey, AppSettings
+from tests.docsite.blocks import BLOCKS, block
+from tests.loadtest.test_loadtest_readme import real
+
+pytestmark = pytest.mark.server
+
+ADDRESS = "http://127.0.0.1:8000"
+K8S = (ROOT / "k8s" / "README.md").read_text(encoding="utf-8")
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+COMMANDS = sorted({command for one in BLOCKS if one.kind == "bash" for command in one.commands})
+CURLS = [command for command in COMMANDS if command.startswith("curl ")]
+MADE = [command for command in COMMANDS if command.startswith("make ")]
+LOADS = [command for command in MADE if command.split()[1] in ("load", "find-rate", "simulate")]
+ON_A_CLUSTER = [command for command in COMMANDS if command.startswith(("docker ", "helm ", "kubectl "))]
+PROGRAMS = [command for command in COMMANDS if command.startswith(".venv/bin/python -m ")]
+
+RUN_ELSEWHERE = {
+    ".venv/bin/serve run config.yaml": "tests/serve_app/test_serve_run.py",
+    ".venv/bin/serve deploy config.yaml": "tests/chaos/test_rollout.py",
+}
+NOT_RUN = {
+    ".venv/bin/pip install --force-reinstall torch==2.13.0 --index-url INDEX": "it downloads torch for a GPU",
+}
+CONFIGS = [one.text for one in BLOCKS if one.kind == "yaml"]
+
+
+def run(command: list[str], timeout_s: float = 180) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_block_is_of_a_kind_that_is_run() -> None:
+    assert {one.kind for one in BLOCKS} == {"bash", "python", "yaml"}
+
+
+def test_every_command_is_run_here_or_elsewhere_or_has_a_reason() -> None:
+    known = {*CURLS, *MADE, *ON_A_CLUSTER, *PROGRAMS, *RUN_ELSEWHERE, *NOT_RUN}
+    assert known == set(COMMANDS)
+    assert all((ROOT / place).is_file() for place in RUN_ELSEWHERE.values())
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def operation_of(words: list[str]) -> Operation:
+    (url,) = [word for word in words if word.startswith(ADDRESS)]
+    asks = "get" if not {"-d", "-X"} & set(words) else "post"
+    (found,) = [one for one in OPERATIONS if (one.method, one.path) == (asks, url.removeprefix(ADDRESS))]
+    return found
+
+
+@pytest.mark.parametrize("command", CURLS)
+def test_a_request_asks_a_route_that_there_is_with_a_body_that_it_takes(command: str) -> None:
+    words = shlex.split(command)
+    operation = operation_of(words)
+    if operation.body is None:
+        assert "-d" not in words
+    else:
+        parse_request(operation.body, words[words.index("-d") + 1].encode())
+    if operation.needs == "admin key":
+        assert "Authorization: Bearer $ADMIN_KEY" in words
+
+
+def test_the_first_request_answers_with_paris(default_server: Server) -> None:
+    answer = json.loads(
+        run(["bash", "-c", block("bash", "capital of France").text.replace(ADDRESS, default_server.url)])
+    )
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+
+
+def test_the_structured_answer_has_the_fields_of_its_schema(default_server: Server) -> None:
+    text = block("bash", "json_schema").text.replace(ADDRESS, default_server.url)
+    answer = json.loads(run(["bash", "-c", text]))
+    assert json.loads(answer["choices"][0]["message"]["content"]).keys() == {"city", "country"}
+
+
+def test_the_openai_example_prints_a_story_as_it_is_written(default_server: Server) -> None:
+    story = run([sys.executable, "-c", block("python", "openai").text.replace(ADDRESS, default_server.url)])
+    assert len(story.split()) > 30
+
+
+def test_the_library_example_prints_scheduled_tokens_and_finished() -> None:
+    lines = run([sys.executable, "-c", block("python", "build_engine").text]).splitlines()
+    assert [line.partition("(")[0] for line in lines] == ["Scheduled", *["Token"] * (len(lines) - 2), "Finished"]
+    assert len(lines) > 3
+
+
+def test_every_python_block_is_run_above() -> None:
+    marks = ("from openai", "build_engine")
+    assert all(sum(mark in one.text for mark in marks) == 1 for one in BLOCKS if one.kind == "python")
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_settings_that_are_shown_are_valid_and_say_something(config: str) -> None:
+    given = yaml.safe_load(config)
+    settings = AppSettings.model_validate(given)
+    assert settings.model_dump() != AppSettings().model_dump()
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", MADE)
+def test_a_target_that_is_named_is_in_the_makefile(command: str) -> None:
+    assert command.split()[1] in TARGETS
+
+
+@pytest.mark.parametrize("command", LOADS)
+def test_the_options_of_a_load_make_one(command: str) -> None:
+    _, _, module, *options = real(command)
+    if module == "loadtest.find_rate":
+        assert options_of(options).scenario == "rates"
+    elif module == "loadtest.load":
+        live.check(live.parser().parse_args(options))
+    else:
+        simulated.check(simulated.parser().parse_args(options))
+
+
+def test_the_simulated_load_passes(tmp_path: Path) -> None:
+    (command,) = [command for command in LOADS if command.startswith("make simulate")]
+    with pytest.raises(SystemExit) as ended:
+        simulated.main([*real(command)[3:], "--seconds", "5", "--goal", "", "--seed", "1", "--out", str(tmp_path)])
+    assert ended.value.code == PASSED
+
+
+@pytest.mark.parametrize("command", ON_A_CLUSTER)
+def test_a_command_for_a_cluster_is_one_of_the_manifests_own_page(command: str) -> None:
+    """tests/k8s/test_readme.py checks what they name."""
+    assert f"\n{command}\n" in K8S
+
+
+def test_the_key_command_prints_an_entry_for_the_config() -> None:
+    (command,) = [command for command in PROGRAMS if "serve_app.auth" in command]
+    entry = re.search(r"\{.*\}|- .*", run([sys.executable, *shlex.split(command)[1:]]))
+    assert entry is not None
+    (read,) = [yaml.safe_load(entry[0])] if entry[0].startswith("{") else yaml.safe_load(entry[0])
+    assert ApiKey.model_validate(read).tenant == "ann"
+
+
+def test_the_prepare_command_prints_the_model_directory() -> None:
+    (command,) = [command for command in PROGRAMS if "engine.checkpoints.prepare" in command]
+    assert (Path(run([sys.executable, *shlex.split(command)[1:]]).strip()) / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("command", [command for command in PROGRAMS if "--out" in command or "pytest" in command])
+def test_a_program_takes_the_options_that_are_shown(command: str) -> None:
+    """An option that nobody knows ends it before it does anything; that must be the only one that it complains of."""
+    words = [*shlex.split(command)[1:], "--no-such-option"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, timeout=180, check=False)
+    assert done.returncode in (2, 4)
+    assert "unrecognized arguments: --no-such-option" in done.stderr
+
+
+def test_every_program_is_run_above() -> None:
+    marks = ("serve_app.auth", "engine.checkpoints.prepare", "--out", "pytest")
+    assert all(sum(mark in command for mark in marks) == 1 for command in PROGRAMS)

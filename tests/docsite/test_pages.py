@@ -1,0 +1,201 @@
+"""Owns the promise that the documentation is whole and current: generated pages, figures, links, the site itself.
+Never runs a command of it; test_blocks does."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmarks.engine import memory as bench_memory
+from benchmarks.engine import mixed as bench_mixed
+from benchmarks.engine import speculation as bench_speculation
+from benchmarks.engine import step as bench_step
+from docsite import commands, diagram, refusals
+from docsite.hooks import BESIDE_THE_CODE, in_site, with_links
+from docsite.pages import DOCS, ROOT, rendered
+from loadtest import transport
+from serve_app.api.embedding_schema import EmbeddingRequest
+from serve_app.api.schema import ChatRequest, CompletionRequest, StreamOptions
+
+RESULTS = ROOT / "loadtest" / "results"
+FIGURES = {
+    "chunking.md": ("mixed load", "mixed_load.json", bench_mixed),
+    "memory-reservation.md": ("kv tight", "kv_tight.json", bench_memory),
+    "step-time.md": ("engine step", "engine_step.json", bench_step),
+    "drafts.md": ("drafts", "speculation.json", bench_speculation),
+    "transport.md": ("transport", "transport.json", transport),
+}
+"""Page -> name of its marks, file, and the program that made the file and makes the table."""
+
+
+def document(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
+def test_generated_pages_are_what_the_code_says() -> None:
+    wrong = [path.relative_to(ROOT) for path, text in rendered().items() if path.read_text(encoding="utf-8") != text]
+    assert not wrong, "run `make docs`"
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", FIGURES)
+def test_a_table_of_figures_is_what_its_file_says(page: str) -> None:
+    mark, name, program = FIGURES[page]
+    assert isinstance(program, ModuleType)
+    text = (DOCS / "benchmarks" / page).read_text(encoding="utf-8")
+    written = text.partition(f"<!-- {mark} -->")[2].partition(f"<!-- end of {mark} -->")[0].strip()
+    assert written == program.table(document(name))
+
+
+@pytest.mark.parametrize("page", FIGURES)
+def test_a_page_of_figures_has_the_command_that_made_them(page: str) -> None:
+    _, name, program = FIGURES[page]
+    text = (DOCS / "benchmarks" / page).read_text(encoding="utf-8")
+    assert re.search(
+        rf"^\.venv/bin/python -m {re.escape(program.__name__)} .*--out loadtest/results/{name}$", text, re.M
+    )
+
+
+def test_the_figures_are_of_valid_measurements() -> None:
+    assert all(cell["valid"] for name in ("mixed_load.json", "kv_tight.json") for cell in document(name)["cells"])
+    ours = [cell for cell in document("transport.json")["cells"] if cell["path"].startswith("ours")]
+    assert all(cell["num_errors"] == 0 for cell in ours)
+
+
+def test_the_stalls_that_are_told_are_the_longest_that_were_measured() -> None:
+    large = [cell for cell in document("ingress_stalls.json")["cells"] if "3.9 MB" in cell["case"]]
+    gap, health = (max(max(cell[name]) for cell in large) for name in ("gap_max_ms", "health_max_ms"))
+    text = " ".join((DOCS / "benchmarks" / "ingress-stalls.md").read_text(encoding="utf-8").split())
+    assert f"waited longer than {gap:.0f} ms for a token, and `/health` no longer than {health:.0f} ms" in text
+
+
+# --- what must be complete --------------------------------------------------------------------------------------------
+
+
+def test_every_field_that_is_honoured_is_named_by_its_purpose() -> None:
+    page = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    section = page.partition("## Fields by purpose")[2].partition("\n## ")[0]
+    models = (ChatRequest, CompletionRequest, StreamOptions, EmbeddingRequest)
+    fields = {name for model in models for name in model.model_fields}
+    assert not [name for name in fields if f"`{name}`" not in section]
+
+
+def test_what_the_picture_names_is_there() -> None:
+    files = [part.file for box in diagram.BOXES for part in box.parts if part.file]
+    assert files
+    assert all((ROOT / file).is_file() for file in files)
+
+
+def test_every_variable_that_users_may_set_is_told() -> None:
+    product = (path for place in ("engine", "kernels", "serve_app") for path in (ROOT / place).rglob("*.py"))
+    texts = [path.read_text(encoding="utf-8") for path in product]
+    used = {name for text in texts for name in re.findall(r"\bCHUNKSERVE_[A-Z_]+", text)}
+    assert used - {"CHUNKSERVE_INSTANCE"} <= commands.VARIABLES.keys()  # set by `serve run` for its replicas
+
+
+def test_every_file_that_may_refuse_a_start_is_in_a_group() -> None:
+    grouped = {path for group in refusals.GROUPS for pattern in group.files for path in ROOT.glob(pattern)}
+    files = (*(ROOT / "engine").rglob("*.py"), *(ROOT / "serve_app" / "front").rglob("*.py"))
+    for path in (path for path in files if path.parent.name != "fake"):
+        if re.search(
+            r"raise (ConfigError|ModelError|CheckpointError|AdapterError|ConfigRefused|StartFailed)\(", path.read_text()
+        ):
+            assert path in grouped, path.relative_to(ROOT)
+
+
+@pytest.mark.parametrize("group", refusals.GROUPS, ids=lambda group: group.title)
+def test_a_group_of_refusals_has_some(group: refusals.Group) -> None:
+    assert list(refusals.messages(group))
+
+
+@pytest.mark.parametrize("title", ["The server does not start", "What `serve run` says while it runs and ends"])
+def test_lines_of_a_start_and_an_end_are_those_of_the_code(title: str) -> None:
+    page = (DOCS / "how-to" / "troubleshooting.md").read_text(encoding="utf-8")
+    section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    code = "".join(
+        path.read_text(encoding="utf-8") for place in ("engine", "serve_app") for path in (ROOT / place).rglob("*.py")
+    )
+    joined = re.sub(r'"\s*\n\s*f?"', "", code)
+    shown = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    assert len(shown) > 10
+    for line in shown:
+        parts = [part.strip() for part in line.split("…")]
+        assert not [part for part in parts if len(part) > 3 and part not in joined], line
+
+
+def test_the_files_that_the_way_in_names_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([\w./-]+)`", text) if "/" in name or name.endswith((".py", ".md", ".yml"))}
+    assert len(named) > 30
+    places = (ROOT, ROOT / "serve_app" / "parsing", ROOT / "engine" / "models", ROOT / "engine" / "models" / "lines")
+    assert not [name for name in sorted(named) if not any((place / name).exists() for place in places)]
+
+
+def test_the_glossary_is_in_order_and_has_the_projects_own_words() -> None:
+    page = (DOCS / "explanation" / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\*\*.+?\*\*) \| (.+) \|$", page, re.MULTILINE)
+    words = [re.findall(r"\*\*(.+?)\*\*", row) for row, _ in rows]
+    assert [first for first, *_ in words] == sorted(first for first, *_ in words)
+    own = {"chunk", "cut", "elder", "epoch", "lane", "plan", "retract", "row", "seat", "slot", "span", "step", "ticket"}
+    assert own <= {word for found in words for word in found}
+    assert all(meaning.endswith(".") for _, meaning in rows)
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
+def test_every_row_of_a_table_has_the_cells_of_its_head(path: Path) -> None:
+    """A bar inside a cell once cut a setting's text in two."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        widths = {line.count("|") - line.count("\\|") for line in table.splitlines()}
+        assert len(widths) == 1, table[:200]
+
+
+# --- the site ---------------------------------------------------------------------------------------------------------
+
+
+def test_links_to_pages_beside_the_code_lead_to_where_the_site_has_them() -> None:
+    assert with_links("[notes](../../engine/NOTES.md#a)", "explanation/memory.md") == "[notes](decisions/engine.md#a)"
+    assert with_links("[Settings](docs/reference/settings.md)", "changelog.md") == "[Settings](reference/settings.md)"
+    assert with_links("![it](../../docs/peers.svg)", "benchmarks/simulator.md") == "![it](../peers.svg)"
+
+
+def test_links_to_source_files_become_names() -> None:
+    text = with_links("[the planner](../../engine/scheduling/planner.py) and `[a](b)`", "explanation/memory.md")
+    assert text == "the planner (`engine/scheduling/planner.py`) and `[a](b)`"
+    assert with_links("[config.yaml](../../config.yaml)", "explanation/memory.md") == "config.yaml"
+
+
+def test_a_link_to_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with_links("[gone](../../engine/gone.py)", "explanation/memory.md")
+    assert "engine/gone.py, which is not there" in caplog.text
+
+
+def test_pages_beside_the_code_are_there_and_shown_once() -> None:
+    assert all((ROOT / origin).is_file() for origin in BESIDE_THE_CODE)
+    assert len(set(BESIDE_THE_CODE.values())) == len(BESIDE_THE_CODE)
+    assert in_site("engine/NOTES.md") == "explanation/decisions/engine.md"
+
+
+def test_every_page_of_notes_is_in_the_site() -> None:
+    tracked = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not [name for name in tracked.split() if in_site(name) is None]
+
+
+def test_the_site_builds_strictly_and_asks_nothing_of_the_network(tmp_path: Path) -> None:
+    """A dead link, a dead anchor or a page without a place in the navigation ends a strict build."""
+    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(mkdocs, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"?(?:https?:)?//[^\s>]*", re.IGNORECASE)
+    for page in (tmp_path / "site").rglob("*.html"):
+        assert not loaded.findall(page.read_text(encoding="utf-8")), page.relative_to(tmp_path)
