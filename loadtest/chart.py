@@ -1,4 +1,4 @@
-"""Owns the chart of the comparison with peers, an SVG that reads in light and dark, and README's tables of it.
+"""Owns the chart of the comparison with peers, an SVG that reads in light and dark, and its tables in the docs.
 Never computes a figure: loadtest/comparison.py does."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from loadtest.peers import RESULTS
 from loadtest.server import ROOT
 
 CHART = ROOT / "docs" / "peers.svg"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks" / "peers.md"
 MARK = "peers"
 
 PANELS = [row for row in ROWS if row.scenario and (row.scenario, row.figure) != ("closed", "ttft_ms")]
@@ -34,24 +34,24 @@ def _panel(results: Document, row: Row) -> Panel:
     return bars(row.title, note, found, row.digits, ours=[SERVERS[name].title for name in (OURS, OURS_NO_DRAFTS)])
 
 
-def with_tables(readme: str, results: Document) -> str:
-    """README with the tables between their marks written anew.
+def with_tables(page: str, results: Document) -> str:
+    """The page with the tables between their marks written anew.
 
     Raises:
         ValueError: the marks are not there, once each.
     """
-    return with_text(readme, MARK, table(results))
+    return with_text(page, MARK, table(results))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m loadtest.chart", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=CHART)
-    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
     results = json.loads(options.results.read_text())
     options.out.write_text(svg(results))
-    options.readme.write_text(with_tables(options.readme.read_text(), results))
+    options.page.write_text(with_tables(options.page.read_text(), results))
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def best_vllm(document: Document, row: Row) -> str | None:
 
 
 def table(document: Document) -> str:
-    """Each server's figures, then our share of the others', with drafts and without: what README shows."""
+    """Each server's figures, then our share of the others', with drafts and without: the page's tables."""
     notes = [f"{SERVERS[name].title} was not measured: {why}" for name, why in document["failed"].items()]
     ratios = [_ratios_table(document, name) for name in (OURS, OURS_NO_DRAFTS) if name in document["servers"]]
     return "\n\n".join([_measured_with(document), _figures_table(document), *ratios, _aims_of_ours(document), *notes])

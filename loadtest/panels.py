@@ -9,7 +9,7 @@ from html import escape
 from loadtest.plots import text
 
 WIDTH, HEIGHT, MARGIN, HEAD, BAR = 330, 250, 12, 44, 24  # of a panel, and within it; in pixels
-LABEL, VALUE = 120, 56  # what a bar's name and its value take
+LABEL, VALUE = 140, 56  # what a bar's name and its value take
 AXIS = 34
 COLORS = ("#0969da", "#8250df", "#9a6700", "#bc4c00", "#cf222e", "#57606a", "#1a7f37")
 STYLE = """

@@ -43,7 +43,7 @@ class Setup:
     @staticmethod
     def of_this_repository(venv: Path) -> Setup:
         config = yaml.safe_load((ROOT / "config.yaml").read_text())
-        command = [sys.executable, "-m", "engine.prepare", _args(config)["model"]]
+        command = [sys.executable, "-m", "engine.checkpoints.prepare", _args(config)["model"]]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
         return Setup(config, Path(done.stdout.strip()), venv.expanduser().absolute())
 

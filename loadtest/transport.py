@@ -211,7 +211,7 @@ _COLUMNS = {
 
 
 def table(document: dict[str, Any]) -> str:
-    """The README's table: medians over rounds, least and most of the first figure in brackets."""
+    """The table of docs/benchmarks/transport.md: medians, least and most of the first figure in brackets."""
     lines = [f"| path | streams | {' | '.join(_COLUMNS.values())} |", "|---" * (len(_COLUMNS) + 2) + "|"]
     for cell in document["cells"]:
         found = [_shown(key, cell.get(key)) for key in _COLUMNS]

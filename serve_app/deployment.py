@@ -16,9 +16,9 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncEngine
-from engine.build import build_engine
+from engine.build.engine import build_engine
+from engine.checkpoints.prepare import prepare_model
 from engine.config import EngineConfig, ResolvedConfig
-from engine.prepare import prepare_model
 from engine.protocol import AdapterRef, EngineError, ErrorCode, Failed, LoadSnapshot, SamplingParams
 from serve_app.adapters.names import AdapterNames
 from serve_app.adapters.shelf import NamedAdapters
@@ -41,6 +41,8 @@ from serve_app.metrics.activity import IngressActivity
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.values import ReplicaSamples, encode
+from serve_app.parsing.choice import chosen_parser
+from serve_app.parsing.reasoning_parsers import suggest_reasoning_parser
 from serve_app.parsing.tools import suggest_tool_parser
 from serve_app.routing.engine_count import num_engines, on_change
 from serve_app.routing.engine_load import engine_load
@@ -234,21 +236,30 @@ class IngressReplica:
         self._live = LiveRequests()
         self._tracer = make_tracer(settings.tracing, settings.model_id, self._replica_id)
         self._keys = Keys.load(settings.auth)
+        template = self._tokenizer.chat_template.source if self._tokenizer.chat_template else None
         self._model = ServedModel(
             id=settings.model_id,
             max_model_len=longest,
             created=created,
-            tool_parser=_tool_parser(settings, self._tokenizer),
+            tool_parser=chosen_parser("tool_parser", settings.tool_parser, template, suggest_tool_parser),
             pooling=None if settings.pooling == "none" else settings.pooling,
-            reasoning_parser=None if settings.reasoning_parser == "none" else settings.reasoning_parser,
+            reasoning_parser=chosen_parser(
+                "reasoning_parser", settings.reasoning_parser, template, suggest_reasoning_parser
+            ),
             images=_image_intake(settings, resolved),
         )
-        self._adapters = AdapterNames(self._model, await self._client.adapters() if resolved.max_loras else ())
+        self._adapters = AdapterNames(
+            self._model,
+            await self._client.adapters() if resolved.max_loras else (),
+            other_names=settings.model_names[1:],
+            aliases=settings.model_aliases,
+        )
         take_short_turns()
         spare_garbage_collections()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         from serve_app.api.ingress import create_app
+        from serve_app.api.responses.sealing import make_seal
 
         return create_app(
             self._client,
@@ -266,6 +277,10 @@ class IngressReplica:
             engine_load=engine_load,
             adapters=self._adapters,
             allow_lora_updates=self._settings.allow_lora_updates,
+            strict=self._settings.strict,
+            drop_billing_header=self._settings.drop_billing_header,
+            cors=self._settings.cors,
+            seal=make_seal(self._settings.reasoning_keys, self._settings.ingress_replicas),
         )
 
     def _use_new_engines(self) -> None:
@@ -310,12 +325,6 @@ class IngressReplica:
         """Serve calls this when the replica stops. The constructor may have failed before there was a tracer."""
         if tracer := getattr(self, "_tracer", None):
             tracer.shutdown()
-
-
-def _tool_parser(settings: AppSettings, tokenizer: Tokenizer) -> str | None:
-    if settings.tool_parser != "auto":
-        return None if settings.tool_parser == "none" else settings.tool_parser
-    return suggest_tool_parser(tokenizer.chat_template.source) if tokenizer.chat_template else None
 
 
 def _image_intake(settings: AppSettings, resolved: ResolvedConfig) -> ImageIntake | None:

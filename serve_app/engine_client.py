@@ -121,7 +121,7 @@ class ServedModel:
     tool_parser: str | None = None
     """How the model writes its calls: a name of serve_app.parsing.tools; None: it has not learnt to."""
     reasoning_parser: str | None = None
-    """How it marks what it thinks: a name of serve_app.parsing.reasoning; None: it does not."""
+    """How it marks what it thinks: a name of serve_app.parsing.reasoning_parsers; None: it does not."""
     pooling: Literal["mean", "last"] | None = None
     """How a text's hidden states become its embedding; None: it makes none."""
     images: ImageIntake | None = None
@@ -130,3 +130,15 @@ class ServedModel:
     """What answers under this name; None: the model as it is."""
     base: str | None = None
     """With an adapter: the model's own name."""
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """In Ollama's words."""
+        has = {
+            "completion": True,
+            "tools": self.tool_parser is not None,
+            "vision": self.images is not None,
+            "thinking": self.reasoning_parser is not None,
+            "embedding": self.pooling is not None,
+        }
+        return tuple(name for name, is_so in has.items() if is_so)

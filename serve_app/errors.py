@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_CHARS = 1000
 MAX_PARAM_CHARS = 100
 MAX_LISTED_ERRORS = 5
+_MAX_TOLD_CHARS = 400
+"""Of one mistake: a list of types is read to its end."""
 _LONG_NUMBER = re.compile(r"\d{21,}", re.ASCII)
 """More digits than an unsigned integer of 64 bits has."""
 _LONG_WORD = re.compile(r"\S{121,}")
@@ -179,7 +181,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 def _told(item: Any) -> str:
     # pydantic names the Python class here.
-    told = "should be an object" if item["type"] == "model_type" else clip(item["msg"], 200)
+    told = "should be an object" if item["type"] == "model_type" else clip(item["msg"], _MAX_TOLD_CHARS)
     return f"{told}, but it is {item['input']}" if _is_small_number_out_of_range(item) else told
 
 

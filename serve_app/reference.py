@@ -1,18 +1,18 @@
-"""Owns the references in README.md: tables of the settings and of the metrics, made from what they are in the code.
+"""Owns the tables of docs/reference/settings.md and metrics.md, made from what settings and metrics are in the code.
 Never holds a description of its own; a setting or a metric is documented where it is defined."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from engine.config import EngineConfig, FakeConfig, SchedulerConfig, SpeculativeConfig
+from serve_app.cors import CorsSettings
 from serve_app.images.settings import ImageSettings
 from serve_app.metrics.catalogue import BY_NAME, MISSING, MISSING_HELP
 from serve_app.settings import (
@@ -25,31 +25,35 @@ from serve_app.settings import (
     TracingSettings,
 )
 
-BEGIN = "<!-- configuration: written by `make docs` -->"
-END = "<!-- end of configuration -->"
-METRICS_BEGIN = "<!-- metrics: written by `make docs` -->"
-METRICS_END = "<!-- end of metrics -->"
-
 _Row = tuple[str, str, str, str]
+
+
+SECTIONS: dict[type, str] = {
+    AppSettings: "`args`: the application",
+    AutoscalingSettings: "`args.autoscaling`: how many engines",
+    RoutingSettings: "`args.routing`: which engine takes a request",
+    AdmissionSettings: "`args.admission`: what is let in, and what waits",
+    TracingSettings: "`args.tracing`: spans of requests",
+    ImageSettings: "`args.images`: images in requests",
+    AuthSettings: "`args.auth`: keys",
+    ApiKey: "`args.auth.keys`: an API key",
+    CorsSettings: "`args.cors`: web pages",
+    EngineConfig: "`args.engine`: each engine",
+    SpeculativeConfig: "`args.engine.speculative`: drafts",
+    SchedulerConfig: "`args.engine.scheduler`: how steps are composed",
+    FakeConfig: "`args.engine.fake`: the scripted executor",
+}
+"""Each level of `args:` in config.yaml, with the title of its table."""
 
 
 def render() -> str:
     """The reference as Markdown: one table for each level of `args:` in config.yaml."""
-    sections = [
-        ("`args`: the application", _model_rows(AppSettings)),
-        ("`args.autoscaling`: how many engines", _model_rows(AutoscalingSettings)),
-        ("`args.routing`: which engine takes a request", _model_rows(RoutingSettings)),
-        ("`args.admission`: what is let in, and what waits", _model_rows(AdmissionSettings)),
-        ("`args.tracing`: spans of requests", _model_rows(TracingSettings)),
-        ("`args.images`: images in requests", _model_rows(ImageSettings)),
-        ("`args.auth`: keys", _model_rows(AuthSettings)),
-        ("`args.auth.keys`: an API key", _model_rows(ApiKey)),
-        ("`args.engine`: each engine", _dataclass_rows(EngineConfig)),
-        ("`args.engine.speculative`: drafts", _dataclass_rows(SpeculativeConfig)),
-        ("`args.engine.scheduler`: how steps are composed", _dataclass_rows(SchedulerConfig)),
-        ("`args.engine.fake`: the scripted executor", _dataclass_rows(FakeConfig)),
-    ]
-    return "\n".join(line for title, rows in sections for line in _table(title, rows))
+    return "\n".join(line for level, title in SECTIONS.items() for line in _table(title, _rows(level)))
+
+
+def anchor(title: str) -> str:
+    """Of a heading, as GitHub and the site make it."""
+    return "#" + re.sub(r"[^\w\s-]", "", title).lower().replace(" ", "-")
 
 
 def render_metrics() -> str:
@@ -64,8 +68,12 @@ def render_metrics() -> str:
 
 
 def _table(title: str, rows: Iterator[_Row]) -> list[str]:
-    head = [f"**{title}**", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
+    head = [f"## {title}", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
     return [*head, *(f"| `{name}` | {kind} | {default} | {text} |" for name, kind, default, text in rows), ""]
+
+
+def _rows(level: type) -> Iterator[_Row]:
+    return _model_rows(level) if issubclass(level, BaseModel) else _dataclass_rows(level)
 
 
 def _model_rows(model: type[BaseModel]) -> Iterator[_Row]:
@@ -83,10 +91,13 @@ def _dataclass_rows(config: type) -> Iterator[_Row]:
 
 
 def _kind(hint: Any) -> str:
-    if dataclasses.is_dataclass(hint) or (isinstance(hint, type) and issubclass(hint, BaseModel)):
-        return "table"
+    if hint in SECTIONS:
+        return f"[table]({anchor(SECTIONS[hint])})"
     if get_origin(hint) is tuple:
-        return f"list of {_kind(get_args(hint)[0])}s"
+        (item, *_) = get_args(hint)
+        return f"list of [tables]({anchor(SECTIONS[item])})" if item in SECTIONS else f"list of {_kind(item)}s"
+    if get_origin(hint) is dict:
+        return "table"
     choices = [choice for choice in get_args(hint) if choice is not type(None)]
     if not choices:
         return str(hint.__name__)
@@ -95,21 +106,3 @@ def _kind(hint: Any) -> str:
 
 def _value(default: Any) -> str:
     return "" if default in (None, ()) else f"`{str(default).lower() if isinstance(default, bool) else default}`"
-
-
-def write(readme: Path) -> None:
-    """Put each reference between its two markers."""
-    text = readme.read_text()
-    for begin, end, made in ((BEGIN, END, render()), (METRICS_BEGIN, METRICS_END, render_metrics())):
-        before, _, rest = text.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
-            raise SystemExit(f"{readme} lacks the markers {begin} and {end}")
-        text = f"{before}{begin}\n\n{made}\n{end}{after}"
-    readme.write_text(text)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m serve_app.reference", description=__doc__)
-    parser.add_argument("readme", type=Path, help="the file whose references are written anew")
-    write(parser.parse_args().readme)

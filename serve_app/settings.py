@@ -8,9 +8,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from engine.config import DEFAULT_MODEL, EngineConfig
-from serve_app.adapters.name import AdapterName
+from engine.config import EngineConfig
+from serve_app.adapters.settings import NameSettings
 from serve_app.admission.limits import GatePolicy, Limits
+from serve_app.cors import CorsSettings
 from serve_app.images.settings import ImageSettings
 from serve_app.scaling.autoscaler import ScalingSettings
 from serve_app.scaling.signals import SignalSettings
@@ -102,6 +103,7 @@ class AdmissionSettings(BaseModel):
     )
 
 
+FernetKey = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{43}=$")]
 _Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -125,7 +127,7 @@ class AuthSettings(BaseModel):
 
     keys: tuple[ApiKey, ...] = Field(
         default=(),
-        description="API keys; see below. None here and in keys_file: everybody may use the server, as one tenant.",
+        description="API keys. None here and in keys_file: everybody may use the server, as one tenant.",
     )
     keys_file: str | None = Field(
         default=None,
@@ -167,28 +169,21 @@ class TracingSettings(BaseModel):
         return self
 
 
-class AppSettings(BaseModel):
+class AppSettings(NameSettings):
     """What one application serves, on how many replicas, with which share of the machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    model: str = Field(
-        DEFAULT_MODEL,
-        description="The packaged default, a local Hugging Face directory, a hub id, or a GGUF file.",
-    )
-    served_model_name: str | None = Field(
-        None, description="The `model` that clients ask for. Unset: `model` itself.", min_length=1
-    )
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="Settings of each engine; see below.")
-    lora_adapters: dict[AdapterName, str] = Field(
-        default_factory=dict,
-        description="LoRA adapters that are served from the start, name: directory as PEFT writes it, on the engines' "
-        "machines. Clients ask for `name`, or `<model>:name`. They need engine.max_loras.",
-    )
-    allow_lora_updates: bool = Field(
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="Settings of each engine.")
+    strict: bool = Field(
         False,
-        description="Let whoever has the admin key load and unload adapters while the server runs, from any directory "
-        "that an engine can read.",
+        description="Refuse hints, such as `verbosity`: fields that ask for no other answer than this server gives. "
+        "Otherwise the header `x-chunkserve-ignored` names those of a request that had no effect.",
+    )
+    drop_billing_header: bool = Field(
+        True,
+        description="Keep the line `x-anthropic-billing-header: ...`, with which Claude Code begins its system prompt, "
+        "out of the prompt. A part of it changes, so that no conversation would find another's prefix in the cache.",
     )
     engine_replicas: int = Field(
         1,
@@ -197,7 +192,7 @@ class AppSettings(BaseModel):
         ge=1,
     )
     autoscaling: AutoscalingSettings | None = Field(
-        None, description="Let the number of engines follow the load; see below. Unset: it is engine_replicas."
+        None, description="Let the number of engines follow the load. Unset: it is engine_replicas."
     )
     engine_num_cpus: float = Field(
         0.5, description="CPUs that Ray reserves for an engine replica; it does not bound its threads.", ge=0
@@ -238,7 +233,7 @@ class AppSettings(BaseModel):
         60, description="How long a stream waits for the first token of the next replica before it fails.", gt=0
     )
     routing: RoutingSettings = Field(
-        default_factory=RoutingSettings, description="How requests are spread over the engines; see below."
+        default_factory=RoutingSettings, description="How requests are spread over the engines."
     )
     max_unread_tokens: int = Field(
         2048, description="Tokens that may wait for a client that reads too slowly; its request then ends.", ge=1
@@ -251,11 +246,25 @@ class AppSettings(BaseModel):
         description="A stream that was silent this long gets a comment, so that no proxy takes it for dead. 0: none.",
         ge=0,
     )
-    tool_parser: Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral"] = Field(
-        "auto", description="How the model writes tool calls; `auto` looks at its chat template."
-    )
-    reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] = Field(
-        "none", description="How the model marks what it thinks, which answers then tell apart."
+    tool_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "pythonic",
+        "mistral",
+        "openai",
+        "deepseek_v3",
+        "deepseek_v31",
+        "glm45",
+        "kimi_k2",
+        "phi4_mini_json",
+    ] = Field("auto", description="How the model writes tool calls; `auto` looks at its chat template.")
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "kimi_k2", "mistral", "openai_gptoss"] = Field(
+        "auto",
+        description="How the model marks what it thinks, which answers then tell apart; `auto` looks at its chat "
+        "template.",
     )
     pooling: Literal["none", "mean", "last"] = Field(
         "none",
@@ -263,15 +272,21 @@ class AppSettings(BaseModel):
         "the model was trained for. `none`: it is refused.",
     )
     admission: AdmissionSettings = Field(
-        default_factory=AdmissionSettings, description="What is let in, and what waits in the ingress; see below."
+        default_factory=AdmissionSettings, description="What is let in, and what waits in the ingress."
     )
-    tracing: TracingSettings = Field(
-        default_factory=TracingSettings, description="OpenTelemetry spans of requests; see below."
-    )
+    tracing: TracingSettings = Field(default_factory=TracingSettings, description="OpenTelemetry spans of requests.")
     images: ImageSettings = Field(
-        default_factory=ImageSettings, description="Images in requests, for models that take any; see below."
+        default_factory=ImageSettings, description="Images in requests, for models that take any."
     )
-    auth: AuthSettings = Field(default_factory=AuthSettings, description="API keys and the admin key; see below.")
+    reasoning_keys: tuple[FernetKey, ...] = Field(
+        (),
+        description="Keys that seal the thoughts in a response's `encrypted_content`, so that a client can send them "
+        "back to any replica: 32 random bytes each in URL-safe base64, which is what `openssl rand -base64 32` writes "
+        "with `-` for each `+` and `_` for each `/`. The first seals, all of them open. Unset: one that the ingress "
+        "replica draws when it starts; with more than one replica, thoughts are not sealed.",
+    )
+    auth: AuthSettings = Field(default_factory=AuthSettings, description="API keys and the admin key.")
+    cors: CorsSettings = Field(default_factory=CorsSettings, description="Web pages that may use the API.")
     max_body_bytes: int = Field(4 * 1024 * 1024, description="Largest request body; a larger one is a 413.", ge=1024)
 
     @model_validator(mode="after")
@@ -280,8 +295,6 @@ class AppSettings(BaseModel):
         for name, is_set in asked.items():
             if is_set and not self.engine.max_loras:
                 raise ValueError(f"{name} is set, but engine.max_loras is 0, with which no adapter is served.")
-        if self.model_id in self.lora_adapters:
-            raise ValueError(f"lora_adapters has one named {self.model_id}, which is the model's own name.")
         return self
 
     @model_validator(mode="after")
@@ -340,10 +353,6 @@ class AppSettings(BaseModel):
         options: dict[str, float | str] = {"num_cpus": self.engine_num_cpus, "num_gpus": self.engine_num_gpus}
         kind = self.engine_accelerator_type
         return options if kind is None else options | {"accelerator_type": kind}
-
-    @property
-    def model_id(self) -> str:
-        return self.served_model_name or self.model
 
     @property
     def engine_capacity(self) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from engine.machine import machine
+from benchmarks.machine import machine
 from tests.engine.test_state_machine import EngineMachine
 from tests.support.invariants import CheckedCore
 

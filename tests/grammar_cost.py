@@ -14,11 +14,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from benchmarks.machine import machine
+from engine.batch.grammar import Grammars
+from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
-from engine.grammar import Grammars
-from engine.machine import machine
 from engine.models.config import read_model_config
-from engine.prepare import prepare_model
 from engine.step import GrammarRow
 from serve_app.grammars.json_schema import json_schema
 from tests.support.json_schemas import random_schema

@@ -29,38 +29,38 @@ WORKERS = min(os.cpu_count() or 1, 4)
 
 Item = TypeVar("Item")
 
-ANSWER_LENGTHS = "tests/engine/test_answer_lengths.py"
+ANSWER_LENGTHS = "tests/engine/scheduling/test_answer_lengths.py"
 ASYNC = "tests/engine/test_async_engine.py"
-BLOCKS = "tests/engine/test_block_manager.py"
-CHUNK_OWNER = "tests/engine/test_chunk_owner.py"
-COALESCING = "tests/engine/test_coalescing.py"
+BLOCKS = "tests/engine/scheduling/test_block_manager.py"
+CHUNK_OWNER = "tests/engine/core/test_engine_chunking.py"
+COALESCING = "tests/engine/core/test_coalescing.py"
 CONFIG = "tests/engine/test_config.py"
-CONTROLS = "tests/engine/test_logit_controls.py"
-CORE = "tests/engine/test_core.py"
-DRAFTS = "tests/engine/test_drafts.py"
-EXECUTOR = "tests/engine/test_executor.py"
+CONTROLS = "tests/engine/batch/test_logit_controls.py"
+CORE = "tests/engine/core/test_core.py"
+DRAFTS = "tests/engine/core/test_drafts.py"
+EXECUTOR = "tests/engine/execution/test_executor.py"
 LOGITS = f"{EXECUTOR}::test_logits_equal_transformers_for_every_family_and_chunk_size"
-FORECAST = "tests/engine/test_forecast.py"
-GAPS = "tests/engine/test_mutation_gaps.py"
-GRAMMAR = "tests/engine/test_grammar.py"
+FORECAST = "tests/engine/scheduling/test_forecast.py"
+GAPS = "tests/engine/core/test_mutation_gaps.py"
+GRAMMAR = "tests/engine/batch/test_grammar.py"
 LOAD = "tests/engine/test_load_snapshot.py"
-LOGPROBS = "tests/engine/test_logprobs.py"
-MODEL_DRAFTS = "tests/engine/test_model_drafts.py"
+LOGPROBS = "tests/engine/batch/test_logprobs.py"
+MODEL_DRAFTS = "tests/engine/speculation/test_draft_model_policy.py"
 NATIVE = "tests/kernels/test_native.py"
-OVERLAP = "tests/engine/test_overlap.py"
-PLANNER = "tests/engine/test_planner.py"
-PREPARING = "tests/engine/test_preparing.py"
-RECURRENT = "tests/engine/test_recurrent_state.py"
-PREFILL_LIMIT = "tests/engine/test_prefill_limit.py"
-SCHEDULER = "tests/engine/test_scheduler.py"
-SPECULATION = "tests/engine/test_speculation.py"
-SCORING = "tests/engine/test_prompt_scoring.py"
-SKIPPED = "tests/engine/test_skipped_prompts.py"
-SPANS = "tests/engine/test_atomic_spans.py"
-INPUTS = "tests/engine/test_span_inputs.py"
-STATES = "tests/engine/test_state_slots.py"
-WAITING = "tests/engine/test_waiting.py"
-WAITING_ORDER = "tests/engine/test_waiting_order.py"
+OVERLAP = "tests/engine/core/test_overlap.py"
+PLANNER = "tests/engine/scheduling/test_planner.py"
+PREPARING = "tests/engine/scheduling/test_preparing.py"
+RECURRENT = "tests/engine/models/test_recurrent_state.py"
+PREFILL_LIMIT = "tests/engine/scheduling/test_prefill_limit.py"
+SCHEDULER = "tests/engine/scheduling/test_scheduler.py"
+SPECULATION = "tests/engine/speculation/test_speculation.py"
+SCORING = "tests/engine/execution/test_prompt_scoring.py"
+SKIPPED = "tests/engine/scheduling/test_skipped_prompts.py"
+SPANS = "tests/engine/scheduling/test_atomic_spans.py"
+INPUTS = "tests/engine/test_multimodal_inputs.py"
+STATES = "tests/engine/scheduling/test_state_slots.py"
+WAITING = "tests/engine/scheduling/test_waiting.py"
+WAITING_ORDER = "tests/engine/scheduling/test_waiting_order.py"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ MUTATIONS = (
     Mutation(
         "S1-R1",
         "A prompt of no tokens is accepted, and wedges the queue.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "    if not prompt:\n",
         "    if prompt is None:\n",
         (CORE,),
@@ -94,7 +94,7 @@ MUTATIONS = (
     Mutation(
         "S1-R8 a",
         "A lifetime counts the KV of the last token, which is never written.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "return self.prompt_len + max(self.max_new, 1) - 1",
         "return self.prompt_len + max(self.max_new, 1)",
         (CORE, PLANNER),
@@ -126,7 +126,7 @@ MUTATIONS = (
     Mutation(
         "S4-R1",
         "Seats are counted without the prompts that are still being computed.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "seats = self._config.max_num_seqs - len(view.decoding) - len(view.prefilling)",
         "seats = self._config.max_num_seqs - len(view.decoding)",
         (PLANNER,),
@@ -135,7 +135,7 @@ MUTATIONS = (
     Mutation(
         "S2-R4",
         "A last chunk of one token is taken for a decode row.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "        self._num_partial[request.priority] += kind is RowKind.MIDDLE\n",
         "        kind = RowKind.DECODE if kind is RowKind.LAST and count == 1 else kind\n"
         "        self._num_partial[request.priority] += kind is RowKind.MIDDLE\n",
@@ -144,7 +144,7 @@ MUTATIONS = (
     Mutation(
         "S4-R10",
         "A chunk is final once it passes the prompt, also of a preempted request that has an answer to recompute.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "kind = RowKind.LAST if end == target else RowKind.MIDDLE",
         "kind = RowKind.LAST if end >= request.prompt_len else RowKind.MIDDLE",
         (PLANNER,),
@@ -152,7 +152,7 @@ MUTATIONS = (
     Mutation(
         "S4-R9 a",
         "The plan re-prefills a preempted request up to its prompt and forgets its answer.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "start, target = len(prefix) * self._block_size, len(request.token_ids)",
         "start, target = len(prefix) * self._block_size, request.prompt_len",
         (PLANNER,),
@@ -160,7 +160,7 @@ MUTATIONS = (
     Mutation(
         "S4-R9 b",
         "A preempted request is re-admitted with its prompt as the target.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "        request.target = len(request.token_ids)\n",
         "        request.target = request.prompt_len\n",
         (PLANNER,),
@@ -168,7 +168,7 @@ MUTATIONS = (
     Mutation(
         "S4-R14",
         "A preemption strips the newest token as if it were a placeholder.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "        request.computed = request.scheduled = request.target = request.num_pending = 0\n",
         "        request.computed = request.scheduled = request.target = request.num_pending = 0\n"
         "        del request.token_ids[-1:]\n",
@@ -177,7 +177,7 @@ MUTATIONS = (
     Mutation(
         "S4-B14 sliver",
         "Alignment rounds a chunk down to nothing although the step has no other prefill, and its prompt starves.",
-        "engine/chunks.py",
+        "engine/scheduling/chunk_policy.py",
         "count = aligned if aligned > 0 else (0 if room.has_prefill else count)",
         "count = max(aligned, 0)",
         (PLANNER,),
@@ -185,7 +185,7 @@ MUTATIONS = (
     Mutation(
         "S5-R17",
         "Nothing is admitted beside the tail chunk of a prompt.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "        if not self._preempted:\n            self._admit(budget)\n",
         "        if not self._preempted and not self._view.prefilling:\n            self._admit(budget)\n",
         (PLANNER,),
@@ -193,7 +193,7 @@ MUTATIONS = (
     Mutation(
         "S5-R3",
         "Any number of prompts may be partly computed, so that all share the budget and none gets on.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "too_many = bool(most) and count < remaining and self._num_partial[request.priority] >= most",
         "too_many = False",
         (PLANNER,),
@@ -201,7 +201,7 @@ MUTATIONS = (
     Mutation(
         "S5-R17 b",
         "A second long prompt holds up the short ones behind it, and what the step has left is lost.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "return bool(self._skipped) or reason is not DeferReason.TOKENS or not may_be_cut",
         "return False",
         (SKIPPED,),
@@ -209,7 +209,7 @@ MUTATIONS = (
     Mutation(
         "S2-R12 e",
         "Whatever goes around a span may be partly computed, and has the beginning of the next step, too.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "too_many or (self._skipped and count < remaining)",
         "too_many",
         (SKIPPED,),
@@ -217,7 +217,7 @@ MUTATIONS = (
     Mutation(
         "S5-R17 c",
         "A step looks at all prompts behind one that cannot use what it has left.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         " or len(self._skipped) >= MAX_PASSED:",
         ":",
         (SKIPPED,),
@@ -225,7 +225,7 @@ MUTATIONS = (
     Mutation(
         "S1-B18",
         "A request-local chunk may be longer than what decode rows leave of a step, and waits until they end.",
-        "engine/chunks.py",
+        "engine/scheduling/chunk_policy.py",
         "        budget = min(self._limit, beside_decodes)\n",
         "        budget = min(self._limit, self._config.max_num_batched_tokens)\n",
         (PLANNER,),
@@ -233,7 +233,7 @@ MUTATIONS = (
     Mutation(
         "S1-B18 b",
         "A late chunk counts as its tokens alone, and what it costs beyond them is given to the next prompt.",
-        "engine/chunks.py",
+        "engine/scheduling/chunk_policy.py",
         "return count + -(-count * start // self._halving) if self._halving else count",
         "return count",
         (PLANNER,),
@@ -241,7 +241,7 @@ MUTATIONS = (
     Mutation(
         "I-2 a",
         "Prefill may use all of the step's tokens instead of max_prefill_tokens.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "        budget = self._view.prefill_limit\n        if not",
         "        budget = self._config.max_num_batched_tokens\n        if not",
         (SCHEDULER,),
@@ -249,7 +249,7 @@ MUTATIONS = (
     Mutation(
         "I-2 b",
         "Decode rows are not taken off the step's token budget.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "        budget = min(budget, self._tokens_left)\n        begun",
         "        begun",
         (SCHEDULER,),
@@ -258,7 +258,7 @@ MUTATIONS = (
     Mutation(
         "S5-R14",
         "prefill_first keeps decode rows waiting for as long as prompts arrive.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "return (True, 0) if starved else (False, budget)",
         "return (False, budget)",
         (PLANNER,),
@@ -266,7 +266,7 @@ MUTATIONS = (
     Mutation(
         "S1-R9",
         "decode_first keeps prompts waiting for as long as somebody decodes.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "if (decode_first and not self._prompt_starves()) or",
         "if decode_first or",
         (PLANNER,),
@@ -274,7 +274,7 @@ MUTATIONS = (
     Mutation(
         "I-23",
         "bypass overtakes a request that does not fit without a bound.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "            if self._passed and self._slack <= 0:\n",
         "            if self._passed and self._slack is None:\n",
         (PLANNER,),
@@ -283,7 +283,7 @@ MUTATIONS = (
     Mutation(
         "I-15",
         "Full reservation ignores what admitted requests were promised.",
-        "engine/reservation.py",
+        "engine/scheduling/reservation.py",
         "<= self.available - self._promised",
         "<= self.available",
         (PLANNER,),
@@ -291,7 +291,7 @@ MUTATIONS = (
     Mutation(
         "I-15 promises",
         "What a released request was promised is never given back, so that admission ends for good.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "        self._promised -= self._still_promised(request)\n",
         "",
         (PLANNER,),
@@ -299,7 +299,7 @@ MUTATIONS = (
     Mutation(
         "S5-R1 a",
         "An answer counts in full for admission, whatever the clip.",
-        "engine/reservation.py",
+        "engine/scheduling/reservation.py",
         "return min(request.max_new - request.num_output, clip)",
         "return request.max_new - request.num_output",
         (PLANNER,),
@@ -307,7 +307,7 @@ MUTATIONS = (
     Mutation(
         "S5-R1 b",
         "The answers admitted in one step are clipped a second time, together.",
-        "engine/reservation.py",
+        "engine/scheduling/reservation.py",
         "        self._answer_tokens += reserved_tokens(request, self._clip)\n",
         "        more = reserved_tokens(request, self._clip)\n"
         "        self._answer_tokens = min(self._answer_tokens + more, self._clip)\n",
@@ -316,7 +316,7 @@ MUTATIONS = (
     Mutation(
         "S5-R11",
         "A request that is alone must find its reservation free too, and waits for ever for nobody.",
-        "engine/reservation.py",
+        "engine/scheduling/reservation.py",
         "        if alone:\n",
         "        if alone and not needed:\n",
         (PLANNER,),
@@ -324,7 +324,7 @@ MUTATIONS = (
     Mutation(
         "S5-R12",
         "A preempted request reserves its whole answer again, not what is left of it.",
-        "engine/reservation.py",
+        "engine/scheduling/reservation.py",
         "return min(request.max_new - request.num_output, clip)",
         "return min(request.max_new, clip)",
         (PLANNER,),
@@ -332,7 +332,7 @@ MUTATIONS = (
     Mutation(
         "S5-R2",
         "The ratio does not fall while requests wait, and so the queue never drains.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "        else:\n            kinds = ",
         "        elif not self.waiting:\n            kinds = ",
         (PLANNER,),
@@ -340,7 +340,7 @@ MUTATIONS = (
     Mutation(
         "S5-R8",
         "A ratio that a preemption left below its least value stays there.",
-        "engine/reservation.py",
+        "engine/scheduling/reservation.py",
         "        if decoded and (not prefilled",
         "        if self.value > self._config.ratio_min and decoded and (not prefilled",
         (PLANNER,),
@@ -348,7 +348,7 @@ MUTATIONS = (
     Mutation(
         "S5-R9",
         "An idle engine keeps the ratio of its last burst.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "            self._ratio.reset()\n",
         "            pass\n",
         (PLANNER,),
@@ -356,7 +356,7 @@ MUTATIONS = (
     Mutation(
         "S5-R10",
         "retract_steps is read nowhere.",
-        "engine/reservation.py",
+        "engine/scheduling/reservation.py",
         "self._config.retract_steps * len(remaining)",
         "20 * len(remaining)",
         (PLANNER,),
@@ -364,7 +364,7 @@ MUTATIONS = (
     Mutation(
         "reserve a",
         "An answer that was cut off is taken for one that ended there.",
-        "engine/answer_lengths.py",
+        "engine/scheduling/answer_lengths.py",
         "        if by_itself:\n            self._ended[number] += 1\n",
         "        if number >= 0:\n            self._ended[number] += 1\n",
         (ANSWER_LENGTHS,),
@@ -372,7 +372,7 @@ MUTATIONS = (
     Mutation(
         "reserve b",
         "Of answers that run, nothing is learned before they end: on a fresh engine all answers are short.",
-        "engine/forecast.py",
+        "engine/scheduling/forecast.py",
         "        if _ends_by_itself(request) and interval > entry.interval:\n",
         "        if _ends_by_itself(request) and interval < entry.interval:\n",
         (FORECAST,),
@@ -380,7 +380,7 @@ MUTATIONS = (
     Mutation(
         "reserve c",
         "An answer counts once more each time it loses its memory.",
-        "engine/forecast.py",
+        "engine/scheduling/forecast.py",
         "        if _ends_by_itself(request) and not request.was_scheduled:\n",
         "        if _ends_by_itself(request):\n",
         (FORECAST,),
@@ -388,7 +388,7 @@ MUTATIONS = (
     Mutation(
         "reserve d",
         "What is still to come does not depend on what was answered.",
-        "engine/forecast.py",
+        "engine/scheduling/forecast.py",
         "table.row(self._lengths.interval(answered)) if mortal else",
         "table.row(0) if mortal else",
         (FORECAST,),
@@ -396,7 +396,7 @@ MUTATIONS = (
     Mutation(
         "reserve e",
         "An answer is expected to go on beyond its max_tokens.",
-        "engine/forecast.py",
+        "engine/scheduling/forecast.py",
         "        if left < clip:\n",
         "        if left < 0:\n",
         (FORECAST,),
@@ -404,7 +404,7 @@ MUTATIONS = (
     Mutation(
         "reserve f",
         "Running out of memory teaches nothing.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "self._forecast.after_step(preempted=len(plan.preempted))",
         "self._forecast.after_step(preempted=0)",
         (FORECAST,),
@@ -412,7 +412,7 @@ MUTATIONS = (
     Mutation(
         "reserve g",
         "Blocks that others hold, too, are expected to be free when a request ends.",
-        "engine/forecast.py",
+        "engine/scheduling/forecast.py",
         "        own = len(request.token_ids) - shared_blocks * self._block_size - _answered(request)\n",
         "        own = len(request.token_ids) - _answered(request)\n",
         (FORECAST,),
@@ -421,7 +421,7 @@ MUTATIONS = (
     Mutation(
         "S5-R6, R7",
         "A victim keeps the decode row that it had in the step that takes its memory.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "            for request, count in zip(decoding, counts, strict=True)\n            if count\n",
         "            for request in self._view.decoding.values()\n"
         "            if (count := request.num_decode_tokens)\n",
@@ -430,7 +430,7 @@ MUTATIONS = (
     Mutation(
         "S5-R13 a",
         "The oldest request may be a victim, again and again.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "candidates = [request for request in decoding if request is not self._elder]",
         "candidates = list(decoding)",
         (PLANNER,),
@@ -438,7 +438,7 @@ MUTATIONS = (
     Mutation(
         "S5-R13 b",
         "A preempted request waits behind all others by default.",
-        "engine/waiting.py",
+        "engine/scheduling/waiting.py",
         '        elif where == "back":\n',
         "        else:\n",
         (PLANNER,),
@@ -446,7 +446,7 @@ MUTATIONS = (
     Mutation(
         "I-18",
         "Retraction takes the longest answer, which loses most.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "lambda request: (request.num_output, -request.prompt_len, -request.ticket)",
         "lambda request: (-request.num_output, -request.prompt_len, -request.ticket)",
         (PLANNER,),
@@ -454,7 +454,7 @@ MUTATIONS = (
     Mutation(
         "I-24",
         "A step that has just preempted somebody admits somebody else.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "        if not self._preempted:\n            self._admit(budget)\n",
         "        self._admit(budget)\n",
         (PLANNER,),
@@ -462,7 +462,7 @@ MUTATIONS = (
     Mutation(
         "I-21",
         "Younger answers take the last block from the oldest request's prompt.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "while growth + self._elder_chunk() > self._available():",
         "while growth > self._available():",
         (PLANNER,),
@@ -470,7 +470,7 @@ MUTATIONS = (
     Mutation(
         "I-10 victims",
         "A block that a victim shares counts as freed although others still hold it.",
-        "engine/block_manager.py",
+        "engine/scheduling/block_manager.py",
         "freed += gone[block_id] == self._holders[block_id]",
         "freed += gone[block_id] == 1",
         (GAPS,),
@@ -479,7 +479,7 @@ MUTATIONS = (
     Mutation(
         "S4-R11 a",
         "A prompt's blocks are all allocated and published when it is admitted, before they are computed.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "        self._promised += self._still_promised(request)\n",
         "        self._promised += self._still_promised(request)\n"
         "        self._grow(request, request.prompt_len)\n"
@@ -490,7 +490,7 @@ MUTATIONS = (
     Mutation(
         "S4-R11 b",
         "A chunk's blocks are published when it is scheduled, and stay so if its step fails.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "        request.was_scheduled = True\n",
         "        request.was_scheduled = True\n"
         "        for i in range(min(end, request.prompt_len) // self._blocks.block_size):\n"
@@ -500,7 +500,7 @@ MUTATIONS = (
     Mutation(
         "S4-R12",
         "The last block of a prompt counts as a hit, so that no token is left to compute.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "most = (len(request.token_ids) - 1) // self._block_size",
         "most = len(request.token_ids) // self._block_size",
         (CORE,),
@@ -508,7 +508,7 @@ MUTATIONS = (
     Mutation(
         "S5-R18",
         "A request that waits looks its prefix up in every step.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "        if epoch != caches:\n",
         "        if epoch is not None:\n",
         (SCHEDULER,),
@@ -516,7 +516,7 @@ MUTATIONS = (
     Mutation(
         "I-10 claims",
         "A row's allocation may evict the cached prefix that a later row of the step starts from.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         """        for row in plan.rows:
             if row.prefix_blocks is not None:  # all claims first: an allocation below must not evict them
                 self._admit(row.request, row.prefix_blocks)
@@ -539,7 +539,7 @@ MUTATIONS = (
     Mutation(
         "I-10 hits",
         "A hit that nobody holds costs nothing at admission, although it is then no longer there to evict.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "shared = sum(view.blocks.is_held(block) or block in self._taken for block in prefix)",
         "shared = len(prefix)",
         (GAPS,),
@@ -547,7 +547,7 @@ MUTATIONS = (
     Mutation(
         "S1-R13",
         "Each request that shares a held prefix is charged for it again.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "shared = sum(view.blocks.is_held(block) or block in self._taken for block in prefix)",
         "shared = 0",
         (CORE,),
@@ -563,7 +563,7 @@ MUTATIONS = (
     Mutation(
         "S4-R12 eviction",
         "The tail of a released prefix outlives its head, without which it is of no use.",
-        "engine/block_manager.py",
+        "engine/scheduling/block_manager.py",
         "for block_id in reversed(block_ids):",
         "for block_id in block_ids:",
         (BLOCKS,),
@@ -571,7 +571,7 @@ MUTATIONS = (
     Mutation(
         "I-11 eviction",
         "The prefix released last is evicted first.",
-        "engine/block_manager.py",
+        "engine/scheduling/block_manager.py",
         "self._evictable.popitem(last=False)",
         "self._evictable.popitem(last=True)",
         (BLOCKS,),
@@ -579,7 +579,7 @@ MUTATIONS = (
     Mutation(
         "I-10 release",
         "Releasing a block twice passes in silence.",
-        "engine/block_manager.py",
+        "engine/scheduling/block_manager.py",
         'raise RuntimeError(f"block {block_id} was released twice")',
         "continue",
         (BLOCKS,),
@@ -588,7 +588,7 @@ MUTATIONS = (
     Mutation(
         "S1-R2, S4-R17",
         "An abort is ignored in the middle of a prompt.",
-        "engine/core.py",
+        "engine/core/core.py",
         "        if request is None:\n            return []\n        return [self._applier.finish(",
         "        if request is None or request_id in self._scheduler.prefilling:\n            return []\n"
         "        return [self._applier.finish(",
@@ -597,7 +597,7 @@ MUTATIONS = (
     Mutation(
         "S5-R21",
         "An abort is ignored while its request waits.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "return self.waiting.find(request_id)",
         "return None",
         (CORE,),
@@ -605,7 +605,7 @@ MUTATIONS = (
     Mutation(
         "S5-R22",
         "What ends in the middle of its prompt keeps its blocks.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "        self._blocks.release(request.block_ids)\n",
         "        if request.computed >= request.target:\n            self._blocks.release(request.block_ids)\n",
         (CORE,),
@@ -613,7 +613,7 @@ MUTATIONS = (
     Mutation(
         "S3-R1 a",
         "A failed step fails every live request, also those that it did not carry.",
-        "engine/core.py",
+        "engine/core/core.py",
         "                events.append(self._applier.fail(row.request, ErrorCode.STEP_FAILED, failed[number]))\n",
         "                live = [*self._scheduler.waiting, *self._scheduler.prefilling.values()]\n"
         "                live += self._scheduler.decoding.values()\n"
@@ -623,7 +623,7 @@ MUTATIONS = (
     Mutation(
         "S3-R1 b",
         "A request that fails is told so, and keeps its blocks and its seat.",
-        "engine/applier.py",
+        "engine/core/applier.py",
         "        self._release(request)\n        return Failed(",
         "        return Failed(",
         (CORE,),
@@ -631,7 +631,7 @@ MUTATIONS = (
     Mutation(
         "S1-R14 a",
         "A fatal executor error is taken for the failure of one step.",
-        "engine/core.py",
+        "engine/core/core.py",
         "            raise\n        except ExecutorOutOfMemoryError as error:\n",
         "            output = ExecutorFatalError()\n        except ExecutorOutOfMemoryError as error:\n",
         (CORE,),
@@ -639,7 +639,7 @@ MUTATIONS = (
     Mutation(
         "S1-R14 c",
         "A fatal executor error is taken for the failure of one step where its results are read.",
-        "engine/core.py",
+        "engine/core/core.py",
         "            output = self._executor.collect() if output is None else output\n"
         "        except ExecutorFatalError:\n            raise\n",
         "            output = self._executor.collect() if output is None else output\n",
@@ -656,7 +656,7 @@ MUTATIONS = (
     Mutation(
         "S1-R7 a",
         "A step that runs out of memory is tried again for ever.",
-        "engine/core.py",
+        "engine/core/core.py",
         "retry = not self._retrying and has_prefill",
         "retry = has_prefill",
         (CORE,),
@@ -664,7 +664,7 @@ MUTATIONS = (
     Mutation(
         "S1-R7 b",
         "A step that ran out of memory is tried again as large as it was.",
-        "engine/prefill_limit.py",
+        "engine/scheduling/prefill_limit.py",
         "self._retry = self._at_least(prefill // 2)",
         "self._retry = self._at_least(prefill)",
         (CORE,),
@@ -672,7 +672,7 @@ MUTATIONS = (
     Mutation(
         "S5-R16",
         "Blocks that a request holds beyond its progress count as negative demand.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "return max(self._view.blocks.blocks_for(num_tokens) - len(request.block_ids), 0)",
         "return self._view.blocks.blocks_for(num_tokens) - len(request.block_ids)",
         (GAPS,),
@@ -681,7 +681,7 @@ MUTATIONS = (
     Mutation(
         "S1-B20",
         "Scheduled is sent again after a preemption.",
-        "engine/core.py",
+        "engine/core/core.py",
         "if not row.request.was_scheduled]",
         "if row.prefix_blocks is not None]",
         (PLANNER,),
@@ -689,7 +689,7 @@ MUTATIONS = (
     Mutation(
         "S1-R10 a",
         "One random seed is drawn a step, so that a sample depends on who else was there before.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "sampling = None if row.kind is RowKind.MIDDLE else request.next_sampling()\n",
         "sampling = None if row.kind is RowKind.MIDDLE else request.next_sampling()\n"
         "        sampling = sampling and __import__('dataclasses').replace(sampling, seed=self._next_step_id)\n",
@@ -698,7 +698,7 @@ MUTATIONS = (
     Mutation(
         "S1-R10 b",
         "The random number of a sample does not depend on its position.",
-        "engine/executor.py",
+        "engine/execution/executor.py",
         "row.start + place.offset + 1 for row",
         "row.start + 1 for row",
         (f"{EXECUTOR}::test_the_random_number_of_a_sample_is_that_of_the_position_it_fills",),
@@ -706,7 +706,7 @@ MUTATIONS = (
     Mutation(
         "Penalties a",
         "Penalties take what another engine sampled for the prompt, so that a stream that moves changes.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "self.token_ids[self.answer_start :]",
         "self.token_ids[self.prompt_len :]",
         (f"{CONTROLS}::test_an_answer_that_another_engine_began_goes_on_from_there",),
@@ -714,7 +714,7 @@ MUTATIONS = (
     Mutation(
         "Penalties b",
         "With overlap, penalties miss the token in flight.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "*(PENDING_TOKEN,) * self.num_pending)",
         ")",
         (f"{CONTROLS}::test_a_row_whose_penalties_look_back_carries_the_answer_so_far",),
@@ -722,7 +722,7 @@ MUTATIONS = (
     Mutation(
         "Salt",
         "Prompts of different cache salts share their blocks.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "root = root_of(submission.cache_salt, adapter)",
         'root = root_of("", adapter)',
         ("tests/serve_app/routing/test_prefix_index.py",),
@@ -730,23 +730,23 @@ MUTATIONS = (
     Mutation(
         "Adapter in the hash",
         "Prompts of different adapters share their blocks.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "root = root_of(submission.cache_salt, adapter)",
         "root = root_of(submission.cache_salt)",
-        ("tests/engine/test_adapter_shelf.py",),
+        ("tests/engine/test_adapter_cache.py",),
     ),
     Mutation(
         "Adapter in use",
         "An adapter that a running request uses makes room for another.",
-        "engine/adapter_shelf.py",
+        "engine/adapter_cache.py",
         "if digest not in in_use), None)",
         "if digest), None)",
-        ("tests/engine/test_adapter_shelf.py",),
+        ("tests/engine/test_adapter_cache.py",),
     ),
     Mutation(
         "S1-R11",
         "A stop token is counted in usage unless it is the first token.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "self.num_output + stop_token, self.cached",
         "self.num_output + (stop_token and self.num_output > 0), self.cached",
         (CORE,),
@@ -754,7 +754,7 @@ MUTATIONS = (
     Mutation(
         "S2-R5",
         "A chunk that leaves part of its prompt asks for a sample.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "sampling = None if row.kind is RowKind.MIDDLE else request.next_sampling()",
         "sampling = request.next_sampling()",
         (CORE,),
@@ -763,7 +763,7 @@ MUTATIONS = (
     Mutation(
         "S2-R8 a",
         "A chunk ends inside a span that must not be cut.",
-        "engine/chunks.py",
+        "engine/scheduling/chunk_policy.py",
         "        if span is None:\n            return end\n",
         "        if span is None or span:\n            return end\n",
         (SPANS,),
@@ -771,7 +771,7 @@ MUTATIONS = (
     Mutation(
         "S2-R8 b",
         "A chunk that is cut short for want of memory ends inside a span.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "self._chunks.outside_spans(request, start, start + room, most=room) - start",
         "room",
         (GAPS,),
@@ -779,7 +779,7 @@ MUTATIONS = (
     Mutation(
         "I-13 hit",
         "A prefix hit ends inside a span.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "            if cut is not None:\n",
         "            if cut is not None and cut < 0:\n",
         (SPANS,),
@@ -787,7 +787,7 @@ MUTATIONS = (
     Mutation(
         "S2-R12 a",
         "A span that no step could take is accepted, and waits for ever.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "    if spans and longest > config.max_atomic_span:\n",
         "    if spans and longest > config.max_model_len:\n",
         (SPANS,),
@@ -795,7 +795,7 @@ MUTATIONS = (
     Mutation(
         "S2-R12 b",
         "A prefill limit that was halved for want of memory starves a span that is longer.",
-        "engine/chunks.py",
+        "engine/scheduling/chunk_policy.py",
         "return room.tokens if extends or not room.has_prefill else room.budget",
         "return room.tokens if extends else room.budget",
         (SPANS,),
@@ -811,7 +811,7 @@ MUTATIONS = (
     Mutation(
         "S2-R12 d",
         "A span that is extended goes past the tokens that the step has left.",
-        "engine/chunks.py",
+        "engine/scheduling/chunk_policy.py",
         "return room.tokens if extends or not room.has_prefill else room.budget",
         "return self._config.max_num_batched_tokens if extends or not room.has_prefill else room.budget",
         (SPANS,),
@@ -852,7 +852,7 @@ MUTATIONS = (
     Mutation(
         "I-11 contents c",
         "An image that one tenant has shown is found encoded by another.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "place_inputs(inputs, root)",
         "place_inputs(inputs)",
         (INPUTS,),
@@ -860,7 +860,7 @@ MUTATIONS = (
     Mutation(
         "S2-B16",
         "Positions go on after an image as if each of its tokens took one.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "shift_at(request.placed_inputs, row.start) if request.inputs else 0,",
         "0,",
         (INPUTS,),
@@ -868,7 +868,7 @@ MUTATIONS = (
     Mutation(
         "encoder a",
         "One step encodes all that its rows need.",
-        "engine/encoder_cache.py",
+        "engine/scheduling/encoder_cache.py",
         "if cost and cost + size > self._budget:",
         "if False:",
         (INPUTS,),
@@ -876,7 +876,7 @@ MUTATIONS = (
     Mutation(
         "encoder b",
         "More is encoded than can be kept.",
-        "engine/encoder_cache.py",
+        "engine/scheduling/encoder_cache.py",
         "if not self._cache.has_room(needed, gone):",
         "if False:",
         (INPUTS,),
@@ -884,7 +884,7 @@ MUTATIONS = (
     Mutation(
         "encoder c",
         "What a failed step was to encode is taken for encoded.",
-        "engine/core.py",
+        "engine/core/core.py",
         "            self._scheduler.lose_encoded(launched.step)\n",
         "",
         (INPUTS,),
@@ -892,7 +892,7 @@ MUTATIONS = (
     Mutation(
         "encoder d",
         "A request that ends before its images are computed holds them for ever.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "            self.encoder.leave(request)\n",
         "            pass\n",
         (INPUTS,),
@@ -900,16 +900,16 @@ MUTATIONS = (
     Mutation(
         "encoder e",
         "A held content gives way to others.",
-        "engine/encoder_cache.py",
+        "engine/scheduling/encoder_cache.py",
         "(other for other in self._sizes if other not in self._holders)",
         "(other for other in self._sizes)",
-        ("tests/engine/test_encoder_cache.py",),
+        ("tests/engine/scheduling/test_encoder_cache.py",),
     ),
     # --- prompts that the engine cuts, and steps for scored prompts ---------------------------------------------------
     Mutation(
         "S2-R11 a",
         "Of a prompt that the engine cuts, only the last chunk's log-probabilities are kept.",
-        "engine/split.py",
+        "engine/core/engine_chunking.py",
         "        scores += output.prompt_logprobs.get(0, ())\n",
         "        scores = [*output.prompt_logprobs.get(0, ())]\n",
         (CHUNK_OWNER,),
@@ -917,7 +917,7 @@ MUTATIONS = (
     Mutation(
         "S2-R11 b",
         "A row that failed in one of its chunks goes on with the next.",
-        "engine/split.py",
+        "engine/core/engine_chunking.py",
         "        if output.failed:\n            break\n",
         "",
         (CHUNK_OWNER,),
@@ -925,7 +925,7 @@ MUTATIONS = (
     Mutation(
         "S2-R11 c",
         "The engine's chunks score a position too few at each seam.",
-        "engine/split.py",
+        "engine/core/engine_chunking.py",
         "max(end - scoring.first, 0)",
         "max(end - scoring.first - 1, 0)",
         (CHUNK_OWNER,),
@@ -933,7 +933,7 @@ MUTATIONS = (
     Mutation(
         "S2-B1 starved",
         "A prompt that is too long to share a step with decode rows waits until they end.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "> min(self._view.prefill_limit, beside_decodes)",
         "> self._view.prefill_limit",
         (CHUNK_OWNER,),
@@ -941,7 +941,7 @@ MUTATIONS = (
     Mutation(
         "S3-B6 a",
         "Steps that are to be dedicated to scored prompts carry decode rows.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "return self._is_dedicated(first) or self._is_cut_by_engine(first)",
         "return self._is_cut_by_engine(first)",
         (CHUNK_OWNER,),
@@ -949,7 +949,7 @@ MUTATIONS = (
     Mutation(
         "S3-B6 b",
         "A begun scored prompt behind another slips into a mixed step.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "if budget > 0 and not (self._num_decodes and self._is_dedicated(request)):",
         "if budget > 0:",
         (CHUNK_OWNER,),
@@ -957,7 +957,7 @@ MUTATIONS = (
     Mutation(
         "S3-B6 c",
         "A new scored prompt behind another slips into a mixed step.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "        if self._num_decodes and self._is_dedicated(request):\n            return DeferReason.MODE\n",
         "",
         (CHUNK_OWNER,),
@@ -966,7 +966,7 @@ MUTATIONS = (
     Mutation(
         "S3-R2 a",
         "The last position of each chunk is not scored: the seam loses a token.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "min(self.scheduled + count + 1, self.prompt_len)",
         "min(self.scheduled + count, self.prompt_len)",
         (SCORING,),
@@ -974,7 +974,7 @@ MUTATIONS = (
     Mutation(
         "S3-R2 b",
         "A position is scored for the token that stands at it, not for the next.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "self.token_ids[first + 1 :",
         "self.token_ids[first:",
         (SCORING,),
@@ -982,7 +982,7 @@ MUTATIONS = (
     Mutation(
         "S3-R2 c",
         "The executor scores a row from its first position on, wherever the scoring begins.",
-        "engine/logprobs.py",
+        "engine/batch/logprobs.py",
         "index = begin + scoring.first - row.start\n",
         "index = begin\n",
         (f"{LOGPROBS}::test_a_chunk_may_score_from_any_of_its_positions_on",),
@@ -990,7 +990,7 @@ MUTATIONS = (
     Mutation(
         "S3-R3 a",
         "Log-probabilities of the prompt are sent again after a preemption.",
-        "engine/applier.py",
+        "engine/core/applier.py",
         "        request.prompt_logprobs = None\n",
         "",
         (SCORING,),
@@ -998,7 +998,7 @@ MUTATIONS = (
     Mutation(
         "S3-R3 b",
         "A preempted prompt scores its positions again, onto what it has.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "first = max(self.scheduled, len(self.prompt_logprobs))",
         "first = self.scheduled",
         (SCORING,),
@@ -1006,7 +1006,7 @@ MUTATIONS = (
     Mutation(
         "S3-R7",
         "A prefix hit covers positions that must be scored.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "            if request.prompt_logprobs is not None:  #",
         "            if request.prompt_logprobs == ():  #",
         (SCORING,),
@@ -1014,7 +1014,7 @@ MUTATIONS = (
     Mutation(
         "I-14",
         "Log-probabilities of the prompt are sent chunk by chunk, and the event is not one.",
-        "engine/applier.py",
+        "engine/core/applier.py",
         "        if row.kind is not RowKind.LAST:\n            return []\n        assert len(",
         "        assert len(",
         (SCORING,),
@@ -1023,7 +1023,7 @@ MUTATIONS = (
     Mutation(
         "I-33 a",
         "The late result of a preempted or ended request is applied.",
-        "engine/core.py",
+        "engine/core/core.py",
         "if row.request.epoch == epoch and number not in failed:",
         "if number not in failed:",
         (OVERLAP,),
@@ -1031,7 +1031,7 @@ MUTATIONS = (
     Mutation(
         "I-33 b",
         "The late failure of a request that has ended fails it a second time.",
-        "engine/core.py",
+        "engine/core/core.py",
         "            if row.request.epoch == epoch:\n                events.append(",
         "            if epoch is not None:\n                events.append(",
         (OVERLAP,),
@@ -1039,7 +1039,7 @@ MUTATIONS = (
     Mutation(
         "I-33 c",
         "A request that loses its memory keeps its epoch, and late results pass for its own.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "        request.epoch += 1\n",
         "",
         (OVERLAP,),
@@ -1047,7 +1047,7 @@ MUTATIONS = (
     Mutation(
         "S4-R8 a",
         "A request is launched beyond the end of its answer, whose last token is in flight.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "return 1 + len(self.drafts) if left > 0 else 0",
         "return 1 + len(self.drafts)",
         (OVERLAP,),
@@ -1055,7 +1055,7 @@ MUTATIONS = (
     Mutation(
         "S4-R8 b",
         "A token in flight does not count for min_tokens.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "early = self.num_output + self.num_pending < self",
         "early = self.num_output < self",
         (OVERLAP,),
@@ -1063,7 +1063,7 @@ MUTATIONS = (
     Mutation(
         "S4-R8 c",
         "A preempted request keeps counting its token in flight.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "request.target = request.num_pending = 0",
         "request.target = 0",
         (OVERLAP,),
@@ -1071,7 +1071,7 @@ MUTATIONS = (
     Mutation(
         "S4-R8 d",
         "A step is planned on top of one whose launch failed.",
-        "engine/core.py",
+        "engine/core/core.py",
         "if launched is not None and launched.output is not None:",
         "if launched is not None and launched.output is launched:",
         (OVERLAP,),
@@ -1079,7 +1079,7 @@ MUTATIONS = (
     Mutation(
         "S4-R8 e",
         "With overlap there is no work while the last step is in flight, and nobody reads it.",
-        "engine/core.py",
+        "engine/core/core.py",
         "self._scheduler.waiting or self._in_flight)",
         "self._scheduler.waiting)",
         (OVERLAP,),
@@ -1087,7 +1087,7 @@ MUTATIONS = (
     Mutation(
         "I-33 lost token",
         "A row whose token was never sampled goes on from another one.",
-        "engine/executor.py",
+        "engine/execution/executor.py",
         "if is_lost(row, self._newest)}",
         "if False}",
         (f"{EXECUTOR}::test_a_row_that_goes_on_from_a_failed_one_fails_alone",),
@@ -1096,7 +1096,7 @@ MUTATIONS = (
     Mutation(
         "S5-R15 a",
         "A decode row counts as one token of the step, drafts or not.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "self._tokens_left -= sum(counts)",
         "self._tokens_left -= len(counts)",
         (DRAFTS,),
@@ -1104,7 +1104,7 @@ MUTATIONS = (
     Mutation(
         "S5-R15 b",
         "A decode row grows by one block, however many its drafts need.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "            -(-(request.scheduled + count) // size) - len(request.block_ids)\n",
         "            1\n",
         (DRAFTS,),
@@ -1120,7 +1120,7 @@ MUTATIONS = (
     Mutation(
         "I-35 a",
         "KV of drafts that were rejected counts as computed.",
-        "engine/applier.py",
+        "engine/core/applier.py",
         "computed = min(row.start + len(tokens), len(request.token_ids))",
         "computed = row.start + row.num_tokens",
         (DRAFTS,),
@@ -1128,7 +1128,7 @@ MUTATIONS = (
     Mutation(
         "I-35 b",
         "The cursor is not taken back to before the drafts that were rejected.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "        request.scheduled = request.computed\n",
         "",
         (DRAFTS,),
@@ -1136,7 +1136,7 @@ MUTATIONS = (
     Mutation(
         "I-35 c",
         "Drafts reach beyond the last token that may be sampled.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "return 0 if early else self.max_new - self.num_output - 1",
         "return 0 if early else self.max_new",
         (DRAFTS,),
@@ -1144,7 +1144,7 @@ MUTATIONS = (
     Mutation(
         "I-35 d",
         "A preempted request keeps its drafts.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "        request.drafts = ()\n",
         "",
         (DRAFTS,),
@@ -1152,7 +1152,7 @@ MUTATIONS = (
     Mutation(
         "I-30 a",
         "A stop token among accepted drafts does not end the answer.",
-        "engine/applier.py",
+        "engine/core/applier.py",
         "            if is_stop_token(request, token_id):\n",
         "            if i == len(tokens) - 1 and is_stop_token(request, token_id):\n",
         (DRAFTS,),
@@ -1160,7 +1160,7 @@ MUTATIONS = (
     Mutation(
         "I-30 b",
         "A row whose stop tokens are banned carries drafts beyond min_tokens, where they are not.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "return 0 if early else self.max_new - self.num_output - 1",
         "return self.max_new - self.num_output - 1",
         (DRAFTS,),
@@ -1169,7 +1169,7 @@ MUTATIONS = (
     Mutation(
         "Lookup a",
         "A request loses its memory to somebody's drafts.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "            counts = [min(count, 1) for count in counts]\n",
         "",
         (SPECULATION,),
@@ -1177,7 +1177,7 @@ MUTATIONS = (
     Mutation(
         "I-35 e",
         "A row that gives up some of its drafts gives up none.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "return (known + self.drafts)[:count] if known",
         "return known + self.drafts if known",
         (DRAFTS,),
@@ -1185,7 +1185,7 @@ MUTATIONS = (
     Mutation(
         "I-35 f",
         "Drafts that nobody asked for take the half of a step that is prefill's.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "sum(counts) - self._config.max_drafting_tokens",
         "sum(counts) - self._tokens_left",
         (DRAFTS,),
@@ -1193,7 +1193,7 @@ MUTATIONS = (
     Mutation(
         "Lookup b",
         "What stood there before is drafted beyond a token that ends the answer.",
-        "engine/speculation.py",
+        "engine/speculation/speculation.py",
         "if token in stops), drafts)",
         "if token < 0), drafts)",
         (SPECULATION,),
@@ -1201,7 +1201,7 @@ MUTATIONS = (
     Mutation(
         "Lookup c",
         "Drafts that were never right are never tried again.",
-        "engine/speculation.py",
+        "engine/speculation/speculation.py",
         "            lengths[waiting] = 1\n",
         "",
         (SPECULATION,),
@@ -1209,7 +1209,7 @@ MUTATIONS = (
     Mutation(
         "Lookup d",
         "Rows are drafted for beside any number of others.",
-        "engine/speculation.py",
+        "engine/speculation/speculation.py",
         "if not decoding or (self._asked.adaptive and not may_pay(len(decoding), self._costs)):",
         "if not decoding:",
         (SPECULATION,),
@@ -1217,15 +1217,15 @@ MUTATIONS = (
     Mutation(
         "Lookup e",
         "A stream without drafts is slowed down for one that has many.",
-        "engine/draft_lengths.py",
+        "engine/speculation/draft_budget.py",
         "    for number in chosen[num_fair:]:\n        lengths[number] -= 1\n",
         "",
-        ("tests/engine/test_draft_lengths.py",),
+        ("tests/engine/speculation/test_draft_budget.py",),
     ),
     Mutation(
         "Lookup f",
         "What is kept of a request's text outlives the request.",
-        "engine/applier.py",
+        "engine/core/applier.py",
         "            self._speculation.forget(request.request_id)\n",
         "            pass\n",
         (SPECULATION,),
@@ -1233,7 +1233,7 @@ MUTATIONS = (
     Mutation(
         "Proposed a",
         "Two read into a block that they share, each from where it was.",
-        "engine/model_drafts.py",
+        "engine/speculation/draft_model_policy.py",
         "                if request.block_ids[number] in taken:\n",
         "                if False:\n",
         (MODEL_DRAFTS,),
@@ -1241,7 +1241,7 @@ MUTATIONS = (
     Mutation(
         "Proposed b",
         "What another has read into a shared block is read again, over it.",
-        "engine/model_drafts.py",
+        "engine/speculation/draft_model_policy.py",
         "reader.num_read = self._read_for(request, reader.num_read)",
         "reader.num_read = reader.num_read or self._read_for(request, 0)",
         (MODEL_DRAFTS,),
@@ -1249,7 +1249,7 @@ MUTATIONS = (
     Mutation(
         "Proposed c",
         "The last of the proposed tokens counts as read, though nothing went on from it.",
-        "engine/model_drafts.py",
+        "engine/speculation/draft_model_policy.py",
         "len(row.token_ids) - 2)",
         "len(row.token_ids) - 1)",
         (MODEL_DRAFTS,),
@@ -1257,7 +1257,7 @@ MUTATIONS = (
     Mutation(
         "Proposed d",
         "A request that lost its memory is taken for read.",
-        "engine/model_drafts.py",
+        "engine/speculation/draft_model_policy.py",
         "        if reader.epoch != request.epoch:\n",
         "        if reader.epoch < 0:\n",
         (MODEL_DRAFTS,),
@@ -1265,7 +1265,7 @@ MUTATIONS = (
     Mutation(
         "Proposed e",
         "A block's page is found under any text before it.",
-        "engine/model_drafts.py",
+        "engine/speculation/draft_model_policy.py",
         "if page is None or page.root != _root(request, number):",
         "if page is None:",
         (MODEL_DRAFTS,),
@@ -1273,7 +1273,7 @@ MUTATIONS = (
     Mutation(
         "Proposed f",
         "Places for drafts that a step did not use stay, and nothing is read for them.",
-        "engine/model_drafts.py",
+        "engine/speculation/draft_model_policy.py",
         "if r.drafts and r.draft_method == self.method), 0)",
         "if False), 0)",
         (MODEL_DRAFTS,),
@@ -1281,7 +1281,7 @@ MUTATIONS = (
     Mutation(
         "Proposed g",
         "The draft model runs in an engine that is full.",
-        "engine/model_drafts.py",
+        "engine/speculation/draft_model_policy.py",
         "if decoding and self._pays_beside(len(decoding)):",
         "if decoding:",
         (MODEL_DRAFTS,),
@@ -1290,7 +1290,7 @@ MUTATIONS = (
     Mutation(
         "I-9 a",
         "The last slot is renumbered when another is given back, and its state is not moved.",
-        "engine/state_slots.py",
+        "engine/scheduling/state_slots.py",
         "            self._moves.append((self._slots[last], hole))\n",
         "",
         (STATES,),
@@ -1298,7 +1298,7 @@ MUTATIONS = (
     Mutation(
         "I-9 b",
         "Moves are handed to every step that follows, not to the next alone.",
-        "engine/state_slots.py",
+        "engine/scheduling/state_slots.py",
         "moves, self._moves = tuple(self._moves), []",
         "moves = tuple(self._moves)",
         (STATES,),
@@ -1306,7 +1306,7 @@ MUTATIONS = (
     Mutation(
         "I-9 c",
         "The snapshot that a failed row was to save is never given back.",
-        "engine/core.py",
+        "engine/core/core.py",
         "            self._scheduler.discard(scheduled)\n",
         "",
         (STATES,),
@@ -1314,7 +1314,7 @@ MUTATIONS = (
     Mutation(
         "I-9 d",
         "The snapshot of a failed row is published.",
-        "engine/core.py",
+        "engine/core/core.py",
         "            self._scheduler.discard(scheduled)\n",
         "            alive = row.request.epoch == epoch and scheduled.state is not None\n"
         "            self._scheduler.advance(row.request, scheduled, scheduled.end) if alive else "
@@ -1324,7 +1324,7 @@ MUTATIONS = (
     Mutation(
         "I-9 e",
         "A save takes the snapshot that a later row of the step starts from.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "rows = tuple(self._schedule(row, restore, now) for row, restore in zip(plan.rows, restores, strict=True))",
         "rows = tuple(self._schedule(row, self._snapshot(row), now) for row in plan.rows)",
         (STATES,),
@@ -1332,7 +1332,7 @@ MUTATIONS = (
     Mutation(
         "I-9 f",
         "A step that is planned again for want of memory never gives its snapshots back.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "is not None\n            self.discard(scheduled)\n",
         "is not None\n",
         (STATES,),
@@ -1340,7 +1340,7 @@ MUTATIONS = (
     Mutation(
         "I-9 g",
         "A prefix hit of a hybrid model starts where no state was kept.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "            elif self._view.snapshots and self._view",
         "            elif self._view.snapshots and not self._view.blocks and self._view",
         (STATES,),
@@ -1348,7 +1348,7 @@ MUTATIONS = (
     Mutation(
         "I-9 h",
         "Chunks run past the positions at which the state is to be kept.",
-        "engine/chunks.py",
+        "engine/scheduling/chunk_policy.py",
         "        count = min(count, self.to_snapshot(start, remaining))\n",
         "",
         (STATES,),
@@ -1356,7 +1356,7 @@ MUTATIONS = (
     Mutation(
         "I-9 i",
         "A waiting request does not look its prefix up again when a snapshot was overwritten.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "caches = view.blocks.epoch + (view.snapshots.epoch if view.snapshots else 0)",
         "caches = view.blocks.epoch",
         (GAPS,),
@@ -1364,7 +1364,7 @@ MUTATIONS = (
     Mutation(
         "I-9 j",
         "A row with drafts passes over the position at which its state is to be kept.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "min(count, self._chunks.to_snapshot(request.scheduled, count))",
         "count",
         (STATES,),
@@ -1372,7 +1372,7 @@ MUTATIONS = (
     Mutation(
         "I-9 k",
         "The state after a rejected draft is published as that of the text.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "            if end == scheduled.end:\n",
         "            if end:\n",
         (STATES,),
@@ -1380,7 +1380,7 @@ MUTATIONS = (
     Mutation(
         "I-9 l",
         "A state stays past the drafts that were rejected.",
-        "engine/executor.py",
+        "engine/execution/executor.py",
         "computed.rewind.to([len(of) for of in output.sampled])",
         "computed.rewind.to([len(row.token_ids) for row in plan.rows])",
         (RECURRENT,),
@@ -1397,7 +1397,7 @@ MUTATIONS = (
     Mutation(
         "fair lift",
         "A tenant that comes back is owed what others were served meanwhile.",
-        "engine/shares.py",
+        "engine/scheduling/tenant_shares.py",
         "max(self.served.get(tenant, 0.0), self._least())",
         "self.served.get(tenant, 0.0)",
         (WAITING,),
@@ -1405,7 +1405,7 @@ MUTATIONS = (
     Mutation(
         "fair age",
         "However long a request waits, more urgent ones go before it.",
-        "engine/waiting.py",
+        "engine/scheduling/waiting.py",
         "        while young and now - young.first[0] >= self._age_s:\n",
         "        while young and now - young.first[0] >= math.inf:\n",
         (WAITING,),
@@ -1413,7 +1413,7 @@ MUTATIONS = (
     Mutation(
         "fair age head",
         "A request behind one that was just preempted does not age.",
-        "engine/waiting.py",
+        "engine/scheduling/waiting.py",
         "        if not request.was_scheduled:\n            break\n",
         "        break\n",
         (WAITING,),
@@ -1421,7 +1421,7 @@ MUTATIONS = (
     Mutation(
         "fair priority",
         "The queue ignores priorities.",
-        "engine/waiting.py",
+        "engine/scheduling/waiting.py",
         "return (1, head.priority, served",
         "return (1, 0, served",
         (WAITING,),
@@ -1429,7 +1429,7 @@ MUTATIONS = (
     Mutation(
         "fair turn",
         "All that one tenant waits with is admitted before the next one's turn.",
-        "engine/waiting.py",
+        "engine/scheduling/waiting.py",
         "        self.served += len(taken.token_ids)\n",
         "",
         (WAITING,),
@@ -1437,7 +1437,7 @@ MUTATIONS = (
     Mutation(
         "fair drafts",
         "Accepted drafts are not counted against a tenant's share.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "answer_tokens=end - scheduled.start if decoded else 1",
         "answer_tokens=1",
         (WAITING,),
@@ -1445,7 +1445,7 @@ MUTATIONS = (
     Mutation(
         "fair place",
         "A preempted request waits behind whoever came after it.",
-        "engine/waiting.py",
+        "engine/scheduling/waiting.py",
         "        self._num_put_back += 1\n",
         "        self._num_put_back += 1\n        request.place = (self._newest, self._num_put_back)\n",
         (WAITING,),
@@ -1453,7 +1453,7 @@ MUTATIONS = (
     Mutation(
         "fair victims",
         "Victims are chosen regardless of priority.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "key=lambda request: (-request.priority, *loses(request))",
         "key=loses",
         (WAITING,),
@@ -1461,7 +1461,7 @@ MUTATIONS = (
     Mutation(
         "fair urgent",
         "A long prompt that has begun keeps urgent ones waiting.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "            budget = self._admit(budget, more_urgent_than=begun[0].priority)\n",
         "            pass\n",
         (WAITING,),
@@ -1469,7 +1469,7 @@ MUTATIONS = (
     Mutation(
         "fair begun",
         "Endless urgent prompts keep one that has begun waiting for ever.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "if begun and not self._preempted and not self._is_aged(begun[0]):",
         "if begun and not self._preempted:",
         (WAITING, SPANS),
@@ -1477,7 +1477,7 @@ MUTATIONS = (
     Mutation(
         "fair begun order",
         "A begun prompt that stood still for the age bound stands behind begun ones that are urgent.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "key=lambda request: (not self._is_aged(request), request.priority))",
         "key=lambda request: request.priority)",
         (WAITING,),
@@ -1485,7 +1485,7 @@ MUTATIONS = (
     Mutation(
         "fair partial",
         "A partial prompt of one priority bars those of all others.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "count < remaining and self._num_partial[request.priority] >= most",
         "count < remaining and self._num_partial.total() >= most",
         (WAITING,),
@@ -1494,7 +1494,7 @@ MUTATIONS = (
     Mutation(
         "coalesce waiting",
         "A new prompt is held back for as long as the step does not fill.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "return waited_ms < policy.coalesce_waiting_ms and (",
         "return waited_ms < float('inf') and (",
         (COALESCING,),
@@ -1502,7 +1502,7 @@ MUTATIONS = (
     Mutation(
         "coalesce partial",
         "The rest of a begun prompt is held back as long as a new one.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "not view.prefilling or (view.now - partial_since) * 1000 < policy.coalesce_partial_ms",
         "not view.prefilling or partial_since < float('inf')",
         (COALESCING,),
@@ -1510,7 +1510,7 @@ MUTATIONS = (
     Mutation(
         "coalesce ratio",
         "Prefill is held back although the queue fills the step as far as was asked.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "if view.num_queued_tokens >= policy.prefill_fill_ratio * view.prefill_limit:",
         "if view.num_queued_tokens >= 10**9:",
         (COALESCING,),
@@ -1519,7 +1519,7 @@ MUTATIONS = (
     Mutation(
         "I-23 cost",
         "bypass tests the whole queue in every step.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "else MAX_PASSED\n",
         "else len(view.waiting)\n",
         (WAITING,),
@@ -1527,7 +1527,7 @@ MUTATIONS = (
     Mutation(
         "S1-R7 c",
         "A step that the engine cut raises the limit that it was to halve.",
-        "engine/prefill_limit.py",
+        "engine/scheduling/prefill_limit.py",
         "else min(self._retry, self._value)",
         "else self._retry",
         (CHUNK_OWNER, SPANS),
@@ -1535,7 +1535,7 @@ MUTATIONS = (
     Mutation(
         "S1-R7 g",
         "One small step that runs out of memory makes all later ones as small.",
-        "engine/prefill_limit.py",
+        "engine/scheduling/prefill_limit.py",
         "        self._value = self._at_least(self._value // 2)\n",
         "        self._value = self._retry\n",
         (PREFILL_LIMIT,),
@@ -1543,7 +1543,7 @@ MUTATIONS = (
     Mutation(
         "S1-R7 h",
         "After a shortage steps stay small until the engine is idle.",
-        "engine/core.py",
+        "engine/core/core.py",
         "            self._scheduler.went_well(launched.plan)\n",
         "",
         (PREFILL_LIMIT,),
@@ -1551,7 +1551,7 @@ MUTATIONS = (
     Mutation(
         "S1-R7 i",
         "Where memory stays short, what failed is tried again as soon as it is reached.",
-        "engine/prefill_limit.py",
+        "engine/scheduling/prefill_limit.py",
         "            if self._num_good < PATIENCE:\n",
         "            if self._num_good < 0:\n",
         (PREFILL_LIMIT,),
@@ -1559,7 +1559,7 @@ MUTATIONS = (
     Mutation(
         "S1-R7 j",
         "A shortage that cost a request is forgotten when the engine is idle, and costs each lone one.",
-        "engine/prefill_limit.py",
+        "engine/scheduling/prefill_limit.py",
         "        if not self._cost_requests:\n",
         "        if not None:\n",
         (PREFILL_LIMIT,),
@@ -1567,7 +1567,7 @@ MUTATIONS = (
     Mutation(
         "S1-R7 d",
         "A step gets no retry because the one before it, whose requests have gone, had one.",
-        "engine/core.py",
+        "engine/core/core.py",
         "        self._retrying &= self._scheduler.num_running > 0",
         "        self._retrying &= self._scheduler.num_running >= 0",
         (OVERLAP, CORE),
@@ -1575,7 +1575,7 @@ MUTATIONS = (
     Mutation(
         "S1-R7 e",
         "A retry puts a prompt that was about to be done behind those that came after it.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         '        prompts.sort(key=attrgetter("place"))\n',
         "",
         (OVERLAP, CORE),
@@ -1583,7 +1583,7 @@ MUTATIONS = (
     Mutation(
         "S1-R7 f",
         "The prefill limit stays halved when the engine is idle.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "            self._prefill_limit.rest()\n",
         "            pass\n",
         (GAPS,),
@@ -1591,7 +1591,7 @@ MUTATIONS = (
     Mutation(
         "deadline queue",
         "The deadline of the queue ends requests that run.",
-        "engine/deadlines.py",
+        "engine/scheduling/deadlines.py",
         "            elif not request.was_scheduled:\n",
         "            else:\n",
         (CORE, PREPARING),
@@ -1599,7 +1599,7 @@ MUTATIONS = (
     Mutation(
         "deadline heap",
         "Deadlines outlive their requests: they pile up, and end what has ended.",
-        "engine/deadlines.py",
+        "engine/scheduling/deadlines.py",
         "for deadline in self._of.pop(request.ticket, ()):",
         "for deadline in ():",
         (CORE, OVERLAP),
@@ -1607,7 +1607,7 @@ MUTATIONS = (
     Mutation(
         "fair past",
         "Tenants that are gone are remembered until their whole priority is idle.",
-        "engine/shares.py",
+        "engine/scheduling/tenant_shares.py",
         "        while self._past and (",
         "        while not self._live and (",
         (WAITING_ORDER,),
@@ -1615,7 +1615,7 @@ MUTATIONS = (
     Mutation(
         "fair past bound",
         "There is no bound on past tenants while the least served one gets nothing.",
-        "engine/shares.py",
+        "engine/scheduling/tenant_shares.py",
         " or len(self._past) > MAX_PAST):",
         "):",
         (WAITING_ORDER,),
@@ -1623,7 +1623,7 @@ MUTATIONS = (
     Mutation(
         "fair young",
         "A line whose oldest request was admitted goes on before more urgent ones.",
-        "engine/waiting.py",
+        "engine/scheduling/waiting.py",
         "        while aged and now - aged.last[0] < self._age_s:\n",
         "        while aged and now - aged.last[0] < -math.inf:\n",
         (WAITING_ORDER,),
@@ -1639,7 +1639,7 @@ MUTATIONS = (
     Mutation(
         "S5-R18 thread",
         "Prompts are hashed on the thread that steps.",
-        "engine/request.py",
+        "engine/scheduling/request.py",
         "    request.extend_hashes(len(prompt), config.block_size)\n",
         "",
         (ASYNC,),
@@ -1655,7 +1655,7 @@ MUTATIONS = (
     Mutation(
         "deadline asleep",
         "An engine that has no work ends nobody whose deadline has passed.",
-        "engine/core.py",
+        "engine/core/core.py",
         "events = self._end_late(now)",
         "events = self._end_late(now) if self.has_work else []",
         (PREPARING,),
@@ -1664,7 +1664,7 @@ MUTATIONS = (
     Mutation(
         "I-31 reason",
         "The reason why the queue stands is that of the last request that was tested.",
-        "engine/planner.py",
+        "engine/scheduling/planner.py",
         "            self._deferred = self._deferred or reason\n",
         "            self._deferred = reason\n",
         (GAPS,),
@@ -1672,7 +1672,7 @@ MUTATIONS = (
     Mutation(
         "I-31 stale",
         "The reason outlives the requests that waited.",
-        "engine/core.py",
+        "engine/core/core.py",
         "if self._deferred and scheduler.waiting else None",
         "if self._deferred else None",
         (LOAD,),
@@ -1680,7 +1680,7 @@ MUTATIONS = (
     Mutation(
         "I-31 hits",
         "A step that no graph fitted counts as a hit.",
-        "engine/core.py",
+        "engine/core/core.py",
         "self._graph_uses[output.graph.hit, output.graph.name] += 1",
         "self._graph_uses[True, output.graph.name] += 1",
         (LOAD,),
@@ -1688,7 +1688,7 @@ MUTATIONS = (
     Mutation(
         "I-31 mixed",
         "The fake executor takes a mixed step for a decode step.",
-        "engine/fake_executor.py",
+        "engine/fake/executor.py",
         "if any(row.kind is not RowKind.DECODE for row in plan.rows):",
         "if all(row.kind is not RowKind.DECODE for row in plan.rows):",
         (LOAD,),
@@ -1697,7 +1697,7 @@ MUTATIONS = (
     Mutation(
         "S5-R20 a",
         "A request that is being prepared cannot be aborted.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "(self.decoding, self.prefilling, self.preparing)",
         "(self.decoding, self.prefilling)",
         (PREPARING,),
@@ -1705,7 +1705,7 @@ MUTATIONS = (
     Mutation(
         "S5-R20 b",
         "An aborted request stays in the map of those that are being prepared.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "self.preparing.pop(request.request_id, None) is not None",
         "request.request_id in self.preparing",
         (PREPARING,),
@@ -1713,7 +1713,7 @@ MUTATIONS = (
     Mutation(
         "S5-R21 place",
         "A prepared request waits behind all that came while it was prepared.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "            self.waiting.add(request)\n\n",
         '            self.waiting.put_back(request, "back")\n\n',
         (PREPARING,),
@@ -1721,7 +1721,7 @@ MUTATIONS = (
     Mutation(
         "S5-R21 early",
         "A request is planned while its prompt is still being made.",
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "            self.waiting.remove(request)\n            self.preparing",
         "            self.preparing",
         (PREPARING,),
@@ -1730,7 +1730,7 @@ MUTATIONS = (
     Mutation(
         "Grammar a",
         "A matcher that is made anew is not told what the answer holds already.",
-        "engine/grammar.py",
+        "engine/batch/grammar.py",
         "self._consume(match, row.answer[match.count :])",
         "self._consume(match, row.answer[-1:])",
         (GRAMMAR,),
@@ -1738,7 +1738,7 @@ MUTATIONS = (
     Mutation(
         "Grammar b",
         "Where a ban and a grammar leave nothing, the request fails.",
-        "engine/logit_controls.py",
+        "engine/batch/logit_controls.py",
         "    if empty.any():",
         "    if False:",
         (CONTROLS,),
@@ -1746,7 +1746,7 @@ MUTATIONS = (
     Mutation(
         "Grammar c",
         "What is drafted is appended, whatever would have been sampled.",
-        "engine/verification.py",
+        "engine/batch/row_order.py",
         "    return count + 1\n",
         "    return len(drafts) + 1\n",
         (EXECUTOR,),
@@ -1754,7 +1754,7 @@ MUTATIONS = (
     Mutation(
         "Grammar d",
         "Results of rows that attention wants in another order go to the wrong requests.",
-        "engine/verification.py",
+        "engine/batch/row_order.py",
         "        sampled[number] = tokens\n",
         "        sampled[order.index(number)] = tokens\n",
         (EXECUTOR,),
@@ -1762,7 +1762,7 @@ MUTATIONS = (
     Mutation(
         "Grammar e",
         "The end that a grammar forces before min_tokens does not end the answer.",
-        "engine/stopping.py",
+        "engine/scheduling/stopping.py",
         " and request.sampling.grammar is None",
         "",
         (GRAMMAR,),
@@ -1836,7 +1836,7 @@ MUTATIONS = (
     Mutation(
         "Model c",
         "What a checkpoint stores is taken for what the block computes with.",
-        "engine/weights.py",
+        "engine/models/weights.py",
         "    settle(config, weights)\n",
         "",
         (LOGITS,),
@@ -1844,7 +1844,7 @@ MUTATIONS = (
     Mutation(
         "Model d",
         "Layers without rotation are rotated.",
-        "engine/models/lines/smollm3.py",
+        "engine/models/families/smollm3.py",
         "[rope if turns else None for",
         "[rope for",
         (LOGITS,),
@@ -1860,7 +1860,7 @@ MUTATIONS = (
     Mutation(
         "Model f",
         "Layers that see a window are rotated like those that see all.",
-        "engine/models/lines/gemma3.py",
+        "engine/models/families/gemma3.py",
         "[everywhere if window is None else nearby for",
         "[everywhere for",
         (LOGITS,),
@@ -1871,7 +1871,7 @@ MUTATIONS = (
         "engine/models/parameters.py",
         "    assert named == needed,",
         "    assert named <= needed,",
-        ("tests/engine/test_toy_line.py",),
+        ("tests/engine/models/test_toy_family.py",),
     ),
 )
 
@@ -1921,6 +1921,8 @@ def first_failure(copy: Path, tests: Iterable[str]) -> str | None:
         return f"hangs for {TIMEOUT_S} s"
     if done.returncode == 0:
         return None
+    if done.returncode < 0:  # native code that writes where it must not
+        return f"ends by signal {-done.returncode}"
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode != 1 or not failed:  # a revert that cannot even be imported proves nothing
         raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")

@@ -39,14 +39,14 @@ FILES = (
     "tests/kernels/test_elementwise.py",
     "tests/kernels/test_flash.py",
     "tests/kernels/test_linear_attention.py",
-    "tests/engine/test_executor.py",
-    "tests/engine/test_gguf_convert.py",
-    "tests/engine/test_packed_weights.py",
-    "tests/engine/test_recurrent_state.py",
-    "tests/engine/test_triton_device.py",
-    "tests/engine/test_vision_line.py",
+    "tests/engine/execution/test_executor.py",
+    "tests/engine/checkpoints/test_gguf_convert.py",
+    "tests/engine/models/test_packed_weights.py",
+    "tests/engine/models/test_recurrent_state.py",
+    "tests/engine/execution/gpu/test_triton.py",
+    "tests/engine/models/test_vision_family.py",
     "tests/golden/test_adapters.py",
-    "tests/golden/test_lines.py",
+    "tests/golden/test_families.py",
 )
 """Bits of what a library multiplied are compared there, and greedy texts with those of transformers."""
 

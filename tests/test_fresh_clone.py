@@ -1,5 +1,5 @@
 """A newcomer's walk: a fresh clone, a new virtual environment, an empty model cache, `make serve`.
-Never runs the README's other command, `make test`, of which it is part: `.ci/run` does so, on such a clone."""
+Never runs README's other command, `make test`, of which it is part: `.ci/run` does so, on such a clone."""
 
 from __future__ import annotations
 

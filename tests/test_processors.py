@@ -15,9 +15,9 @@ from tests import processors
 
 ROOT = Path(__file__).parents[1]
 EXCUSED = {
-    "tests/engine/test_logit_controls.py": "multiplies no matrices",
-    "tests/engine/test_models_rope.py": "multiplies no matrices",
-    "tests/engine/test_weights.py": "multiplies no matrices",
+    "tests/engine/batch/test_logit_controls.py": "multiplies no matrices",
+    "tests/engine/models/test_rope.py": "multiplies no matrices",
+    "tests/engine/models/test_weights.py": "multiplies no matrices",
     "tests/kernels/test_native.py": "has a slow test that compiles our kernels for each kind of processor",
     "tests/kernels/triton/test_elementwise.py": "multiplies no matrices",
     "tests/kernels/triton/test_sampler.py": "multiplies no matrices",

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from engine.protocol import SamplingParams, Submission
-from engine.request import create_request
+from engine.scheduling.request import create_request
 from tests.support.engines import resolved_config
 from tests.support.seeds import VARIABLE, derived_seed, next_seed, run_seed, seed_globals, seeded_random
 
@@ -169,7 +169,7 @@ DRAWS = """
 import random
 from hypothesis import given, settings, strategies as st
 from engine.protocol import SamplingParams, Submission
-from engine.request import create_request
+from engine.scheduling.request import create_request
 from tests.support.engines import resolved_config
 from tests.support.seeds import next_seed
 

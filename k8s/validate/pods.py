@@ -21,7 +21,7 @@ REQUIRED_ENV = (
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP",
 )
-"""What `serve run` sets, and a cluster that it does not start must have in its environment (README)."""
+"""What `serve run` sets, and a cluster that it does not start must have: docs/how-to/existing-cluster.md."""
 GPU = "nvidia.com/gpu"
 DRAIN = ["python", "-m", "k8s.drain", "--deadline-s"]
 

@@ -44,7 +44,7 @@ def add_deployment(made: argparse.ArgumentParser) -> None:
     made.add_argument("--router", choices=[*ROUTERS], default="prefix-affine", help="who chooses among them")
     made.add_argument("--engine", default="", help="what their config has else: max_num_seqs=16,num_kv_blocks=5825")
     made.add_argument(
-        "--steps", type=Path, default=MEASURED, help="of engine.bench_step: how long steps take on its machine"
+        "--steps", type=Path, default=MEASURED, help="of benchmarks.engine.step: how long steps take on its machine"
     )
 
 

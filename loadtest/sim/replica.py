@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from engine.config import ResolvedConfig
-from engine.core import EngineCore
+from engine.core.core import EngineCore
 from engine.protocol import (
     TERMINAL,
     EngineError,
@@ -20,7 +20,7 @@ from engine.protocol import (
     Scheduled,
     Submission,
 )
-from engine.request import create_request
+from engine.scheduling.request import create_request
 from loadtest.sim.executor import TimedExecutor
 from loadtest.sim.step_time import StepTime
 from serve_app.routing.stats import encode

@@ -127,8 +127,8 @@ def routing(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
 
 
 def reservation(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
-    """Ways to reserve memory where it is short: the lengths of `engine.bench_memory`, answered by fast engines, which
-    memory keeps waiting and not the products of matrices; and chats that ask for more than they use, or do not say.
+    """Ways to reserve memory where it is short: the lengths of `benchmarks.engine.memory`, answered by fast engines,
+    which wait for memory and not for products of matrices; and chats that ask for more than they use, or do not say.
     A whole context each is not reserved there: one request at a time would run."""
     for seed in range(seeds):
         for policy in RESERVING:

@@ -1,5 +1,5 @@
 """Owns how long a simulated step takes: a constant, or a linear model of what the step computes.
-Never measures; the linear model is fitted to step times that `engine.bench_step` measured, or that a server logged."""
+Never measures; the linear model is fitted to times that `benchmarks.engine.step` measured, or that a server logged."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _features(cell: dict[str, Any]) -> tuple[float, float, float]:
 
 
 def measured(path: Path = MEASURED) -> tuple[LinearStep, float]:
-    """The model of the steps in a result of `engine.bench_step` (.json) or in the log of a server with `step_trace`.
+    """The model of the steps in a result of `benchmarks.engine.step` (.json) or in a server's log with `step_trace`.
 
     Returns:
         The model, and its largest error.
@@ -143,5 +143,5 @@ def measured(path: Path = MEASURED) -> tuple[LinearStep, float]:
     document = json.loads(path.read_text())
     benchmark = document.get("benchmark") if isinstance(document, dict) else None
     if benchmark != BENCHMARK or not document.get("cells"):  # other benchmarks have cells of their own kinds
-        raise ValueError(f"{path} is no result of engine.bench_step with cells: its benchmark is {benchmark}")
+        raise ValueError(f"{path} is no result of benchmarks.engine.step with cells: its benchmark is {benchmark}")
     return fit(document["cells"])

@@ -42,8 +42,6 @@ class UnloadAdapterRequest(StrictModel):
 class AdapterRoutes:
     client: EngineClient
     names: AdapterNames
-    base: str
-    """The model's own name."""
     allowed: bool
     """The setting allow_lora_updates."""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -53,7 +51,7 @@ class AdapterRoutes:
         asked = parse_request(LoadAdapterRequest, body)
         self._check_allowed()
         name = asked.lora_name
-        if name == self.base:
+        if self.names.is_own(name):
             text = f"lora_name is {name}, which is the model's own name."
             raise ApiError(400, text, param="lora_name", code="invalid_value")
         async with self._one_at_a_time:

@@ -217,20 +217,37 @@ class CompletionChunk(_Answer):
 
 class Model(Shape):
     id: str
+    """What can be asked for."""
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    """The name of the model that answers, or is adapted."""
+    parent: str | None
+    """Names the model that an adapter is for."""
     max_model_len: int
     """Longest prompt and answer together, in tokens."""
-    parent: str | None = None
-    """Of an adapter: the model that it is for."""
-    root: str | None = None
-    """The same: it is for no other adapter."""
+    context_length: int
+    """The same, as OpenRouter calls it."""
+    context_window: int
+    """The same, as Groq calls it."""
+    capabilities: list[Literal["completion", "tools", "vision", "thinking", "embedding"]]
+    """In Ollama's words."""
+    type: Literal["model"]
+    display_name: str
+    """The id: Anthropic's clients show it."""
+    created_at: str
+    """`created` as they read it."""
 
 
 class ModelList(Shape):
     object: Literal["list"]
     data: list[Model]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
+    models: list[Any] = []
+    """Empty, and only where Codex asks with its `client_version`."""
 
 
 class Tokens(Shape):

@@ -173,17 +173,20 @@ async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]
     """
     worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            finished = worker.done()
+            worker.cancel()
+            watcher.cancel()
+            await asyncio.wait((worker, watcher))  # the engine's stream is closed when this returns
+        (worker if finished else watcher).result()
     finally:
-        finished = worker.done()
-        worker.cancel()
-        watcher.cancel()
-        await asyncio.wait((worker, watcher))  # the engine's stream is closed when this returns
-    if finished:
-        worker.result()
-        return
-    watcher.result()
-    raise ClientGone
+        # What a task raises has this frame in its traceback, and this frame has the task: a cycle, which keeps the
+        # whole request until a garbage collection. That one stops every stream, for as long as the request is large.
+        del worker, watcher
+    if not finished:
+        raise ClientGone
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -3,6 +3,7 @@ Never reads text; a ChatReader has."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from serve_app.api.chat_reader import ChatReader, Read
@@ -30,7 +31,7 @@ def delta_json(read: Read) -> Json:
     if read.content:
         told["content"] = read.content
     if read.calls:
-        told["tool_calls"] = [_call(delta) for delta in read.calls]
+        told["tool_calls"] = _calls(read.calls)
     return told
 
 
@@ -39,8 +40,15 @@ def _reasoning(text: str) -> Json:
     return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
-def _call(delta: CallStart | Arguments) -> Json:
-    if isinstance(delta, Arguments):
-        return {"index": delta.index, "function": {"arguments": delta.text}}
-    function = {"name": delta.name, "arguments": ""}
-    return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+def _calls(deltas: Sequence[CallStart | Arguments]) -> list[Json]:
+    """One entry for each call, as at OpenAI: some clients read only the first entry of a chunk."""
+    told: list[Json] = []
+    for delta in deltas:
+        if isinstance(delta, CallStart):
+            function = {"name": delta.name, "arguments": ""}
+            told.append({"index": delta.index, "id": delta.id, "type": "function", "function": function})
+        elif told and told[-1]["index"] == delta.index:
+            told[-1]["function"]["arguments"] += delta.text
+        else:
+            told.append({"index": delta.index, "function": {"arguments": delta.text}})
+    return told

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve_app.api.schema import ChatRequest
+from serve_app.api.structured import JsonObjectFormat, JsonSchemaFormat
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
 from serve_app.parsing.deltas import Arguments, CallStart, Content, Delta
-from serve_app.parsing.reasoning import REASONING_PARSERS, ReasoningParser, Split, reasoning_parser
+from serve_app.parsing.reasoning import ReasoningParser, Split
+from serve_app.parsing.reasoning_parsers import REASONING_PARSERS, reasoning_parser
 from serve_app.parsing.tool_parser import ToolParser
 from serve_app.parsing.tools import TOOL_PARSERS
 
@@ -36,12 +38,16 @@ class ChatReader:
         *,
         shows_reasoning: bool = True,
         parallel: bool = True,
+        is_either: bool = False,
     ) -> None:
-        """`parallel`: more than one call may be made; the others are not shown, as in vLLM."""
+        """`parallel`: more than one call may be made; the others are not shown, as in vLLM. `is_either`: the answer is
+        text or calls, and not text with calls in it: what JSON quotes is no call."""
         self._reasoning = reasoning
         self._tools = tools
         self._shows_reasoning = shows_reasoning
         self._parallel = parallel
+        self._is_either = is_either
+        self._undecided: list[str] = []
 
     @property
     def has_called(self) -> bool:
@@ -60,7 +66,22 @@ class ChatReader:
         if self._tools is None:
             return reasoning, [Content(split.content)] if split.content else []
         deltas = [*self._tools.push(split.content), *(self._tools.flush() if last else ())]
+        if self._is_either:
+            deltas = self._decided(split.content, deltas, last)
         return reasoning, [delta for delta in deltas if self._is_shown(delta)]
+
+    def _decided(self, text: str, deltas: list[Delta], last: bool) -> list[Delta]:
+        """What comes first, text or a call, is all that comes; nothing as long as there is only white space."""
+        self._undecided.append(text)
+        first = next((delta for delta in deltas if not isinstance(delta, Content) or delta.text.strip()), None)
+        if first is None and not last:
+            return []
+        self._is_either = False
+        if first is not None and not isinstance(first, Content):
+            return deltas
+        self._tools = None
+        told = "".join(self._undecided)
+        return [Content(told)] if told else []
 
     def _split(self, text: str, last: bool) -> Split:
         if self._reasoning is None:
@@ -81,15 +102,35 @@ def needs_reader(request: ChatRequest, model: ServedModel) -> bool:
 
 def make_reader(request: ChatRequest, model: ServedModel, prompt_end: str) -> ChatReader:
     """A reader for one answer to a prompt that ends so."""
+    reasoning, tools = make_parsers(request, model, prompt_end)
+    return ChatReader(
+        reasoning,
+        tools,
+        shows_reasoning=request.shows_reasoning,
+        parallel=request.parallel_tool_calls is not False,
+        is_either=_asks_for_json(request) and tools is not None and not tools.frames_content,
+    )
+
+
+def make_parsers(
+    request: ChatRequest, model: ServedModel, prompt_end: str
+) -> tuple[ReasoningParser | None, ToolParser | None]:
+    """Fresh ones, for one answer to a prompt that ends so."""
     tools = None
     if request.may_call:
         assert model.tool_parser is not None, "checked when the request was prepared"
         tools = TOOL_PARSERS[model.tool_parser]([tool.for_template() for tool in request.tools or ()])
-    return ChatReader(
-        None if model.reasoning_parser is None else reasoning_parser(model.reasoning_parser, prompt_end),
-        tools,
-        shows_reasoning=request.include_reasoning is not False,
-        parallel=request.parallel_tool_calls is not False,
+    reasoning = None if model.reasoning_parser is None else reasoning_parser(model.reasoning_parser, prompt_end)
+    return reasoning, tools
+
+
+def _asks_for_json(request: ChatRequest) -> bool:
+    """Whether the answer's text is JSON and nothing else."""
+    outputs = request.structured_outputs
+    return (
+        isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
+        or request.json_schema is not None
+        or (outputs is not None and bool(outputs.json_ is not None or outputs.json_object))
     )
 
 

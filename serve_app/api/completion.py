@@ -23,6 +23,7 @@ from engine.protocol import (
     Usage,
 )
 from serve_app.admission.gate import Visit
+from serve_app.api.content_stops import ContentStops
 from serve_app.api.live import Life
 from serve_app.api.logprobs import ScoredToken, TokenQueue
 from serve_app.api.stop_strings import StopStrings
@@ -68,15 +69,16 @@ class Completion:
         times: RequestTimes,
         session: str | None,
         thoughts: ThoughtCounter | None = None,
+        stops: ContentStops | None = None,
     ) -> None:
         """`life`: its deadline is that of the submission, for an engine that does not keep it.
-        `thoughts`: of an answer whose thoughts are told apart.
+        `thoughts`: of an answer whose thoughts are told apart. `stops`: of one that may think or call tools.
         `visit`: one that was dispatched; it is told how far the engine has come, as are the `times`."""
         self.submission = prepared.submission
         self.constrained_by = prepared.constrained_by
         self._client = client
         self._detokenizer = prepared.detokenizer
-        self._stops = StopStrings(prepared.stops, shown=prepared.shows_stop)
+        self._stops = stops or StopStrings(prepared.stops, shown=prepared.shows_stop)
         self._shows_stop = prepared.shows_stop
         self._echo = prepared.echo
         self._life = life
@@ -207,7 +209,7 @@ class Completion:
 
     def _search(self, text: str) -> str:
         """What of the text is safe to show, with regard to stop strings."""
-        return self._stops.push(text) if text and self._generated >= self._min_tokens else text
+        return self._stops.push(text) if self._generated >= self._min_tokens else self._stops.skip(text)
 
     def _end(self, event: Finished) -> list[str]:
         """What the end completes: text that waited for more, and the text of the token that ended the answer, where it

@@ -14,7 +14,7 @@ from serve_app.engine_client import ServedModel
 from serve_app.errors import ApiError
 from serve_app.grammars.check import find_fault
 from serve_app.grammars.notation import Grammar, GrammarRefused, Specials
-from serve_app.parsing.thinking_grammar import after_thoughts
+from serve_app.parsing.thinking_grammar import after_thoughts, as_content
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,8 @@ def _grammar(request: ChatRequest | CompletionRequest, specials: Specials, model
     """The field that asked for it, and what it allows. Where tools may be called, an answer is as a field says, or
     calls."""
     asked = field_grammar(request, specials)
+    if asked is not None and isinstance(request, ChatRequest):
+        asked = asked[0], as_content(asked[1], model.reasoning_parser, specials)
     if not isinstance(request, ChatRequest) or not request.may_call or model.tool_parser is None:
         assert asked is not None, "nothing is constrained"
         return asked

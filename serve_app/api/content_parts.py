@@ -9,15 +9,23 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from serve_app.api.strict_model import StrictModel, Unsupported
-from serve_app.api.unions import by_type, text_or_list_of
+from serve_app.api.unions import by_type, of_types, text_or_list_of
 
 _NEVER: tuple[Any, ...] = ()
+CACHE_MARK: Unsupported = {"cache_control": _NEVER}
+"""Anthropic's mark of a prefix to keep, in chats through OpenRouter and LiteLLM: all prefixes are kept here."""
+
+
+Detail = Literal["auto", "low", "high", "original"]
+"""How well an image is to be seen: all but `low` as well as the model and the limits allow."""
 
 
 class TextPart(StrictModel):
     unsupported: ClassVar[Unsupported] = dict.fromkeys(
         ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal"), _NEVER
     )
+    hints: ClassVar[Unsupported] = CACHE_MARK
+    hint_path: ClassVar[str] = "messages.content."
     type: Literal["text"]
     text: str
 
@@ -25,7 +33,7 @@ class TextPart(StrictModel):
 class ImageUrl(StrictModel):
     url: str = Field(min_length=1)
     """`data:image/png;base64,...`, or an http or https URL of a host that the server's settings list."""
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Detail | None = None
     """`low`: scaled to at most 512 x 512 pixels; otherwise to what the model and the server take."""
 
 
@@ -33,15 +41,18 @@ class ImagePart(StrictModel):
     """An image, for models that take any, in a message of the user."""
 
     unsupported: ClassVar[Unsupported] = dict.fromkeys(("text", "uuid"), _NEVER)
+    hints: ClassVar[Unsupported] = CACHE_MARK
+    hint_path: ClassVar[str] = "messages.content."
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")],
-    by_type(("text", "image_url"), "a part of type text or image_url; others are not supported"),
+    by_type(("text", "image_url"), "a part of type text or image_url"),
+    of_types("text", "image_url"),
 ]
-Parts = Annotated[list[Part], Field(min_length=1, fail_fast=True)]
+Parts = Annotated[list[Part], Field(fail_fast=True)]
 Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Parts, Tag("<list>")], text_or_list_of("a string or a list of parts")
 ]

@@ -3,12 +3,14 @@ Never reads text or tokens; what depends on the model is checked in `embeddings`
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from serve_app.api.deadline import MAX_TIMEOUT_MS
+from serve_app.api.foreign_fields import HINTS_IN_EMBEDDINGS
 from serve_app.api.prompt_schema import Prompt, as_prompts
+from serve_app.api.provider import Provider
 from serve_app.api.strict_model import StrictModel, Unsupported
 
 
@@ -20,6 +22,7 @@ class EmbeddingRequest(StrictModel):
         "embed_dtype": ("float32",),
         "endianness": ("native", "little"),
     }
+    hints: ClassVar[Unsupported] = HINTS_IN_EMBEDDINGS
     stream: ClassVar[bool] = False
     num_choices: ClassVar[int] = 1
     prompt_cache_key: ClassVar[None] = None
@@ -35,6 +38,10 @@ class EmbeddingRequest(StrictModel):
     timeout_ms: int | None = Field(None, ge=1, le=MAX_TIMEOUT_MS)
     """The answer is an error after this long."""
     user: str | None = None
+    provider: Provider | None = None
+    """A label for whoever keeps accounts, without effect, as are the two below."""
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
 
     @property
     def inputs(self) -> list[str | list[int]]:

@@ -64,11 +64,15 @@ class Asked(Generic[RequestT]):
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The error by other names of fields: ours -> theirs."""
+    """The error by other names of fields: ours -> theirs. A name that is also a word, such as `messages`, is a field's
+    only where it stands first."""
     param, message = error.param, error.message
     for ours, theirs in names.items():
-        if param is not None and ours in param:
-            param, message = param.replace(ours, theirs, 1), message.replace(ours, theirs, 1)
+        if param is None or ours not in param or (ours.isalpha() and not param.startswith(ours)):
+            continue
+        param = param.replace(ours, theirs, 1)
+        if message.startswith(ours) or not ours.isalpha():
+            message = message.replace(ours, theirs, 1)
     headers, details = error.headers, error.details
     return ApiError(
         error.status, message, type=error.type, param=param, code=error.code, headers=headers, details=details
@@ -135,5 +139,5 @@ def _shown_of(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) ->
 
 def _usage_shown_of(request: GenerationRequest) -> UsageShown:
     options = request.stream_options or StreamOptions()
-    at_end = bool(options.include_usage)
+    at_end = request.includes_usage
     return UsageShown(at_end, at_end and bool(options.continuous_usage_stats))

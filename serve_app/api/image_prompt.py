@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.span_inputs import InputKind, SpanInput
+from engine.multimodal_inputs import InputKind, SpanInput
 from serve_app.api.content_parts import ImageUrl
 from serve_app.api.messages import Message
 from serve_app.api.offload import run_sized

@@ -28,31 +28,37 @@ from serve_app.api.admin import Admin
 from serve_app.api.anthropic.count import CountTokens
 from serve_app.api.anthropic.form import read_messages
 from serve_app.api.asgi import RequestGuard, read_json_body, unless_client_leaves
-from serve_app.api.chat_reader import prompt_end
+from serve_app.api.chat_reader import make_parsers, needs_reader, prompt_end
 from serve_app.api.choices import Choices
 from serve_app.api.completion import Completion
+from serve_app.api.content_stops import ContentStops
+from serve_app.api.cors import cors_middleware
 from serve_app.api.deadline import HEADER as DEADLINE_HEADER
 from serve_app.api.deadline import Deadline, deadline_of, now
 from serve_app.api.embeddings import prepare_embeddings, read_embeddings
 from serve_app.api.field_grammars import refused
 from serve_app.api.forms import Answering, Asked, RequestT, read_chat, read_completion
 from serve_app.api.generation_response import GenerationResponses
+from serve_app.api.hints import TellsHints
 from serve_app.api.json_text import json_response
 from serve_app.api.live import Life, LiveRequests
 from serve_app.api.logprobs import json_chars, score_chars
-from serve_app.api.offload import run_sized
+from serve_app.api.model_list import model_json, models_json
+from serve_app.api.offload import INLINE_SIZE, run_sized
 from serve_app.api.refusal import REQUEST_ID, refusal
-from serve_app.api.response import model_json
 from serve_app.api.responses.form import read_response
+from serve_app.api.responses.sealing import Seal
 from serve_app.api.schema import ChatRequest
 from serve_app.api.session import HEADER as SESSION_HEADER
 from serve_app.api.session import session_of
 from serve_app.api.sse import send_stream
+from serve_app.api.stop_strings import StopStrings
 from serve_app.api.submission import Prepared, prepare_chat, prepare_completion
 from serve_app.api.text_routes import TextRoutes
 from serve_app.api.thoughts import ThoughtCounter
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys, NeedsKey, tenant_of
+from serve_app.cors import CorsSettings
 from serve_app.engine_client import EngineClient, ServedModel
 from serve_app.errors import ApiError, clip, to_api_error
 from serve_app.instance import instance_headers
@@ -61,7 +67,7 @@ from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.middleware import FACTS, TIMES, MeasuresRequests
 from serve_app.metrics.request_times import RequestTimes
 from serve_app.page.route import page_route
-from serve_app.parsing.reasoning import reasoning_parser
+from serve_app.parsing.reasoning_parsers import reasoning_parser
 from serve_app.routing.engine_load import EngineLoad
 from serve_app.tracing.facts import RequestFacts, Trace
 
@@ -89,11 +95,14 @@ class _Generate(Generic[RequestT]):
         read: Callable[[bytes], Asked[RequestT]],
         prepare: Prepare[RequestT],
         id_prefix: str,
+        least_size: int = 0,
     ) -> None:
+        """`least_size`: of the work that reading a body is, however short the body."""
         self._context = context
         self._read: Callable[[bytes], Asked[RequestT]] = read
         self._prepare: Prepare[RequestT] = prepare
         self._id_prefix = id_prefix
+        self._least_size = least_size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = now()
@@ -113,7 +122,7 @@ class _Generate(Generic[RequestT]):
 
     async def _answer(self, passage: _Passage, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        asked = await run_sized(len(body), lambda: self._read(body))
+        asked = await run_sized(max(len(body), self._least_size), lambda: self._read(body))
         request = asked.request
         passage.until(deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
         passage.times.num_choices = request.num_choices
@@ -164,8 +173,11 @@ class _Generate(Generic[RequestT]):
         left_s = None if deadline is None else deadline.left_s()
         submission = replace(ready.submission, timeout_s=left_s, tenant=passage.visit.tenant.name)
         ready = replace(ready, submission=submission)
-        thoughts = self._context.thoughts(ready) if isinstance(passage.facts.request, ChatRequest) else None
-        return Completion(self._context.client, ready, passage.life, passage.visit, passage.times, session, thoughts)
+        request, client = passage.facts.request, self._context.client
+        thoughts, stops = None, None
+        if isinstance(request, ChatRequest):
+            thoughts, stops = self._context.thoughts(ready), self._context.stops(request, ready)
+        return Completion(client, ready, passage.life, passage.visit, passage.times, session, thoughts, stops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +216,23 @@ class _Context:
         end = prompt_end(self.tokenizer, ready.submission.prompt_token_ids)
         return ThoughtCounter(reasoning_parser(self.model.reasoning_parser, end))
 
-    async def list_models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": list(map(model_json, self.adapters.listed()))})
+    def stops(self, request: ChatRequest, ready: Prepared) -> ContentStops | None:
+        """Of a chat's answer; None where there are none, or the answer is nothing but text."""
+        if not (ready.stops and needs_reader(request, self.model)):
+            return None
+        end = prompt_end(self.tokenizer, ready.submission.prompt_token_ids)
+        stops = StopStrings(ready.stops, shown=ready.shows_stop)
+        return ContentStops(stops, *make_parsers(request, self.model, end))
+
+    async def list_models(self, request: Request) -> Response:
+        listed = models_json(self.adapters.listed())
+        # Codex asks so, and takes a list without `models` for an error. It has no use for what a server can say there:
+        # an entry would have to bring Codex's own instructions along.
+        return JSONResponse(listed | {"models": []} if "client_version" in request.query_params else listed)
 
     async def get_model(self, request: Request) -> Response:
-        return JSONResponse(model_json(self.adapters.served(request.path_params["model_id"])))
+        name = request.path_params["model_id"]
+        return JSONResponse(model_json(name, self.adapters.served(name)))
 
     async def health(self, _: Request) -> Response:
         """Liveness: an engine answers. It may drain: whoever restarted it for that would cut what is to finish."""
@@ -278,26 +302,37 @@ def create_app(
     engine_load: Callable[[], EngineLoad | None] = lambda: None,
     adapters: AdapterNames | None = None,
     allow_lora_updates: bool = False,
+    strict: bool = False,
+    drop_billing_header: bool = True,
+    seal: Seal | None = None,
+    cors: CorsSettings | None = None,
 ) -> Starlette:
     """Build the app. It has no state of its own besides its arguments, so that replicas are interchangeable. Without
     `gate` it lets everything in; without `keys` anybody may use it, and nobody may use the admin routes; without
     `trace` no request is described; without `engine_load` load balancers are told nothing. `adapters` is what may
-    change, by the routes for it or by other replicas."""
+    change, by the routes for it or by other replicas. `strict`: hints are refused. `drop_billing_header`: Claude Code's
+    is kept out of prompts. Without `seal` a response's thoughts are not told sealed. `cors`: pages of other servers
+    that may use it."""
     keys, gate, adapters = keys or Keys(), gate or Gate(), adapters or AdapterNames(model)
     context = _Context(client, tokenizer, model, max_body_bytes, gate, live or LiveRequests(), adapters, engine_load)
+    recorder = recorder or IngressRecorder(gate)
     guard = [Middleware(NeedsKey, keys=keys)]
+    reading = [*guard, Middleware(TellsHints, strict=strict, count=recorder.ignored)]
     generating = [
+        Middleware(TellsHints, strict=strict, count=recorder.ignored),
         Middleware(GenerationResponses, keep_alive_s=sse_keep_alive_s, report=context.load_report),
         *guard,
-        Middleware(MeasuresRequests, recorder=recorder or IngressRecorder(gate), trace=trace),
+        Middleware(MeasuresRequests, recorder=recorder, trace=trace),
     ]
-    read_message = partial(read_messages, tokenizer=tokenizer, model=model)
+    read_message = partial(read_messages, tokenizer=tokenizer, model=model, drop_billing_header=drop_billing_header)
     chat = _Generate(context, read_chat, prepare_chat, "chatcmpl-")
     completions = _Generate(context, read_completion, prepare_completion, "cmpl-")
     messages = _Generate(context, read_message, prepare_chat, "msg_")
-    responses = _Generate(context, partial(read_response, model=model), prepare_chat, "resp_")
+    read = partial(read_response, model=model, tokenizer=tokenizer, seal=seal)
+    # A short one may have a tool's grammar, whose translation takes tens of milliseconds: never on the event loop.
+    responses = _Generate(context, read, prepare_chat, "resp_", least_size=INLINE_SIZE + 1)
     embeddings = _Generate(context, read_embeddings, prepare_embeddings, "embd-")
-    count = CountTokens(tokenizer, model, max_body_bytes, adapters).answer
+    count = CountTokens(tokenizer, model, max_body_bytes, adapters, drop_billing_header).answer
     app = Starlette(
         routes=[
             *_versioned("/chat/completions", chat, generating, "POST"),
@@ -305,7 +340,7 @@ def create_app(
             *_versioned("/responses", responses, generating, "POST"),
             *_versioned("/messages", messages, generating, "POST"),
             *_versioned("/embeddings", embeddings, generating, "POST"),
-            *_versioned("/messages/count_tokens", count, guard, "POST"),
+            *_versioned("/messages/count_tokens", count, reading, "POST"),
             *_versioned("/models", context.list_models, guard),
             *_versioned("/models/{model_id:path}", context.get_model, guard),
             Route("/health", context.health),
@@ -314,12 +349,15 @@ def create_app(
             Route("/load", context.load, middleware=guard),
             activity_route(client, model.id),
             page_route(),
-            *TextRoutes(tokenizer, model, max_body_bytes, adapters).routes(guard),
+            *TextRoutes(tokenizer, model, max_body_bytes, adapters).routes(guard, reading),
             *about_routes(keys),
             *Admin(client, context.gate, context.live).routes(keys),
-            *AdapterRoutes(client, adapters, model.id, allow_lora_updates).routes(keys),
+            *AdapterRoutes(client, adapters, allow_lora_updates).routes(keys),
         ],
-        middleware=[Middleware(RequestGuard, stall_timeout_s=client_stall_timeout_s, names_responses=names_responses)],
+        middleware=[
+            cors_middleware(cors or CorsSettings(), needs_keys=keys.are_needed),
+            Middleware(RequestGuard, stall_timeout_s=client_stall_timeout_s, names_responses=names_responses),
+        ],
         exception_handlers={HTTPException: _http_error, ApiError: _api_error, EngineError: _api_error},
     )
     app.router.redirect_slashes = False  # a redirect would make clients repeat a POST as they please

@@ -14,6 +14,8 @@ _STEP = 1024
 _LONG = 64
 """Items from which on a list is written in steps."""
 
+_CONTAINERS = (dict, list, tuple)
+
 Encode = Callable[[Any], str]
 _plain = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
@@ -25,45 +27,55 @@ def json_response(value: Any) -> Response:
 
 def written(value: Any, encode: Encode) -> str:
     """What `encode` writes, which sets no space between items. In steps, between which other threads run."""
-    return "".join(_parts(value, encode)) if _has_long(value) else encode(value)
+    long: set[int] = set()
+    return "".join(_parts(value, encode, long)) if _find_long(value, long) else encode(value)
 
 
-def _parts(value: Any, encode: Encode) -> Iterator[str]:
-    if not _has_long(value):
+def _parts(value: Any, encode: Encode, long: set[int]) -> Iterator[str]:
+    if id(value) not in long:
         yield encode(value)
     elif isinstance(value, dict):
         opening = "{"
         for key, inner in value.items():
             yield f"{opening}{encode(key)}:"
-            yield from _parts(inner, encode)
+            yield from _parts(inner, encode, long)
             opening = ","
         yield "}"
     else:
         opening = "["
         for start in range(0, len(value), _STEP):
-            for part in _step(value[start : start + _STEP], encode):
+            for part in _step(value[start : start + _STEP], encode, long):
                 yield opening + part
                 opening = ","
         yield "]"
 
 
-def _step(items: Sequence[Any], encode: Encode) -> Iterator[str]:
+def _step(items: Sequence[Any], encode: Encode, long: set[int]) -> Iterator[str]:
     """The items of a list, between their commas."""
     if any(map(_is_container, items)):
         for item in items:
-            yield "".join(_parts(item, encode))
+            yield "".join(_parts(item, encode, long))
     else:
         yield encode(items)[1:-1]
 
 
-def _has_long(value: Any) -> bool:
-    """Whether it is or has a long list."""
+def _find_long(value: Any, long: set[int]) -> bool:
+    """Whether it is or has a long list; `long` gets the ids of all values in it that are or have one. Each is looked at
+    once: a search at every level of what is deep would take seconds."""
     if isinstance(value, dict):
-        return any(map(_has_long, value.values()))
-    if isinstance(value, list | tuple):
-        return len(value) > _LONG or any(map(_has_long, value))
-    return False
+        inner = list(value.values())
+    elif isinstance(value, list | tuple):
+        inner = list(value)
+    else:
+        return False
+    found = len(inner) > _LONG and not isinstance(value, dict)
+    for one in inner:
+        if isinstance(one, _CONTAINERS) and _find_long(one, long):
+            found = True
+    if found:
+        long.add(id(value))
+    return found
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, dict | list | tuple)
+    return isinstance(value, _CONTAINERS)

@@ -5,41 +5,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-import pydantic_core
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.api.content_parts import Content, ImagePart, num_chars, shown
+from serve_app.api.call_arguments import read_arguments
+from serve_app.api.content_parts import CACHE_MARK, Content, ImagePart, num_chars, shown
 from serve_app.api.strict_model import StrictModel, Unsupported
+from serve_app.api.unions import of_types
+from serve_app.grammars.lark_rules import Lark
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
+"""Of a request: agents with several servers of MCP offer hundreds."""
 _NEVER: tuple[Any, ...] = ()
-FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
-
-
-def _read_arguments(text: str) -> Any:
-    """As the body itself is read: lone surrogates, endless numbers and deep nesting are a ValueError."""
-    return pydantic_core.from_json(text.encode() or b"{}")
-
-
-def _written_object(text: str) -> str:
-    try:
-        is_object = isinstance(_read_arguments(text), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        raise PydanticCustomError("arguments", "{text}", {"text": "should be a JSON object, written as a string"})
-    return text
-
-
-JsonObject = Annotated[str, AfterValidator(_written_object)]
-"""As text; empty is `{}`."""
+FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
+"""As long as in Anthropic's API and in MCP; in OpenAI's, half of it."""
 
 
 class FunctionCall(StrictModel):
     name: str
-    arguments: JsonObject
-    """A JSON object as text."""
+    arguments: str
+    """A JSON object as text; what is none is shown to the model as the text that it is."""
 
 
 class MessageToolCall(StrictModel):
@@ -52,30 +37,40 @@ class MessageToolCall(StrictModel):
     """Of a stream's delta, which clients put together and send back."""
 
     def for_template(self) -> dict[str, Any]:
-        """Arguments as an object: templates write it as JSON in their own way."""
-        arguments = _read_arguments(self.function.arguments)
+        """Arguments as an object: templates write it as JSON in their own way. As text where they are none."""
+        given = self.function.arguments
+        found = read_arguments(given)
+        arguments = given if found is None else found
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
+AssistantCall = Annotated[MessageToolCall, of_types("function")]
+
+
 class Message(StrictModel):
-    unsupported: ClassVar[Unsupported] = {"annotations": ([],)} | dict.fromkeys(
-        ("function_call", "refusal", "audio"), _NEVER
-    )
+    unsupported: ClassVar[Unsupported] = dict.fromkeys(("function_call", "refusal", "audio"), _NEVER)
+    hints: ClassVar[Unsupported] = {**CACHE_MARK, "provider_specific_fields": _NEVER}  # litellm's, of its own answers
+    hint_path: ClassVar[str] = "messages."
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_calls: (
+        Annotated[list[Annotated[MessageToolCall, of_types("function")]], Field(max_length=MAX_TOOLS, fail_fast=True)]
+        | None
+    ) = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     """What an assistant's message thought; servers give it either name."""
+    annotations: list[dict[str, Any]] | None = None
+    """What an answer said about its text comes back with it, and is not read: the text is all that the model wrote."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            text = "should be a string or a list of parts, but for an assistant's message with tool_calls"
+        if self.content is None and self.role not in ("assistant", "tool"):
+            text = "should be a string or a list of parts, but for an assistant's message or a tool's"
             raise PydanticCustomError("missing", "{text}", {"text": text, "field": "content"})
-        for name in ("tool_calls", "reasoning", "reasoning_content"):
+        for name in ("tool_calls", "reasoning", "reasoning_content", "annotations"):
             if getattr(self, name) and self.role != "assistant":
                 text = f"only allowed in an assistant's message, but the role is {self.role}"
                 raise PydanticCustomError("role", "{text}", {"text": text, "field": name})
@@ -109,6 +104,8 @@ class Message(StrictModel):
 
 
 class FunctionDefinition(StrictModel):
+    hints: ClassVar[Unsupported] = CACHE_MARK
+    hint_path: ClassVar[str] = "tools.function."
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -116,8 +113,20 @@ class FunctionDefinition(StrictModel):
     strict: bool | None = None
     """Arguments are what the schema allows, wherever the model calls this function."""
 
+    @property
+    def kept_schema(self) -> dict[str, Any] | None:
+        """What constrained arguments keep to, which may say more than the model is told."""
+        return self.parameters
+
+    @property
+    def kept_text(self) -> Lark | None:
+        """The grammar of the one argument, where no schema can say it."""
+        return None
+
 
 class ToolDefinition(StrictModel):
+    hints: ClassVar[Unsupported] = CACHE_MARK
+    hint_path: ClassVar[str] = "tools."
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -126,4 +135,4 @@ class ToolDefinition(StrictModel):
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
-Tools = Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)]
+Tools = Annotated[list[Annotated[ToolDefinition, of_types("function")]], Field(max_length=MAX_TOOLS, fail_fast=True)]

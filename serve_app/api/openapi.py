@@ -11,6 +11,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from serve_app.api.generation_response import PROCESSING_MS
+from serve_app.api.hints import HEADER as HINTS_HEADER
 from serve_app.api.operations import OPERATIONS, Operation
 
 Json = dict[str, Any]
@@ -35,6 +36,12 @@ _REQUEST_ID: Json = {
     "description": "A name for the request, of 1 to 128 letters, digits or ._:-; another is not refused, but replaced. "
     "The response's is the name that counts.",
     "schema": {"type": "string"},
+}
+_HINTS: Json = {
+    HINTS_HEADER: {
+        "description": "The hints of the request that had no effect, by commas; absent where there are none.",
+        "schema": {"type": "string"},
+    }
 }
 _KEY_NAMES = {"api key": ("apiKey", "apiKeyHeader"), "admin key": ("adminKey", "adminKeyHeader")}
 
@@ -121,8 +128,11 @@ def _errors(operation: Operation, access: Access) -> list[int]:
 
 def _error(status: int, schemas: _Schemas, operation: Operation) -> Json:
     error: Json = {"description": _ERRORS[status]}
+    headers = dict(_HINTS if operation.tells_hints else {})
     if status in _TRY_AGAIN:
-        error["headers"] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
+        headers["Retry-After"] = {"description": "Seconds.", "schema": {"type": "integer"}}
+    if headers:
+        error["headers"] = headers
     return error | {"content": {"application/json": {"schema": schemas.of(operation.error)}}}
 
 
@@ -132,11 +142,15 @@ def _success(operation: Operation, schemas: _Schemas) -> Json:
         return success
     schema = {} if operation.answer is None else {"schema": schemas.of(operation.answer)}
     success["content"] = {operation.media_type: schema}
+    if operation.tells_hints:
+        success["headers"] = dict(_HINTS)
     if operation.chunk is not None:
         events = {"type": "string", "description": f"Server-sent events: {operation.events}."}
         # OpenAPI 3.1 has no word for the events of a stream.
         success["content"]["text/event-stream"] = {"schema": events, "x-event-data": schemas.of(operation.chunk)}
-        success["headers"] = {PROCESSING_MS: {"description": "Milliseconds.", "schema": {"type": "integer"}}}
+        success["headers"] = success.get("headers", {}) | {
+            PROCESSING_MS: {"description": "Milliseconds.", "schema": {"type": "integer"}}
+        }
     return success
 
 

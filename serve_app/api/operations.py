@@ -31,7 +31,8 @@ Parameter = Mapping[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """`answer`: the JSON of a 200; `chunk`: that of a stream's events, where a 200 may be one, and `events` their
-    framing; `media_type`: of a 200, "" where it is empty. `errors` are those besides a 500 and what `needs` brings."""
+    framing; `media_type`: of a 200, "" where it is empty. `errors` are those besides a 500 and what `needs` brings.
+    `tells_hints`: a header of each answer may name the request's hints."""
 
     method: Literal["get", "post"] = "get"
     path: str
@@ -45,6 +46,7 @@ class Operation:
     error: type[BaseModel] = answers.ErrorEnvelope
     events: str = "`data: <JSON>` each, comments in between, `data: [DONE]` at the end"
     parameters: tuple[Parameter, ...] = ()
+    tells_hints: bool = False
 
 
 _BODY = (400, 408, 413, 415)
@@ -84,11 +86,14 @@ def _generation(
         chunk=chunk,
         errors=errors,
         parameters=_HEADERS,
+        tells_hints=True,
     )
 
 
 def _text(path: str, summary: str, body: type[BaseModel], answer: type[BaseModel]) -> Operation:
-    return Operation(method="post", path=path, summary=summary, body=body, answer=answer, errors=(*_BODY, 404))
+    return Operation(
+        method="post", path=path, summary=summary, body=body, answer=answer, errors=(*_BODY, 404), tells_hints=True
+    )
 
 
 def _admin(name: str, summary: str, answer: type[BaseModel]) -> Operation:
@@ -138,11 +143,16 @@ _VERSIONED: tuple[Operation, ...] = (
         answer=answers.Embeddings,
         errors=(*_BODY, 404, 429, 503, 504),
         parameters=_HEADERS,
+        tells_hints=True,
     ),
-    Operation(path="/v1/models", summary="The served model and its adapters.", answer=answers.ModelList),
+    Operation(
+        path="/v1/models",
+        summary="The served model by all its names, its adapters, and aliases.",
+        answer=answers.ModelList,
+    ),
     Operation(
         path="/v1/models/{model_id}",
-        summary="The served model, or an adapter.",
+        summary="The served model, an adapter, or an alias of one.",
         answer=answers.Model,
         errors=(404,),
         parameters=(_MODEL_ID,),

@@ -15,6 +15,8 @@ REQUEST_ID = "chunkserve.request_id"
 
 ANTHROPIC_PATH = "/messages"
 """Also under `/v1`."""
+THREAD = "thread"
+"""Asks that the server keep the conversation. Anthropic's SDK goes on without where a refusal has Anthropic's code."""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -45,5 +47,7 @@ def anthropic_error(error: ApiError, request_id: str | None) -> dict[str, Any]:
     message = error.message
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
-    told = {"type": _TYPES.get(error.status, "api_error"), "message": message}
+    told: dict[str, Any] = {"type": _TYPES.get(error.status, "api_error"), "message": message}
+    if error.param == THREAD:
+        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
     return {"type": "error", "error": told, "request_id": request_id}

@@ -20,7 +20,6 @@ from serve_app.api.logprobs import (
     token_id_text,
 )
 from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import ServedModel
 
 Json = dict[str, Any]
 
@@ -230,15 +229,3 @@ def usage_json(usage: Usage, reasoning_tokens: int | None) -> Json:
     if reasoning_tokens is not None:
         told["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     return told
-
-
-def model_json(model: ServedModel) -> Json:
-    """`max_model_len` is vLLM's addition, which clients read to size their prompts."""
-    told: Json = {
-        "id": model.id,
-        "object": "model",
-        "created": model.created,
-        "owned_by": model.owned_by,
-        "max_model_len": model.max_model_len,
-    }
-    return told if model.base is None else told | {"parent": model.base, "root": model.base}

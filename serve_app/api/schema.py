@@ -3,115 +3,51 @@ Never reads text or tokens; what depends on the model (context length, vocabular
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine.protocol import MAX_BIAS, MAX_LOGPROBS
+from engine.protocol import MAX_LOGPROBS
+from serve_app.api import foreign_fields as foreign
 from serve_app.api.deadline import MAX_TIMEOUT_MS
+from serve_app.api.json_finite import check_finite
 from serve_app.api.json_size import check_size
 from serve_app.api.messages import Message, Tools
-from serve_app.api.prompt_schema import MAX_CHOICES, Prompt, TokenId, as_prompts
+from serve_app.api.prompt_schema import MAX_CHOICES, Prompt, as_prompts
+from serve_app.api.provider import Provider
 from serve_app.api.session import MAX_CHARS
-from serve_app.api.stop_schema import MAX_STOP_CHARS, Stop
+from serve_app.api.stop_schema import Stop
 from serve_app.api.strict_model import UNSUPPORTED, StrictModel, Unsupported
-from serve_app.api.structured import KINDS, ResponseFormat, StructuredOutputs, TextFormat, Written
+from serve_app.api.structured import ResponseFormat, StructuredOutputs, TextFormat, Written
+from serve_app.api.thinking_fields import ReasoningRequest, ThinkingFields
+from serve_app.api.token_fields import AllowedTokenIds, BadWords, LogitBias, PromptLogprobs, StopTokenIds
 from serve_app.api.tool_choice import NamedFunction, ToolChoice, must_call, names_of
-from serve_app.errors import ApiError, clip, from_validation
+from serve_app.errors import ApiError, from_validation
 
-MAX_STOP_TOKEN_IDS = 1024
-MAX_BAD_WORDS = 256
-MAX_BIASED_TOKENS = 1024
-MAX_ALLOWED_TOKENS = 2**18
-"""As many as the largest vocabularies have."""
 DEFAULT_COMPLETION_TOKENS = 16
-
-_ZERO, _OFF, _NO = (0,), (1,), (False,)
-_NEVER: tuple[Any, ...] = ()
-
-_GUIDED = {
-    **{f"guided_{kind}": f"structured_outputs.{kind}" for kind in KINDS if kind != "structural_tag"},
-    "guided_decoding_backend": "structured_outputs, which has one backend",
-    "guided_whitespace_pattern": "structured_outputs, which writes JSON on one line",
-}
-"""vLLM's old names, which it ignores in silence."""
-
-# Fields of OpenAI, vLLM and SGLang that would change the answer, with the values that would not.
-_UNSUPPORTED: Unsupported = {
-    "length_penalty": _OFF,
-    "use_beam_search": _NO,
-    "spaces_between_special_tokens": (True,),
-    "best_of": _OFF,
-    **dict.fromkeys(("grammar", "stop_regex", *_GUIDED), _NEVER),
-    "prompt_cache_options": ({},),
-    "service_tier": ("auto", "default"),
-}
-_UNSUPPORTED_IN_CHAT: Unsupported = {
-    **_UNSUPPORTED,
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
-    "reasoning_effort": ("none",),
-    "add_special_tokens": _NO,
-    "echo": _NO,
-    **dict.fromkeys(("chat_template", "audio", "prediction", "web_search_options", "moderation"), _NEVER),
-}
-_UNSUPPORTED_IN_COMPLETIONS: Unsupported = {
-    **_UNSUPPORTED,
-    "suffix": ("",),
-    "add_special_tokens": (True,),
-}
 
 
 class StreamOptions(StrictModel):
-    unsupported: ClassVar[Unsupported] = {"include_obfuscation": _NO}
+    unsupported: ClassVar[Unsupported] = {"include_obfuscation": (False,)}
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """Every chunk tells the usage so far; with `include_usage` only, as at vLLM."""
 
 
-BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+class UsageOptions(StrictModel):
+    """OpenRouter's. A whole answer tells its usage in any case."""
 
-
-def _token_keys(value: Any) -> Any:
-    """JSON's keys are strings."""
-    if not isinstance(value, dict):
-        return value
-    if len(value) > MAX_BIASED_TOKENS:
-        text = f"should have at most {MAX_BIASED_TOKENS} tokens, but it has {len(value)}"
-        raise PydanticCustomError("too_long", "{text}", {"text": text})
-    bad = [key for key in value if not (isinstance(key, str) and _TOKEN_KEY.fullmatch(key))]
-    if bad:
-        text = f"should have token ids as its keys, but one is {clip(str(bad[0]), 50)!r}"
-        raise PydanticCustomError("keys", "{text}", {"text": text})
-    return {int(key): amount for key, amount in value.items()}
-
-
-_TOKEN_KEY = re.compile("[0-9]{1,9}")
-LogitBias = Annotated[
-    dict[int, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
-    Field(max_length=MAX_BIASED_TOKENS, json_schema_extra={"propertyNames": {"pattern": f"^{_TOKEN_KEY.pattern}$"}}),
-    BeforeValidator(_token_keys),
-]
-
-
-def _not_the_vocabulary(value: Any) -> Any:
-    if value == -1:
-        text = (
-            f"should be 0 to {MAX_LOGPROBS}: -1, the whole vocabulary at each token, is not supported; "
-            "a token's rank is told without"
-        )
-        raise PydanticCustomError("vocabulary", "{text}", {"text": text})
-    return value
+    include: bool | None = None
+    """A stream ends with the usage, as with `stream_options.include_usage`."""
 
 
 class GenerationRequest(StrictModel):
     """What chat and plain completions share. Null always means the default."""
 
+    value_hints: ClassVar[Mapping[str, str]] = foreign.VALUE_HINTS
     model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -121,7 +57,7 @@ class GenerationRequest(StrictModel):
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
+    stop_token_ids: StopTokenIds | None = None
     min_tokens: int | None = Field(None, ge=0)
     """Neither stop tokens nor stop strings end the answer before this many tokens."""
     ignore_eos: bool | None = None
@@ -130,16 +66,16 @@ class GenerationRequest(StrictModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repeat_penalty: float | None = Field(None, gt=0, le=10)
+    """Ollama's and llama.cpp's name of `repetition_penalty`."""
     logit_bias: LogitBias | None = None
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    bad_words: BadWords | None = None
     """The answer will not contain these, as they are tokenized at its beginning and after a space."""
-    allowed_token_ids: (
-        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)] | None
-    ) = None
+    allowed_token_ids: AllowedTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     """The answer ends with the stop string, or the stop token's text, that ended it."""
     skip_special_tokens: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(_not_the_vocabulary)] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     """The log-probability of each of the prompt's tokens, its rank, and this many alternatives; not in a stream."""
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens `token_id:7`, and not by their texts."""
@@ -164,23 +100,23 @@ class GenerationRequest(StrictModel):
     """The answer ends with an error after this long."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = None
+    provider: Provider | None = None
 
     prompt_cache_key: str | None = Field(None, max_length=MAX_CHARS)
     """Requests of one key go to the same engine while its load allows."""
 
-    # Accepted and without effect: they label a request for whoever keeps accounts, and never change an answer.
     user: str | None = None
+    """A label for the client's own accounts, as are the two below: they ask for nothing."""
     metadata: dict[str, Any] | None = None
-    store: bool | None = None
     safety_identifier: str | None = None
-    prompt_cache_retention: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _guided_has_other_names(cls, data: Any) -> Any:
-        for name in _GUIDED if isinstance(data, dict) else ():
+        for name in foreign.GUIDED if isinstance(data, dict) else ():
             if data.get(name) is not None:
-                text = f"this field is not supported by the server; use {_GUIDED[name]}"
+                text = f"this field is not supported by the server; use {foreign.GUIDED[name]}"
                 raise PydanticCustomError("guided", "{text}", {"text": text, "field": name, "code": UNSUPPORTED})
         return data
 
@@ -189,6 +125,19 @@ class GenerationRequest(StrictModel):
         if len(fields := self.constraints) > 1:
             text = f"not allowed together with {fields[0]}: one of them says what the answer is"
             raise PydanticCustomError("constraints", "{text}", {"text": text, "field": fields[1]})
+        return self
+
+    @model_validator(mode="after")
+    def _one_penalty_of_repetition(self) -> GenerationRequest:
+        if (
+            None not in (self.repeat_penalty, self.repetition_penalty)
+            and self.repeat_penalty != self.repetition_penalty
+        ):
+            text = (
+                "should be equal to repetition_penalty, whose other name it is, but they are "
+                f"{self.repeat_penalty:g} and {self.repetition_penalty:g}"
+            )
+            raise PydanticCustomError("penalties", "{text}", {"text": text, "field": "repeat_penalty"})
         return self
 
     @model_validator(mode="after")
@@ -221,7 +170,20 @@ class GenerationRequest(StrictModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        """An empty string stops nothing."""
+        stop = self.stop or ()
+        return tuple(text for text in ((stop,) if isinstance(stop, str) else stop) if text)
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        of_options = self.stream_options is not None and self.stream_options.include_usage
+        return bool(of_options or (self.usage is not None and self.usage.include))
+
+    @property
+    def limit_field(self) -> str:
+        """What the client calls the most tokens of an answer."""
+        return "max_tokens"
 
     @property
     def num_choices(self) -> int:
@@ -229,8 +191,10 @@ class GenerationRequest(StrictModel):
         return self.n or 1
 
 
-class ChatRequest(GenerationRequest):
-    unsupported: ClassVar[Unsupported] = _UNSUPPORTED_IN_CHAT
+class ChatRequest(GenerationRequest, ThinkingFields):
+    unsupported: ClassVar[Unsupported] = foreign.UNSUPPORTED_IN_CHAT
+    hints: ClassVar[Unsupported] = foreign.HINTS_IN_CHAT
+    value_hints: ClassVar[Mapping[str, str]] = foreign.VALUE_HINTS_IN_CHAT
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     """Wins over max_tokens, which it replaces."""
@@ -297,8 +261,16 @@ class ChatRequest(GenerationRequest):
         return "tools" if any(tool.function.strict for tool in self.tools or ()) else None
 
     @property
+    def limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def must_call(self) -> bool:
         return must_call(self.tool_choice)
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning is not False and not (self.reasoning or ReasoningRequest()).exclude
 
     @property
     def names_function(self) -> bool:
@@ -322,7 +294,8 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    unsupported: ClassVar[Unsupported] = _UNSUPPORTED_IN_COMPLETIONS
+    unsupported: ClassVar[Unsupported] = foreign.UNSUPPORTED_IN_COMPLETIONS
+    hints: ClassVar[Unsupported] = foreign.HINTS
     prompt: Prompt
     max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
@@ -383,6 +356,7 @@ def parse_request(kind: type[ModelT], body: bytes) -> ModelT:
         raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from error
     if not isinstance(data, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_value")
+    check_finite(data)
     try:
         return kind.model_validate(data)
     except ValidationError as error:

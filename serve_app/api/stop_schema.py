@@ -15,7 +15,7 @@ MAX_STOP_CHARS = 1000
 MAX_STOP_CHARS_TOGETHER = 4000
 """Each token's text is looked at for the beginning of each stop string."""
 
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 
 
 def _not_too_long(stops: list[str]) -> list[str]:
@@ -27,6 +27,7 @@ def _not_too_long(stops: list[str]) -> list[str]:
 
 StopList = Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_not_too_long)]
 Stop = Annotated[
-    Annotated[StopString, Tag("<text>")] | Annotated[StopList, Tag("<list>")],
+    Annotated[str, Field(max_length=MAX_STOP_CHARS), Tag("<text>")] | Annotated[StopList, Tag("<list>")],
     text_or_list_of("a string or a list of strings"),
 ]
+"""An empty text is none."""

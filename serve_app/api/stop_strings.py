@@ -33,6 +33,10 @@ class StopStrings:
         self._held = text[safe:]
         return text[:safe]
 
+    def skip(self, text: str) -> str:
+        """Text in which no stop string is looked for; nothing was held back before it."""
+        return text
+
     def flush(self) -> str:
         """Return what was held back: the answer ended, and it was no stop string after all."""
         held, self._held = self._held, ""

@@ -5,21 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from engine.multimodal_inputs import SpanInput
 from engine.protocol import SamplingParams, Submission
-from engine.span_inputs import SpanInput
 from serve_app.api.chat_reader import markers, prompt_end
-from serve_app.api.chat_template import CALLERS_NAMES, TemplateFailed
+from serve_app.api.chat_template import TemplateFailed
 from serve_app.api.constraint import Constraint, constraint_of
 from serve_app.api.detokenizer import Detokenizer
 from serve_app.api.echo import Echo, read_ids, read_text
+from serve_app.api.hints import hints
 from serve_app.api.image_prompt import EncodedChat, place_images, read_images
 from serve_app.api.offload import INLINE_SIZE, run_sized
 from serve_app.api.schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
+from serve_app.api.template_options import template_options
 from serve_app.api.tokenizer import Tokenizer, TooManyTokens
 from serve_app.engine_client import ServedModel
-from serve_app.errors import ApiError, clip, context_length_exceeded
+from serve_app.errors import ApiError, context_length_exceeded
 
 _MANY_TURNS = 1024
 _TURN_CHARS = 64
@@ -81,7 +82,7 @@ async def encode_conversation(
         TooManyTokens: it has more than `most`, each image counted as one.
     """
     images = await read_images(request.messages, model)
-    options = _template_options(request, tokenizer, model) | {"add_special_tokens": add_special_tokens}
+    options = template_options(request, tokenizer, model) | {"add_special_tokens": add_special_tokens}
 
     def encode() -> list[int]:
         tools = [tool.for_template() for tool in request.tools or ()] if request.may_call else None
@@ -100,30 +101,6 @@ def _size(request: ChatRequest) -> int:
     if request.tools or request.documents or request.chat_template_kwargs or len(request.messages) > _MANY_TURNS:
         return max(INLINE_SIZE + 1, _TURN_CHARS * len(request.messages))
     return sum(_TURN_CHARS + message.num_chars for message in request.messages)
-
-
-def _template_options(request: ChatRequest, tokenizer: Tokenizer, model: ServedModel) -> dict[str, Any]:
-    """What the template gets besides the messages and the tools.
-
-    Raises:
-        ApiError: the template would ignore it.
-    """
-    kwargs = request.chat_template_kwargs or {}
-    if request.may_call and model.tool_parser is None:
-        text = "This model does not call tools: its chat template shows no format for calls that the server knows."
-        raise ApiError(400, text, param="tools", code="unsupported_parameter")
-    known = tokenizer.chat_template.variables if tokenizer.chat_template else CALLERS_NAMES
-    given = {"tools": request.may_call, "documents": bool(request.documents)}
-    ignored = [name for name, is_given in given.items() if is_given and name not in known]
-    ignored += [f"chat_template_kwargs.{name}" for name in kwargs if name not in known - CALLERS_NAMES]
-    if ignored:
-        text = f"The model's chat template takes no {clip(ignored[0], 50)} from a request: it would change nothing."
-        raise ApiError(400, text, param=ignored[0], code="unsupported_parameter")
-    return kwargs | {
-        "documents": request.documents,
-        "add_generation_prompt": request.add_generation_prompt is not False,
-        "continue_final_message": bool(request.continue_final_message),
-    }
 
 
 async def prepare_completion(
@@ -190,7 +167,7 @@ class _Maker:
         text. What is long is made once: a hundred answers share it."""
         request = self.request
         kept = truncated(prompt, request.truncate_prompt_tokens, self.model.max_model_len, self.wanted)
-        allowed = answer_tokens(kept, self.wanted, self.default, self.model, param)
+        allowed = answer_tokens(kept, self.wanted, self.default, self.model, param, self.request.limit_field)
         _check_scores(len(kept), request)
         sampling = replace(self.sampling, max_tokens=allowed)
         if self.constraint is not None:
@@ -240,31 +217,44 @@ def _echoes(request: ChatRequest | CompletionRequest) -> bool:
 
 
 def truncated(prompt: list[int], most: int | None, limit: int, wanted: int | None) -> list[int]:
-    """The prompt's last tokens: `most`, and for -1 as many as leave room for the answer."""
+    """The prompt's last tokens: `most`, and for -1 as many as leave room for the answer. One that may take the whole
+    context, or more, gets what the prompt leaves."""
     if most is None:
         return prompt
     if most == -1:
-        most = max(limit - (1 if wanted is None else wanted), 0)
+        most = limit - (1 if wanted is None or wanted >= limit else wanted)
     return prompt if len(prompt) <= most else prompt[len(prompt) - most :]
 
 
 def answer_tokens(
-    prompt: list[int], wanted: int | None, default: int | None, model: ServedModel, param: str
+    prompt: list[int],
+    wanted: int | None,
+    default: int | None,
+    model: ServedModel,
+    param: str,
+    limit_field: str = "max_tokens",
 ) -> int | None:
     """How many tokens the answer may have; None is as many as the context holds.
 
-    Too many that were asked for are refused; a default is cut to what is left.
+    Too many are cut to what is left, which the response says by the name of `limit_field`; a default is cut in silence.
+
+    Raises:
+        ApiError: the prompt is empty, or leaves no room; the server is strict, and more is asked for than is left.
     """
     if not prompt:
         raise ApiError(400, "The prompt is empty.", param=param, code="empty_prompt")
     limit, left = model.max_model_len, model.max_model_len - len(prompt)
     if left < (0 if wanted == 0 else 1):
         raise prompt_too_long(TooManyTokens(len(prompt), is_exact=True), model, wanted, param)
-    if wanted is not None and wanted > left:
+    if wanted is None:
+        return default if default is None else min(default, left)
+    if wanted > left and hints().strict:
         head = _head(limit, str(len(prompt)))
         text = f"{head} and {wanted} were requested for the answer; at most {left} are left for it."
         raise context_length_exceeded(text, param=param, limit=limit, n_prompt_tokens=len(prompt))
-    return wanted if wanted is not None or default is None else min(default, left)
+    if wanted > left:
+        hints().ignore(limit_field)
+    return min(wanted, left)
 
 
 def prompt_too_long(found: TooManyTokens, model: ServedModel, wanted: int | None, param: str) -> ApiError:
@@ -314,7 +304,7 @@ async def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokeniz
         prompt_logprobs=request.num_prompt_logprobs,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        repetition_penalty=request.repetition_penalty or request.repeat_penalty or 1.0,
         logit_bias=tuple((request.logit_bias or {}).items()),
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         bad_words=banned,

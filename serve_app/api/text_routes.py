@@ -80,10 +80,11 @@ class TextRoutes:
         if asked is not None:
             self.adapters.served(asked)
 
-    def routes(self, guard: Sequence[Middleware]) -> list[Route]:
+    def routes(self, guard: Sequence[Middleware], reading: Sequence[Middleware]) -> list[Route]:
+        """`reading`: for routes that read a body; `guard`: for others."""
         handlers = {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
         posts = [
-            Route(prefix + path, handler, methods=["POST"], middleware=guard)
+            Route(prefix + path, handler, methods=["POST"], middleware=reading)
             for prefix in ("", "/v1")  # vLLM's place, and SGLang's
             for path, handler in handlers.items()
         ]

@@ -3,14 +3,17 @@ Never reads text or tokens; a field is honoured, or refused by name, as in serve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Field, RootModel, Tag, ValidationError
 
+from serve_app.api.effort import VALUE_HINTS
 from serve_app.api.messages import Message, Tools
 from serve_app.api.prompt_schema import TokenId
 from serve_app.api.schema import ChatRequest
 from serve_app.api.strict_model import StrictModel, Unsupported
+from serve_app.api.thinking_fields import ThinkingFields
 from serve_app.api.tool_choice import ToolChoice
 from serve_app.errors import from_validation
 
@@ -26,9 +29,10 @@ class TokenizePrompt(StrictModel):
     return_token_strs: bool | None = None
 
 
-class TokenizeMessages(StrictModel):
+class TokenizeMessages(ThinkingFields):
     """A conversation, encoded as /v1/chat/completions does: its fields that a prompt depends on mean the same here."""
 
+    value_hints: ClassVar[Mapping[str, str]] = VALUE_HINTS
     unsupported: ClassVar[Unsupported] = {"prompt": (), "chat_template": (), "mm_processor_kwargs": ({},)}
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]

@@ -42,14 +42,17 @@ def callable_tools(request: ChatRequest, *, all_strict: bool) -> list[CallableTo
     Raises:
         GrammarRefused: two tools have one name.
     """
-    allowed = names_of(request.tool_choice)
+    names = names_of(request.tool_choice)
+    allowed = None if names is None else frozenset(names)
     found: dict[str, CallableTool] = {}
     for number, tool in enumerate(request.tools or ()):
         function, place = tool.function, f"tools.{number}.function"
         if function.name in found:
             raise GrammarRefused(f"is the name of two tools, {function.name!r}", f"{place}.name")
         is_free = not (all_strict or function.strict)
-        found[function.name] = CallableTool(function.name, function.parameters, f"{place}.parameters", is_free)
+        found[function.name] = CallableTool(
+            function.name, function.kept_schema, f"{place}.parameters", is_free, None if is_free else function.kept_text
+        )
     return [tool for name, tool in found.items() if allowed is None or name in allowed]
 
 
@@ -63,12 +66,32 @@ def check(tool: CallableTool) -> None:
         raise GrammarRefused(fault, tool.place)
 
 
+def num_bytes(tool: CallableTool, parser: str) -> int | None:
+    """How long the grammar of its calls is; None where it has none."""
+    try:
+        grammar = CALL_GRAMMARS[parser]([tool], {}, parallel=False).calls()
+        return len(grammar.text().encode())
+    except GrammarRefused:
+        return None
+
+
 def can_be_kept(name: str, parameters: Json | None, parser: str) -> bool:
     """Whether calls of such a function can be constrained by its schema."""
-    tool = CallableTool(name, parameters, "")
     try:
-        check(tool)
-        CALL_GRAMMARS[parser]([tool], {}, parallel=False).calls()
+        _calls_of(CallableTool(name, parameters, ""), parser)
     except GrammarRefused:
         return False
     return True
+
+
+def fault_of(tool: CallableTool, parser: str) -> str:
+    """Why calls of a tool of free text cannot be constrained by its grammar; empty if they can."""
+    try:
+        return find_fault(_calls_of(tool, parser).bounded_text())
+    except GrammarRefused as refused:
+        return refused.text
+
+
+def _calls_of(tool: CallableTool, parser: str) -> Grammar:
+    check(tool)
+    return CALL_GRAMMARS[parser]([tool], {}, parallel=False).calls()

@@ -3,10 +3,17 @@ Never names the members; their tags are written `<tag>`, which error messages le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from pydantic import Discriminator
+from pydantic import BeforeValidator, Discriminator
+from pydantic_core import PydanticCustomError
+
+from serve_app.api.strict_model import UNSUPPORTED
+from serve_app.errors import clip
+
+_MAX_CHARS = 50
+"""Bounds how much of an unknown type an error quotes."""
 
 
 def text_or_list(value: Any) -> str | None:
@@ -32,3 +39,34 @@ def by_type(kinds: Sequence[str], expected: str, default: str | None = None) -> 
         custom_error_type="type",
         custom_error_message=f"should be {expected}",
     )
+
+
+def of_types(*kinds: str, is_hint: Callable[[str], bool] = lambda kind: False) -> BeforeValidator:
+    """Objects of another type are refused by that type, before their fields are looked at. `is_hint`: types that are
+    taken, too, and that nobody is told to send."""
+
+    def check(value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in kinds and not is_hint(kind):
+            raise unsupported(f"the type {clip(kind, _MAX_CHARS)}", kinds, "type")
+        return value
+
+    return BeforeValidator(check)
+
+
+def of_words(*words: str) -> BeforeValidator:
+    """The same of texts."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str) and value not in words:
+            raise unsupported(clip(value, _MAX_CHARS), words)
+        return value
+
+    return BeforeValidator(check)
+
+
+def unsupported(what: str, known: Sequence[str], field: str | None = None) -> PydanticCustomError:
+    """`field`: below the value that is validated."""
+    text = f"{what} is not supported by the server; supported are: {', '.join(known)}"
+    context = {"text": text, "code": UNSUPPORTED} | ({} if field is None else {"field": field})
+    return PydanticCustomError(UNSUPPORTED, "{text}", context)

@@ -28,6 +28,7 @@ APPLICATION_KEYS = (
 # fmt: on
 _ANCHORS = "x-"
 """With this begin, as in Compose files, top-level keys that hold what the rest refers to."""
+ARGS = "args"
 EXPECTED = "expected a Serve config, a mapping with `applications:`, as in this project's config.yaml"
 
 
@@ -123,7 +124,8 @@ def _problems(config: ServeConfig) -> Iterator[str]:
     content = config.content
     yield from _twice(config, config.root)
     served = {key: value for key, value in content.items() if not str(key).startswith(_ANCHORS)}
-    yield from _unknown(config, (), served, TOP_KEYS)
+    unknown = list(_unknown(config, (), served, TOP_KEYS))
+    yield from unknown
     http = content.get("http_options") or {}
     if not isinstance(http, dict):
         yield f"{config.where('http_options')}: http_options: expected a mapping with `port:` (given: {http!r})"
@@ -132,6 +134,8 @@ def _problems(config: ServeConfig) -> Iterator[str]:
         if _port_in(http) is None:
             where = config.where("http_options", "port")
             yield f"{where}: http_options.port: expected a number from 1 to 65535 (given: {http['port']!r})"
+    if unknown and "applications" not in content:  # probably misspelt: one mistake, one line
+        return
     applications = content.get("applications")
     if not isinstance(applications, list) or not applications:
         given = "" if applications is None else f" (given: {applications!r})"
@@ -157,10 +161,11 @@ def _in_application(config: ServeConfig, number: int, application: Any) -> Itera
 def _unknown(
     config: ServeConfig, place: tuple[str | int, ...], mapping: dict[Any, Any], known: Sequence[str]
 ) -> Iterator[str]:
+    besides = "" if HTTP_KEYS is known else f"; settings of an application stand under its `{ARGS}`"
     for key in mapping:
         if key not in known:
             close = get_close_matches(str(key), known, n=1)
-            meant = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
+            meant = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}{besides}"
             yield f"{config.where(*place, key)}: unknown key {'.'.join(map(str, (*place, key)))}: {meant}"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.own_directory import own_directory
+from engine.host.own_directory import own_directory
 
 VARIABLE = "CHUNKSERVE_VERBOSE"
 """`1`: as with --verbose."""

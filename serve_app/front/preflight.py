@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.prepare import ModelError, prepare_model
+from engine.checkpoints.prepare import ModelError, prepare_model
 from serve_app.front.config_file import ConfigRefused, ServeConfig
 from serve_app.settings import AppSettings
 

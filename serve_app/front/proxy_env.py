@@ -55,6 +55,13 @@ _AS_OTHERS = {
     "RAY_worker_niceness": "0",
 }
 
+_ONE_AT_A_TIME = {
+    # Where a node runs out of memory, Ray's monitor ends one worker, and looks again. It begins with the controller of
+    # Serve, which starts anew, and which no stream needs. By Ray's default it ends as many at once as free what is
+    # missing and a reserve: of a small server all seven, HAProxy included, though 1.3 MB were missing (seen).
+    "RAY_worker_killing_policy_by_group": "true",
+}
+
 
 _ANSWERED_ELSEWHERE = {
     # A request that got no byte of its answer from an ingress replica that ends goes to another; ours may run twice.
@@ -67,7 +74,7 @@ GUARD = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 _GUARDS_ALL = {GUARD: "serve_app.edge.http_server:guard_ours"}
 _GUARDS_SOME = {GUARD: "serve_app.edge.http_server:guard_shared"}
 
-ALL_OURS = _ONE_LOOP | _END_WHAT_HANGS | _UNHURRIED | _AS_OTHERS | _ANSWERED_ELSEWHERE | _GUARDS_ALL
+ALL_OURS = _ONE_LOOP | _END_WHAT_HANGS | _UNHURRIED | _AS_OTHERS | _ONE_AT_A_TIME | _ANSWERED_ELSEWHERE | _GUARDS_ALL
 
 
 @dataclass(frozen=True, slots=True)

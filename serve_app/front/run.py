@@ -7,8 +7,10 @@ import os
 import signal
 import time
 import traceback
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from serve_app.front.arguments import Arguments
 from serve_app.front.config_file import ConfigRefused, ServeConfig, has_proxies
@@ -102,7 +104,8 @@ def _submit(arguments: Arguments) -> None:
 
     try:
         first, *rest = (of for of in arguments.of_ray if of != "--blocking")  # the last of the two would win
-        cli.main(args=[first, "--non-blocking", *rest], prog_name="serve", standalone_mode=False)
+        with _in_groups_of_their_own():
+            cli.main(args=[first, "--non-blocking", *rest], prog_name="serve", standalone_mode=False)
     except ValidationError as error:
         reasons = (f"{'.'.join(map(str, of['loc']))}: {of['msg']}" for of in error.errors(include_url=False))
         raise ConfigRefused("\n".join(f"{arguments.config}: {reason}" for reason in reasons)) from error
@@ -114,6 +117,26 @@ def _submit(arguments: Arguments) -> None:
         raise
     except (OSError, RuntimeError, ValueError) as error:
         raise StartFailed(f"Ray did not start: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def _in_groups_of_their_own() -> Iterator[None]:
+    """Start Ray's processes outside this command's process group. A SIGTERM to the group, as `timeout` or a shell's
+    `kill %1` sends it, would end them at once, and with them the streams that are to finish. They end with this
+    process all the same: the kernel kills them."""
+    from ray._private import services
+
+    started = services.ConsolePopen
+
+    class InGroupOfItsOwn(started):  # type: ignore[misc,valid-type]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, process_group=0, **options)
+
+    services.ConsolePopen = InGroupOfItsOwn
+    try:
+        yield
+    finally:
+        services.ConsolePopen = started
 
 
 def _tell(launch: Launch, console: Console, held: ExitStack, began: float) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.own_directory import own_directory
+from engine.host.own_directory import own_directory
 
 _NOTES = "chunkserve-servers"
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from engine.check import COMMAND, REFUSED
-from engine.prepare import prepare_model
+from engine.build.check import COMMAND, REFUSED
+from engine.checkpoints.prepare import prepare_model
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.auth import Keys, KeysFileError
 from serve_app.front.arguments import Arguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 from serve_app.grammars.notation import Grammar, GrammarRefused, Json
@@ -73,7 +74,28 @@ def checked(schema: Json) -> Json:
 
 
 def _written(schema: Json) -> Json:
-    return schema | {"x-guidance": WRITTEN}
+    return with_fragments(schema) | {"x-guidance": WRITTEN}
+
+
+def with_fragments(schema: Json) -> Json:
+    """The schema, a copy if need be, in which every reference is as `fragment` writes it."""
+    if not any(_is_rootless(part.get("$ref")) for part in subschemas(schema)):
+        return schema
+    written = deepcopy(schema)
+    for part in subschemas(written):
+        if _is_rootless(part.get("$ref")):
+            part["$ref"] = fragment(part["$ref"])
+    return written
+
+
+def fragment(reference: str) -> str:
+    """A reference to `/$defs/...` as `#/$defs/...`: litellm sends them so to Anthropic's API, and they name no document
+    that a server could read."""
+    return f"#{reference}" if _is_rootless(reference) else reference
+
+
+def _is_rootless(reference: Any) -> bool:
+    return isinstance(reference, str) and reference.startswith("/$defs/")
 
 
 def _check_size(text: str) -> None:

@@ -94,6 +94,11 @@ def escaped(text: str) -> str:
     return "".join(f"\\{letter}" if letter in _META else _WHITE.get(letter, letter) for letter in text)
 
 
+def any_of(*texts: str) -> str:
+    """One of these texts, inside a regex: for `without`, much cheaper than each of them alone."""
+    return f"({'|'.join(map(escaped, texts))})"
+
+
 ANY = "(?s:.*)"
 
 

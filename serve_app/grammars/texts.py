@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
@@ -19,7 +20,11 @@ MAX_GBNF_BYTES = 32 * 2**10
 MAX_GBNF_RULES = 256
 """The converter looks at every rule again for each that turns out to be a terminal."""
 _MAX_DEPTH = 32
+MAX_LARK_DEPTH = 1024
+"""Of all rules of a grammar in Lark together, as if each stood in the brackets of the one before: llguidance recurses
+from rule to rule, and the process ends where its stack does."""
 
+_LARK_RULE = re.compile(r"^[ \t]*[?!]*[A-Za-z_][^\n]*?:", re.MULTILINE)
 _GBNF_RULE = re.compile(r"^[ \t]*([\w-]+)[ \t]*::=", re.MULTILINE)
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[\s\S])")
 _TEMPERATURE = re.compile(r"^[ \t]*[\w?!.]+\[[^\]\n]*\btemperature\b", re.MULTILINE)
@@ -32,7 +37,7 @@ def regex(pattern: str) -> Grammar:
         GrammarRefused: it is too long.
     """
     _check_size(pattern)
-    (entry,) = json.loads(LLMatcher.grammar_from_regex(_with_ascii_classes(pattern)))["grammars"]
+    (entry,) = json.loads(LLMatcher.grammar_from_regex(with_ascii_classes(pattern)))["grammars"]
     return lark(entry["lark_grammar"])
 
 
@@ -40,7 +45,7 @@ _CLASS_PARTS = re.compile(r"\\[\s\S]|\[\^?\]?|\]")
 _ASCII = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
 
 
-def _with_ascii_classes(pattern: str) -> str:
+def with_ascii_classes(pattern: str) -> str:
     r"""Rust's `\d` is a digit of any script, of which a small model takes the oddest."""
     depth = 0
 
@@ -78,7 +83,20 @@ def grammar(text: str) -> Grammar:
         return lark(_lark_of(text))
     if _TEMPERATURE.search(text):
         raise GrammarRefused("a rule's temperature is not supported")
+    check_lark_depth(text)
     return lark(text)
+
+
+def check_lark_depth(text: str) -> None:
+    """
+    Raises:
+        GrammarRefused: its rules may be nested too deep, one in the other.
+    """
+    begins = [match.start() for match in _LARK_RULE.finditer(text)]
+    rules = [text[begin:end] for begin, end in pairwise([*begins, len(text)])]
+    if (depth := sum(1 + _depth(rule, "([", ")]") for rule in rules)) > MAX_LARK_DEPTH:
+        told = f"should have at most {MAX_LARK_DEPTH} rules and brackets inside one another"
+        raise GrammarRefused(f"{told}, but all of its rules together could have {depth}")
 
 
 def _lark_of(gbnf: str) -> str:
@@ -109,11 +127,11 @@ def _plain_escape(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x80 else chr(code)
 
 
-def _depth(text: str) -> int:
+def _depth(text: str, opening: str = "(", closing: str = ")") -> int:
     """Of brackets, strings and classes of letters included: more than there are is on the safe side."""
     depth = deepest = 0
     for letter in text:
-        depth += (letter == "(") - (letter == ")")
+        depth += (letter in opening) - (letter in closing)
         deepest = max(deepest, depth)
     return deepest
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.span_inputs import InputKind
+from engine.multimodal_inputs import InputKind
 from serve_app.errors import ApiError
 from serve_app.images.data_url import SCHEME, read_data_url
 from serve_app.images.fetch import Fetcher
@@ -27,7 +27,7 @@ class AskedImage:
 
     url: str
     param: str
-    detail: Literal["auto", "low", "high"] = "auto"
+    detail: Literal["auto", "low", "high", "original"] = "auto"
 
 
 class ImageIntake:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from PIL import Image, ImageOps
 
-from engine.span_inputs import Grid, InputKind
+from engine.multimodal_inputs import Grid, InputKind
 from serve_app.images.refusal import TYPES, ImageRefused
 
 MOST_UNEQUAL = 200

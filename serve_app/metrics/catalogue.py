@@ -1,4 +1,4 @@
-"""Owns the list of metrics, all in one place and so long: names, meanings, labels, buckets. README's table is this.
+"""Owns the list of metrics, all in one place and so long: names, meanings, labels, buckets. The reference shows it.
 Never measures anything; a recorder gives numbers to names that are here."""
 
 from __future__ import annotations
@@ -160,6 +160,9 @@ INGRESS = (
     ),
     _ingress_counter(
         "chunkserve:admission_rejections", "Requests answered with 429 or 503, by the error's code.", ("reason",)
+    ),
+    _ingress_counter(
+        "chunkserve:ignored_fields", "Requests with a hint that had no effect, by the hint's name.", ("field",)
     ),
     _ingress_counter("chunkserve:deadline_misses", "Requests that had no whole answer at their deadline."),
     _ingress_histogram(

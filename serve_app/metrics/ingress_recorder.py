@@ -4,6 +4,7 @@ Never touches a request; it is told at the end of each, on the replica's event l
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Literal
 
 from serve_app.admission.gate import Gate
@@ -26,9 +27,14 @@ class IngressRecorder:
         self._channel = channel or ChannelCounts()
         self._outcomes: Counter[str] = Counter(dict.fromkeys(_OUTCOMES, 0))
         self._refusals: Counter[str] = Counter(dict.fromkeys(_REFUSALS, 0))
+        self._ignored: Counter[str] = Counter()
         self._deadline_misses = 0
         # Buckets that follow the model's length are the engine's: there are none here.
         self._histograms = {m.name: Histogram(m.bounds(0)) for m in INGRESS if m.kind == "histogram"}
+
+    def ignored(self, names: Iterable[str]) -> None:
+        """Hints of one request that had no effect."""
+        self._ignored.update(names)
 
     def ended(self, times: RequestTimes, outcome: Outcome, error: Exception | None = None) -> None:
         """A request is over. `error`: what the client got in place of an answer."""
@@ -55,7 +61,8 @@ class IngressRecorder:
         histograms = [Sample(name, (), histogram.snapshot()) for name, histogram in self._histograms.items()]
         outcomes = [Sample("chunkserve:requests", (name,), count) for name, count in self._outcomes.items()]
         refused = [Sample("chunkserve:admission_rejections", (name,), count) for name, count in self._refusals.items()]
-        return (*self._plain(), *outcomes, *refused, *histograms)
+        ignored = [Sample("chunkserve:ignored_fields", (name,), count) for name, count in self._ignored.items()]
+        return (*self._plain(), *outcomes, *refused, *ignored, *histograms)
 
     def _plain(self) -> list[Sample]:
         gate, channel, (prompt_tokens, overlap_tokens) = self._gate.snapshot(), self._channel, overlap.totals()

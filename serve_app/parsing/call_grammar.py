@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from serve_app.grammars.json_schema import checked, json_rule
+from serve_app.grammars.encodings import JSON_STRING
+from serve_app.grammars.json_schema import checked, json_rule, with_fragments
+from serve_app.grammars.lark_rules import Lark
+from serve_app.grammars.nested import nested_rules
 from serve_app.grammars.notation import Grammar, GrammarRefused, Json, Specials, heads, lark, literal, quoted
 
 
@@ -21,6 +24,8 @@ class CallableTool:
     parameters: Json | None
     place: str
     is_free: bool = False
+    text: Lark | None = None
+    """The grammar of its one argument, a string, where no schema can say it."""
 
 
 class CallGrammar(ABC):
@@ -81,14 +86,36 @@ def json_calls(tools: Sequence[CallableTool], key: str) -> str:
     """A rule `object`: a call as a JSON object with its arguments under `key`."""
     head = '{{"name": {}, "{}": '
     options = [
-        f"{quoted(head.format(json.dumps(tool.name), key))} {json_rule(arguments_schema(tool))} {quoted('}')}"
-        for tool in tools
+        f"{quoted(head.format(json.dumps(tool.name), key))} {arguments_rule(tool)} {quoted('}')}" for tool in tools
     ]
     return f"object: {' | '.join(options)}\n"
 
 
+def arguments_rule(tool: CallableTool) -> str:
+    """What stands in a rule for all arguments as one object.
+
+    Raises:
+        GrammarRefused: the schema is too large, or of something else, or the text's grammar cannot be kept.
+    """
+    schema = arguments_schema(tool)
+    if tool.text is None:
+        return json_rule(schema)
+    (name,) = schema["properties"]
+    return f"{quoted(f'{{{json.dumps(name)}: ')} {string_rule(tool.text)} {quoted('}')}"
+
+
+def string_rule(text: Lark) -> str:
+    """The same for a string in JSON whose text is of a grammar.
+
+    Raises:
+        GrammarRefused: it cannot be kept.
+    """
+    mark = quoted('"')
+    return f"{mark} {nested_rules(text, JSON_STRING)} {mark}"
+
+
 def arguments_schema(tool: CallableTool) -> Json:
-    """Of all arguments as one object.
+    """The schema of all arguments as one object; every reference in it begins with `#`, or names another document.
 
     Raises:
         GrammarRefused: the schema is too large, or of something else.
@@ -100,6 +127,6 @@ def arguments_schema(tool: CallableTool) -> Json:
     if tool.parameters.get("type", "object") != "object":
         raise GrammarRefused("should be the schema of an object", f"{tool.place}.type")
     try:
-        return checked(tool.parameters | {"type": "object"})
+        return with_fragments(checked(tool.parameters | {"type": "object"}))
     except GrammarRefused as refused:
         raise GrammarRefused(refused.text, tool.place) from refused

@@ -7,9 +7,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from serve_app.parsing.call_grammar import CallGrammar
-from serve_app.parsing.json_call_grammars import HermesCallGrammar, Llama3JsonCallGrammar, MistralCallGrammar
+from serve_app.parsing.harmony_grammar import HarmonyCallGrammar
+from serve_app.parsing.json_call_grammars import (
+    HermesCallGrammar,
+    Llama3JsonCallGrammar,
+    MistralCallGrammar,
+    Phi4MiniCallGrammar,
+)
 from serve_app.parsing.pythonic_grammar import PythonicCallGrammar
-from serve_app.parsing.qwen3_coder_grammar import Qwen3CoderCallGrammar
+from serve_app.parsing.section_grammars import DeepSeekV3CallGrammar, DeepSeekV31CallGrammar, KimiK2CallGrammar
+from serve_app.parsing.tagged_value_grammars import Glm45CallGrammar, Qwen3CoderCallGrammar
 
 CALL_GRAMMARS: Mapping[str, type[CallGrammar]] = MappingProxyType(
     {
@@ -18,5 +25,11 @@ CALL_GRAMMARS: Mapping[str, type[CallGrammar]] = MappingProxyType(
         "llama3_json": Llama3JsonCallGrammar,
         "pythonic": PythonicCallGrammar,
         "mistral": MistralCallGrammar,
+        "openai": HarmonyCallGrammar,
+        "deepseek_v3": DeepSeekV3CallGrammar,
+        "deepseek_v31": DeepSeekV31CallGrammar,
+        "glm45": Glm45CallGrammar,
+        "kimi_k2": KimiK2CallGrammar,
+        "phi4_mini_json": Phi4MiniCallGrammar,
     }
 )

@@ -59,6 +59,13 @@ class Cursor:
     def drop(self) -> None:
         self._held, self._held_from = [], None
 
+    @property
+    def num_held(self) -> int:
+        """How many letters of those that came were not released or dropped."""
+        if self._held_from is None:
+            return 0
+        return sum(map(len, self._held)) + len(self._piece) - self._held_from
+
     def peek(self) -> Steps[str]:
         """The next letter; the empty string at the end of the text."""
         while self._at == len(self._piece):

@@ -20,12 +20,5 @@ class HermesToolParser(JsonToolParser):
             before = self.calls
             yield from self._call()
             if self.calls > before:
-                yield from self._end_tag()
-
-    def _end_tag(self) -> Steps[None]:
-        self._cursor.hold()
-        yield from self._cursor.run(SPACES)
-        if (yield from self._cursor.literal("</tool_call>")):
-            self._cursor.drop()
-        else:
-            self._give_back()
+                self._cursor.hold()
+                yield from self._close("</tool_call>")

@@ -1,13 +1,13 @@
-"""Owns the grammars of calls that are JSON objects: hermes, llama3_json and mistral.
+"""Owns the grammars of calls that are JSON objects: hermes, llama3_json, mistral and phi4_mini_json.
 Never admits free white space: between tags, it is what the models' templates write."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from serve_app.grammars.json_schema import json_rule
 from serve_app.grammars.notation import Grammar, escaped, lark, quoted, until, without
-from serve_app.parsing.call_grammar import CallGrammar, TaggedCallGrammar, arguments_schema, json_calls
+from serve_app.parsing.call_grammar import CallGrammar, TaggedCallGrammar, arguments_rule, json_calls
+from serve_app.parsing.phi4_mini import TAG, TAG_END, WORD
 
 _PYTHON_TAG = "<|python_tag|>"
 _NO_OBJECT = r"(\s*[^\s{](?s:.*))?"
@@ -39,7 +39,8 @@ class Llama3JsonCallGrammar(CallGrammar):
 
 
 class MistralCallGrammar(TaggedCallGrammar):
-    """Models that have a token for `[ARGS]` write `[TOOL_CALLS]name[ARGS]{...}` for each call, others a list.
+    """Models that have a token for `[ARGS]` write `[TOOL_CALLS]name[ARGS]{...}` for each call, some of them with an id
+    before the second tag; others write a list.
 
     After the calls, the answer ends.
     """
@@ -55,5 +56,25 @@ class MistralCallGrammar(TaggedCallGrammar):
             return f'rest_0: "[" {self._repeated("object", ", ")} "]"\n' + json_calls(self._tools, "arguments")
         more = f" ({self._literal(self._tags[0])} call)*" if self._parallel else ""
         args = self._literal("[ARGS]")
-        calls = [f"{quoted(tool.name)} {args} {json_rule(arguments_schema(tool))}" for tool in self._tools]
+        if "[CALL_ID]" in self._specials:
+            args = f"({self._literal('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)? {args}"
+        calls = [f"{quoted(tool.name)} {args} {arguments_rule(tool)}" for tool in self._tools]
         return f"rest_0: call{more}\ncall: {' | '.join(calls)}\n"
+
+
+class Phi4MiniCallGrammar(TaggedCallGrammar):
+    """Tokenizers that have the tags write a list between them, others one after the word.
+
+    After the calls, the answer ends.
+    """
+
+    _tags: ClassVar[tuple[str, ...]] = (f"{WORD}[", TAG)
+    _goes_on: ClassVar[bool] = False
+
+    def _all(self) -> str:
+        return f"{self._literal(TAG)} rest_1" if TAG in self._specials else f'"{WORD}[" rest_0'
+
+    def _rules(self) -> str:
+        calls = f'{self._repeated("object", ", ")} "]"'
+        end = self._literal(TAG_END)
+        return f'rest_0: {calls}\nrest_1: "[" {calls} {end}\n' + json_calls(self._tools, "arguments")

@@ -23,6 +23,8 @@ _SCALAR = re.compile(r"[\w.+-]*")
 class _Call:
     """What is known of the object that is being read."""
 
+    bare: bool
+    offered: bool
     name: str | None = None
     arguments: str | None = None
     """Those that came before the name."""
@@ -30,25 +32,59 @@ class _Call:
 
 
 class JsonToolParser(ToolParser):
-    def _call(self, *, bare: bool = False) -> Steps[bool]:
+    def _call(self, *, bare: bool = False, offered: bool = False) -> Steps[bool]:
         """Read one call; the cursor holds what frames it. False: it is not whole, and what did not fit is content.
 
         `bare`: nothing but the object says that it is a call, so it must have arguments; elsewhere none mean `{}`.
+        `offered`: it is one only if a tool has its name.
         """
-        whole = yield from self._object(_Call(), bare)
+        whole = yield from self._object(_Call(bare, offered))
         if whole:
             self._cursor.drop()
         else:
             self._give_back()
         return whole
 
-    def _object(self, call: _Call, bare: bool) -> Steps[bool]:
+    def _list(self) -> Steps[None]:
+        """Calls between brackets; the cursor holds what came before them."""
+        yield from self._cursor.literal("[")
+        yield from self._cursor.run(SPACES)
+        while (yield from self._call()):
+            self._cursor.hold()
+            yield from self._cursor.run(SPACES)
+            separator = yield from self._cursor.literal(",", "]")
+            if separator == "]":
+                self._cursor.drop()
+                return
+            if not separator:
+                self._give_back()
+                return
+            yield from self._cursor.run(SPACES)
+
+    def _named_call(self, name: str, call_id: str = "") -> Steps[bool]:
+        """A call whose arguments begin here, if they do; whatever follows them is held. False: it is none."""
+        if not is_name(name) or (yield from self._cursor.peek()) != "{":
+            self._give_back()
+            return False
+        self._start_call(name, call_id)
+        yield from self._stream_arguments()
+        return True
+
+    def _close(self, *ends: str) -> Steps[None]:
+        """What follows a call is held: leave out one of these tags, where it comes next."""
+        yield from self._cursor.run(SPACES)
+        if (yield from self._cursor.literal(*ends)):
+            self._cursor.drop()
+        else:
+            self._give_back()
+
+    def _object(self, call: _Call) -> Steps[bool]:
         if not (yield from self._cursor.literal("{")):
             return False
         while (yield from self._member(call)):
             yield from self._cursor.run(SPACES)
             separator = yield from self._cursor.literal(",", "}")
-            if separator == "}" and call.name is not None and not call.started and not bare:
+            if separator == "}" and call.name is not None and not call.started and not call.bare:
                 call.arguments = "{}"
                 self._start(call)
             if separator != ",":
@@ -78,7 +114,7 @@ class JsonToolParser(ToolParser):
 
     def _name_of(self, call: _Call) -> Steps[bool]:
         name = yield from self._string()
-        if name is None or not is_name(name):
+        if name is None or not is_name(name) or (call.offered and not self._is_offered(name)):
             return False
         call.name = name
         if call.arguments is not None:

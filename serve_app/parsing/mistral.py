@@ -1,24 +1,31 @@
 """Owns the calls of Mistral's models after `[TOOL_CALLS]`: a list of JSON objects, or a name and its arguments.
-Never uses the call ids that some of these models write: ids are the server's."""
+Never makes an id that their templates refuse."""
 
 from __future__ import annotations
 
 import re
+import secrets
+import string
 from typing import ClassVar
 
 from serve_app.parsing.cursor import SPACES, Steps
 from serve_app.parsing.json_calls import JsonToolParser
-from serve_app.parsing.tool_parser import is_name
 
 _TAG, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME_LETTERS = re.compile(r"[\w.:/-]*")
+_ID_LETTERS, _ID_LENGTH = string.ascii_letters + string.digits, 9
+_OWN_ID = re.compile(rf"[a-zA-Z0-9]{{{_ID_LENGTH}}}")
 
 
 class MistralToolParser(JsonToolParser):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or for each call `[TOOL_CALLS]name[ARGS]{...}`, in which
-    the second tag may be absent and `[CALL_ID]...` may precede it."""
+    the second tag may be absent and `[CALL_ID]...` may precede it: then that is the call's id."""
 
     markers: ClassVar[tuple[str, ...]] = (_TAG, _ID, _ARGUMENTS)
+
+    def _new_id(self) -> str:
+        """Their templates take ids of nine letters and digits, and no others."""
+        return "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
 
     def _parse(self) -> Steps[None]:
         while (yield from self._until(_TAG)):
@@ -29,37 +36,18 @@ class MistralToolParser(JsonToolParser):
             elif letter == "{":
                 yield from self._call()
             else:
-                yield from self._named_call()
+                name = yield from self._cursor.run(_NAME_LETTERS)
+                call_id = yield from self._tags_before_arguments()
+                if (yield from self._named_call(name, call_id)):
+                    self._cursor.drop()
 
-    def _list(self) -> Steps[None]:
-        yield from self._cursor.literal("[")
-        yield from self._cursor.run(SPACES)
-        while (yield from self._call()):
-            self._cursor.hold()
-            yield from self._cursor.run(SPACES)
-            separator = yield from self._cursor.literal(",", "]")
-            if separator == "]":
-                self._cursor.drop()
-                return
-            if not separator:
-                self._give_back()
-                return
-            yield from self._cursor.run(SPACES)
-
-    def _named_call(self) -> Steps[None]:
-        name = yield from self._cursor.run(_NAME_LETTERS)
-        yield from self._tags_before_arguments()
-        if not is_name(name) or (yield from self._cursor.peek()) != "{":
-            self._give_back()
-            return
-        self._start_call(name)
-        yield from self._stream_arguments()
-        self._cursor.drop()
-
-    def _tags_before_arguments(self) -> Steps[None]:
+    def _tags_before_arguments(self) -> Steps[str]:
+        """The id among them, or the empty string."""
+        call_id = ""
         yield from self._cursor.run(SPACES)
         while tag := (yield from self._cursor.literal(_ID, _ARGUMENTS)):
             yield from self._cursor.run(SPACES)
             if tag == _ID:
-                yield from self._cursor.run(_NAME_LETTERS)
+                call_id = yield from self._cursor.run(_NAME_LETTERS)
                 yield from self._cursor.run(SPACES)
+        return call_id if _OWN_ID.fullmatch(call_id) else ""

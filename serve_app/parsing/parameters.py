@@ -4,10 +4,11 @@ Never lets a rule between them pass: what cannot be kept for each alone is refus
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_app.grammars.json_schema import subschemas
+from serve_app.grammars.lark_rules import Lark
 from serve_app.grammars.notation import GrammarRefused, Json
 from serve_app.parsing.call_grammar import CallableTool, arguments_schema
 
@@ -26,6 +27,8 @@ class Parameter:
     schema: Json
     is_required: bool
     place: str
+    text: Lark | None = None
+    """The grammar of a string, where the schema does not say it."""
 
 
 def parameters_of(tool: CallableTool) -> list[Parameter]:
@@ -44,7 +47,7 @@ def parameters_of(tool: CallableTool) -> list[Parameter]:
         if not isinstance(name, str) or name not in properties:
             raise GrammarRefused(f"should describe the required property {str(name)[:50]!r}", tool.place)
     return [
-        _parameter(name, schema, root, name in required, f"{tool.place}.properties.{name}")
+        replace(_parameter(name, schema, root, name in required, f"{tool.place}.properties.{name}"), text=tool.text)
         for name, schema in properties.items()
         if schema is not False or name in required
     ]

@@ -18,7 +18,8 @@ _NAME_LETTERS = re.compile(r"[\w.]*")
 class PythonicToolParser(ToolParser):
     """A call is sent when it is complete, name and arguments: before, nothing says that it is one.
 
-    Arguments are literals with names; a call with others is content, and so is all that follows it.
+    Arguments are literals with names; a call with others is content, and so is all that follows it. The first name must
+    be a tool's: nothing but the list says that these are calls.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
@@ -48,7 +49,8 @@ class PythonicToolParser(ToolParser):
     def _call(self) -> Steps[bool]:
         yield from self._cursor.run(SPACES)
         name = yield from self._cursor.run(_NAME_LETTERS)
-        if not is_name(name) or (yield from self._cursor.peek()) != "(":
+        is_one = is_name(name) and (self.calls > 0 or self._is_offered(name))
+        if not is_one or (yield from self._cursor.peek()) != "(":
             return False
         parts = [name]
         extent = Extent("python")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from serve_app.grammars.json_schema import json_rule
 from serve_app.grammars.notation import Grammar, GrammarRefused, lark, quoted
-from serve_app.parsing.call_grammar import CallableTool, CallGrammar
+from serve_app.parsing.call_grammar import CallableTool, CallGrammar, string_rule
 from serve_app.parsing.parameters import Parameter, only_annotated, parameters_of
 
 _NO_LIST = r"(\s*[^\s\[](?s:.*))?"
@@ -58,6 +58,8 @@ def _arguments(call: int, parameters: Sequence[Parameter]) -> str:
 
 def value_rule(parameter: Parameter) -> str:
     """JSON that is a Python literal, too."""
+    if parameter.text is not None:
+        return string_rule(parameter.text)
     if parameter.schema.get("type") == "number" and only_annotated(parameter.schema, "type"):
         return _NUMBER
     return json_rule(parameter.schema)

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 from serve_app.parsing.cursor import LETTER, SPACES, Steps
 from serve_app.parsing.python_literals import dump_json
-from serve_app.parsing.tool_parser import ToolParser, is_name
-from serve_app.parsing.typed_values import is_string, property_schema, value_json
+from serve_app.parsing.tagged_values import TaggedValueToolParser
+from serve_app.parsing.tool_parser import is_name
+from serve_app.parsing.typed_values import property_schema
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -18,7 +19,7 @@ _NAME_LETTERS = re.compile(r"[^<>\n]*")
 _NO_TAG = re.compile(r"[^<]*")
 
 
-class Qwen3CoderToolParser(ToolParser):
+class Qwen3CoderToolParser(TaggedValueToolParser):
     """Arguments are sent parameter by parameter: one that the end of the text cuts off is cut off in the JSON too.
 
     These models forget tags. Without `<tool_call>`, the function must be one of the tools; `</tool_call>` ends a
@@ -76,25 +77,9 @@ class Qwen3CoderToolParser(ToolParser):
             if name:
                 self._cursor.drop()
                 self._arguments(f"{before}{dump_json(name)}: ")
-                yield from self._value(property_schema(schema, name))
+                yield from self._value(property_schema(schema, name), _PARAMETER_END, frame="\n")
                 before = ", "
             else:
                 self._cursor.take(LETTER)
                 self._give_back()
                 self._content((yield from self._cursor.run(_NO_TAG)))
-
-    def _value(self, schema: Any) -> Steps[None]:
-        parts: list[str] = []
-        while (yield from self._cursor.peek()):
-            parts.append(self._cursor.take(_NO_TAG))
-            if (yield from self._cursor.literal(_PARAMETER_END)):
-                self._arguments(value_json(_unframed("".join(parts)), schema))
-                return
-            parts.append(self._cursor.take(LETTER))
-        begun = "".join(parts).removeprefix("\n")
-        self._arguments(dump_json(begun)[:-1] if is_string(schema) else begun)
-
-
-def _unframed(text: str) -> str:
-    """The template puts a value on lines of its own."""
-    return text.removeprefix("\n").removesuffix("\n")

@@ -1,19 +1,17 @@
-"""Owns the split of an answer into reasoning and content, by the names that vLLM's `--reasoning-parser` has.
+"""Owns the split of an answer into reasoning and content, where a block of tags holds the reasoning.
 Never shows a tag, or a part of one."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Self
 
+from serve_app.parsing.call_sections import KimiK2ToolParser
 from serve_app.parsing.cursor import ANYTHING, LETTER, SPACES, Cursor, Steps
 
 BEGIN, END = "<think>", "</think>"
 CALL, FUNCTION = "<tool_call>", "<function="
-_NO_TAG = re.compile(r"[^<]*")
 _NEWLINES = re.compile(r"\n*")
 
 
@@ -34,10 +32,12 @@ class ReasoningParser:
     write their own. Other text is passed on letter for letter, and all of it if there is no block.
     """
 
+    begin: ClassVar[str] = BEGIN
+    end: ClassVar[str] = END
     markers: ClassVar[tuple[str, ...]] = (BEGIN, END)
     """As in ToolParser: tags that must be in the text even where they are special tokens."""
 
-    ends: ClassVar[tuple[str, ...]] = (END, CALL)
+    calls: ClassVar[tuple[tuple[str, str], ...]] = ((CALL, FUNCTION),)
     # Qwen3.5 may call a function and leave the block open. As in vLLM, the two tags that Qwen3-Coder's calls begin with
     # end it then, and are content; reasoning about the first one alone goes on.
 
@@ -53,6 +53,12 @@ class ReasoningParser:
         self.inside = opened and enabled
         """Whether the text that comes next is reasoning."""
         self._steps = self._parse() if enabled else self._rest()
+
+    @classmethod
+    def after(cls, prompt_end: str) -> Self:
+        """For the answer to a prompt, whose last tag says whether the template opened the block, or closed it."""
+        last = prompt_end.rstrip()
+        return cls(opened=last.endswith(cls.begin), enabled=not last.endswith(cls.end))
 
     def push(self, piece: str) -> Split:
         self._cursor.feed(piece, self._steps)
@@ -71,7 +77,7 @@ class ReasoningParser:
     def _parse(self) -> Steps[None]:
         self._cursor.hold()
         yield from self._cursor.run(SPACES)
-        if (yield from self._cursor.literal(BEGIN)):
+        if (yield from self._cursor.literal(self.begin)):
             self._cursor.drop()
             self.inside = True
         elif self.inside:
@@ -84,17 +90,19 @@ class ReasoningParser:
 
     def _block(self) -> Steps[None]:
         """Up to the text after it."""
+        no_tag = re.compile(f"[^{re.escape(self.end[0])}]*")
+        seconds = dict(self.calls)
         while (yield from self._cursor.peek()):
-            self._think(self._cursor.take(_NO_TAG))
+            self._think(self._cursor.take(no_tag))
             self._cursor.hold()
-            tag = yield from self._cursor.literal(*self.ends)
-            if tag == END:
+            tag = yield from self._cursor.literal(self.end, *seconds)
+            if tag == self.end:
                 self._cursor.drop()
                 self.inside = False
                 yield from self._cursor.run(_NEWLINES)
                 return
-            if tag == CALL:
-                yield from self._call()
+            if tag:
+                yield from self._call(seconds[tag])
                 if not self.inside:
                     return
             else:
@@ -102,10 +110,10 @@ class ReasoningParser:
                 self._think(self._cursor.release())
         self._reasoning += self._newlines
 
-    def _call(self) -> Steps[None]:
+    def _call(self, second: str) -> Steps[None]:
         """The first tag of a call is held. With the second one it is content, without it reasoning."""
         yield from self._cursor.run(SPACES)
-        if (yield from self._cursor.literal(FUNCTION)):
+        if (yield from self._cursor.literal(second)):
             self._content.append(self._cursor.release())
             self.inside = False
         else:
@@ -128,18 +136,23 @@ class ReasoningParser:
 class DeepSeekR1ReasoningParser(ReasoningParser):
     """These models' templates open the block: the answer is reasoning from its first letter."""
 
-    ends: ClassVar[tuple[str, ...]] = (END,)
+    calls: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def __init__(self, *, opened: bool = True, enabled: bool = True) -> None:
         super().__init__(opened=True, enabled=enabled)
 
 
-REASONING_PARSERS: Mapping[str, type[ReasoningParser]] = MappingProxyType(
-    {"qwen3": ReasoningParser, "deepseek_r1": DeepSeekR1ReasoningParser}
-)
+class KimiK2ReasoningParser(ReasoningParser):
+    """A call ends the block that these models leave open before it."""
+
+    calls: ClassVar[tuple[tuple[str, str], ...]] = ((KimiK2ToolParser.section[0], KimiK2ToolParser.call[0]),)
+    markers: ClassVar[tuple[str, ...]] = (BEGIN, END, *calls[0])
 
 
-def reasoning_parser(name: str, prompt_end: str) -> ReasoningParser:
-    """A parser for the answer to a prompt, whose last tag says whether the template opened the block, or closed it."""
-    end = prompt_end.rstrip()
-    return REASONING_PARSERS[name](opened=end.endswith(BEGIN), enabled=not end.endswith(END))
+class MistralReasoningParser(ReasoningParser):
+    """Magistral's and Ministral's tags."""
+
+    begin: ClassVar[str] = "[THINK]"
+    end: ClassVar[str] = "[/THINK]"
+    markers: ClassVar[tuple[str, ...]] = (begin, end)
+    calls: ClassVar[tuple[tuple[str, str], ...]] = ()

@@ -3,25 +3,52 @@ Never constrains them, but for what would end them in another way than their end
 
 from __future__ import annotations
 
-from serve_app.grammars.notation import Grammar, Specials, escaped, literal, until, without
-from serve_app.parsing.reasoning import BEGIN, CALL, END, FUNCTION, REASONING_PARSERS, reasoning_parser
+from serve_app.grammars.notation import Grammar, Specials, any_of, escaped, lark, literal, named, until, without
+from serve_app.parsing.harmony import ANALYSIS, CALL, CHANNEL, END, FINAL, MESSAGE, RETURN, START
+from serve_app.parsing.harmony_reasoning import HarmonyReasoningParser
+from serve_app.parsing.reasoning import ReasoningParser
+from serve_app.parsing.reasoning_parsers import REASONING_PARSERS, reasoning_parser
 
-_CALL_TAGS = rf"{escaped(CALL)}\s*{escaped(FUNCTION)}"
+NEXT = f"{END}{START}assistant"
+"""Between two messages of one turn."""
 
 
 def after_thoughts(answer: Grammar, parser: str, prompt_end: str, specials: Specials) -> Grammar:
     """The answer, and before it the block of thoughts that the model is in, or may open, after such a prompt."""
     state = reasoning_parser(parser, prompt_end)
-    if not state.enabled:
+    if isinstance(state, HarmonyReasoningParser):
+        return answer.within(_messages(specials, is_inside=state.inside))
+    return _after_block(answer, state, specials) if state.enabled else answer
+
+
+def as_content(answer: Grammar, parser: str | None, specials: Specials) -> Grammar:
+    """An answer that is content, framed as a model with this parser frames content beside thoughts."""
+    if parser is None or not issubclass(REASONING_PARSERS[parser], HarmonyReasoningParser):
         return answer
-    may_begin = f"({literal(BEGIN, specials)})? " if BEGIN in specials else ""  # else it is one of the thoughts' texts
+    framed = lark(f"start: {literal(f'{CHANNEL}{FINAL}{MESSAGE}', specials)} @content").entries[0]
+    return Grammar((framed, named("content", answer), *answer.entries[1:]))
+
+
+def _after_block(answer: Grammar, state: ReasoningParser, specials: Specials) -> Grammar:
+    begin, end = state.begin, state.end
+    may_begin = f"({literal(begin, specials)})? " if begin in specials else ""  # else it is one of the thoughts' texts
     start = f"{may_begin}block @answer" if state.inside else "(open block)? @answer"
-    besides = without(_CALL_TAGS) if CALL in REASONING_PARSERS[parser].ends else ""
-    block = f"block: thoughts LINES?\nLINES: /\\n{{1,2}}/\n{until(END, specials, 'thoughts', besides=besides)}"
-    return answer.within(f"start: {start}\n{_open(specials)}{block}")
+    besides = without(*(rf"{escaped(first)}\s*{escaped(second)}" for first, second in state.calls))
+    block = f"block: thoughts LINES?\nLINES: /\\n{{1,2}}/\n{until(end, specials, 'thoughts', besides=besides)}"
+    return answer.within(f"start: {start}\n{_open(begin, specials)}{block}")
 
 
-def _open(specials: Specials) -> str:
-    if BEGIN in specials:
-        return f"open: {literal(BEGIN, specials)}\n"
-    return f"open[lazy]: /[ \\t\\r\\n]*{escaped(BEGIN)}/\n"
+def _open(begin: str, specials: Specials) -> str:
+    if begin in specials:
+        return f"open: {literal(begin, specials)}\n"
+    return f"open[lazy]: /[ \\t\\r\\n]*{escaped(begin)}/\n"
+
+
+def _messages(specials: Specials, *, is_inside: bool) -> str:
+    besides = without(any_of(START, CHANNEL, CALL, RETURN))
+    going_on = "going_on " if is_inside else ""
+    header = literal(f"{CHANNEL}{ANALYSIS}{MESSAGE}", specials)
+    return (
+        f"start: {going_on}thoughts* @answer\nthoughts: {header} going_on\n"
+        f"going_on: body {literal(NEXT.removeprefix(END), specials)}\n{until(END, specials, 'body', besides=besides)}"
+    )

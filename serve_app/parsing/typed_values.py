@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from serve_app.grammars.json_schema import fragment
 from serve_app.parsing.python_literals import dump_json, parse_expression, to_json
 
 MAX_REFERENCES = 8
@@ -41,7 +42,7 @@ def _followed(schema: Any, root: Any) -> Any:
 
 
 def _find(root: Any, reference: str) -> Any:
-    for name in reference.removeprefix("#/").split("/"):
+    for name in fragment(reference).removeprefix("#/").split("/"):
         root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
     return root
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Container, Sequence
 
+from engine.multimodal_inputs import SpanInput
 from engine.prefix import extend_chain, root_of
-from engine.span_inputs import SpanInput
 
 KEY_BYTES = 8
 """Of a block's digest. An engine shares KV by the whole digest; a collision of these sends a request to a replica

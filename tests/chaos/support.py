@@ -9,13 +9,14 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 from starlette.types import ASGIApp
 
-from engine.build import build_engine
+from engine.build.engine import build_engine
 from engine.config import EngineConfig
 from loadtest.server import Server
 from serve_app.api.ingress import create_app
@@ -38,6 +39,21 @@ def fake(*, step_delay_ms: float, **settings: Any) -> dict[str, Any]:
 def replicas(server: Server, role: str) -> list[int]:
     """Process ids of the replicas of one deployment, in no order of age."""
     return [pid for pid in members_of(server.process.pid) if f"ray::ServeReplica:{role}" in command_of(pid)]
+
+
+def engine_pid(server: Server, name: str) -> int:
+    """The process of the engine replica that `/activity` and `/metrics` call so: it holds its log file open."""
+    log = f"/replica_{ENGINE.replace(':', '_')}_{name}.log"
+    (found,) = (pid for pid in replicas(server, ENGINE) if any(file.endswith(log) for file in _open_files(pid)))
+    return found
+
+
+def _open_files(pid: int) -> list[str]:
+    files = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            files.append(os.readlink(entry))
+    return files
 
 
 def command_of(pid: int) -> str:

@@ -98,3 +98,16 @@ async def test_streams_of_a_node_that_drains_and_then_ends_go_on(two_nodes: tupl
     assert (await asyncio.to_thread(nodes.order, "remove"))["removed"]
     check_undisturbed(await crowd.finish(), await undisturbed(bodies))
     check_undisturbed(await read_all(server.url, bodies[:4]), await undisturbed(bodies[:4]))
+
+
+async def test_streams_of_a_node_that_is_lost_without_a_word_go_on(two_nodes: tuple[TwoNodes, Server]) -> None:
+    nodes, server = two_nodes
+    await until_free(server, 2)
+    bodies = completions(30, 200)
+    crowd = Crowd(server.url, bodies)
+    crowd.start()
+    await crowd.until(begun)
+    assert [bool(live([engine])) for engine in await loads(server)] == [True, True]
+    assert (await asyncio.to_thread(nodes.order, "remove"))["removed"]
+    check_undisturbed(await crowd.finish(), await undisturbed(bodies))
+    check_undisturbed(await read_all(server.url, bodies[:4]), await undisturbed(bodies[:4]))

@@ -23,7 +23,7 @@ from tests.chaos.support import (
 )
 from tests.support.streams import Crowd, begun
 
-pytestmark = [pytest.mark.anyio, pytest.mark.server]
+pytestmark = [pytest.mark.anyio, pytest.mark.server, pytest.mark.chaos]
 
 KILL_INTERVAL_S = 2.0
 NUM_TOKENS = 100
@@ -41,7 +41,7 @@ async def kill_some(server: Server, crowd: Crowd, rng: random.Random) -> int:
     return num_killed
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("count", [40, 200])
 async def test_streams_go_on_unchanged_while_engines_are_killed_at_random(server: Server, count: int) -> None:
     bodies = completions(count, NUM_TOKENS)
     crowd = Crowd(server.url, bodies)
@@ -54,7 +54,6 @@ async def test_streams_go_on_unchanged_while_engines_are_killed_at_random(server
     assert num_killed >= 2
 
 
-@pytest.mark.chaos
 async def test_streams_go_on_unchanged_when_every_engine_is_killed_at_once(server: Server) -> None:
     bodies = completions(60, NUM_TOKENS)
     crowd = Crowd(server.url, bodies)

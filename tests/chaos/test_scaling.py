@@ -26,9 +26,9 @@ from tests.support.streams import Stream, read_all, read_stream
 
 pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
 
-README = (ROOT / "README.md").read_text()
-(EXAMPLE,) = re.findall(r"```yaml\n(autoscaling:.*?)```", README, re.DOTALL)
-# As the README says, and quick: a test that waits for five quiet minutes is one that nobody runs.
+PAGE = (ROOT / "docs" / "how-to" / "autoscaling.md").read_text()
+(EXAMPLE,) = re.findall(r"```yaml\n# .*\n(autoscaling:.*?)```", PAGE, re.DOTALL)
+# As the page says, and quick: a test that waits for five quiet minutes is one that nobody runs.
 SCALING = yaml.safe_load(EXAMPLE)["autoscaling"] | {
     "upscale_delay_s": 1,
     "downscale_delay_s": 3,

@@ -82,9 +82,9 @@ def test_the_spot_components_config_is_the_gpu_overlays_but_for_where_replicas_a
     assert spot == gpu
 
 
-def test_the_environment_of_the_pods_is_what_the_readme_asks_of_a_cluster_that_runs() -> None:
-    section = (ROOT / "README.md").read_text().partition("A cluster that runs already")[2].partition("\n\n")[0]
-    assert not [name for name in pods.REQUIRED_ENV if name not in section]
+def test_the_environment_of_the_pods_is_what_the_docs_ask_of_a_cluster_that_runs() -> None:
+    page = (ROOT / "docs" / "how-to" / "existing-cluster.md").read_text()
+    assert not [name for name in pods.REQUIRED_ENV if f"| `{name}` |" not in page]
 
 
 def test_the_checks_are_no_part_of_what_is_installed() -> None:

@@ -23,7 +23,6 @@ class FakeServer:
         self.bodies: list[dict[str, Any]] = []
         self.in_hand = 0
         self.most_in_hand = 0
-        self.short_in_hand_at_long: list[int] = []
         self.num_connections = 0
         self._step_s, self._long_s = step_s, long_s
         self._tokens_an_event, self._lose = tokens_an_event, lose
@@ -57,7 +56,6 @@ class FakeServer:
         writer.write(HEAD)
         words = sum(len(text.split()) for text in _texts_of(body))
         if words >= LONG:
-            self.short_in_hand_at_long.append(self.in_hand - 1)
             self._may_step.clear()
             await asyncio.sleep(self._long_s)
             self._may_step.set()

@@ -1,4 +1,4 @@
-"""The chart of the comparison with peers, and README's tables of it."""
+"""The chart of the comparison with peers, and its tables in docs/benchmarks/peers.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from loadtest.chart import CHART, MARK, PANELS, README, main, svg, with_tables
+from loadtest.chart import CHART, MARK, PAGE, PANELS, main, svg, with_tables
 from loadtest.comparison import table
 from loadtest.marks import marks
 from loadtest.peer_servers import SERVERS
@@ -64,14 +64,14 @@ def test_the_tables_replace_those_between_their_marks_and_nothing_else() -> None
     assert with_tables(once, found) == once
 
 
-@pytest.mark.parametrize("readme", ["", f"{BEGIN} {BEGIN} {END}", f"{END} only"])
-def test_a_readme_without_the_marks_is_left_alone(readme: str, tmp_path: Any) -> None:
-    results, path = tmp_path / "peers.json", tmp_path / "README.md"
+@pytest.mark.parametrize("page", ["", f"{BEGIN} {BEGIN} {END}", f"{END} only"])
+def test_a_page_without_the_marks_is_left_alone(page: str, tmp_path: Any) -> None:
+    results, path = tmp_path / "peers.json", tmp_path / "peers.md"
     results.write_text(json.dumps(document(chunkserve=FIGURES)))
-    path.write_text(readme)
+    path.write_text(page)
     with pytest.raises(ValueError):
-        main(["--results", str(results), "--readme", str(path), "--out", str(tmp_path / "chart.svg")])
-    assert path.read_text() == readme
+        main(["--results", str(results), "--page", str(path), "--out", str(tmp_path / "chart.svg")])
+    assert path.read_text() == page
 
 
 # --- what the repository shows --------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_a_readme_without_the_marks_is_left_alone(readme: str, tmp_path: Any) ->
 def test_the_chart_and_the_tables_are_what_the_results_say() -> None:
     found = json.loads(RESULTS.read_text())
     assert CHART.read_text() == svg(found), "run `make chart`"
-    assert README.read_text() == with_tables(README.read_text(), found), "run `make chart`"
+    assert PAGE.read_text() == with_tables(PAGE.read_text(), found), "run `make chart`"
 
 
 def test_the_results_are_of_all_servers_and_nothing_failed() -> None:

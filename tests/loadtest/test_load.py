@@ -280,6 +280,7 @@ async def test_a_search_with_a_saturated_generator_finds_nothing(tmp_path: Path)
     assert not (tmp_path / "report.json").exists()
 
 
+@pytest.mark.slow
 async def test_this_projects_server_is_loaded_and_lets_go(default_server: Server, tmp_path: Path) -> None:
     url = ["--url", default_server.url, "--out", str(tmp_path), *LENIENT]
     arguments = ["--scenario", "cancel", "--rate", "2", "--seconds", "4", "--lengths", "0.5", "--seed", "5"]

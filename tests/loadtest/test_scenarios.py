@@ -190,11 +190,11 @@ async def test_a_request_that_fails_is_counted_and_the_others_go_on() -> None:
 
 
 async def test_streams_run_until_the_last_long_prompt_is_answered_however_fast_they_end() -> None:
-    server = FakeServer(step_s=0.01)
-    outcome = await run(server, MIXED)
+    outcome = await run(FakeServer(step_s=0.01), MIXED)
     assert errors(outcome) + lacks(outcome) == []
-    assert server.short_in_hand_at_long == [3, 3, 3]
     assert len(outcome.answers) > MIXED.streams
+    last_sent = max(answer.sent for answer in outcome.long)
+    assert sum(answer.arrivals[-1] >= last_sent for answer in outcome.answers) >= MIXED.streams
     assert [answer.output_tokens for answer in outcome.long] == [2] * 3
 
 

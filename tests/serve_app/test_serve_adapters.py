@@ -20,7 +20,7 @@ from tests.support.serve_process import PYTHON_PROXY, serve_run
 from tests.support.tiny_adapters import ATTENTION, merged, save_adapter
 from tests.support.tiny_models import VOCAB, save_model
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 ADMIN = "sk-admin"
 PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist()

@@ -14,7 +14,7 @@ from tests.support.image_files import Given, data_url, image_file, image_server,
 from tests.support.serve_process import PYTHON_PROXY, serve_run
 from tests.support.tiny_vision import save_vision_model, show
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 NEW_TOKENS = 6
 

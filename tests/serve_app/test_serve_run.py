@@ -1,4 +1,4 @@
-"""Owns the proof that `serve run config.yaml` does what the README promises, on a free port, with OpenAI's client.
+"""Owns the proof that `serve run config.yaml` does what the docs promise, on a free port, with OpenAI's client.
 Never looks inside the server: what cannot be seen over HTTP is not promised."""
 
 from __future__ import annotations
@@ -201,6 +201,7 @@ def test_a_text_is_tokenized_and_back_by_the_models_own_tokenizer(default_server
 def test_the_log_says_what_the_engine_resolved_and_why(client: openai.OpenAI, default_server: Server) -> None:
     assert "num_kv_blocks: kv_cache_memory_gib 2" in default_server.output
     assert "kernels: " in default_server.output
+    assert "tool_parser is auto: none, because the chat template writes no known format." in default_server.output
 
 
 # --- clients that go away --------------------------------------------------------------------------------------------
@@ -345,21 +346,22 @@ def test_sigterm_lets_streams_finish_while_replicas_are_still_starting() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGTERM to the group", "Ctrl-C"])
 def test_what_cannot_finish_in_time_ends_with_an_error_frame(how: str) -> None:
     with serve_run(fake(drain_timeout_s=1)) as server, ThreadPoolExecutor(3) as pool:
         streams = [pool.submit(read_stream, server, 3000) for _ in range(3)]
         while sum(engine["num_running"] for engine in loads(server)) < 3:
             time.sleep(0.05)
-        if how == "Ctrl-C":  # a terminal signals the whole foreground group
-            os.killpg(server.process.pid, signal.SIGINT)
-            assert server.process.wait(60) == 0
-        else:
+        if how == "SIGTERM":
             assert server.end(signal.SIGTERM) == 0
+        else:  # of a terminal, which signals the foreground group; or of `timeout`, or a shell's `kill %1`
+            os.killpg(server.process.pid, signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM)
+            assert server.process.wait(60) == 0
         for stream in streams:
             payloads = stream.result(timeout=30)
             assert json.loads(payloads[-2])["error"]["code"] == "draining"
             assert payloads[-1] == "[DONE]"
+        assert not left_of(server)
 
 
 # --- Ray Serve's Python proxy in front, and no ingress at all --------------------------------------------------------

@@ -19,7 +19,7 @@ import yaml
 from loadtest.server import ROOT, SERVE, START_TIMEOUT_S, Server, starting
 from tests.support.serve_process import members_of
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
 @pytest.fixture
@@ -101,7 +101,6 @@ def test_an_application_that_fails_ends_the_command_with_a_line_and_leaves_nothi
         assert not left
 
 
-@pytest.mark.slow
 def test_an_engine_that_refuses_to_start_ends_the_command_at_its_first_try(own_temp: Path) -> None:
     (own_temp / "adapter").mkdir()
     args = {"engine": {"max_loras": 1, "kv_cache_memory_gib": 0.1}, "lora_adapters": {"law": str(own_temp / "adapter")}}

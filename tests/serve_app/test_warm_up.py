@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from engine.async_engine import AsyncEngine
-from engine.core import EngineCore
-from engine.fake_executor import FakeExecutor
+from engine.core.core import EngineCore
+from engine.fake.executor import FakeExecutor
 from engine.protocol import EngineError
 from engine.step import RowKind, ScheduledRequest, StepPlan
 from serve_app.deployment import warm_up

@@ -50,6 +50,9 @@ class MessageUsage(Shape):
     server_tool_use: None
     service_tier: Literal["standard"]
     inference_geo: None
+    speed: Literal["standard"]
+    iterations: None
+    fallback_credit: None
 
 
 class MessageAnswer(Shape):
@@ -59,6 +62,9 @@ class MessageAnswer(Shape):
     model: str
     content: list[AnswerBlock]
     container: None
+    context_management: None
+    """No edit is ever applied."""
+    diagnostics: None
     stop_details: None
     stop_reason: StopReason | None
     """Null where a stream begins."""
@@ -92,6 +98,11 @@ class ThinkingDelta(Shape):
     thinking: str
 
 
+class SignatureDelta(Shape):
+    type: Literal["signature_delta"]
+    signature: str
+
+
 class InputDelta(Shape):
     type: Literal["input_json_delta"]
     partial_json: str
@@ -100,7 +111,7 @@ class InputDelta(Shape):
 class BlockDelta(Shape):
     type: Literal["content_block_delta"]
     index: int
-    delta: Annotated[TextDelta | ThinkingDelta | InputDelta, Field(discriminator="type")]
+    delta: Annotated[TextDelta | ThinkingDelta | SignatureDelta | InputDelta, Field(discriminator="type")]
 
 
 class BlockStop(Shape):
@@ -111,12 +122,15 @@ class BlockStop(Shape):
 class Stopped(Shape):
     stop_reason: StopReason
     stop_sequence: str | None
+    stop_details: None
+    container: None
 
 
 class MessageDelta(Shape):
     type: Literal["message_delta"]
     delta: Stopped
     usage: MessageUsage
+    context_management: None
 
 
 class MessageStop(Shape):

@@ -3,29 +3,24 @@ Never renders it, and knows no model but for how it thinks."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
-from serve_app.api.anthropic.blocks import (
-    AnthropicMessage,
-    ImageBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-    UrlSource,
-)
+from serve_app.api.anthropic.billing import without_billing_header
+from serve_app.api.anthropic.blocks import joined
 from serve_app.api.anthropic.schema import (
     CountTokensRequest,
     MessagesRequest,
     OutputFormat,
-    Thinking,
-    Tool,
     ToolChoice,
 )
+from serve_app.api.anthropic.tools import AbsentTool, ClientTool, Tool
+from serve_app.api.anthropic.turns import chat_turns, image_paths
+from serve_app.api.chat_template import ChatTemplate
+from serve_app.api.effort import thinking_options
+from serve_app.api.hints import ignore_or_refuse
 from serve_app.api.image_prompt import image_names
 from serve_app.api.schema import ChatRequest
 from serve_app.api.strict_model import UNSUPPORTED
@@ -34,16 +29,18 @@ from serve_app.engine_client import ServedModel
 from serve_app.errors import ApiError, from_validation
 
 Json = dict[str, Any]
-_THINKS = "enable_thinking"
 
 
-def as_chat(request: CountTokensRequest, tokenizer: Tokenizer, model: ServedModel) -> ChatRequest:
+def as_chat(
+    request: CountTokensRequest, tokenizer: Tokenizer, model: ServedModel, *, drop_billing_header: bool
+) -> ChatRequest:
     """The chat with the same answer.
 
     Raises:
         ApiError: there is none.
     """
-    fields = _conversation(request) | _thinking(request.thinking, tokenizer, model)
+    template = tokenizer.chat_template
+    fields = _conversation(request, drop_billing_header) | _thinking(request, template, model)
     if isinstance(request, MessagesRequest):
         fields |= {name: getattr(request, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "stream")}
         fields["stop"] = request.stop_sequences
@@ -53,97 +50,78 @@ def as_chat(request: CountTokensRequest, tokenizer: Tokenizer, model: ServedMode
         raise from_validation(error) from error
 
 
-def _conversation(request: CountTokensRequest) -> Json:
-    system = [] if request.system is None else [{"role": "system", "content": _joined(request.system)}]
+def _conversation(request: CountTokensRequest, drop_billing_header: bool) -> Json:
+    system = _system(request, drop_billing_header)
+    turns = [turn for message in request.messages for turn in chat_turns(message)]
+    if not turns:
+        text = "No message has any content: there is nothing to answer."
+        raise ApiError(400, text, param="messages", code="invalid_value")
+    tools = [tool for _, tool in _told_tools(request)]
     choice = request.tool_choice
+    if choice is not None:
+        _check_forced(choice, request, [tool.name for tool in tools])
     return {
         "model": request.model,
-        "messages": system + [told for message in request.messages for told in _told(message)],
-        "tools": [_tool(tool) for tool in request.tools or ()] or None,
+        "messages": [*system, *turns],
+        "tools": [_tool(tool) for tool in tools] or None,
         "tool_choice": None if choice is None else _choice(choice),
         "response_format": None if request.format is None else _format(request.format),
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
-        "continue_final_message": request.messages[-1].role == "assistant" or None,
+        "continue_final_message": turns[-1]["role"] == "assistant" or None,
     }
 
 
-def _thinking(thinking: Thinking | None, tokenizer: Tokenizer, model: ServedModel) -> Json:
-    if thinking is None:
-        return {}
-    wanted = thinking.type != "disabled"
-    if wanted and model.reasoning_parser is None:
-        raise ApiError(400, "This model does not think.", param="thinking", code=UNSUPPORTED)
-    template = tokenizer.chat_template
-    known = template is not None and _THINKS in template.variables
-    return {"include_reasoning": wanted} | ({"chat_template_kwargs": {_THINKS: wanted}} if known else {})
+def _told_tools(request: CountTokensRequest) -> list[tuple[int, Tool | ClientTool]]:
+    """Those that the model may call, with their places in the request."""
+    numbered = enumerate(request.tools or ())
+    return [(number, tool) for number, tool in numbered if not isinstance(tool, AbsentTool) and tool.is_told]
 
 
-def _told(message: AnthropicMessage) -> list[Json]:
-    if message.role == "assistant":
-        return [_of_assistant(message)]
-    if message.role == "system":
-        return [{"role": "system", "content": _joined([one for one in message.blocks if isinstance(one, TextBlock)])}]
-    return _of_user(message)
+def _moved_tools(request: CountTokensRequest) -> dict[str, str]:
+    """What the chat calls tools that have other places in it."""
+    found = {}
+    for place, (number, _) in enumerate(_told_tools(request)):
+        if place != number:
+            found[f"tools.{place}.function.parameters"] = f"tools.{number}.input_schema"
+            found[f"tools.{place}.function.name"] = f"tools.{number}.name"
+    return found
 
 
-def _of_assistant(message: AnthropicMessage) -> Json:
-    texts = [block.text for block in message.blocks if isinstance(block, TextBlock)]
-    thoughts = [block.thinking for block in message.blocks if isinstance(block, ThinkingBlock)]
-    calls = [_call(block) for block in message.blocks if isinstance(block, ToolUseBlock)]
-    content = "\n".join(texts) if texts or not calls else None
-    return {
-        "role": "assistant",
-        "content": content,
-        "reasoning_content": "\n".join(thoughts) or None,
-        "tool_calls": calls or None,
-    }
+def _system(request: CountTokensRequest, drop_billing_header: bool) -> list[Json]:
+    given = request.system or ""
+    text = "\n".join(filter(None, without_billing_header(given))) if drop_billing_header else joined(given)
+    return [{"role": "system", "content": text}] if text else []
 
 
-def _of_user(message: AnthropicMessage) -> list[Json]:
-    """A chat has a message for each result of a tool, and others for the texts around them."""
-    told: list[Json] = []
-    shown: list[TextBlock | ImageBlock] = []
-    for block in message.blocks:
-        if isinstance(block, ToolResultBlock):
-            told += [*_user(shown), _result(block)]
-            shown = []
-        elif isinstance(block, TextBlock | ImageBlock):
-            shown.append(block)
-    return told + _user(shown)
+def _thinking(request: CountTokensRequest, template: ChatTemplate | None, model: ServedModel) -> Json:
+    """How the answer is thought about, and whether that is shown."""
+    thinking, thinks = request.thinking, model.reasoning_parser is not None
+    told = thinking_options(request.asked_thinking, template, (), thinks=thinks)
+    shown: Json = {"chat_template_kwargs": told.options} if told.options else {}
+    if thinking is None or (thinking.wanted and not thinks):
+        return shown
+    if thinking.display == "updates":
+        ignore_or_refuse("thinking.display", "thinking.display: thoughts are shown as they are, or not at all.")
+    return shown | {"include_reasoning": thinking.wanted and thinking.display != "omitted"}
 
 
-def _user(shown: Sequence[TextBlock | ImageBlock]) -> list[Json]:
-    texts = [block for block in shown if isinstance(block, TextBlock)]
-    if len(texts) == len(shown):
-        return [{"role": "user", "content": _joined(texts)}] if texts else []
-    return [{"role": "user", "content": [_part(block) for block in shown]}]
-
-
-def _part(block: TextBlock | ImageBlock) -> Json:
-    if isinstance(block, TextBlock):
-        return {"type": "text", "text": block.text}
-    source = block.source
-    url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def _result(block: ToolResultBlock) -> Json:
-    content = "" if block.content is None else _joined(block.content)
-    return {
-        "role": "tool",
-        "tool_call_id": block.tool_use_id,
-        "content": f"Error: {content}" if block.is_error else content,
-    }
-
-
-def _call(block: ToolUseBlock) -> Json:
-    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-    return {"id": block.id, "type": "function", "function": function}
-
-
-def _tool(tool: Tool) -> Json:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+def _tool(tool: Tool | ClientTool) -> Json:
+    shape = tool if isinstance(tool, Tool) else tool.form
+    function = {"name": tool.name, "description": shape.description, "parameters": shape.input_schema}
     return {"type": "function", "function": function | {"strict": tool.strict}}
+
+
+def _check_forced(choice: ToolChoice, request: CountTokensRequest, told: Sequence[str]) -> None:
+    """Raises:
+    ApiError: the answer must be a call of a tool that the model is not told of.
+    """
+    given = [tool.name for tool in request.tools or ()]
+    if choice.type == "tool" and choice.name in given and choice.name not in told:
+        text = f"The tool {choice.name} cannot be used here: this server does not run it."
+        raise ApiError(400, text, param="tool_choice.name", code=UNSUPPORTED)
+    if choice.type == "any" and given and not told:
+        text = "None of the tools can be used here: this server does not run them."
+        raise ApiError(400, text, param="tool_choice", code=UNSUPPORTED)
 
 
 def _choice(choice: ToolChoice) -> Any:
@@ -158,21 +136,12 @@ def _format(given: OutputFormat) -> Json:
 
 def names_of(request: CountTokensRequest, chat: ChatRequest) -> dict[str, str]:
     """What the chat with the same answer calls otherwise."""
-    images = [
-        f"messages.{number}.content.{place}.source"
-        for number, message in enumerate(request.messages)
-        for place, block in enumerate(message.blocks)
-        if isinstance(block, ImageBlock)
-    ]
     output = "output_config.format" if request.output_format is None else "output_format"
     return {
         "response_format.json_schema.schema": f"{output}.schema",
         "response_format": output,
+        **_moved_tools(request),
         ".function.parameters": ".input_schema",
         ".function.name": ".name",
-        **image_names(chat.messages, images),
+        **image_names(chat.messages, image_paths(request.messages)),
     }
-
-
-def _joined(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)

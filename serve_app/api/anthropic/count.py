@@ -27,6 +27,7 @@ class CountTokens:
     model: ServedModel
     max_body_bytes: int
     adapters: AdapterNames
+    drop_billing_header: bool
 
     async def answer(self, request: Request) -> Response:
         body = await read_json_body(request.scope, request.receive, self.max_body_bytes)
@@ -40,4 +41,4 @@ class CountTokens:
 
     def _read(self, body: bytes) -> tuple[CountTokensRequest, ChatRequest]:
         given = parse_request(CountTokensRequest, body)
-        return given, as_chat(given, self.tokenizer, self.model)
+        return given, as_chat(given, self.tokenizer, self.model, drop_billing_header=self.drop_billing_header)

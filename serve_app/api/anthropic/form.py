@@ -29,7 +29,8 @@ class MessageForm:
         reader.read(piece.text, last=True)
         answering = self.answering
         message = message_json(answering.request_id, answering.model.id, usage_json(answering.choices.usage))
-        content = {"content": [block_json(block) for block in reader.blocks]}
+        cut = len(reader.blocks) - 1 if piece.finish_reason == "length" else None
+        content = {"content": [block_json(block, is_cut=block.index == cut) for block in reader.blocks]}
         return message | content | stop_json(piece, has_called=reader.has_called)
 
     def frames(self) -> Frames:
@@ -40,7 +41,9 @@ class MessageForm:
         return BlockReader(self.answering.reader(self.request))
 
 
-def read_messages(body: bytes, *, tokenizer: Tokenizer, model: ServedModel) -> Asked[ChatRequest]:
+def read_messages(
+    body: bytes, *, tokenizer: Tokenizer, model: ServedModel, drop_billing_header: bool
+) -> Asked[ChatRequest]:
     given = parse_request(MessagesRequest, body)
-    request = as_chat(given, tokenizer, model)
+    request = as_chat(given, tokenizer, model, drop_billing_header=drop_billing_header)
     return Asked(request, lambda answering: MessageForm(answering, request), names_of(given, request))

@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from serve_app.api.anthropic.message import Json, block_json, message_json, stop_json, usage_json
-from serve_app.api.blocks import BlockReader, Closed, Grown, Step
+from serve_app.api.anthropic.message import SIGNATURE, Json, block_json, message_json, stop_json, usage_json
+from serve_app.api.blocks import Block, BlockReader, Closed, Grown, Step
+from serve_app.api.call_arguments import ArgumentRepair
 from serve_app.api.choices import Choices
 from serve_app.api.completion import Piece
 from serve_app.api.refusal import anthropic_error
@@ -31,6 +32,8 @@ class MessageFrames:
         self._blocks = blocks
         self._has_begun = False
         self._last = Piece("")
+        self._repair = ArgumentRepair()
+        """Repairs the arguments of the call that is open."""
 
     def opening(self, index: int) -> bytes:
         if self._has_begun:
@@ -42,27 +45,45 @@ class MessageFrames:
     def of(self, index: int, piece: Piece) -> bytes:
         self._last = piece
         steps = self._blocks.read(piece.text, last=piece.finish_reason is not None)
-        return b"".join(map(_step, steps))
+        return b"".join(map(self._step, steps))
 
     def closing(self) -> bytes:
         delta = stop_json(self._last, has_called=self._blocks.has_called)
-        return _frame("message_delta", delta=delta, usage=usage_json(self._choices.usage)) + _frame("message_stop")
+        usage = usage_json(self._choices.usage)
+        return _frame("message_delta", delta=delta, usage=usage, context_management=None) + _frame("message_stop")
+
+    def _step(self, step: Step) -> bytes:
+        block = step.block
+        match step:
+            case Grown(_, text):
+                return _delta(block, self._repair.push(text) if block.kind == "call" else text)
+            case Closed():
+                rest = self._repair.finish() if block.kind == "call" else ""
+                signed = _signed(block.index) if block.kind == "reasoning" else b""
+                return _delta(block, rest) + signed + _frame("content_block_stop", index=block.index)
+            case _:
+                self._repair = ArgumentRepair()
+                return _frame("content_block_start", index=block.index, content_block=_empty(block))
 
     def failure(self, error: ApiError) -> bytes:
         return event_frame(anthropic_error(error, None))
 
 
-def _step(step: Step) -> bytes:
-    index = step.block.index
-    match step:
-        case Grown(block, text):
-            kind, key = _DELTAS[block.kind]
-            return _frame("content_block_delta", index=index, delta={"type": kind, key: text})
-        case Closed():
-            return _frame("content_block_stop", index=index)
-        case _:
-            return _frame("content_block_start", index=index, content_block=block_json(replace(step.block, text="")))
+def _delta(block: Block, text: str) -> bytes:
+    kind, key = _DELTAS[block.kind]
+    return _frame("content_block_delta", index=block.index, delta={"type": kind, key: text}) if text else b""
 
 
-def _frame(kind: str, **fields: Json | int) -> bytes:
+def _empty(block: Block) -> Json:
+    """A block before its first delta; its signature comes last."""
+    told = block_json(replace(block, text=""))
+    return told | {"signature": ""} if "signature" in told else told
+
+
+def _signed(index: int) -> bytes:
+    delta: Json = {"type": "signature_delta", "signature": SIGNATURE}
+    return _frame("content_block_delta", index=index, delta=delta)
+
+
+def _frame(kind: str, **fields: Json | int | None) -> bytes:
     return event_frame({"type": kind, **fields})

@@ -3,12 +3,12 @@ Never decides what an answer says."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
-
-import pydantic_core
 
 from engine.protocol import Usage
 from serve_app.api.blocks import Block
+from serve_app.api.call_arguments import UNREADABLE, read_arguments
 from serve_app.api.completion import Piece
 
 Json = dict[str, Any]
@@ -17,8 +17,8 @@ Json = dict[str, Any]
 def message_json(message_id: str, model: str, usage: Json) -> Json:
     """One that has said nothing yet."""
     named = {"id": message_id, "type": "message", "role": "assistant", "model": model}
-    stop = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
-    return named | {"content": [], "container": None, "usage": usage} | stop
+    stop = {"stop_reason": None, "stop_sequence": None, "stop_details": None, "container": None}
+    return named | {"content": [], "context_management": None, "diagnostics": None, "usage": usage} | stop
 
 
 def usage_json(usage: Usage) -> Json:
@@ -33,30 +33,47 @@ def usage_json(usage: Usage) -> Json:
         "server_tool_use": None,
         "service_tier": "standard",
         "inference_geo": None,
+        "speed": "standard",
+        "iterations": None,
+        "fallback_credit": None,
     }
 
 
+SIGNATURE = "chunkserve"
+"""Nothing is checked by it, but clients drop thoughts that are not signed, or send them back as text."""
+
+
 def stop_json(last: Piece, *, has_called: bool) -> Json:
-    if last.stop_string is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_string}
-    if last.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    return {"stop_reason": "tool_use" if has_called else "end_turn", "stop_sequence": None}
+    sequence = last.stop_string
+    if sequence is not None:
+        reason = "stop_sequence"
+    elif last.finish_reason == "length":
+        reason = "max_tokens"
+    else:
+        reason = "tool_use" if has_called else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None, "container": None}
 
 
-def block_json(block: Block) -> Json:
+def block_json(block: Block, *, is_cut: bool = False) -> Json:
+    """`is_cut`: the answer's length ended it inside this block."""
     if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
+        return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
     if block.kind == "text":
         return {"type": "text", "text": block.text}
-    called = {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
+    called = {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text, is_cut=is_cut)}
     return called | {"caller": {"type": "direct"}}
 
 
-def _input(arguments: str) -> Json:
-    """As far as it goes, where the answer was cut off."""
-    try:
-        found = pydantic_core.from_json(arguments, allow_inf_nan=False, allow_partial=True)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+def _input(arguments: str, *, is_cut: bool) -> Json:
+    """An object, as clients need it: what is none is in one, as the text that it is."""
+    found = read_arguments(arguments, is_cut=is_cut)
+    return {UNREADABLE: arguments} if found is None else _finite(found)
+
+
+def _finite(value: Any) -> Any:
+    """`1e999` is read as infinite, which JSON cannot write: it is null, as where a client in JavaScript writes it."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

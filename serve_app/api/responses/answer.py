@@ -8,24 +8,31 @@ from collections.abc import Sequence
 
 from serve_app.api.blocks import Block
 from serve_app.api.forms import Answering
+from serve_app.api.responses.output import OutputItems
 from serve_app.api.responses.response import Json, ending_json, response_json, usage_json
 from serve_app.api.responses.schema import ResponsesRequest
+from serve_app.api.responses.sealing import Seal
+from serve_app.api.responses.toolbox import Toolbox
 from serve_app.errors import ApiError
 
 
 class Answer:
-    def __init__(self, request: ResponsesRequest, answering: Answering) -> None:
+    def __init__(
+        self, request: ResponsesRequest, toolbox: Toolbox, answering: Answering, seal: Seal | None = None
+    ) -> None:
         self._request = request
+        self._toolbox = toolbox
         self._answering = answering
         self._created = int(time.time())
         self.id = answering.request_id
+        self.items = OutputItems(self.id, toolbox, seal)
 
     def begun(self) -> Json:
-        return response_json(self._request, self.id, self._created, self._answering.model.id)
+        return response_json(self._request, self._toolbox, self.id, self._created, self._answering.model.id)
 
     def ended(self, blocks: Sequence[Block], *, cut_off: bool) -> Json:
         usage = usage_json(self._answering.choices.usage, self._answering.choices.reasoning_tokens or 0)
-        return self.begun() | ending_json(cut_off=cut_off, blocks=blocks, response_id=self.id, usage=usage)
+        return self.begun() | ending_json(cut_off=cut_off, blocks=blocks, items=self.items, usage=usage)
 
     def failed(self, error: ApiError) -> Json:
         """OpenAI's own code of it is one of a few; ours is in the error's event."""

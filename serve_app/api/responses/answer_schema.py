@@ -41,8 +41,41 @@ class CallOutput(_OutputItem):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str = ""
+    """Names the namespace that the function was offered in."""
     arguments: str
     """JSON, as the model wrote it."""
+
+
+class CustomCallOutput(_OutputItem):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str = ""
+    """Names the namespace that the tool was offered in."""
+    input: str
+    """Text, as the tool takes it."""
+
+
+class LocalShellItem(_OutputItem):
+    type: Literal["local_shell_call"]
+    call_id: str
+    action: dict[str, Any]
+    """What to run, as OpenAI's tool of that name has it."""
+
+
+class ShellItem(_OutputItem):
+    type: Literal["shell_call"]
+    call_id: str
+    action: dict[str, Any]
+    """The same."""
+
+
+class PatchItem(_OutputItem):
+    type: Literal["apply_patch_call"]
+    call_id: str
+    operation: dict[str, Any]
+    """What to do with which file."""
 
 
 class ReasoningOutput(_OutputItem):
@@ -50,9 +83,14 @@ class ReasoningOutput(_OutputItem):
     summary: list[dict[str, Any]]
     """Empty."""
     content: list[ReasoningText]
+    encrypted_content: str = ""
+    """The same, sealed, where `include` asks for it. It can be sent back instead of the content."""
 
 
-Output = Annotated[MessageOutput | CallOutput | ReasoningOutput, Field(discriminator="type")]
+Output = Annotated[
+    MessageOutput | CallOutput | CustomCallOutput | LocalShellItem | ShellItem | PatchItem | ReasoningOutput,
+    Field(discriminator="type"),
+]
 
 
 class InputTokensDetails(Shape):
@@ -98,7 +136,8 @@ class ResponseAnswer(Shape):
     output: list[Output]
     parallel_tool_calls: bool
     previous_response_id: None
-    reasoning: dict[str, None]
+    reasoning: dict[str, str | None]
+    """`effort`, where it has an effect."""
     store: Literal[False]
     """Nothing is kept."""
     temperature: float
@@ -134,6 +173,8 @@ class ResponseEvent(Shape):
         "response.reasoning_text.done",
         "response.function_call_arguments.delta",
         "response.function_call_arguments.done",
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
         "response.content_part.done",
         "response.output_item.done",
         "response.completed",
@@ -153,6 +194,7 @@ class ResponseEvent(Shape):
     text: str = ""
     name: str = ""
     arguments: str = ""
+    input: str = ""
     logprobs: list[dict[str, Any]] | None = None
     code: str | None = None
     message: str = ""

@@ -10,13 +10,18 @@ from serve_app.api.blocks import BlockReader
 from serve_app.api.completion import Piece
 from serve_app.api.forms import Answering, Asked, Form
 from serve_app.api.responses.answer import Answer
-from serve_app.api.responses.conversation import as_chat, names_of, with_strictness
+from serve_app.api.responses.conversation import as_chat, names_of
 from serve_app.api.responses.frames import ResponseFrames
+from serve_app.api.responses.passing import pass_over_hints, with_effort
 from serve_app.api.responses.response import Json
 from serve_app.api.responses.schema import ResponsesRequest
+from serve_app.api.responses.sealing import Seal
+from serve_app.api.responses.toolbox import open_toolbox
+from serve_app.api.responses.turns import Turns
 from serve_app.api.schema import ChatRequest, parse_request
 from serve_app.api.scored_blocks import ScoredBlocks
 from serve_app.api.sse import Frames
+from serve_app.api.tokenizer import Tokenizer
 from serve_app.engine_client import ServedModel
 
 
@@ -35,12 +40,20 @@ class ResponseForm:
         return ResponseFrames(self.answer, self.blocks, self.scored)
 
 
-def read_response(body: bytes, *, model: ServedModel) -> Asked[ChatRequest]:
-    given = with_strictness(parse_request(ResponsesRequest, body), model)
-    request = as_chat(given)
+def read_response(
+    body: bytes, *, model: ServedModel, tokenizer: Tokenizer, seal: Seal | None = None
+) -> Asked[ChatRequest]:
+    """`seal`: without one, thoughts are not told sealed."""
+    given = parse_request(ResponsesRequest, body)
+    toolbox = open_toolbox(given.tools or (), model)
+    seals = pass_over_hints(given, seal=seal if model.reasoning_parser else None)
+    given, options = with_effort(given, tokenizer, model)
+    turns = Turns(toolbox, seal)
+    request = as_chat(given, toolbox, turns, options)
 
     def form(answering: Answering) -> Form:
         blocks = BlockReader(answering.reader(request))
-        return ResponseForm(Answer(given, answering), blocks, ScoredBlocks(blocks, answering.tokenizer))
+        answer = Answer(given, toolbox, answering, seals)
+        return ResponseForm(answer, blocks, ScoredBlocks(blocks, answering.tokenizer))
 
-    return Asked(request, form, names_of(given, request))
+    return Asked(request, form, names_of(request, toolbox, turns))

@@ -10,7 +10,9 @@ from typing import ClassVar
 from serve_app.api.blocks import Block, BlockReader, Closed, Grown, Step
 from serve_app.api.completion import Piece
 from serve_app.api.responses.answer import Answer
-from serve_app.api.responses.response import Json, item_id, item_json, part_json, status_of
+from serve_app.api.responses.input_text import InputReader
+from serve_app.api.responses.output import part_json
+from serve_app.api.responses.response import Json, status_of
 from serve_app.api.scored_blocks import ScoredBlocks
 from serve_app.api.sse import event_frame
 from serve_app.errors import ApiError
@@ -20,6 +22,7 @@ _DELTA = {
     "call": "response.function_call_arguments",
     "reasoning": "response.reasoning_text",
 }
+_INPUT = "response.custom_tool_call_input"
 _PART = {"content_index": 0}
 
 
@@ -30,6 +33,9 @@ class ResponseFrames:
         self._answer = answer
         self._blocks = blocks
         self._scored = scored
+        self._items = answer.items
+        self._input = InputReader()
+        """Reads the input of the last call of a tool that takes text."""
         self._number = 0
         self._cut_off = False
 
@@ -55,34 +61,62 @@ class ResponseFrames:
 
     def _step(self, step: Step) -> Iterator[bytes]:
         match step:
+            case Grown(block, text, _) if self._items.takes_text(block):
+                yield from self._input_goes_on(block, self._input.push(text))
+            case Grown(block) if self._items.comes_whole(block):
+                pass
             case Grown(block, text, logprobs):
                 yield self._of(block, f"{_DELTA[block.kind]}.delta", **self._text(block, "delta", text, logprobs))
             case Closed(block):
                 yield from self._closed(block)
-            case _:
+            case _ if not self._items.comes_whole(step.block):
                 yield from self._opened(replace(step.block, text="", logprobs=[]))
 
     def _opened(self, block: Block) -> Iterator[bytes]:
-        yield self._item("response.output_item.added", block, item_json(block, self._answer.id, "in_progress"))
+        self._input = InputReader()
+        yield self._item("response.output_item.added", block, self._items.json(block, "in_progress"))
         if block.kind != "call":
             yield self._of(block, "response.content_part.added", **_PART, part=part_json(block))
 
+    def _input_goes_on(self, block: Block, text: str) -> Iterator[bytes]:
+        if text:
+            yield self._of(block, f"{_INPUT}.delta", delta=text)
+
     def _closed(self, block: Block) -> Iterator[bytes]:
-        key, named = ("arguments", {"name": block.name}) if block.kind == "call" else ("text", {})
-        yield self._of(
-            block, f"{_DELTA[block.kind]}.done", **self._text(block, key, block.text, block.logprobs), **named
-        )
+        status = status_of(cut_off=self._cut_off and block is self._blocks.blocks[-1])
+        item = self._items.json(block, status)
+        if self._items.comes_whole(block):
+            yield from self._came_whole(block, item)
+        elif self._items.takes_text(block):
+            yield from self._input_goes_on(block, self._input.finish())
+            yield self._of(block, f"{_INPUT}.done", input=item["input"])
+        else:
+            yield self._said(block)
         if block.kind != "call":
             yield self._of(block, "response.content_part.done", **_PART, part=part_json(block))
-        status = status_of(cut_off=self._cut_off and block is self._blocks.blocks[-1])
-        yield self._item("response.output_item.done", block, item_json(block, self._answer.id, status))
+        yield self._item("response.output_item.done", block, item)
+
+    def _came_whole(self, block: Block, item: Json) -> Iterator[bytes]:
+        """Arguments that are none of the tool's are a function's."""
+        if item["type"] != "function_call":
+            yield self._item("response.output_item.added", block, item | {"status": "in_progress"})
+            return
+        yield from self._opened(replace(block, text=""))
+        yield self._of(block, f"{_DELTA['call']}.delta", delta=block.text)
+        yield self._said(block)
+
+    def _said(self, block: Block) -> bytes:
+        is_call = block.kind == "call"
+        key, named = ("arguments", {"name": self._items.name(block)}) if is_call else ("text", {})
+        text = self._text(block, key, block.text, block.logprobs)
+        return self._of(block, f"{_DELTA[block.kind]}.done", **text, **named)
 
     def _text(self, block: Block, key: str, text: str, logprobs: Sequence[Json]) -> Json:
         part: Json = {} if block.kind == "call" else _PART
         return part | {key: text} | ({"logprobs": list(map(_without_bytes, logprobs))} if block.kind == "text" else {})
 
     def _of(self, block: Block, kind: str, **fields: object) -> bytes:
-        named = {"item_id": item_id(block, self._answer.id), "output_index": block.index}
+        named = {"item_id": self._items.id(block), "output_index": block.index}
         return self._frame(kind, **named, **fields)
 
     def _item(self, kind: str, block: Block, item: Json) -> bytes:

@@ -1,22 +1,23 @@
-"""Owns the JSON of a response: what it repeats of its request, its output items, and what it took.
+"""Owns the JSON of a response: what it repeats of its request, how it ends, and what it took.
 Never decides what an answer says."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from engine.protocol import Usage
 from serve_app.api.blocks import Block
-from serve_app.api.responses.schema import ChosenFunction, ChosenTools, ResponsesRequest
+from serve_app.api.responses.output import OutputItems, Status
+from serve_app.api.responses.schema import ResponsesRequest
+from serve_app.api.responses.toolbox import Offer, Toolbox
+from serve_app.api.responses.tools import FunctionTool, HostedTool, NamespaceTool, ShellTool
 
 Json = dict[str, Any]
-Status = Literal["in_progress", "completed", "incomplete"]
-_ITEM_ID = {"text": "msg", "call": "fc", "reasoning": "rs"}
 
 
-def response_json(request: ResponsesRequest, response_id: str, created: int, model: str) -> Json:
+def response_json(request: ResponsesRequest, toolbox: Toolbox, response_id: str, created: int, model: str) -> Json:
     """One that is in progress and has said nothing yet."""
     return {
         "id": response_id,
@@ -33,12 +34,12 @@ def response_json(request: ResponsesRequest, response_id: str, created: int, mod
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": None if request.reasoning is None else request.reasoning.effort, "summary": None},
         "store": False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": {"format": _format(request)},
         "tool_choice": _choice(request),
-        "tools": [tool.model_dump() for tool in request.tools or ()],
+        "tools": _tools(request, toolbox),
         "top_logprobs": request.top_logprobs or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "presence_penalty": 0.0,
@@ -54,14 +55,14 @@ def response_json(request: ResponsesRequest, response_id: str, created: int, mod
     }
 
 
-def ending_json(*, cut_off: bool, blocks: Sequence[Block], response_id: str, usage: Json) -> Json:
+def ending_json(*, cut_off: bool, blocks: Sequence[Block], items: OutputItems, usage: Json) -> Json:
     """What an answered response says besides."""
     last = len(blocks) - 1
-    items = [item_json(block, response_id, status_of(cut_off=cut_off and block.index == last)) for block in blocks]
+    output = [items.json(block, status_of(cut_off=cut_off and block.index == last)) for block in blocks]
     details = {"reason": "max_output_tokens"} if cut_off else None
     completed = None if cut_off else int(time.time())
     ended = {"status": status_of(cut_off=cut_off), "completed_at": completed}
-    return ended | {"incomplete_details": details, "output": items, "usage": usage}
+    return ended | {"incomplete_details": details, "output": output, "usage": usage}
 
 
 def status_of(*, cut_off: bool) -> Status:
@@ -78,25 +79,23 @@ def usage_json(usage: Usage, reasoning_tokens: int) -> Json:
     }
 
 
-def item_id(block: Block, response_id: str) -> str:
-    return f"{_ITEM_ID[block.kind]}_{response_id.removeprefix('resp_')}_{block.index}"
+def _tools(request: ResponsesRequest, toolbox: Toolbox) -> list[Json]:
+    """Those that can be called, as they were given, and strict or not."""
+    offers = iter(toolbox.offers)
+    told = []
+    for tool in request.tools or ():
+        if isinstance(tool, NamespaceTool):
+            told.append(tool.model_dump() | {"tools": [_tool(next(offers)) for _ in tool.tools]})
+        elif not (isinstance(tool, HostedTool) or (isinstance(tool, ShellTool) and tool.is_elsewhere)):
+            told.append(_tool(next(offers)))
+    return told
 
 
-def item_json(block: Block, response_id: str, status: Status) -> Json:
-    item: Json = {"id": item_id(block, response_id), "status": status}
-    if block.kind == "call":
-        call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-        return item | {"type": "function_call"} | call
-    content = [] if status == "in_progress" else [part_json(block)]
-    if block.kind == "reasoning":
-        return item | {"type": "reasoning", "summary": [], "content": content}
-    return item | {"type": "message", "role": "assistant", "content": content}
-
-
-def part_json(block: Block) -> Json:
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
+def _tool(offer: Offer) -> Json:
+    tool = offer.tool
+    if isinstance(tool, FunctionTool):
+        return tool.model_dump() | {"strict": offer.strict}
+    return tool.model_dump(exclude_none=True)
 
 
 def _format(request: ResponsesRequest) -> Json:
@@ -106,4 +105,4 @@ def _format(request: ResponsesRequest) -> Json:
 
 def _choice(request: ResponsesRequest) -> Any:
     choice = request.tool_choice
-    return choice.model_dump() if isinstance(choice, ChosenFunction | ChosenTools) else choice or "auto"
+    return choice or "auto" if isinstance(choice, str | None) else choice.model_dump(exclude_none=True)

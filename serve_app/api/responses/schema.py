@@ -1,40 +1,30 @@
 """Owns the request of /v1/responses: fields, types, ranges.
-Never reads text; a field is honoured, changes nothing by its nature, or is refused by name."""
+Never reads text; a field is honoured, a hint, changes nothing by its nature, or is refused by name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import Field, Tag
 
 from engine.protocol import MAX_LOGPROBS
+from serve_app.api.effort import Effort
+from serve_app.api.foreign_fields import LONGER_THAN_THE_CONTEXT
 from serve_app.api.messages import FUNCTION_NAME, MAX_TOOLS
+from serve_app.api.responses.choice import Choice
+from serve_app.api.responses.includes import LOGPROBS, MAX_INCLUDED, Included
+from serve_app.api.responses.includes import VALUE_HINTS as INCLUDE_HINTS
 from serve_app.api.responses.items import Item
+from serve_app.api.responses.replays import UNREAD
+from serve_app.api.responses.tools import HOSTED, Tool
 from serve_app.api.session import MAX_CHARS
-from serve_app.api.strict_model import UNSUPPORTED, StrictModel, Unsupported
+from serve_app.api.strict_model import USED_IF_POSSIBLE, StrictModel, Unsupported
 from serve_app.api.structured import TextFormat
-from serve_app.api.tool_choice import choice_kinds
 from serve_app.api.unions import by_type, text_or_list_of
 
 _NEVER: tuple[Any, ...] = ()
 _NO = (False,)
-
-
-class FunctionTool(StrictModel):
-    unsupported: ClassVar[Unsupported] = {
-        "defer_loading": _NO,
-        "async": _NO,
-        "allowed_callers": (["direct"],),
-        "output_schema": _NEVER,
-    }
-    type: Literal["function"]
-    name: str = Field(pattern=FUNCTION_NAME)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """A JSON schema."""
-    strict: bool | None = None
-    """Arguments are what the schema allows. The default is true where the schema can be kept; the answer says which."""
 
 
 class ObjectFormat(StrictModel):
@@ -64,37 +54,20 @@ TextFormats = Annotated[
 
 
 class TextOptions(StrictModel):
-    unsupported: ClassVar[Unsupported] = {"verbosity": ("medium",)}
+    hints: ClassVar[Unsupported] = {"verbosity": ("medium",)}
+    hint_path: ClassVar[str] = "text."
     format: TextFormats | None = None
 
 
-class ChosenFunction(StrictModel):
-    """The answer is one call of this function."""
-
-    type: Literal["function"]
-    name: str = Field(pattern=FUNCTION_NAME)
-
-
-class ChosenTools(StrictModel):
-    """The model is told of all tools, and can call these."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenFunction], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-    | Annotated[ChosenFunction, Tag("<function>")]
-    | Annotated[ChosenTools, Tag("<allowed_tools>")],
-    choice_kinds(),
-]
-
-
 class ReasoningOptions(StrictModel):
-    """Nothing of it can be chosen."""
-
-    unsupported: ClassVar[Unsupported] = dict.fromkeys(("effort", "summary", "generate_summary"), _NEVER)
+    hints: ClassVar[Unsupported] = {
+        **dict.fromkeys(("summary", "generate_summary"), _NEVER),
+        "context": ("auto",),
+        "mode": ("standard",),
+    }
+    hint_path: ClassVar[str] = "reasoning."
+    effort: Annotated[Effort | None, USED_IF_POSSIBLE] = None
+    """As a chat's `reasoning_effort`."""
 
 
 _ITEMS = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
@@ -103,29 +76,32 @@ Input = Annotated[
 ]
 
 
-LOGPROBS = "message.output_text.logprobs"
-MAX_INCLUDED = 16
-
-
-def _supported(value: Any) -> Any:
-    if isinstance(value, str) and value != LOGPROBS:
-        text = f"{value[:50]} is not supported by the server; supported is {LOGPROBS}"
-        raise PydanticCustomError("unsupported", "{text}", {"text": text, "code": UNSUPPORTED})
-    return value
-
-
-Included = Annotated[Literal["message.output_text.logprobs"], BeforeValidator(_supported)]
-
-
 class ResponsesRequest(StrictModel):
     unsupported: ClassVar[Unsupported] = {
         "background": _NO,
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt"), _NEVER),
+        **dict.fromkeys(("moderation", "access_programs"), _NEVER),
+    }
+    # `truncation` and `context_management` allow that something is dropped, which never has to be; `max_tool_calls` is
+    # about hosted tools, of which none is ever called.
+    hints: ClassVar[Unsupported] = {
         "truncation": ("disabled",),
+        "context_management": ([],),
+        "max_tool_calls": _NEVER,
+        "client_metadata": ({},),
         "service_tier": ("auto", "default"),
         "stream_options": ({}, {"include_obfuscation": False}),
         "prompt_cache_options": ({},),
-        **dict.fromkeys(("previous_response_id", "conversation", "prompt"), _NEVER),
-        **dict.fromkeys(("max_tool_calls", "context_management", "moderation"), _NEVER),
+        "image": ({},),
+    }
+    value_hints: ClassVar[Mapping[str, str]] = {
+        "max_output_tokens": LONGER_THAN_THE_CONTEXT,
+        **INCLUDE_HINTS,
+        **{f"tools.{kind}": "This server runs no such tool. One that is forced is refused." for kind in HOSTED},
+        "tools.shell": "In a container of OpenAI's.",
+        "tools.format": "A grammar that cannot be kept, of a tool that need not be called: its text is free.",
+        **{f"input.{kind}": "The model reads nothing of such an item." for kind in UNREAD},
+        "input.reasoning.encrypted_content": "Sealed by another server, or with a key that is gone.",
     }
     model: str
     input: Input
@@ -139,10 +115,10 @@ class ResponsesRequest(StrictModel):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """This many alternatives with the log-probability of each token of the text, which above 0 needs no `include`."""
     include: Annotated[list[Included], Field(max_length=MAX_INCLUDED, fail_fast=True)] | None = None
-    """The log-probability of each token of the text."""
+    """The log-probability of each token of the text, and sealed thoughts, which can be sent back. Others are hints."""
     stream: bool | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     """False: at most one call."""
     text: TextOptions | None = None
@@ -161,4 +137,4 @@ class ResponsesRequest(StrictModel):
 
     @property
     def shows_logprobs(self) -> bool:
-        return bool(self.top_logprobs) or bool(self.include)
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())

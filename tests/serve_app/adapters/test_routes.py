@@ -15,7 +15,7 @@ import pytest
 from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncEngine
-from engine.build import build_engine
+from engine.build.engine import build_engine
 from engine.config import EngineConfig, FakeConfig
 from engine.protocol import AdapterRef, EngineError, ErrorCode, RequestRejected
 from serve_app.adapters.names import AdapterNames
@@ -108,8 +108,8 @@ async def test_an_adapter_answers_under_its_name_and_the_model_s_from_its_load_t
 async def test_the_list_of_models_has_each_adapter_with_its_parent(app: ASGIApp, tmp_path: Path) -> None:
     await load(app, "a", write(tmp_path, "a", "one"))
     base, adapter = (await get(app, "/v1/models")).json["data"]
-    assert "parent" not in base
-    assert adapter == base | {"id": "a", "parent": MODEL.id, "root": MODEL.id}
+    assert (base["parent"], base["root"]) == (None, MODEL.id)
+    assert adapter == base | {"id": "a", "display_name": "a", "parent": MODEL.id}
     assert (await get(app, "/v1/models/a")).json == adapter
     assert (await get(app, f"/v1/models/{MODEL.id}:a")).json["id"] == f"{MODEL.id}:a"
     assert (await get(app, f"/v1/models/{MODEL.id}:b")).status == 404

@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from starlette.types import ASGIApp
 
-from engine.build import build_engine
+from engine.build.engine import build_engine
 from engine.config import EngineConfig, FakeConfig
 from serve_app.api.ingress import create_app
 from serve_app.api.openapi import Access, openapi_document

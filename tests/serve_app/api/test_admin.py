@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.build import build_engine
+from engine.build.engine import build_engine
 from engine.config import EngineConfig
 from engine.protocol import EngineError, ErrorCode
 from serve_app.admission.gate import Gate

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from engine.protocol import EngineError, ErrorCode, FinishReason
 from serve_app.admission.gate import Gate
 from serve_app.api.anthropic.answer_schema import Event, MessageAnswer
+from serve_app.api.anthropic.message import SIGNATURE
 from serve_app.api.chat_template import ChatTemplate
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
@@ -130,6 +132,8 @@ async def test_a_text_is_one_block_and_ends_the_turn() -> None:
         "stop_sequence": None,
         "stop_details": None,
         "container": None,
+        "context_management": None,
+        "diagnostics": None,
         "usage": {
             "input_tokens": 7,
             "cache_creation_input_tokens": 0,
@@ -140,6 +144,9 @@ async def test_a_text_is_one_block_and_ends_the_turn() -> None:
             "server_tool_use": None,
             "service_tier": "standard",
             "inference_geo": None,
+            "speed": "standard",
+            "iterations": None,
+            "fallback_credit": None,
         },
     }
 
@@ -174,11 +181,31 @@ async def test_a_call_is_a_tool_use_block_with_its_input_as_an_object() -> None:
     assert message["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize("num_hosted", [0, 1, 3])
+async def test_an_error_names_the_tool_where_the_request_has_it(num_hosted: int) -> None:
+    hosted = {"type": "web_search_20250305", "name": "web_search"}
+    bad = {"name": "b", "strict": True, "input_schema": {"type": "object", "properties": {"a": {"type": "telephone"}}}}
+    refused = await ask(ScriptedClient(), tools=[*[hosted] * num_hosted, *TOOLS, bad])
+    place = f"tools.{num_hosted + 1}.input_schema"
+    assert (refused.status, place in refused.anthropic_error["message"]) == (400, True), refused.json
+    twice = await ask(ScriptedClient(), tools=[*[hosted] * num_hosted, *TOOLS, *TOOLS], tool_choice={"type": "any"})
+    assert twice.anthropic_error["message"].startswith(f"tools.{num_hosted + 1}.name: ")
+
+
 async def test_a_call_that_was_cut_off_is_told_as_far_as_it_goes() -> None:
     message = (await ask(saying(CALL[:57], reason=FinishReason.LENGTH), tools=TOOLS)).json
     assert message["stop_reason"] == "max_tokens"
     (block,) = message["content"]
     assert (block["name"], block["input"]) == ("weather", {})
+
+
+async def test_numbers_without_end_leave_an_answer_that_is_json_whole_and_streamed() -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "a": [1e999, -1e999, 1.5]}}\n</tool_call>'
+    message = (await ask(saying(call), tools=TOOLS)).json
+    assert message["content"][0]["input"] == {"city": "Oslo", "a": [None, None, 1.5]}
+    streamed = together(events(await ask(saying(call, 3), tools=TOOLS, stream=True)))
+    assert streamed["content"][0]["input"] == {"city": "Oslo", "a": [math.inf, -math.inf, 1.5]}  # as 1e999 is read
+    assert streamed["stop_reason"] == message["stop_reason"] == "tool_use"
 
 
 async def test_text_between_and_after_calls_stays_in_its_place() -> None:
@@ -196,9 +223,18 @@ async def test_without_parallel_use_only_the_first_call_is_shown() -> None:
 async def test_thoughts_are_a_block_before_the_text() -> None:
     message = await whole_and_streamed("<think>\nHm.\n</think>\n\nYes.", THINKER, thinking={"type": "adaptive"})
     assert message["content"] == [
-        {"type": "thinking", "thinking": "Hm.", "signature": ""},
+        {"type": "thinking", "thinking": "Hm.", "signature": SIGNATURE},
         {"type": "text", "text": "Yes."},
     ]
+
+
+async def test_thoughts_are_signed_last_since_clients_bring_back_only_those_that_are() -> None:
+    streamed = await ask(saying("<think>\nHm.\n</think>\n\nYes.", 3), THINKER, stream=True)
+    told = [one for one in events(streamed) if one.get("index") == 0]
+    assert told[0]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+    assert told[-2]["delta"] == {"type": "signature_delta", "signature": SIGNATURE}
+    assert told[-1]["type"] == "content_block_stop"
+    assert SIGNATURE
 
 
 async def test_with_thinking_disabled_the_template_is_told_and_no_thoughts_are_shown() -> None:
@@ -325,7 +361,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "developer", "content": "a"}]}, "messages.0.role"),
         ({"messages": [{"role": "system", "content": [IMAGE]}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages: No message has any content"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "messages.0.content"),
         ({"messages": [{"role": "assistant", "content": [USE]}]}, "messages: the last message calls a tool"),
         ({"temperature": 1.5}, "temperature"),
@@ -340,14 +376,18 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/
         ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
         ({"output_format": {"type": "json_schema", "schema": {"not": {}}}}, "output_format.schema"),
         ({"output_format": {"type": "json"}}, "output_format.type"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-        ({"thinking": {"type": "adaptive"}}, "thinking"),
+        ({"output_config": {"effort": "some"}}, "output_config.effort"),
+        ({"tools": [{"type": "retrieval_20250101", "name": "a"}]}, "tools.0.type: the type retrieval_20250101 is not"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens: should be less than max_"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1023}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024.5}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: only allowed, and needed"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 1024}}, "thinking.budget_tokens: only allowed, and needed"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type: the type between_tools is not"),
+        ({"thinking": {"type": "adaptive", "display": "all"}}, "thinking.display"),
         ({"container": "c"}, "container"),
-        ({"mcp_servers": [{}]}, "mcp_servers"),
-        ({"context_management": {}}, "context_management"),
-        ({"service_tier": "priority"}, "service_tier"),
+        ({"cache_control": "ephemeral"}, "cache_control"),
+        ({"metadata": "me"}, "metadata"),
         ({"n": 2}, "n"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
     ],
@@ -359,6 +399,14 @@ async def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], na
     assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
     assert named in answer.json["error"]["message"]
     assert not client.submissions
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+async def test_a_thread_is_refused_in_the_words_by_which_the_sdk_goes_on_without_one(thread: dict[str, str]) -> None:
+    answer = await ask(saying("x"), thread=thread)
+    assert answer.status == 400
+    assert answer.json["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert (await ask(saying("x"), thread=None)).status == 200
 
 
 async def test_a_refusal_has_anthropics_envelope_and_the_requests_id() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.async_engine import AsyncEngine
-from engine.build import build_engine
+from engine.build.engine import build_engine
 from engine.config import EngineConfig, FakeConfig
 from engine.protocol import (
     ErrorCode,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.async_engine import AsyncEngine
-from engine.build import build_engine
+from engine.build.engine import build_engine
 from engine.config import EngineConfig, FakeConfig
 from engine.protocol import EngineError, ErrorCode
 from serve_app.api.deadline import MAX_TIMEOUT_MS

@@ -16,9 +16,9 @@ from openai.types import CreateEmbeddingResponse
 from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncEngine
-from engine.build import build_engine
+from engine.build.engine import build_engine
 from engine.config import EngineConfig
-from engine.fake_executor import HIDDEN_SIZE
+from engine.fake.executor import HIDDEN_SIZE
 from engine.protocol import Pooled, SamplingParams
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncEngine
-from engine.build import build_engine
+from engine.build.engine import build_engine
 from engine.config import EngineConfig, FakeConfig
 from engine.protocol import EngineError, ErrorCode
 from serve_app.api.ingress import create_app
@@ -110,8 +110,8 @@ async def test_openais_client_gets_completions_models_and_typed_errors(make_app:
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             await client.completions.create(model="other", prompt="x")
         with pytest.raises(openai.BadRequestError) as refused:
-            await client.chat.completions.create(**CHAT, verbosity="high")
-        assert (refused.value.param, refused.value.code) == ("verbosity", "unsupported_parameter")
+            await client.chat.completions.create(**CHAT, modalities=["text", "audio"])
+        assert (refused.value.param, refused.value.code) == ("modalities", "unsupported_parameter")
         assert refused.value.request_id
 
 

@@ -18,7 +18,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from starlette.types import ASGIApp
 
-from engine.build import FAKE_IMAGES, build_engine
+from engine.build.engine import FAKE_IMAGES, build_engine
 from engine.config import EngineConfig, FakeConfig
 from serve_app.api.chat_template import ChatTemplate
 from serve_app.api.ingress import MAX_BODY_BYTES, create_app
@@ -51,6 +51,7 @@ DOCUMENT = openapi_document("1", Access(keys=False, admin=True))
 INSIDE = re.compile(r"/\w+/\w+|\.py\b|Traceback|Value error|serve_app|pydantic|\b(?!NaN)[A-Z][a-z]+[A-Z]\w*")
 """Paths of files, and names of classes."""
 
+LARK = 'start: "a"+ b? | (INT WS)~2\nb: /[b-d]x*/\n%import common (INT, WS)'
 WEATHER = {
     "name": "weather",
     "description": "Says how it is",
@@ -167,6 +168,32 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
                 {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
                 {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"city": "Oslo"}'},
                 {"type": "function_call_output", "call_id": "c", "output": "rain"},
+            ],
+        },
+        {
+            "model": MODEL.id,
+            "include": ["reasoning.encrypted_content"],
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "input": "hi",
+            "tool_choice": "none",
+            "tools": [
+                {"type": "custom", "name": "note", "format": {"type": "grammar", "syntax": "lark", "definition": LARK}},
+                {"type": "namespace", "name": "n", "description": "d", "tools": [{"type": "function", **WEATHER}]},
+                {"type": "shell", "environment": {"type": "local", "skills": []}},
+                {"type": "web_search", "filters": {}},
+            ],
+        },
+        {
+            "model": MODEL.id,
+            "input": [
+                {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
+                {"type": "custom_tool_call", "call_id": "c", "name": "note", "input": "a"},
+                {"type": "custom_tool_call_output", "call_id": "c", "output": "kept"},
+                {"type": "shell_call", "call_id": "d", "action": {"commands": ["ls"]}},
+                {"type": "shell_call_output", "call_id": "d", "output": [{"stdout": "a"}]},
+                {"type": "mcp_call", "id": "m", "server_label": "s", "name": "t", "arguments": "{}"},
+                {"type": "web_search_call", "id": "w", "status": "completed"},
+                {"type": "item_reference", "id": "w"},
             ],
         },
     ],

@@ -19,7 +19,18 @@ from serve_app.api.json_text import json_response, written
 from serve_app.api.schema import CompletionRequest, parse_request
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.errors import ApiError
-from tests.serve_app.harness import CHAT, MODEL, PROMPT, ScriptedClient, chat, complete, finished, post
+from tests.serve_app.harness import (
+    CHAT,
+    MODEL,
+    PROMPT,
+    Exchange,
+    ScriptedClient,
+    app_for,
+    chat,
+    complete,
+    finished,
+    post,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -52,6 +63,42 @@ def test_what_is_written_in_steps_is_what_one_call_writes() -> None:
         assert written(value, ENCODE) == ENCODE(value)
     with pytest.raises(ValueError, match="not JSON compliant"):
         written([float("nan")] * 100, ENCODE)
+
+
+def test_what_is_nested_deep_is_looked_at_once() -> None:
+    """170 levels around 200,000 numbers, in an answer that repeats its request, took seconds at each event."""
+    looks = 0
+
+    class Watched(dict[str, Any]):
+        def values(self) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().values()
+
+    value: Any = Watched(long=[0] * 65)
+    for _ in range(100):
+        value = Watched(a=value)
+    assert written(value, ENCODE) == ENCODE(value)
+    assert looks == 101
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400 + ".0"])
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/v1/responses", '{"input": "x", "tools": [{"parameters": {"default": N}}]}', "tools.0.parameters.default"),
+        ("/v1/chat/completions", '{"messages": [{"role": "user"}], "metadata": {"a": [N]}}', "metadata.a.0"),
+        ("/v1/messages", '{"messages": [], "max_tokens": 1, "temperature": N}', "temperature"),
+    ],
+)
+async def test_a_number_that_no_float_holds_is_refused_by_its_place(
+    number: str, path: str, body: str, place: str
+) -> None:
+    """JSON's parsers read it as infinite, which cannot be written again: the whole answer was a 500."""
+    text = body.replace("N}", f"{number}}}").replace("[N]", f"[{number}]").replace("{", f'{{"model": "{MODEL.id}", ', 1)
+    answer = await Exchange(app_for(ScriptedClient()), "POST", path, text.encode()).finish()
+    assert answer.status == 400
+    assert place in answer.json["error"]["message"]
 
 
 def test_no_call_of_the_encoder_writes_a_long_list() -> None:

@@ -13,8 +13,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
+from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
-from engine.prepare import prepare_model
 from serve_app.api.ingress import create_app
 from serve_app.api.token_span import BYTE_LETTERS, TokenSpan, longest_span
 from serve_app.api.tokenizer import Tokenizer, TooManyTokens
@@ -233,7 +233,7 @@ LONG_TURN = {"messages": [{"role": "user", "content": TOO_LONG}]}
         ("/v1/completions", PROMPT | {"prompt": TOO_LONG * 1500}, "prompt"),
         ("/v1/completions", PROMPT | {"prompt": [TOO_LONG, "b"], "max_tokens": 0, "echo": True}, "prompt.0"),
         ("/v1/chat/completions", CHAT | LONG_TURN, "messages"),
-        ("/v1/responses", {"model": MODEL.id, "input": TOO_LONG}, "messages"),
+        ("/v1/responses", {"model": MODEL.id, "input": TOO_LONG}, "input"),
         ("/v1/messages", {"model": MODEL.id, "max_tokens": 1} | LONG_TURN, None),
     ],
 )

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp
 
-from engine.build import build_engine
+from engine.build.engine import build_engine
 from engine.config import EngineConfig
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
 from serve_app.errors import ApiError
-from tests.serve_app.harness import CHAT, MODEL, PROMPT, Exchange, LocalClient, post
+from tests.serve_app.harness import CHAT, MODEL, PROMPT, Exchange, LocalClient, ScriptedClient, app_for, post
 
 DIGITS = 401
 HUGE = int("9" * DIGITS)
@@ -35,8 +35,6 @@ def app() -> Iterator[ASGIApp]:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", CHAT | {"max_tokens": HUGE}),
-        ("/v1/completions", PROMPT | {"max_tokens": HUGE}),
         ("/v1/completions", PROMPT | {"min_tokens": HUGE}),
         ("/v1/completions", PROMPT | {"min_tokens": HUGE, "max_tokens": 5}),
         ("/v1/completions", PROMPT | {"n": HUGE}),
@@ -53,9 +51,7 @@ def app() -> Iterator[ASGIApp]:
         ("/v1/chat/completions", CHAT | {"structured_outputs": {"grammar": LONG}}),
         ("/v1/chat/completions", CHAT | {"tool_choice": LONG}),
         ("/v1/chat/completions", CHAT | {"prompt_cache_key": LONG}),
-        ("/v1/messages", MESSAGE | {"max_tokens": HUGE}),
         ("/v1/messages", MESSAGE | {"model": LONG}),
-        ("/v1/responses", RESPONSE | {"max_output_tokens": HUGE}),
         ("/v1/responses", RESPONSE | {"previous_response_id": LONG}),
         ("/detokenize", {"tokens": [HUGE]}),
         ("/tokenize", {"model": LONG, "prompt": "a"}),
@@ -63,9 +59,25 @@ def app() -> Iterator[ASGIApp]:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_no_error_repeats_a_long_value(app: ASGIApp, path: str, body: dict[str, Any]) -> None:
-    """A `max_tokens` of 401 digits came back whole."""
     answer = await post(app, path, body)
     assert answer.status in (400, 404)
+    check_short(answer.json["error"]["message"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"max_tokens": HUGE}),
+        ("/v1/completions", PROMPT | {"max_tokens": HUGE}),
+        ("/v1/messages", MESSAGE | {"max_tokens": HUGE}),
+        ("/v1/responses", RESPONSE | {"max_output_tokens": HUGE}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_neither_does_a_strict_server_that_cuts_none(path: str, body: dict[str, Any]) -> None:
+    """A `max_tokens` of 401 digits came back whole."""
+    answer = await post(app_for(ScriptedClient(), strict=True), path, body)
+    assert answer.status == 400
     check_short(answer.json["error"]["message"])
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine.async_engine import AsyncEngine
+from engine.build.executor import create_executor
 from engine.config import EngineConfig, SchedulerConfig, SpeculativeConfig
-from engine.core import EngineCore
-from engine.executor import create_executor
+from engine.core.core import EngineCore
 from engine.step import DRAFT_TOKEN, ScheduledRequest
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer

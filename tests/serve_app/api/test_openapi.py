@@ -22,6 +22,8 @@ from serve_app.api import about
 from serve_app.api.answer_schema import FinishReason
 from serve_app.api.completion import Piece
 from serve_app.api.docs_page import render
+from serve_app.api.hints import HEADER as HINTS_HEADER
+from serve_app.api.hints import TellsHints
 from serve_app.api.openapi import Access, openapi_document
 from serve_app.api.operations import OPERATIONS
 from serve_app.api.schema import parse_request
@@ -45,7 +47,7 @@ from tests.serve_app.harness import (
     tokens,
 )
 
-README = (Path(__file__).parents[3] / "README.md").read_text()
+FIRST_SERVER = (Path(__file__).parents[3] / "docs" / "tutorials" / "first-server.md").read_text()
 SHA = hashlib.sha256(b"x").hexdigest()
 OPEN, GUARDED = Access(keys=False, admin=False), Access(keys=True, admin=True)
 KEYS = Keys([ApiKey(tenant="ann", sha256=SHA)], SHA[::-1])
@@ -146,6 +148,31 @@ def test_every_status_of_the_engines_errors_is_declared_for_generation() -> None
         assert {rule.status for rule in ENGINE_RULES.values()} <= declared
 
 
+def test_every_answer_of_a_route_that_takes_hints_declares_their_header_and_no_other() -> None:
+    """Such a route has the middleware that writes it."""
+    app = app_for(ScriptedClient())
+    assert isinstance(app, Starlette)
+    telling = {
+        route.path_format
+        for route in app.routes
+        if isinstance(route, Route) and TellsHints in _middleware_of(route.app)
+    }
+    assert {one.path for one in OPERATIONS if one.tells_hints} == telling
+    for path, methods in DOCUMENT["paths"].items():
+        for operation in methods.values():
+            for status, response in operation["responses"].items():
+                assert (HINTS_HEADER in response.get("headers", {})) is (path in telling), (path, status)
+
+
+def _middleware_of(app: Any) -> list[type]:
+    """The classes around a route's endpoint, which hold each other."""
+    found = []
+    while app is not None:
+        found.append(type(app))
+        app = getattr(app, "app", None) or getattr(app, "_app", None)
+    return found
+
+
 # --- bodies ---------------------------------------------------------------------------------------------------------
 
 NAMED = {"name": "a", "schema": {"type": "object"}, "strict": True}
@@ -165,6 +192,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT | {"structured_outputs": {"choice": ["a", "b"]}}),
     ("/v1/chat/completions", CHAT | {"structured_outputs": {"json": "{}"}}),
     ("/v1/chat/completions", CHAT | {"tools": TOOLS, "tool_choice": TOOLS[0] | {"function": {"name": "f"}}}),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": []}], "stop": ""}),
+    ("/v1/chat/completions", CHAT | {"reasoning_effort": "high", "reasoning": {"exclude": True}}),
     ("/v1/completions", PROMPT),
     ("/v1/completions", PROMPT | {"regex": "a+"}),
     ("/v1/completions", PROMPT | {"prompt": [1, 2], "echo": True, "logprobs": 20, "max_tokens": 0}),
@@ -191,7 +220,6 @@ BAD: list[tuple[str, Any]] = [
     ("/v1/chat/completions", CHAT | {"messages": "a"}),
     ("/v1/chat/completions", CHAT | {"messages": [{"role": "alien", "content": "a"}]}),
     ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-    ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": []}]}),
     ("/v1/chat/completions", CHAT | {"model": None}),
     ("/v1/chat/completions", CHAT | {"temperature": 2.5}),
     ("/v1/chat/completions", CHAT | {"temperature": "1"}),
@@ -200,8 +228,8 @@ BAD: list[tuple[str, Any]] = [
     ("/v1/chat/completions", CHAT | {"max_tokens": 0}),
     ("/v1/chat/completions", CHAT | {"max_tokens": 1.5}),
     ("/v1/chat/completions", CHAT | {"stop": ["a"] * 65}),
-    ("/v1/chat/completions", CHAT | {"stop": ""}),
     ("/v1/chat/completions", CHAT | {"seed": 2**63}),
+    ("/v1/chat/completions", CHAT | {"reasoning_effort": "hard"}),
     ("/v1/chat/completions", CHAT | {"guided_json": {}}),
     ("/v1/chat/completions", CHAT | {"response_format": {"type": "xml"}}),
     ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema"}}),
@@ -217,7 +245,7 @@ BAD: list[tuple[str, Any]] = [
     ("/v1/completions", PROMPT | {"suffix": "x"}),
     ("/v1/responses", CHAT),
     ("/v1/responses", RESPOND | {"input": []}),
-    ("/v1/responses", RESPOND | {"input": [{"type": "item_reference", "id": "a"}]}),
+    ("/v1/responses", RESPOND | {"input": [{"type": "item_reference"}]}),
     ("/v1/responses", RESPOND | {"tool_choice": "any"}),
     ("/v1/responses", RESPOND | {"text": {"format": {"type": "json_schema", "name": "a"}}}),
     ("/v1/responses", RESPOND | {"previous_response_id": "r"}),
@@ -227,7 +255,7 @@ BAD: list[tuple[str, Any]] = [
     ("/v1/messages", MESSAGE | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
     ("/v1/messages", MESSAGE | {"tool_choice": {"type": "one"}}),
     ("/v1/messages", MESSAGE | {"output_format": {"type": "json_schema"}}),
-    ("/v1/messages", MESSAGE | {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    ("/v1/messages", MESSAGE | {"thinking": {"type": "enabled", "budget_tokens": 1000}}),
     ("/v1/messages/count_tokens", MESSAGE),
     ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}),
     ("/tokenize", {"prompt": "a", "add_generation_prompt": True}),
@@ -269,11 +297,11 @@ def test_fields_that_the_server_does_not_support_are_not_in_the_document_even_wh
     assert not is_valid("/v1/chat/completions", neutral)
 
 
-def test_the_readmes_requests_are_valid_by_the_document() -> None:
-    (curl,) = re.findall(r"curl http\S+?(/v1/\S+) .*? -d '(.*?)'\n```", README, re.DOTALL)
+def test_the_first_requests_of_the_docs_are_valid_by_the_document() -> None:
+    (curl,) = re.findall(r"curl http\S+?(/v1/\S+) .*? -d '(.*?)'\n```", FIRST_SERVER, re.DOTALL)
     path, body = curl
     validator(body_schema(path)).validate(json.loads(body))
-    (code,) = re.findall(r"```python\n(from openai.*?)```", README, re.DOTALL)
+    (code,) = re.findall(r"```python\n(from openai.*?)```", FIRST_SERVER, re.DOTALL)
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     (create,) = [call for call in calls if ast.unparse(call.func) == "client.chat.completions.create"]
     fields = {word.arg: ast.literal_eval(word.value) for word in create.keywords}

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.async_engine import AsyncEngine
+from engine.build.executor import create_executor
 from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.executor import create_executor
+from engine.core.core import EngineCore
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
 from tests.serve_app.harness import MODEL, LocalClient, post

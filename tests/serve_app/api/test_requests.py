@@ -11,7 +11,9 @@ import pytest
 
 from engine.protocol import SamplingParams, Token
 from serve_app.api.chat_template import ChatTemplate
+from serve_app.api.hints import HEADER
 from serve_app.api.ingress import create_app
+from serve_app.api.messages import MAX_TOOLS
 from serve_app.api.tokenizer import Tokenizer
 from tests.serve_app.harness import (
     CHAT,
@@ -59,9 +61,8 @@ BAD_CHAT_FIELDS = [
     ({"max_tokens": True}, "max_tokens"),
     ({"max_completion_tokens": -1}, "max_completion_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
-    ({"stop": ""}, "stop"),
     ({"stop": 1}, "stop"),
-    ({"stop": ["a", ""]}, "stop.1"),
+    ({"stop": ["a", 1]}, "stop.1"),
     ({"stop": ["a"] * 65}, "stop"),
     ({"stop": ["x" * 800] * 6}, "stop"),
     ({"stop": "x" * 1001}, "stop"),
@@ -73,7 +74,6 @@ BAD_CHAT_FIELDS = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
-    ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
     ({"metadata": 1}, "metadata"),
     ({"n": True}, "n"),
@@ -105,15 +105,31 @@ BAD_CHAT_FIELDS = [
     ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools.0.type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools.0.function.strict"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}] * (MAX_TOOLS + 1)}, "tools"),
     ({"tool_choice": "any"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"reasoning_effort": "hard"}, "reasoning_effort"),
+    ({"reasoning_effort": 3}, "reasoning_effort"),
+    ({"reasoning": {"effort": "hard"}}, "reasoning.effort"),
+    ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning.effort"),
+    ({"reasoning": {"enabled": True}, "enable_thinking": False}, "reasoning.enabled"),
+    ({"reasoning": {"depth": 1}}, "reasoning.depth"),
+    ({"repeat_penalty": 0}, "repeat_penalty"),
+    ({"repeat_penalty": 1.2, "repetition_penalty": 1.1}, "repeat_penalty"),
+    ({"usage": {"include": 1}}, "usage.include"),
+    ({"tools": [{"type": "namespace", "tools": []}]}, "tools.0.type"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ({"messages": [{"role": "user", "content": [{"type": "video", "video": 1}]}]}, "messages.0.content.0.type"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}]},
+        "messages.0.tool_calls.0.type",
+    ),
     ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
     ({"messages": [{"role": "user", "tool_calls": []}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages.0.reasoning"),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]},
         "messages.0.tool_calls.0.function.arguments",
     ),
     ({"model": None}, "model"),
@@ -128,10 +144,9 @@ UNSUPPORTED_IN_CHAT = [
     ("guided_decoding_backend", "auto"),
     ("grammar", "start: /a/"),
     ("chat_template", "x"),
-    ("reasoning_effort", "high"),
-    ("service_tier", "priority"),
     ("modalities", ["text", "audio"]),
-    ("prediction", {}),
+    ("moderation", {}),
+    ("mirostat", 2),
 ]
 
 NEUTRAL_IN_CHAT: dict[str, list[Any]] = {
@@ -147,9 +162,15 @@ NEUTRAL_IN_CHAT: dict[str, list[Any]] = {
     "parallel_tool_calls": [None, True],
     "user": [None, "me"],
     "metadata": [None, {"team": "x"}],
-    "store": [None, True],
+    "store": [None, False],
     "temperature": [None],
-    "stop": [None, []],
+    "stop": [None, [], "", [""], ["", "x"]],
+    "repeat_penalty": [None, 1, 1.3],
+    "functions": [None, []],
+    "function_call": [None, "none", "auto"],
+    "best_of": [None, 1],
+    "mirostat": [None, 0],
+    "typical_p": [1.0],
     "stream_options": [None],
 }
 
@@ -176,6 +197,27 @@ async def test_completions_refuse_what_they_do_not_do(name: str, value: Any) -> 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in NEUTRAL_IN_CHAT.items() for v in values])
 async def test_values_that_change_nothing_are_accepted(name: str, value: Any) -> None:
     assert (await chat(ScriptedClient([finished()]), **{name: value})).status == 200
+
+
+@pytest.mark.parametrize("choice", [None, "none", "auto"])
+async def test_a_choice_beside_no_tools_is_none(choice: str | None) -> None:
+    client = ScriptedClient([finished()])
+    assert (await chat(client, tools=[], tool_choice=choice)).status == 200
+    assert client.submissions[0].prompt_token_ids == (259, *b"hi", 256, 260)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("web_search", {"tools": [{"type": "web_search", "search_context_size": "low"}]}),
+        ("input_audio", {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}),
+    ],
+)
+async def test_an_unknown_type_is_refused_by_its_name_and_not_by_a_field_of_it(kind: str, fields: Any) -> None:
+    error = await refused(ScriptedClient(), "/v1/chat/completions", CHAT | fields)
+    assert f"the type {kind} is not supported by the server; supported are: " in error["message"]
+    assert (error["param"].rpartition(".")[2], error["code"]) == ("type", "unsupported_parameter")
+    assert error["message"].count(": ") == 2  # nothing of its other fields
 
 
 async def test_unknown_fields_are_refused_by_name_at_every_level() -> None:
@@ -273,7 +315,7 @@ async def test_a_prompt_that_is_truncated_to_fit_leaves_room_for_the_answer() ->
 async def test_what_stopped_the_answer_is_shown_where_asked_for(shown: bool) -> None:
     fields = {"include_stop_str_in_output": shown, "skip_special_tokens": False}
     client = ScriptedClient([scheduled()], tokens("ab"), tokens("c. d"), [finished()])
-    by_string = await complete(client, stop=["c."], **fields)
+    by_string = await complete(client, stop=["", "c."], **fields)
     assert by_string.json["choices"][0]["text"] == ("abc." if shown else "ab")
     by_token = await complete(client, **fields)
     assert by_token.json["choices"][0]["text"] == ("abc. d<eos>" if shown else "abc. d")
@@ -307,6 +349,38 @@ async def test_text_parts_become_lines_and_names_reach_the_template() -> None:
     assert client.submissions[0].prompt_token_ids == (258, *b"a\nb", 256, 260)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None},
+        {"role": "assistant"},
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": []},
+        {"role": "assistant", "content": None, "tool_calls": [], "refusal": None},
+    ],
+    ids=str,
+)
+async def test_a_turn_without_content_is_an_empty_one(message: dict[str, Any]) -> None:
+    client = ScriptedClient([finished()])
+    answer = await chat(client, messages=[message, *CHAT["messages"]])
+    assert answer.status == 200, answer.json
+    assert client.submissions[0].prompt_token_ids == (260, 256, 259, *b"hi", 256, 260)
+
+
+async def test_an_empty_list_of_parts_is_an_empty_text() -> None:
+    client = ScriptedClient([finished()])
+    for content in ([], ""):
+        assert (await chat(client, messages=[{"role": "user", "content": content}])).status == 200
+    assert {submission.prompt_token_ids for submission in client.submissions} == {(259, 256, 260)}
+
+
+async def test_a_penalty_of_repetition_has_two_names() -> None:
+    client = ScriptedClient([finished()])
+    for fields in ({"repeat_penalty": 1.25}, {"repeat_penalty": 1.25, "repetition_penalty": 1.25}):
+        assert (await complete(client, **fields)).status == 200
+    assert [submission.sampling.repetition_penalty for submission in client.submissions] == [1.25, 1.25]
+
+
 async def test_an_unknown_model_is_a_404_in_the_words_that_clients_search_for() -> None:
     error = await refused(ScriptedClient(), "/v1/chat/completions", CHAT | {"model": "gpt" * 1000}, status=404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
@@ -327,13 +401,65 @@ async def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(path: st
     assert error["n_prompt_tokens"] >= 200
 
 
-async def test_more_tokens_than_the_context_has_left_are_refused_when_asked_for_and_cut_when_defaulted() -> None:
+LIMITS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", PROMPT | {"prompt": "x" * 190}, "max_tokens"),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "x" * 187}]}, "max_tokens"),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "x" * 187}]}, "max_completion_tokens"),
+    ("/v1/responses", {"model": MODEL.id, "input": "x" * 187}, "max_output_tokens"),
+    ("/v1/messages", CHAT | {"messages": [{"role": "user", "content": "x" * 187}]}, "max_tokens"),
+]
+"""Bodies that leave ten tokens of the context, with their names of the limit."""
+
+
+@pytest.mark.parametrize(("path", "body", "name"), LIMITS, ids=lambda value: str(value)[-12:])
+async def test_more_tokens_than_the_context_has_left_are_cut_and_named(path: str, body: Any, name: str) -> None:
+    client = ScriptedClient([scheduled()], tokens("a"), [finished()])
+    app = app_for(client)
+    for stream in (False, True):
+        for wanted, ignored in ((11, name), (65_535, name), (10, None)):
+            answer = await post(app, path, body | {name: wanted, "stream": stream})
+            assert (answer.status, answer.headers.get(HEADER)) == (200, ignored)
+    assert [submission.sampling.max_tokens for submission in client.submissions] == [10] * 6
+
+
+@pytest.mark.parametrize(("path", "body", "name"), LIMITS, ids=lambda value: str(value)[-12:])
+async def test_a_strict_server_refuses_more_tokens_than_the_context_has_left(path: str, body: Any, name: str) -> None:
     client = ScriptedClient([finished()])
-    answer = await complete(client, prompt="x" * 190, max_tokens=11)
-    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
-    assert (await complete(client, prompt="x" * 190, max_tokens=10)).status == 200
-    assert (await complete(client, prompt="x" * 190)).status == 200
-    assert [submission.sampling.max_tokens for submission in client.submissions] == [10, 10]
+    answer = await post(app_for(client, strict=True), path, body | {name: 11})
+    assert (answer.status, HEADER in answer.headers, client.submissions) == (400, False, [])
+    message = answer.json["error"]["message"]
+    assert "maximum context length is 200 tokens" in message
+    assert "190 tokens and 11 were requested for the answer; at most 10 are left" in message
+    assert (await post(app_for(client, strict=True), path, body | {name: 10})).status == 200
+
+
+async def test_a_default_is_cut_to_what_is_left_in_silence() -> None:
+    client = ScriptedClient([finished()])
+    answer = await complete(client, prompt="x" * 190)
+    assert (answer.status, HEADER in answer.headers) == (200, False)
+    assert client.submissions[0].sampling.max_tokens == 10
+
+
+@pytest.mark.parametrize("wanted", [1, 65_535])
+async def test_a_prompt_that_leaves_nothing_is_refused_whatever_the_answer_may_have(wanted: int) -> None:
+    client = ScriptedClient()
+    error = await refused(client, "/v1/completions", PROMPT | {"prompt": "x" * 200, "max_tokens": wanted})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
+async def test_an_answer_that_is_cut_below_its_least_length_is_refused() -> None:
+    asked = PROMPT | {"prompt": "x" * 190, "max_tokens": 100, "min_tokens": 50}
+    error = await refused(ScriptedClient(), "/v1/completions", asked)
+    assert (error["param"], "<= max_tokens (10)" in error["message"]) == ("min_tokens", True)
+
+
+@pytest.mark.parametrize(("wanted", "kept", "left"), [(20, 180, 20), (199, 1, 199), (200, 199, 1), (65_535, 199, 1)])
+async def test_a_prompt_truncated_to_fit_leaves_the_room_that_there_can_be(wanted: int, kept: int, left: int) -> None:
+    client = ScriptedClient([finished()])
+    answer = await complete(client, prompt="x" * 500, truncate_prompt_tokens=-1, max_tokens=wanted)
+    assert (answer.status, HEADER in answer.headers) == (200, wanted > left)
+    (submission,) = client.submissions
+    assert (len(submission.prompt_token_ids), submission.sampling.max_tokens) == (kept, left)
 
 
 async def test_a_long_prompt_is_encoded_in_a_thread_to_the_same_tokens() -> None:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from engine.protocol import EngineError, ErrorCode, FinishReason, Token, TokenLogprobs
 from serve_app.api.responses.answer_schema import ResponseAnswer, ResponseEvent
 from serve_app.engine_client import ServedModel
-from tests.serve_app.api.test_tools import CALL, CALLER, THINKER, app_of, prompt_of, saying
+from tests.serve_app.api.test_tools import CALL, CALLER, TEMPLATE, THINKER, app_of, prompt_of, saying
 from tests.serve_app.harness import Answer, ScriptedClient, failed, finished, post, scheduled, tokens
 
 pytestmark = pytest.mark.anyio
@@ -27,8 +27,8 @@ LOOK = {"type": "output_text", "text": "Look.", "annotations": []}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-async def ask(client: ScriptedClient, model: ServedModel = CALLER, **fields: Any) -> Answer:
-    return await post(app_of(client, model), "/v1/responses", ASK | fields)
+async def ask(client: ScriptedClient, model: ServedModel = CALLER, template: str = TEMPLATE, **fields: Any) -> Answer:
+    return await post(app_of(client, model, template), "/v1/responses", ASK | fields)
 
 
 async def read_by_the_model(**fields: Any) -> str:
@@ -86,6 +86,11 @@ def together(found: list[dict[str, Any]]) -> dict[str, Any]:
             item["content"].append(one["part"])
         elif kind == "response.function_call_arguments.delta":
             item["arguments"] += one["delta"]
+        elif kind == "response.custom_tool_call_input.delta":
+            assert one["delta"]
+            item["input"] += one["delta"]
+        elif kind == "response.custom_tool_call_input.done":
+            assert one["input"] == item["input"]
         elif kind.endswith("_text.delta"):
             item["content"][one["content_index"]]["text"] += one["delta"]
             item["content"][one["content_index"]].setdefault("logprobs", []).extend(one.get("logprobs", ()))
@@ -97,7 +102,8 @@ def together(found: list[dict[str, Any]]) -> dict[str, Any]:
         elif kind == "response.function_call_arguments.done":
             assert (one["arguments"], one["name"]) == (item["arguments"], item["name"])
         elif kind == "response.output_item.done":
-            assert one["item"] == item | {"status": one["item"]["status"]}
+            sealed = {name: one["item"][name] for name in ("encrypted_content",) if name in one["item"]}
+            assert one["item"] == item | {"status": one["item"]["status"]} | sealed
             items[-1] = one["item"]
         else:
             assert one["text"] == item["content"][0]["text"]
@@ -353,21 +359,24 @@ async def test_requests_of_one_cache_key_go_to_one_engine() -> None:
             "input.0.content.0.image_url",
         ),
         (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "a", "arguments": "["}]},
+            {"input": [{"type": "function_call", "call_id": "c", "name": "a", "arguments": {}}]},
             "input.0.arguments",
         ),
         ({"previous_response_id": "r"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"include": ["reasoning.encrypted_content"]}, "include.0"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ({"include": ["colours"]}, "include.0"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
+        ({"reasoning": {"colour": "red"}}, "reasoning.colour"),
+        ({"moderation": {"model": "m"}}, "moderation"),
+        ({"tools": [{"type": "telephone"}]}, "tools.0.type"),
+        ({"tools": [{"name": "a"}]}, "tools.0"),
+        ({"input": [{"type": "telephone_call"}]}, "input.0.type"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format.schema"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"top_k": -2}, "top_k"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [TOOLS[0] | {"strict": True, "parameters": {"not": {}}}]}, "tools.0.parameters"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "now"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from engine.build import build_engine
+from engine.build.engine import build_engine
 from engine.config import EngineConfig, FakeConfig
 from serve_app.api.deadline import HEADER as DEADLINE
 from serve_app.api.ingress import create_app
@@ -82,14 +82,17 @@ def sensible(body: Any) -> Any:
 BEYOND_A_SCHEMA = re.compile(
     r"maximum context length|out of vocabulary|The prompt is empty|min_tokens"  # the model's numbers
     r"|only allowed when|not allowed together|not allowed when stream|should be equal to|at most 128 choices"
-    r"|characters together|at least 1 unless echo|chat template|does not call tools|does not think"
+    r"|characters together|at least 1 unless echo|item_reference to an item"
+    r"|chat template|does not call tools|does not think"
     r"|should be a JSON object, written as a string|only allowed in a message of|calls a tool, and no message follows"
     r"|but for an assistant's message|only allowed in an assistant's message"
     r"|takes no images|parts are only allowed in a user's message"
     r"|should have exactly one of json|should begin with exactly one of the triggers|no structure begins with"
     r"|^(response_format|structured_outputs|json_schema|regex|ebnf|text\.format|output_\w+)\b.*: "  # for llguidance
+    r"|No message has any content|no text that a model could read|cannot be used here|less than max_tokens"
     r"|expected an adapter there"  # no directory has one
     r"|^tools\.\d+\.[\w.]+: |only allowed, and needed, where|which is not among the tools"
+    r"|nothing is stored|this server runs no such tool|the name of tools of several namespaces"
 )
 """Why a body that is valid by the document may be refused."""
 
@@ -124,6 +127,8 @@ def test_what_the_document_allows_is_answered_as_the_document_says(schema: Any, 
 def test_what_the_document_forbids_is_refused_as_the_document_says(schema: Any, operation: Operation) -> None:
     def check(case: Any) -> None:
         response = case.call(headers={"x-api-key": KEY})
-        case.validate_response(response, checks=[*ALWAYS, SCHEMA, checks.negative_data_rejection])
+        # A body beyond the limit is refused unread, which Schemathesis does not count.
+        refused = [] if response.status_code == 413 else [checks.negative_data_rejection]
+        case.validate_response(response, checks=[*ALWAYS, SCHEMA, *refused])
 
     run_cases(schema, operation, GenerationMode.NEGATIVE, check)

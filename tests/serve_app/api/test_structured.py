@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncEngine
-from engine.build import build_engine
+from engine.build.engine import build_engine
 from engine.config import EngineConfig, SchedulerConfig
 from engine.protocol import ErrorCode, RequestRejected
 from serve_app.api.chat_template import ChatTemplate

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine.protocol import FinishReason
 from serve_app.api.thoughts import ThoughtCounter
-from serve_app.parsing.reasoning import reasoning_parser
+from serve_app.parsing.reasoning_parsers import reasoning_parser
 from tests.serve_app.api.test_tools import CALLER, THINKER, app_of, saying
 from tests.serve_app.harness import CHAT, PROMPT, Answer, ScriptedClient, finished, post, scheduled, tokens
 from tests.support.strict_openai import strict

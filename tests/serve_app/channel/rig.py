@@ -15,8 +15,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from engine.async_engine import AsyncEngine
-from engine.core import EngineCore
-from engine.fake_executor import FakeExecutor
+from engine.core.core import EngineCore
+from engine.fake.executor import FakeExecutor
 from engine.protocol import TERMINAL, Event, FinishReason, SamplingParams, Submission, Token
 from engine.step import StepPlan
 from serve_app.channel import token_sender

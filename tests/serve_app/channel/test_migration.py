@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.async_engine import AsyncEngine
+from engine.build.executor import create_executor
 from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.executor import create_executor
+from engine.core.core import EngineCore
 from engine.protocol import (
     TERMINAL,
     EngineError,

@@ -39,8 +39,9 @@ def refusal(tmp_path: Path, text: str | bytes) -> str:
         ("a: !!python/object:os.system x\n", "c.yaml, line 1: not YAML: could not determine a constructor"),
         (b"\xff\xfe\x00", "c.yaml is not text in UTF-8"),
         ("aplications: []\n", "c.yaml, line 1: unknown key aplications: did you mean applications?"),
-        ("aplications: []\n", "c.yaml, line 1: applications: expected a list with an application or more"),
+        ("http_options: {}\n", "c.yaml, line 1: applications: expected a list with an application or more"),
         (f"{APPLICATION}qqq: 1\n", "c.yaml, line 4: unknown key qqq: expected one of proxy_location, http_options,"),
+        (f"{APPLICATION}auth: 1\n", "target_capacity; settings of an application stand under its `args`"),
         (f"{APPLICATION}    arg: 1\n", "c.yaml, line 4: unknown key applications.0.arg: did you mean args?"),
         (f"http_options:\n  prot: 1\n{APPLICATION}", "line 2: unknown key http_options.prot: did you mean port?"),
         (
@@ -62,6 +63,12 @@ def refusal(tmp_path: Path, text: str | bytes) -> str:
 )
 def test_what_is_no_config_is_told_by_line_with_what_was_expected(tmp_path: Path, text: str, message: str) -> None:
     assert message in refusal(tmp_path, text)
+
+
+def test_one_misspelt_key_is_one_line(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "aplications: []\n").splitlines() == [
+        "c.yaml, line 1: unknown key aplications: did you mean applications?"
+    ]
 
 
 def test_a_top_level_key_may_hold_what_the_rest_refers_to(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 FORCE_STOP = "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"
 LOOP_INTERVAL = "RAY_SERVE_CONTROL_LOOP_INTERVAL_S"
 NICENESS = "RAY_worker_niceness"
+ONE_AT_A_TIME = "RAY_worker_killing_policy_by_group"
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"}
 
 
@@ -46,7 +47,7 @@ def environment(*configs: Path, arguments: list[str] = LOCAL, **environ: str) ->
 def test_haproxy_is_in_front_by_default(tmp_path: Path) -> None:
     chosen = environment(written(tmp_path, OURS))
     assert chosen[ENABLE] == "1"
-    assert chosen.keys() >= {FORCE_STOP, LOOP_INTERVAL, NICENESS, *ONE_LOOP}
+    assert chosen.keys() >= {FORCE_STOP, LOOP_INTERVAL, NICENESS, ONE_AT_A_TIME, *ONE_LOOP}
 
 
 def test_the_config_is_found_behind_another_yaml_file(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_what_the_user_set_stays(tmp_path: Path) -> None:
 def test_the_python_proxy_stays_when_the_user_asks_for_it(tmp_path: Path) -> None:
     chosen = environment(written(tmp_path, OURS), **{ENABLE: "0"})
     assert chosen.keys() == {ENABLE, *ALL_OURS}
-    assert chosen.keys() >= {FORCE_STOP, LOOP_INTERVAL, NICENESS, *ONE_LOOP}
+    assert chosen.keys() >= {FORCE_STOP, LOOP_INTERVAL, NICENESS, ONE_AT_A_TIME, *ONE_LOOP}
 
 
 @pytest.mark.parametrize(

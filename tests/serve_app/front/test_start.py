@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.build import check_engine
+from engine.build.engine import check_engine
 from serve_app.front.config_file import read_config
 from serve_app.front.preflight import Application, read_applications
 from serve_app.front.start import (

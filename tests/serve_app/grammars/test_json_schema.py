@@ -103,6 +103,19 @@ def test_a_keyword_that_would_be_ignored_is_refused_wherever_it_is_and_a_propert
         json_schema({"type": "object", place: {"a": {"anyOf": [{"type": "string", "nullable": True}]}}})
 
 
+def test_a_reference_without_a_fragments_mark_is_read_as_one() -> None:
+    """litellm's, of a schema with nested models."""
+    note = {"type": "object", "properties": {"line": {"type": "integer"}}, "required": ["line"]}
+    note |= {"additionalProperties": False}
+    schema = {"type": "object", "properties": {"note": {"$ref": "/$defs/Note"}}, "required": ["note"]}
+    schema |= {"additionalProperties": False, "$defs": {"Note": note}}
+    grammar = json_schema(schema).text()
+    assert not find_fault(grammar)
+    assert WALKER.admits(grammar, '{"note": {"line": 1}}')
+    assert not WALKER.admits(grammar, '{"note": {"line": "1"}}')
+    assert schema["properties"] == {"note": {"$ref": "/$defs/Note"}}, "the client's own is as it was"
+
+
 def test_a_schema_on_which_llguidance_panics_is_a_fault_like_any_other() -> None:
     """1.9.1 cuts its message at a byte, which may be inside a letter: a PanicException, which is no Exception."""
     assert find_fault(json_schema({"properties": {"a": ["🔑" * 300]}}).text())

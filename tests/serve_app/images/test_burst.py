@@ -9,9 +9,9 @@ import tracemalloc
 from pathlib import Path
 
 from engine.async_engine import AsyncEngine
+from engine.build.executor import create_executor
 from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.executor import create_executor
+from engine.core.core import EngineCore
 from engine.models.encoding import EncodingModel
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from engine.async_engine import AsyncEngine
-from engine.build import build_engine
+from engine.build.engine import build_engine
 from engine.config import EngineConfig
 from serve_app.api.ingress import create_app
 from serve_app.api.tokenizer import Tokenizer
@@ -126,11 +126,11 @@ def test_low_detail_shows_fewer_pixels(served: Served) -> None:
     app = create_app(LocalClient(served.engine), served.tokenizer, model)
     url = data_url(Image.new("RGB", (1024, 512)), "jpeg")
     counts = {}
-    for detail in ("low", "high", "auto", None):
+    for detail in ("low", "high", "original", "auto", None):
         asked = {"messages": [{"role": "user", "content": [picture(url, detail=detail)]}]}
         counts[detail] = asyncio.run(post(app, "/tokenize", asked)).json["count"]
     assert counts["auto"] - counts["low"] == 128 * 64 - 90 * 45, "of 8 x 8 pixels each, 512 x 512 in all"
-    assert counts["high"] == counts["auto"] == counts[None]
+    assert counts["high"] == counts["original"] == counts["auto"] == counts[None]
 
 
 @pytest.mark.parametrize(
@@ -240,6 +240,29 @@ def test_a_response_and_a_message_are_the_chats_answer(served: Served) -> None:
     assert counted == {"input_tokens": chat["usage"]["prompt_tokens"]}
 
 
+def test_images_of_a_tools_results_are_shown_after_the_last_of_them(served: Served) -> None:
+    first, second = data_url(make_image(9, 64, 64)), data_url(make_image(10, 30, 30))
+    calls = [{"id": name, "type": "function", "function": {"name": "look", "arguments": "{}"}} for name in "ab"]
+    results = [("a", [text("x"), block(first)]), ("b", [block(second)])]
+    blocks = [{"type": "tool_result", "tool_use_id": name, "content": content} for name, content in results]
+    uses = [{"type": "tool_use", "id": name, "name": "look", "input": {}} for name in "ab"]
+    asked = {"role": "user", "content": "look"}
+    turns = [asked, {"role": "assistant", "content": uses}, {"role": "user", "content": [*blocks, text("?")]}]
+    body = {"model": "tiny", "max_tokens": 1, "messages": turns}
+    answer = asyncio.run(post(served.app(), "/v1/messages", body))
+    chat = [
+        asked,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "a", "content": "x\n[image]"},
+        {"role": "tool", "tool_call_id": "b", "content": "[image]"},
+        {"role": "user", "content": [picture(first), picture(second), text("?")]},
+    ]
+    counted = asyncio.run(post(served.app(), "/tokenize", {"messages": chat})).json
+    assert answer.status == 200, answer.json
+    usage = answer.json["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted["count"]
+
+
 def test_an_image_that_is_refused_has_the_name_that_the_body_gives_it(served: Served) -> None:
     told = responses(
         served, text("a") | {"type": "input_text"}, {"type": "input_image", "image_url": "b"}, instructions="c"
@@ -251,6 +274,13 @@ def test_an_image_that_is_refused_has_the_name_that_the_body_gives_it(served: Se
         refused = messages(served, text("a"), block("data:image/png;base64,AAAA"), path=path, system="c", **asked)
         assert refused.status == 400
         assert refused.anthropic_error["message"].startswith("messages.0.content.1.source: the image is refused: it")
+        result = {
+            "type": "tool_result",
+            "tool_use_id": "a",
+            "content": [text("a"), block("data:image/png;base64,AAAA")],
+        }
+        told = messages(served, block(data_url(make_image(11, 30, 30))), result, path=path, **asked).anthropic_error
+        assert told["message"].startswith("messages.0.content.1.content.1.source: the image is refused: it")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +292,7 @@ def test_an_image_that_is_refused_has_the_name_that_the_body_gives_it(served: Se
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a", "file_id": "f"}]}]},
             "input.0.content.0.file_id",
         ),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0.type"),
     ],
 )
 def test_what_a_response_cannot_be_shown_is_refused_by_name(served: Served, asked: dict[str, Any], param: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from engine.span_inputs import InputKind
+from engine.multimodal_inputs import InputKind
 from serve_app.images import intake
 from serve_app.images.intake import AskedImage, ImageIntake
 from serve_app.images.pixels import MOST_UNEQUAL, Pixels, read_pixels, scaled_size

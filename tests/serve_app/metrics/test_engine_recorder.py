@@ -11,8 +11,9 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.config import SchedulerConfig, SpeculativeConfig
-from engine.core import EngineCore
-from engine.fake_executor import FakeExecutor
+from engine.core.core import EngineCore
+from engine.fake.executor import FakeExecutor
+from engine.multimodal_inputs import InputKind, SpanInput
 from engine.observer import StepFacts
 from engine.protocol import (
     AdapterRef,
@@ -27,7 +28,6 @@ from engine.protocol import (
     Token,
     Usage,
 )
-from engine.span_inputs import InputKind, SpanInput
 from engine.step import ScheduledRequest
 from serve_app.metrics.catalogue import ENGINE
 from serve_app.metrics.engine_recorder import EngineRecorder

@@ -16,6 +16,7 @@ from tests.support.serve_process import serve_run
 
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.slow,
     pytest.mark.skipif(PROGRAM is None, reason="no chromium here: `apt-get install chromium` brings it"),
 ]
 

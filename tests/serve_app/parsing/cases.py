@@ -3,7 +3,6 @@ Never written by the code under test: every expectation is by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 Calls = tuple[tuple[str, str], ...]
@@ -19,6 +18,8 @@ class Case:
     calls: Calls = ()
     truncated: bool = False
     """The answer ends inside the arguments of the last call, which are no JSON then."""
+    ids: tuple[str, ...] | None = None
+    """Those that the model gave its calls."""
 
 
 def tool(name: str, **properties: object) -> dict[str, object]:
@@ -28,6 +29,8 @@ def tool(name: str, **properties: object) -> dict[str, object]:
 TOOLS = [
     tool("get_weather", city={"type": "string"}, days={"type": "integer"}),
     tool("now"),
+    tool("f"),
+    tool("files.read"),
     tool(
         "write_file",
         path={"type": "string"},
@@ -41,25 +44,25 @@ TOOLS = [
     ),
 ]
 
-_PARIS = '{"city": "Paris"}'
-_OSLO = '{"city": "Oslo", "days": 3}'
-_NESTED = '{"a": {"b": [1, {"c": "}]"}]}, "d": "\\"{\\" \\\\"}'
-_TAGS_INSIDE = '{"text": "</tool_call> <tool_call>{ [TOOL_CALLS] <|python_tag|>;"}'
+PARIS = '{"city": "Paris"}'
+OSLO = '{"city": "Oslo", "days": 3}'
+NESTED = '{"a": {"b": [1, {"c": "}]"}]}, "d": "\\"{\\" \\\\"}'
+TAGS_INSIDE = '{"text": "</tool_call> <tool_call>{ [TOOL_CALLS] <|python_tag|>;"}'
 
 HERMES = [
     Case(
         "as Qwen2.5 writes it",
-        f'<tool_call>\n{{"name": "get_weather", "arguments": {_PARIS}}}\n</tool_call>',
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>',
         "",
-        (("get_weather", _PARIS),),
+        (("get_weather", PARIS),),
     ),
     Case(
         "text before, and two calls",
         "I will look.\n\n"
-        f'<tool_call>\n{{"name": "get_weather", "arguments": {_PARIS}}}\n</tool_call>\n'
-        f'<tool_call>\n{{"name": "get_weather", "arguments": {_OSLO}}}\n</tool_call>\n',
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>\n'
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {OSLO}}}\n</tool_call>\n',
         "I will look.",
-        (("get_weather", _PARIS), ("get_weather", _OSLO)),
+        (("get_weather", PARIS), ("get_weather", OSLO)),
     ),
     Case(
         "text after",
@@ -69,15 +72,15 @@ HERMES = [
     ),
     Case(
         "nested JSON, braces and quotes in strings",
-        f'<tool_call>{{"name": "f", "arguments": {_NESTED}}}</tool_call>',
+        f'<tool_call>{{"name": "f", "arguments": {NESTED}}}</tool_call>',
         "",
-        (("f", _NESTED),),
+        (("f", NESTED),),
     ),
     Case(
         "tags in a string",
-        f'<tool_call>{{"name": "f", "arguments": {_TAGS_INSIDE}}}</tool_call>',
+        f'<tool_call>{{"name": "f", "arguments": {TAGS_INSIDE}}}</tool_call>',
         "",
-        (("f", _TAGS_INSIDE),),
+        (("f", TAGS_INSIDE),),
     ),
     Case(
         "unicode, escaped and not",
@@ -87,9 +90,9 @@ HERMES = [
     ),
     Case(
         "arguments before the name",
-        f'<tool_call>{{"arguments": {_PARIS}, "name": "get_weather"}}</tool_call>',
+        f'<tool_call>{{"arguments": {PARIS}, "name": "get_weather"}}</tool_call>',
         "",
-        (("get_weather", _PARIS),),
+        (("get_weather", PARIS),),
     ),
     Case(
         "no arguments mean none, and other keys mean nothing",
@@ -133,19 +136,19 @@ HERMES = [
 ]
 
 LLAMA3_JSON = [
-    Case("one call", f'{{"name": "get_weather", "parameters": {_PARIS}}}', "", (("get_weather", _PARIS),)),
+    Case("one call", f'{{"name": "get_weather", "parameters": {PARIS}}}', "", (("get_weather", PARIS),)),
     Case(
         "the tag, and `arguments` instead of `parameters`",
-        f'<|python_tag|>{{"name": "get_weather", "arguments": {_PARIS}}}',
+        f'<|python_tag|>{{"name": "get_weather", "arguments": {PARIS}}}',
         "",
-        (("get_weather", _PARIS),),
+        (("get_weather", PARIS),),
     ),
     Case(
         "several, by semicolons",
-        f'{{"name": "get_weather", "parameters": {_PARIS}}}; {{"name": "get_weather", "parameters": {_OSLO}}}\n;'
+        f'{{"name": "get_weather", "parameters": {PARIS}}}; {{"name": "get_weather", "parameters": {OSLO}}}\n;'
         '{"name": "now", "parameters": {}}',
         "",
-        (("get_weather", _PARIS), ("get_weather", _OSLO), ("now", "{}")),
+        (("get_weather", PARIS), ("get_weather", OSLO), ("now", "{}")),
     ),
     Case(
         "text before the tag, and a tag between calls",
@@ -155,15 +158,40 @@ LLAMA3_JSON = [
     ),
     Case("text after", '{"name": "f", "parameters": {}}\nThat is all; yes.', "\nThat is all; yes.", (("f", "{}"),)),
     Case("a type first", '{"type": "function", "name": "f", "parameters": {}}', "", (("f", "{}"),)),
-    Case("nested", f'\n{{"name": "f", "parameters": {_NESTED}}}', "", (("f", _NESTED),)),
-    Case("tags in a string", f'{{"name": "f", "parameters": {_TAGS_INSIDE}}}', "", (("f", _TAGS_INSIDE),)),
+    Case("nested", f'\n{{"name": "f", "parameters": {NESTED}}}', "", (("f", NESTED),)),
+    Case("tags in a string", f'{{"name": "f", "parameters": {TAGS_INSIDE}}}', "", (("f", TAGS_INSIDE),)),
     Case("an answer in JSON", ' {"answer": 42, "name": "x"} ', ' {"answer": 42, "name": "x"} '),
+    Case(
+        "an answer in JSON that names no tool",
+        '{"name": "Ann", "parameters": {"age": 5}}',
+        '{"name": "Ann", "parameters": {"age": 5}}',
+    ),
+    Case(
+        "a tag before a name that no tool has",
+        '<|python_tag|>{"name": "Ann", "parameters": {}}',
+        "",
+        (("Ann", "{}"),),
+    ),
+    Case(
+        "a name that no tool has after a call",
+        '{"name": "f", "parameters": {}}; {"name": "Ann", "parameters": {}}',
+        "",
+        (("f", "{}"), ("Ann", "{}")),
+    ),
     Case("an answer in JSON that has a name", '{"name": "Ann", "age": 5}', '{"name": "Ann", "age": 5}'),
     Case("a name alone", '{"name": "Ann"}', '{"name": "Ann"}'),
     Case("an object within text", 'So: {"name": "f", "parameters": {}}', 'So: {"name": "f", "parameters": {}}'),
     Case("code", "<|python_tag|>print('hi')\n", "<|python_tag|>print('hi')\n"),
     Case("no call after the semicolon", '{"name": "f", "parameters": {}}; yes', "; yes", (("f", "{}"),)),
     Case("a tag that is none", "<|pyt<|python_tag|>x", "<|pyt<|python_tag|>x"),
+    Case(
+        "as Llama 4's template writes it",
+        f'I look.<|python_end|>{{"name": "f", "parameters": {PARIS}}}{{"name": "g", "parameters": {{}}}}',
+        "I look.",
+        (("f", PARIS), ("g", "{}")),
+    ),
+    Case("Llama 4's tag after calls", '{"name": "f", "parameters": {}}<|python_end|>Done', "Done", (("f", "{}"),)),
+    Case("no call without a semicolon", '{"name": "f", "parameters": {}} {"a": 1}', ' {"a": 1}', (("f", "{}"),)),
     Case("cut in the tag", "<|python_", "<|python_"),
     Case("cut in the key", '{"name": "f", "para', '{"name": "f", "para'),
     Case("cut in the arguments", '{"name": "f", "parameters": {"a": [', "", (("f", '{"a": ['),), True),
@@ -173,26 +201,33 @@ LLAMA3_JSON = [
 MISTRAL = [
     Case(
         "a list",
-        f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {_PARIS}}}, {{"name": "now", "arguments": {{}}}}]',
+        f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "now", "arguments": {{}}}}]',
         "",
-        (("get_weather", _PARIS), ("now", "{}")),
+        (("get_weather", PARIS), ("now", "{}")),
     ),
     Case(
         "a list with spaces, ids and text before",
-        f'I look.[TOOL_CALLS] [ {{"name": "f", "arguments": {_NESTED}, "id": "VvvODy9mT"}} ]',
+        f'I look.[TOOL_CALLS] [ {{"name": "f", "arguments": {NESTED}, "id": "VvvODy9mT"}} ]',
         "I look.",
-        (("f", _NESTED),),
+        (("f", NESTED),),
     ),
     Case(
         "name and arguments",
-        f"[TOOL_CALLS]get_weather{_PARIS}[TOOL_CALLS]get_weather{_OSLO}",
+        f"[TOOL_CALLS]get_weather{PARIS}[TOOL_CALLS]get_weather{OSLO}",
         "",
-        (("get_weather", _PARIS), ("get_weather", _OSLO)),
+        (("get_weather", PARIS), ("get_weather", OSLO)),
     ),
-    Case("with tags between", f"[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{_PARIS}", "", (("f", _PARIS),)),
+    Case("with tags between", f"[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{PARIS}", "", (("f", PARIS),), ids=("a1B2c3D4e",)),
+    Case(
+        "an id that no template takes, and one twice",
+        "[TOOL_CALLS]f[CALL_ID]7[ARGS]{}[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{}[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{}",
+        "",
+        (("f", "{}"),) * 3,
+        ids=("call_0", "a1B2c3D4e", "call_1"),
+    ),
     Case("with the tag and a space", "[TOOL_CALLS]f [ARGS] {}", "", (("f", "{}"),)),
-    Case("one object", f'[TOOL_CALLS]{{"name": "f", "arguments": {_PARIS}}}', "", (("f", _PARIS),)),
-    Case("tags in a string", f"[TOOL_CALLS]f{_TAGS_INSIDE}", "", (("f", _TAGS_INSIDE),)),
+    Case("one object", f'[TOOL_CALLS]{{"name": "f", "arguments": {PARIS}}}', "", (("f", PARIS),)),
+    Case("tags in a string", f"[TOOL_CALLS]f{TAGS_INSIDE}", "", (("f", TAGS_INSIDE),)),
     Case("text after", '[TOOL_CALLS][{"name": "now"}] Done.', " Done.", (("now", "{}"),)),
     Case("text after a named call", "[TOOL_CALLS]now{} Done.", " Done.", (("now", "{}"),)),
     Case("an empty list", "[TOOL_CALLS][]", "[TOOL_CALLS][]"),
@@ -210,12 +245,12 @@ MISTRAL = [
 ]
 
 PYTHONIC = [
-    Case("one call", "[get_weather(city='Paris')]", "", (("get_weather", _PARIS),)),
+    Case("one call", "[get_weather(city='Paris')]", "", (("get_weather", PARIS),)),
     Case(
         "several",
         '\n[get_weather(city="Paris"), now(),\n  get_weather(city="Oslo", days=3)]\n',
         "",
-        (("get_weather", _PARIS), ("now", "{}"), ("get_weather", _OSLO)),
+        (("get_weather", PARIS), ("now", "{}"), ("get_weather", OSLO)),
     ),
     Case(
         "all literals",
@@ -238,6 +273,7 @@ PYTHONIC = [
     Case("a dotted name", "[files.read(path='a')]", "", (("files.read", '{"path": "a"}'),)),
     Case("text after", "[now()]\nDone.", "\nDone.", (("now", "{}"),)),
     Case("text before", "I call [now()]", "I call [now()]"),
+    Case("a list that names no tool", "[Link(to='a')]", "[Link(to='a')]"),
     Case("a list that is none of calls", "[1, 2, 3] and [x](y)", "[1, 2, 3] and [x](y)"),
     Case("an empty list", " [] ", " [] "),
     Case("arguments without names", "[f(1)]", "[f(1)]"),
@@ -263,13 +299,13 @@ QWEN3_CODER = [
         "one call",
         f"{_CALL}get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n{_END}",
         "",
-        (("get_weather", _OSLO),),
+        (("get_weather", OSLO),),
     ),
     Case(
         "text before, and two calls",
         f"I look.\n\n{_CALL}now>\n{_END}\n{_CALL}get_weather>\n<parameter=city>Paris</parameter>\n{_END}\n",
         "I look.",
-        (("now", "{}"), ("get_weather", _PARIS)),
+        (("now", "{}"), ("get_weather", PARIS)),
     ),
     Case(
         "values by their declared types",
@@ -336,11 +372,3 @@ QWEN3_CODER = [
     Case("cut before a number", f"{_CALL}get_weather>\n<parameter=days>\n", "", (("get_weather", '{"days": '),), True),
     Case("cut in the end", f"{_CALL}now>\n</function>\n</tool_", "\n</tool_", (("now", "{}"),)),
 ]
-
-CASES: Mapping[str, list[Case]] = {
-    "hermes": HERMES,
-    "llama3_json": LLAMA3_JSON,
-    "mistral": MISTRAL,
-    "pythonic": PYTHONIC,
-    "qwen3_coder": QWEN3_CODER,
-}

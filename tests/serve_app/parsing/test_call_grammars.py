@@ -22,6 +22,7 @@ from tests.support.json_mutants import mutant
 from tests.support.json_schemas import random_schema
 
 FAMILIES = sorted(CALL_GRAMMARS)
+BY_PARAMETER = ("glm45", "pythonic", "qwen3_coder")
 MARKERS = sorted({marker for parser in TOOL_PARSERS.values() for marker in parser.markers})
 WALKERS = {"text": Walker(), "special": Walker(MARKERS)}
 """The tags of a family are letters to some tokenizers, and tokens of their own to others."""
@@ -91,7 +92,7 @@ def test_calls_that_must_be_made_are_read_back_as_calls_by_the_schemas(family: s
     walker = WALKERS[kind]
     text = grammar_of(family, walker).calls().text()
     assert not find_fault(text)
-    counts = [check_calls(family, walker.walk(text, (family, kind, seed))) for seed in range(40)]
+    counts = [check_calls(family, walker.walk(text, (family, kind, seed))) for seed in range(20)]
     assert min(counts) == 1
     assert max(counts) > 1
 
@@ -101,7 +102,7 @@ def test_calls_that_must_be_made_are_read_back_as_calls_by_the_schemas(family: s
 def test_without_parallel_calls_there_is_exactly_one(family: str, kind: str) -> None:
     walker = WALKERS[kind]
     text = grammar_of(family, walker, parallel=False).calls().text()
-    assert {check_calls(family, walker.walk(text, (family, kind, seed))) for seed in range(20)} == {1}
+    assert {check_calls(family, walker.walk(text, (family, kind, seed))) for seed in range(10)} == {1}
 
 
 def grammar_or_refusal(family: str, tools: Sequence[tuple[str, Any]]) -> str | GrammarRefused:
@@ -113,12 +114,12 @@ def grammar_or_refusal(family: str, tools: Sequence[tuple[str, Any]]) -> str | G
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_schema_is_kept_by_a_family_or_refused_by_the_tools_name(family: str) -> None:
-    kept = 0
-    for seed in range(80):
+    kept, seeds = 0, 80 if family in BY_PARAMETER else 25  # others write a schema's JSON alike
+    for seed in range(seeds):
         tools = [("act", random_schema(seed, depth=2))]
         text = grammar_or_refusal(family, tools)
         if isinstance(text, GrammarRefused):
-            assert family in ("pythonic", "qwen3_coder"), text.text
+            assert family in BY_PARAMETER, text.text
             assert text.place.startswith("tools.act")
             continue
         kept += 1
@@ -128,31 +129,52 @@ def test_a_random_schema_is_kept_by_a_family_or_refused_by_the_tools_name(family
         assert found.calls
         for call in found.calls:
             Draft202012Validator(tools[0][1]).validate(json.loads(call.arguments))
-    assert kept == 80 if family not in ("pythonic", "qwen3_coder") else kept > 10
+    assert kept == seeds if family not in BY_PARAMETER else kept > 10
 
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 ONE: list[tuple[str, Any]] = [("weather", CITY | {"additionalProperties": False})]
+_SECTION, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 OSLO = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
     "llama3_json": '{"name": "weather", "parameters": {"city": "Oslo"}}',
     "pythonic": '[weather(city="Oslo")]',
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]',
+    "openai": ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"}',
+    "deepseek_v3": f"{_SECTION}<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+    f'weather\n```json\n{{"city": "Oslo"}}\n```{_END}',
+    "deepseek_v31": f'{_SECTION}<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{{"city": "Oslo"}}{_END}',
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "Oslo"}<|tool_call_end|><|tool_calls_section_end|>',
+    "phi4_mini_json": 'functools[{"name": "weather", "arguments": {"city": "Oslo"}}]',
 }
+_KIMI_CALL = OSLO["kimi_k2"].removeprefix("<|tool_calls_section_begin|>").removesuffix("<|tool_calls_section_end|>")
 TWICE = {
     "hermes": f"{OSLO['hermes']}\n{OSLO['hermes']}",
     "qwen3_coder": f"{OSLO['qwen3_coder']}\n{OSLO['qwen3_coder']}",
     "llama3_json": f"{OSLO['llama3_json']}; {OSLO['llama3_json']}",
     "pythonic": '[weather(city="Oslo"), weather(city="Oslo")]',
     "mistral": f"{OSLO['mistral'][:-1]}, {OSLO['mistral'][13:]}",
+    "openai": f"{OSLO['openai']}<|call|><|start|>assistant{OSLO['openai']}",
+    "deepseek_v3": OSLO["deepseek_v3"].replace("<｜tool▁calls▁end｜>", "\n")
+    + OSLO["deepseek_v3"].removeprefix("<｜tool▁calls▁begin｜>"),
+    "deepseek_v31": OSLO["deepseek_v31"].replace("<｜tool▁calls▁end｜>", "")
+    + OSLO["deepseek_v31"].removeprefix("<｜tool▁calls▁begin｜>"),
+    "glm45": f"{OSLO['glm45']}\n{OSLO['glm45']}",
+    "kimi_k2": OSLO["kimi_k2"].replace(_KIMI_CALL, f"{_KIMI_CALL}{_KIMI_CALL.replace(':0', ':1')}"),
+    "phi4_mini_json": f"{OSLO['phi4_mini_json'][:-1]}, {OSLO['phi4_mini_json'][10:]}",
 }
 WRONG = {
     family: [
         f"Sure. {text}",
         text.replace("weather", "wether"),
         text.replace("city", "town"),
-        text.replace('{"city": "Oslo"}', "{}").replace('city="Oslo"', "").replace("<parameter=city>", ""),
+        text.replace('{"city": "Oslo"}', "{}")
+        .replace('city="Oslo"', "")
+        .replace("<parameter=city>", "")
+        .replace("<arg_key>", ""),
         text[:-1],
         f"{text}!",
     ]
@@ -182,7 +204,7 @@ def test_lazily_an_answer_is_any_text_until_it_calls(family: str) -> None:
         assert not walker.admits(grammar, text), text
 
 
-@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "mistral"])
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "mistral", "glm45", "deepseek_v3", "kimi_k2"])
 def test_lazily_a_call_may_follow_text(family: str) -> None:
     for walker in WALKERS.values():
         grammar = grammar_of(family, walker, ONE).lazy().text()
@@ -209,7 +231,7 @@ def test_whatever_is_read_as_a_call_in_a_lazy_answer_is_by_the_schemas(family: s
     walker = WALKERS[kind]
     for parallel in (True, False):
         text = grammar_of(family, walker, parallel=parallel).lazy().text()
-        for seed in range(20):
+        for seed in range(12):
             calls = read(family, walker.walk(text, (family, kind, seed))).calls
             assert parallel or len(calls) <= 1
             for call in calls:
@@ -242,6 +264,10 @@ def test_a_tool_that_is_not_strict_takes_any_arguments_and_its_neighbour_does_no
         ("pythonic", "f", {"properties": {"from": {}}}, "properties.from"),
         ("pythonic", "f", {"properties": {"a": {}}, "required": ["b"]}, ""),
         ("hermes", "f", {"type": "array"}, "type"),
+        ("glm45", "f", {"properties": {"a": {"type": "string", "pattern": "^a"}}}, "properties.a"),
+        ("glm45", "f", {"properties": {"a": {"enum": ["</arg_value>"]}}}, "properties.a"),
+        ("kimi_k2", "f:0", {}, ""),
+        ("openai", "f", {"type": "array"}, "type"),
         ("mistral", "f", {"description": "x" * 2**16}, ""),
         ("llama3_json", "f", {"properties": {"a": {"nullable": True}}}, ""),
     ],
@@ -258,7 +284,7 @@ def test_a_schema_that_a_family_cannot_keep_is_refused_at_its_place(
 def test_a_schema_that_is_none_is_refused_and_breaks_nothing(family: str) -> None:
     rng = random.Random(20261121)
     outcomes = {"kept": 0, "refused": 0}
-    for _ in range(400):
+    for _ in range(400 if family in BY_PARAMETER else 150):
         body = mutant(rng, [{"parameters": WEATHER}])
         try:
             schema = json.loads(body)["parameters"]
@@ -269,7 +295,7 @@ def test_a_schema_that_is_none_is_refused_and_breaks_nothing(family: str) -> Non
         text = grammar_or_refusal(family, [("act", schema)])
         is_kept = isinstance(text, str) and not find_fault(text)
         outcomes["kept" if is_kept else "refused"] += 1
-    assert min(outcomes.values()) > 20, outcomes
+    assert min(outcomes.values()) > 10, outcomes
 
 
 @pytest.mark.parametrize(
@@ -301,3 +327,51 @@ def test_a_parameter_of_qwen3_coder_is_read_back_with_its_type(
         Draft202012Validator(schema).validate(json.loads(call.arguments))
     for text in refused:
         assert not walker.admits(grammar, frame.format(text)), text
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "pythonic", "hermes"])
+def test_a_reference_as_litellm_writes_it_is_one_to_the_schema_itself(family: str) -> None:
+    def schema(mark: str) -> dict[str, Any]:
+        whole: dict[str, Any] = {"type": "object", "properties": {"a": {"$ref": f"{mark}/$defs/d"}}, "required": ["a"]}
+        point = {"type": "object", "properties": {"e": {"$ref": f"{mark}/$defs/n"}}, "required": ["e"]}
+        return whole | {"$defs": {"d": point, "n": {"type": "integer"}}}
+
+    asked = schema("")
+    assert grammar_or_refusal(family, [("f", asked)]) == grammar_or_refusal(family, [("f", schema("#"))])
+    assert isinstance(grammar_or_refusal(family, [("f", asked)]), str)
+    assert asked == schema(""), "the client's own is as it was"
+
+
+@pytest.mark.parametrize("kind", WALKERS)
+def test_a_call_of_harmony_may_have_its_recipient_on_either_side_and_follow_messages(kind: str) -> None:
+    walker, grammars = WALKERS[kind], grammar_of("openai", WALKERS[kind], ONE)
+    call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}'
+    before = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    assert walker.admits(grammars.calls().text(), call)
+    assert not walker.admits(grammars.calls().text(), f"{before}{call}")
+    lazy = grammars.lazy().text()
+    for text in (f"{before}{call}", f"{before}{OSLO['openai']}", before.partition("<|end|>")[0]):
+        assert walker.admits(lazy, text)
+    for wrong in (call.replace("city", "town"), call.replace("weather", "now"), OSLO["openai"].replace("city", "town")):
+        assert not walker.admits(lazy, f"{before}{wrong}")
+
+
+def test_a_call_of_mistral_may_have_an_id_of_nine_letters() -> None:
+    walker = WALKERS["special"]
+    grammar = grammar_of("mistral", walker, ONE).calls().text()
+    for call_id in ("", "[CALL_ID]a1B2c3D4e"):
+        assert walker.admits(grammar, f'[TOOL_CALLS]weather{call_id}[ARGS]{{"city": "Oslo"}}')
+    assert not walker.admits(grammar, '[TOOL_CALLS]weather[CALL_ID]call_0[ARGS]{"city": "Oslo"}')
+
+
+@pytest.mark.parametrize("line", ["", "\n"])
+def test_a_call_of_glm_may_have_a_line_for_each_tag_or_none(line: str) -> None:
+    walker = WALKERS["text"]
+    grammar = grammar_of("glm45", walker, ONE).calls().text()
+    assert walker.admits(grammar, OSLO["glm45"].replace("\n", line))
+
+
+def test_a_call_of_phi_stands_between_tags_where_the_tokenizer_has_them() -> None:
+    walker = WALKERS["special"]
+    grammar = grammar_of("phi4_mini_json", walker, ONE).calls().text()
+    assert walker.admits(grammar, f"<|tool_call|>{OSLO['phi4_mini_json'].removeprefix('functools')}<|/tool_call|>")

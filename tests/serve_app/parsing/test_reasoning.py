@@ -9,10 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.parsing.reasoning import REASONING_PARSERS, ReasoningParser, Split, reasoning_parser
+from serve_app.parsing.reasoning import ReasoningParser, Split
+from serve_app.parsing.reasoning_parsers import REASONING_PARSERS, reasoning_parser
 from tests.serve_app.parsing.drive import cut
 
-FRAGMENTS = ["<think>", "</think>", "<th", "</", "<", "\n", " ", "a", "é", ">", "<tool_call>", "<function="]
+FRAGMENTS = [
+    *(
+        "<|channel|>",
+        "analysis",
+        "final",
+        "<|message|>",
+        "<|end|>",
+        "<|start|>",
+        "assistant",
+        " to=functions.f",
+        "[THINK]",
+    ),
+    *("[/THINK]", "[", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+    *("<think>", "</think>", "<th", "</", "<", "\n", " ", "a", "é", ">", "<tool_call>", "<function="),
+]
 messy_texts = st.lists(st.sampled_from(FRAGMENTS), max_size=20).map("".join)
 places = st.lists(st.integers(0, 100), max_size=10)
 
@@ -70,11 +85,19 @@ def test_a_block_that_the_prompt_opened_needs_no_begin_tag(text: str, reasoning:
 
 @pytest.mark.parametrize("name", sorted(REASONING_PARSERS))
 def test_an_answer_whose_tags_were_not_decoded_is_another_one(name: str) -> None:
-    text = "<think>a</think>b<think>"
     markers = REASONING_PARSERS[name].markers
-    assert set(markers) == {"<think>", "</think>"}
+    texts = [
+        *("<think>a</think>b<think>", "[THINK]a[/THINK]b[THINK]"),
+        "<think>a<|tool_calls_section_begin|><|tool_call_begin|>",
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>c",
+        "<|channel|>analysis<|message|>a<|end|>b",
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>a",
+    ]
     for marker in markers:
-        assert split(REASONING_PARSERS[name](), text.replace(marker, "")) != split(REASONING_PARSERS[name](), text)
+        assert any(
+            split(REASONING_PARSERS[name](), text.replace(marker, "")) != split(REASONING_PARSERS[name](), text)
+            for text in texts
+        ), marker
 
 
 def test_a_block_of_deepseek_ends_with_its_tag_only() -> None:
@@ -82,7 +105,7 @@ def test_a_block_of_deepseek_ends_with_its_tag_only() -> None:
     assert split(REASONING_PARSERS["deepseek_r1"](), text) == Split(text, "")
 
 
-@pytest.mark.parametrize("name", sorted(REASONING_PARSERS))
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1", "kimi_k2"])
 def test_with_thinking_turned_off_all_text_is_content_letter_for_letter(name: str) -> None:
     text = "\n<think>a</think>\n\nb"
     assert split(REASONING_PARSERS[name](opened=True, enabled=False), text) == Split("", text)
@@ -96,6 +119,26 @@ def test_no_way_of_cutting_an_answer_changes_it(name: str, opened: bool, text: s
     new = REASONING_PARSERS[name]
     assert split(new(opened=opened), *cut(text, at)) == split(new(opened=opened), text)
     assert split(new(opened=opened), *text) == split(new(opened=opened), text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("[THINK]Let me see.\n[/THINK]Paris.", "Let me see.", "Paris."),
+        ("[THINK]a [1] <think> [/THINK", "a [1] <think> [/THINK", ""),
+        ("Paris [THINK]a[/THINK]", "", "Paris [THINK]a[/THINK]"),
+    ],
+)
+def test_mistral_has_tags_of_its_own(text: str, reasoning: str, content: str) -> None:
+    assert split(REASONING_PARSERS["mistral"](), text) == Split(reasoning, content)
+
+
+def test_a_section_of_calls_ends_the_block_that_kimi_leaves_open() -> None:
+    call = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}"
+    assert split(REASONING_PARSERS["kimi_k2"](), f"<think>a{call}") == Split("a", call)
+    assert split(REASONING_PARSERS["kimi_k2"](), "<think>a<|tool_calls_section_begin|>b</think>c") == Split(
+        "a<|tool_calls_section_begin|>b", "c"
+    )
 
 
 @given(messy_texts)

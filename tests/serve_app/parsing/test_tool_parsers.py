@@ -16,14 +16,34 @@ from hypothesis import strategies as st
 from serve_app.parsing.deltas import Arguments, CallStart, Content, Delta, Parsed, ToolCall, collect, merged
 from serve_app.parsing.python_literals import MAX_CHARS
 from serve_app.parsing.tools import TOOL_PARSERS, suggest_tool_parser
-from tests.serve_app.parsing.cases import CASES, TOOLS, Case
+from tests.serve_app.parsing.cases import TOOLS, Case
 from tests.serve_app.parsing.drive import cut, deltas
+from tests.serve_app.parsing.more_cases import CASES
 
 ALL_CASES = [pytest.param(name, case, id=f"{name}: {case.why}") for name, cases in CASES.items() for case in cases]
 FAMILIES = sorted(TOOL_PARSERS)
 
 # Near misses are the rule: what tags, strings and calls are made of, in any order.
 FRAGMENTS = [
+    *(
+        "<|channel|>",
+        "<|start|>",
+        "<|message|>",
+        "<|call|>",
+        "to=functions.f",
+        "commentary",
+        "<arg_key>",
+        "<arg_value>",
+    ),
+    *("</arg_key>", "</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"),
+    *(
+        "<｜tool▁call▁end｜>",
+        "<|tool_call_begin|>",
+        "functions.f:0",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ),
+    *("functools", "<|tool_call|>", "<|/tool_call|>", "<|python_end|>"),
     *("<tool_call>", "</tool_call>", "<tool_", "<function=", "now", "f", ">", "<parameter=", "a", "</parameter>"),
     *("</function>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "(", ")", "=", "'", '"', "\\"),
     *('{"name": ', '"f"', '"arguments": ', '"parameters": ', "{", "}", ",", ":", ";", "1", "null", "<", " ", "\n", "é"),
@@ -62,7 +82,8 @@ def parsed(name: str, text: str, tools: Any = TOOLS) -> Parsed:
 
 @pytest.mark.parametrize(("name", "case"), ALL_CASES)
 def test_an_answer_has_the_content_and_the_calls_that_its_family_means(name: str, case: Case) -> None:
-    expected = tuple(ToolCall(f"call_{i}", *call) for i, call in enumerate(case.calls))
+    ids = case.ids or tuple(f"call_{number}" for number in range(len(case.calls)))
+    expected = tuple(ToolCall(call_id, *call) for call_id, call in zip(ids, case.calls, strict=True))
     assert parsed(name, case.text) == Parsed(case.content, expected)
 
 
@@ -104,7 +125,8 @@ def test_of_a_call_the_start_comes_first_and_once_and_no_delta_is_empty(name: st
     for delta in (delta for piece in deltas(name, cut(text, at), TOOLS) for delta in piece):
         match delta:
             case CallStart(index, call_id, _):
-                assert (index, call_id) == (started, f"call_{started}")
+                assert index == started
+                assert call_id
                 started += 1
             case Arguments(index, fragment):
                 assert fragment
@@ -131,7 +153,21 @@ def written(family: str, name: str, given_arguments: dict[str, Any]) -> str:
             return f"[TOOL_CALLS]{name}[ARGS]{as_json}"
         case "pythonic":
             return f"[{name}({', '.join(f'{key}={value!r}' for key, value in given_arguments.items())})]"
+        case "openai":
+            return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{as_json}<|call|>"
+        case "deepseek_v3":
+            return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{as_json}\n```<｜tool▁call▁end｜>"
+        case "deepseek_v31":
+            return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{as_json}<｜tool▁call▁end｜>"
+        case "kimi_k2":
+            call_id = f"functions.{name}:0"
+            return f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{as_json}<|tool_call_end|>"
+        case "phi4_mini_json":
+            return f'functools[{{"name": "{name}", "arguments": {as_json}}}]'
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given_arguments.items()}
+    if family == "glm45":
+        pairs = [f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in texts.items()]
+        return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
     parameters = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
@@ -162,6 +198,11 @@ def test_any_arguments_that_a_model_writes_arrive_as_they_were_meant(
         ("llama3_json", '{"name": "f", "parameters": {', "{"),
         ("mistral", "[TOOL_CALLS]f{", "{"),
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>1</parameter>", '{"a": "1"'),
+        ("openai", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{", "{"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{", "{"),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{", "{"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>", '{"a": "1"'),
+        ("phi4_mini_json", 'functools[{"name": "f", "arguments": {', "{"),
     ],
 )
 def test_a_name_is_sent_before_the_arguments_are_complete_and_these_as_they_come(
@@ -170,6 +211,12 @@ def test_a_name_is_sent_before_the_arguments_are_complete_and_these_as_they_come
     parser = TOOL_PARSERS[family]([], lambda: "id")
     assert parser.push(begin) == [CallStart(0, "id", "f"), Arguments(0, first)]
     assert parser.calls == 1
+
+
+def test_a_call_of_kimi_is_announced_under_the_models_own_id() -> None:
+    parser = TOOL_PARSERS["kimi_k2"]()
+    begin = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"
+    assert parser.push(begin) == [CallStart(0, "functions.f:0", "f"), Arguments(0, "{")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -195,6 +242,12 @@ def test_an_answer_whose_tags_were_not_decoded_is_another_one(name: str) -> None
 def test_ids_are_unique_and_look_like_those_of_openai() -> None:
     found = collect(TOOL_PARSERS["pythonic"]().push("[f(), g()]")).calls
     assert all(re.fullmatch("call_[0-9a-f]{24}", call.id) for call in found)
+    assert len({call.id for call in found}) == 2
+
+
+def test_the_ids_of_mistrals_calls_are_such_as_its_templates_take() -> None:
+    found = collect(TOOL_PARSERS["mistral"]().push("[TOOL_CALLS]f{}[TOOL_CALLS]g[CALL_ID]0[ARGS]{}")).calls
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call.id) for call in found)
     assert len({call.id for call in found}) == 2
 
 
@@ -244,7 +297,7 @@ def work(name: str, text: str, size: int) -> int:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_work_grows_with_the_text_and_not_with_its_square(name: str, size: int) -> None:
     hard = {
-        "many tags that are none": "<tool_ [TOOL_ <|py ",
+        "many tags that are none": "<tool_ [TOOL_ <|py <|channel|>a func <tool_call>f ",
         "many strings": '"\\"{[" ',
         "one call": 'a\\"}<b',
     }
@@ -254,10 +307,16 @@ def test_work_grows_with_the_text_and_not_with_its_square(name: str, size: int) 
         "mistral": '[TOOL_CALLS]f{"a": "',
         "pythonic": '[f(a="',
         "qwen3_coder": "<tool_call><function=f><parameter=a>",
+        "openai": '<|channel|>commentary to=functions.f<|message|>{"a": "',
+        "deepseek_v3": '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": "',
+        "deepseek_v31": '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "',
+        "glm45": "<tool_call>f<arg_key>a</arg_key><arg_value>",
+        "kimi_k2": '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a": "',
+        "phi4_mini_json": 'functools[{"name": "f", "arguments": {"a": "',
     }
     for why, repeated in hard.items():
         begin = begins[name] if why == "one call" else ""
-        once, twice = (work(name, begin + repeated * times, size) for times in (300, 600))
+        once, twice = (work(name, begin + repeated * times, size) for times in (150, 300))
         assert twice < 2.2 * once, why
 
 
@@ -272,8 +331,16 @@ def test_work_grows_with_the_text_and_not_with_its_square(name: str, size: int) 
         ("You SHOULD use the format [func_name1(params_name1=params_value1, ...), func_name2(params)]", "pythonic"),
         ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}", None),
         ("{% if tools %}{{ tools[0].parameters | tojson }}{% endif %}", None),
+        ("{{ 'functions.' + call.name + '<|channel|>commentary json<|message|>' + arguments }}", "openai"),
+        ("{{ '<tool_call>' + name }}\n<arg_key>{{ key }}</arg_key>", "glm45"),
+        ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>' + name + '```json' }}", "deepseek_v3"),
+        ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' }}", "deepseek_v31"),
+        ("<|tool_calls_section_begin|>{% for call in calls %}<|tool_call_begin|>{{ call.id }}", "kimi_k2"),
+        ('generated as functools[{"name": [function name], "arguments": [arguments]}, ...]', "phi4_mini_json"),
+        ('respond in this format: <|tool_call|>{"name": "foo"}<|/tool_call|>', "phi4_mini_json"),
     ],
 )
 def test_a_template_that_shows_its_calls_tells_which_parser_reads_them(template: str, expected: str | None) -> None:
-    assert suggest_tool_parser(template) == expected
-    assert expected is None or expected in TOOL_PARSERS
+    found = suggest_tool_parser(template)
+    assert (found and found.parser) == expected
+    assert found is None or (found.parser in TOOL_PARSERS and all(text in template for text in found.written))

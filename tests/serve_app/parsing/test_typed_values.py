@@ -79,6 +79,8 @@ def test_a_parameter_that_the_schema_does_not_have_has_no_schema(schema: Any) ->
     [
         ({"$ref": "#/$defs/number"}, "5", "5"),
         ({"$ref": "#/$defs/alias"}, "5", "5"),
+        ({"$ref": "/$defs/alias"}, "5", "5"),
+        ({"anyOf": [{"$ref": "/$defs/number"}, {"type": "null"}]}, "null", "null"),
         ({"anyOf": [{"$ref": "#/definitions/a~1b"}, {"type": "null"}]}, '{"k": 1}', '{"k": 1}'),
         ({"$ref": "#/$defs/circle"}, "5", '"5"'),
         ({"$ref": "#/$defs/nowhere"}, "5", '"5"'),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from random import Random
 
+from benchmarks import routing as bench
+from engine.multimodal_inputs import SpanInput
 from engine.protocol import SamplingParams, Submission
-from engine.span_inputs import SpanInput
-from serve_app.routing import bench
 from serve_app.routing.chooser import Chooser
 from serve_app.settings import RoutingSettings
 from tests.support.reports import stats

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core import EngineCore
+from engine.core.core import EngineCore
+from engine.multimodal_inputs import InputKind, SpanInput
 from engine.protocol import AdapterRef
-from engine.span_inputs import InputKind, SpanInput
 from serve_app.routing.prefix_index import KEY_BYTES, PrefixIndex, prefix_keys
 from tests.support.engines import RecordingCore
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from engine.adapter_shelf import AdapterShelf
+from engine.adapter_cache import AdapterShelf
 from engine.async_engine import AsyncEngine
-from engine.core import EngineCore
-from engine.fake_executor import FakeExecutor
+from engine.core.core import EngineCore
+from engine.fake.executor import FakeExecutor
 from engine.protocol import EngineError, ErrorCode, LoadSnapshot, SamplingParams
 from serve_app.routing.prefix_index import KEY_BYTES, prefix_keys
 from serve_app.routing.stats import RoutingReport, RoutingReporter, decode

@@ -45,6 +45,7 @@ from tests.serve_app.harness import (
 pytestmark = pytest.mark.anyio
 
 URL = "/v1/chat/completions"
+TOO_LONG = CHAT | {"messages": [{"role": "user", "content": "x" * 1000}], "max_tokens": 10_000}
 SECRET = "swordfish"
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = ("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01")
@@ -253,7 +254,7 @@ async def test_an_answer_of_one_piece_has_no_decoding_and_one_that_never_ran_has
     await at_once.ask(URL, CHAT)
     assert [part.name for part in at_once.parts] == PARTS[:3]
     refused = Traced(*ANSWER)
-    await refused.ask(URL, CHAT | {"max_tokens": 10_000})
+    await refused.ask(URL, TOO_LONG)
     assert refused.parts == []
 
 
@@ -294,7 +295,7 @@ async def test_a_move_to_another_engine_is_an_event_that_names_the_one_that_fail
 
 async def test_a_refusal_has_its_status_and_code_and_only_the_servers_faults_are_errors_of_the_span() -> None:
     refused = Traced(*ANSWER)
-    await refused.ask(URL, CHAT | {"max_tokens": 10_000})
+    await refused.ask(URL, TOO_LONG)
     assert (refused.told["http.response.status_code"], refused.told["error.type"]) == (400, "context_length_exceeded")
     assert refused.server_span.status.status_code is StatusCode.UNSET
     assert refused.told["gen_ai.request.max_tokens"] == 10_000

@@ -1,0 +1,124 @@
+"""Owns what each message of an Anthropic request is in a chat.
+Never decides where a template shows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from serve_app.api.anthropic.blocks import ImageBlock, TextBlock, ThinkingBlock, ToolUseBlock, UrlSource
+from serve_app.api.anthropic.message_schema import AnthropicMessage, ToolResultBlock
+from serve_app.api.call_arguments import UNREADABLE
+
+Json = dict[str, Any]
+_Shown = str | ImageBlock
+
+
+def chat_turns(message: AnthropicMessage) -> list[Json]:
+    """None where the message says nothing."""
+    if message.role == "assistant":
+        return _of_assistant(message)
+    if message.role == "system":
+        text = "\n".join(block.text for block in message.blocks if isinstance(block, TextBlock) and block.text)
+        return [{"role": "system", "content": text}] if text else []
+    return _of_user(message)
+
+
+def _of_assistant(message: AnthropicMessage) -> list[Json]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Json] = []
+    for block in message.blocks:
+        if isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            calls.append(_call(block))
+        elif isinstance(text := _shown(block), str):
+            texts.append(text)
+    content = "\n".join(filter(None, texts))
+    reasoning = "\n".join(filter(None, thoughts))
+    if not (content or reasoning or calls):
+        return []
+    content_or_null = None if calls and not content else content
+    told = {"content": content_or_null, "reasoning_content": reasoning or None, "tool_calls": calls or None}
+    return [{"role": "assistant", **told}]
+
+
+def _of_user(message: AnthropicMessage) -> list[Json]:
+    """A chat has a message for each result of a tool, and others for what stands around them. Images of results follow
+    the last result of a row."""
+    told: list[Json] = []
+    shown: list[_Shown] = []
+    images: list[_Shown] = []
+    for block in message.blocks:
+        if isinstance(block, ToolResultBlock):
+            told += [*_user(shown), _result(block)]
+            images += images_of(block)
+            shown = []
+        elif one := _shown(block):
+            shown += [*images, one]
+            images = []
+    return told + _user([*images, *shown])
+
+
+def _shown(block: Any) -> _Shown:
+    if isinstance(block, TextBlock):
+        return block.text
+    return block if isinstance(block, ImageBlock) else str(block.as_text)
+
+
+def _user(shown: Sequence[_Shown]) -> list[Json]:
+    if any(isinstance(one, ImageBlock) for one in shown):
+        return [{"role": "user", "content": [_part(one) for one in shown]}]
+    return [{"role": "user", "content": "\n".join(map(str, shown))}] if shown else []
+
+
+def _part(shown: _Shown) -> Json:
+    if isinstance(shown, str):
+        return {"type": "text", "text": shown}
+    source = shown.source
+    url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _result(block: ToolResultBlock) -> Json:
+    parts = [block.content or ""] if not isinstance(block.content, list) else [_shown(part) for part in block.content]
+    content = "\n".join("[image]" if isinstance(part, ImageBlock) else part for part in parts if part)
+    return {
+        "role": "tool",
+        "tool_call_id": block.tool_use_id,
+        "content": f"Error: {content}" if block.is_error else content,
+    }
+
+
+def images_of(block: Any) -> list[ImageBlock]:
+    """Those that a block is, or has."""
+    if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+        return [part for part in block.content if isinstance(part, ImageBlock)]
+    return [block] if isinstance(block, ImageBlock) else []
+
+
+def image_paths(messages: Sequence[AnthropicMessage]) -> list[str]:
+    """What the request calls its images, in the order in which the chat has them."""
+    paths: list[str] = []
+    for number, message in enumerate(messages):
+        for place, block in enumerate(message.blocks):
+            at = f"messages.{number}.content.{place}"
+            if isinstance(block, ImageBlock):
+                paths.append(f"{at}.source")
+            elif isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                parts = enumerate(block.content)
+                paths += [f"{at}.content.{index}.source" for index, part in parts if isinstance(part, ImageBlock)]
+    return paths
+
+
+def _call(block: ToolUseBlock) -> Json:
+    function = {"name": block.name, "arguments": _arguments(block.input)}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _arguments(given: Json) -> str:
+    """What stands for arguments that were no JSON is the text that they were."""
+    text = given.get(UNREADABLE)
+    return text if len(given) == 1 and isinstance(text, str) else json.dumps(given, ensure_ascii=False)

@@ -1,0 +1,31 @@
+"""Owns sealed thoughts: what a client keeps and sends back without reading it, and only this deployment opens.
+Never keeps a thought. The format is Fernet's: encrypted, and not to be forged without a key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cryptography.fernet import Fernet, InvalidToken, MultiFernet
+
+
+class Seal:
+    def __init__(self, keys: Sequence[str]) -> None:
+        """The first key seals; all of them open, so that an old one can be replaced."""
+        self._fernet = MultiFernet([Fernet(key) for key in keys])
+
+    def close(self, text: str) -> str:
+        return self._fernet.encrypt(text.encode()).decode()
+
+    def open(self, sealed: str) -> str | None:
+        """None: it was sealed elsewhere, or with a key that is gone."""
+        try:
+            return self._fernet.decrypt(sealed).decode()
+        except (InvalidToken, ValueError):  # the latter: no ASCII
+            return None
+
+
+def make_seal(keys: Sequence[str], num_replicas: int) -> Seal | None:
+    """Make the seal of one of so many replicas. Without keys it draws its own, if no other has to open that."""
+    if keys:
+        return Seal(keys)
+    return Seal([Fernet.generate_key().decode()]) if num_replicas == 1 else None

@@ -1,0 +1,65 @@
+"""Owns the limits of the work that the translation of one grammar may be: counted, and so the same on every machine.
+Never knows what the work is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve_app.grammars.notation import GrammarRefused
+
+MAX_STATES = 2048
+"""Of all automata that are made within one allowance, and so their time."""
+MAX_RUN_CHARS = 2**20
+"""Of what is written on the way to their regexes."""
+MAX_WAYS = 1500
+"""From one state to another, of all automata: llguidance looks at no more than 2,000 at one place of a text."""
+MAX_STEPS = 2**16
+"""Of all loops over states, transitions and letters together: at most 50 ms of a core, with the interpreter's lock."""
+
+
+@dataclass(slots=True)
+class Allowance:
+    """What is left of the work that one grammar may be."""
+
+    num_states: int = MAX_STATES
+    num_chars: int = MAX_RUN_CHARS
+    num_ways: int = MAX_WAYS
+    num_steps: int = MAX_STEPS
+
+    def take_ways(self, count: int) -> None:
+        """
+        Raises:
+            GrammarRefused: none are left.
+        """
+        self.num_ways -= count
+        if self.num_ways < 0:
+            raise GrammarRefused("has terminals with too many ways between quotes and escapes")
+
+    def take_state(self) -> None:
+        """
+        Raises:
+            GrammarRefused: none is left.
+        """
+        self.num_states -= 1
+        if self.num_states < 0:
+            text = f"terminals that can match quotes or escapes should have at most {MAX_STATES} places for letters"
+            raise GrammarRefused(f"{text} together, counted as often as they are repeated, but they have more")
+
+    def take_chars(self, count: int) -> None:
+        """
+        Raises:
+            GrammarRefused: none are left.
+        """
+        self.num_chars -= count
+        if self.num_chars < 0:
+            raise GrammarRefused("has terminals with too many ways between quotes and escapes")
+
+    def take_steps(self, count: int) -> None:
+        """
+        Raises:
+            GrammarRefused: none are left.
+        """
+        self.num_steps -= count
+        if self.num_steps < 0:
+            text = f"is too much work to translate: its terminals should take at most {MAX_STEPS} steps"
+            raise GrammarRefused(f"{text}, about one for each state and each transition that is looked at")

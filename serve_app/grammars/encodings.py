@@ -1,0 +1,44 @@
+"""Owns how a text is written where it stands inside a call: escaped in a JSON string, or as it is up to a tag.
+Never knows which family writes which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from serve_app.grammars.notation import escaped
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """`units`: letters that are lexemes of their own, and the regexes of how they are written; every other letter is
+    written as it is. `end`: a text that may be nowhere inside; its first letter is a unit, and none of the others is.
+
+    A lexer that looks one byte ahead can then tell where a lexeme ends, whatever follows it.
+    """
+
+    units: Mapping[str, str]
+    end: str = ""
+
+    def __post_init__(self) -> None:
+        assert not self.end or [letter in self.units for letter in self.end] == [True] + [False] * (len(self.end) - 1)
+
+
+_SHORT = {"\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t", '"': '"', "\\": r"\\"}
+
+
+def _escape(letter: str) -> str:
+    if letter in _SHORT:
+        return rf"\\{_SHORT[letter]}"
+    code = f"{ord(letter):02x}"
+    return r"\\u00" + "".join(f"[{digit}{digit.upper()}]" if digit.isalpha() else digit for digit in code)
+
+
+JSON_STRING = Encoding(MappingProxyType({letter: _escape(letter) for letter in (*map(chr, range(0x20)), '"', "\\")}))
+"""Between the quotes, with the escapes that `json.dumps` writes."""
+
+
+def as_it_is(end: str, frame: str) -> Encoding:
+    """Up to the tag `end`, with `frame` before it."""
+    return Encoding({letter: escaped(letter) for letter in {*frame, end[0]}}, end)

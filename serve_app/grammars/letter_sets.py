@@ -1,0 +1,128 @@
+"""Owns sets of letters: what a class of a regex matches, as ranges of code points.
+Never reads a regex."""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from bisect import bisect_left
+from collections.abc import Iterable
+from functools import cache, lru_cache
+from typing import TypeAlias
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Ascending, apart from one another, both ends included. No surrogates: they are no letters of a text."""
+
+_SURROGATES = (0xD800, 0xDFFF)
+LAST = sys.maxunicode
+
+
+def ranges(found: Iterable[tuple[int, int]]) -> Ranges:
+    """The union of any ranges."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(found):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(merged[-1][1], last)
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def letters(text: Iterable[str]) -> Ranges:
+    return ranges((ord(letter), ord(letter)) for letter in text)
+
+
+def inverted(found: Ranges) -> Ranges:
+    gaps, place = [], 0
+    for first, last in (*ranges((*found, _SURROGATES)), (LAST + 1, LAST + 1)):
+        if first > place:
+            gaps.append((place, first - 1))
+        place = last + 1
+    return tuple(gaps)
+
+
+EVERY = inverted(())
+
+
+def without(found: Ranges, others: Ranges) -> Ranges:
+    kept = []
+    for first, last in found:
+        for other_first, other_last in others:
+            if other_last < first or other_first > last:
+                continue
+            if other_first > first:
+                kept.append((first, other_first - 1))
+            first = other_last + 1
+        if first <= last:
+            kept.append((first, last))
+    return tuple(kept)
+
+
+def has(found: Ranges, letter: str) -> bool:
+    code = ord(letter)
+    return any(first <= code <= last for first, last in found)
+
+
+def as_class(found: Ranges) -> str:
+    """The same in a regex."""
+    if len(found) == 1 and found[0][0] == found[0][1]:
+        return _written(found[0][0])
+    parts = [_written(first) + (f"-{_written(last)}" if last > first else "") for first, last in found]
+    return f"[{''.join(parts)}]"
+
+
+def _written(code: int) -> str:
+    letter = chr(code)
+    return letter if letter.isascii() and letter.isalnum() else f"\\x{{{code:x}}}"
+
+
+def in_both_cases(found: Ranges) -> Ranges:
+    """The set, and the letters that are alike but for their case."""
+    codes, groups = _alike()
+    spans = [groups[bisect_left(codes, first) : bisect_left(codes, last + 1)] for first, last in found]
+    alike = dict.fromkeys(group for span in spans for group in span)
+    return ranges((*found, *letters("".join(alike))))
+
+
+def num_alike(found: Ranges) -> int:
+    """The work that `in_both_cases` is."""
+    codes, _ = _alike()
+    return sum(bisect_left(codes, last + 1) - bisect_left(codes, first) for first, last in found)
+
+
+@cache
+def _alike() -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The letters that fold to the same one as another does, ascending, and for each of them all such letters."""
+    groups: dict[str, str] = {}
+    for code in range(0x20000):
+        letter = chr(code)
+        folded = letter.casefold()
+        if folded != letter and len(folded) == 1:
+            groups[folded] = groups.get(folded, folded) + letter
+    pairs = sorted((ord(letter), group) for group in groups.values() for letter in group)
+    return tuple(code for code, _ in pairs), tuple(group for _, group in pairs)
+
+
+DIGITS = ranges([(ord("0"), ord("9"))])
+WORD = ranges([*DIGITS, (ord("A"), ord("Z")), (ord("_"), ord("_")), (ord("a"), ord("z"))])
+_SPACES = (0x20, 0x85, 0xA0, 0x1680, 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
+SPACE = ranges([(9, 13), (0x2000, 0x200A), *((code, code) for code in _SPACES)])
+
+
+@lru_cache(256)
+def of_category(name: str) -> Ranges:
+    """The letters of one of Unicode's general categories, such as `L` or `Lu`; () where there is none."""
+    found = [some for short, some in _categories().items() if name in (short, short[0])]
+    return ranges(one for some in found for one in some)
+
+
+@cache
+def _categories() -> dict[str, list[tuple[int, int]]]:
+    found: dict[str, list[tuple[int, int]]] = {}
+    first = 0
+    for code in range(1, LAST + 2):
+        if code > LAST or unicodedata.category(chr(code)) != unicodedata.category(chr(first)):
+            found.setdefault(unicodedata.category(chr(first)), []).append((first, code - 1))
+            first = code
+    del found["Cs"]  # surrogates
+    return found

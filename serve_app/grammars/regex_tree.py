@@ -1,0 +1,250 @@
+"""Owns the reading of a regex: a tree of sets of letters, sequences, choices and repetitions.
+Never approximates: what it does not know is refused by name, though llguidance may know it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from serve_app.grammars import letter_sets
+from serve_app.grammars.allowance import Allowance
+from serve_app.grammars.letter_sets import EVERY, Ranges, as_class, in_both_cases, inverted, num_alike, ranges
+from serve_app.grammars.notation import GrammarRefused
+
+MAX_DEPTH = 200
+"""Bounds nested groups: the reader recurses, and so does whoever reads the tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Letters:
+    """One letter of a set."""
+
+    found: Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    parts: tuple[Tree, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    options: tuple[Tree, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """`most`: None where there is no bound."""
+
+    part: Tree
+    least: int
+    most: int | None
+
+
+Tree: TypeAlias = Letters | Row | Either | Times
+
+
+def read_regex(text: str, allowance: Allowance) -> Tree:
+    """
+    Raises:
+        GrammarRefused: it has what is not known here, or is too long.
+    """
+    allowance.take_steps(len(text))
+    return _Reader(text, allowance).tree()
+
+
+def regex_of(tree: Tree) -> str:
+    """The tree as a regex, in which no letter stands that a grammar in Lark would read as another."""
+    match tree:
+        case Letters(found):
+            return as_class(found)
+        case Row(parts):
+            return "".join(map(regex_of, parts))
+        case Either(options):
+            return f"(?:{'|'.join(map(regex_of, options))})"
+        case Times(part, least, most):
+            return f"(?:{regex_of(part)}){_TIMES.get((least, most)) or _counted(least, most)}"
+
+
+_TIMES = {(0, 1): "?", (0, None): "*", (1, None): "+"}
+
+
+def _counted(least: int, most: int | None) -> str:
+    return f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Flags:
+    caseless: bool = False
+    dot_all: bool = False
+
+
+_GROUP = re.compile(r"\((?:\?P?<\w+>|\?(?P<on>[a-zA-Z]*)(?:-(?P<off>[a-zA-Z]+))?(?P<end>[:)]))?")
+_COUNT = re.compile(r"\*|\+|\?|\{(?P<least>\d*)(?P<range>,(?P<most>\d*))?\}")
+_CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]+)\}")
+_CATEGORY = re.compile(r"[pP](?:\{(\^?)(\w+)\}|(\w))")
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
+_CLASSES = {"d": letter_sets.DIGITS, "w": letter_sets.WORD, "s": letter_sets.SPACE}
+
+
+class _Reader:
+    def __init__(self, text: str, allowance: Allowance) -> None:
+        self._text = text
+        self._allowance = allowance
+        self._place = 0
+
+    def tree(self) -> Tree:
+        found = self._either(_Flags(), 0)
+        if self._place < len(self._text):
+            raise _unknown(self._text[self._place :])
+        return found
+
+    def _either(self, flags: _Flags, depth: int) -> Tree:
+        if depth > MAX_DEPTH:
+            raise GrammarRefused(f"should be nested at most {MAX_DEPTH} deep, but it is deeper")
+        options, parts = list[Tree](), list[Tree]()
+        while (letter := self._peek()) not in ("", ")"):
+            if letter == "|":
+                self._place += 1
+                options.append(Row(tuple(parts)))
+                parts = []
+            elif (changed := self._changed(flags)) is not None:
+                flags = changed
+            else:
+                parts.append(self._repeated(self._atom(flags, depth)))
+        options.append(Row(tuple(parts)))
+        return options[0] if len(options) == 1 else Either(tuple(options))
+
+    def _changed(self, flags: _Flags) -> _Flags | None:
+        """The flags after `(?i)` and the like; None where there is none."""
+        group = _GROUP.match(self._text, self._place)
+        if group is None or group["end"] != ")":
+            return None
+        self._place = group.end()
+        return _flagged(flags, group)
+
+    def _repeated(self, part: Tree) -> Tree:
+        while (count := _COUNT.match(self._text, self._place)) is not None:
+            self._place = count.end()
+            if self._peek() == "?":
+                raise GrammarRefused(f"a regex has the lazy {count[0] + '?'!r}, which is not supported here")
+            part = _times(part, count)
+        return part
+
+    def _atom(self, flags: _Flags, depth: int) -> Tree:
+        letter = self._next()
+        if letter == "(":
+            return self._group(flags, depth)
+        if letter == "[":
+            return Letters(self._class(flags))
+        if letter == ".":
+            return Letters(EVERY if flags.dot_all else inverted(letter_sets.letters("\n")))
+        if letter in "^$":
+            raise _unknown(letter)
+        return Letters(self._cased(self._escape() if letter == "\\" else letter_sets.letters(letter), flags))
+
+    def _group(self, flags: _Flags, depth: int) -> Tree:
+        self._place -= 1
+        group = _GROUP.match(self._text, self._place)
+        assert group is not None
+        self._place = group.end()
+        if self._peek() == "?":
+            raise _unknown(self._text[group.start() : group.end() + 3])
+        inner = self._either(_flagged(flags, group), depth + 1)
+        if self._next() != ")":
+            raise GrammarRefused("a regex has a group that is not closed")
+        return inner
+
+    def _class(self, flags: _Flags) -> Ranges:
+        is_not = self._peek() == "^"
+        self._place += is_not
+        found: list[tuple[int, int]] = []
+        is_first = True
+        while is_first or self._peek() != "]":
+            is_first = False
+            first = self._member()
+            if self._peek() == "-" and self._text[self._place + 1 : self._place + 2] != "]" and _is_one(first):
+                self._place += 1
+                last = self._member()
+                if not _is_one(last):
+                    raise _unknown(self._text[self._place - 4 : self._place])
+                first = ((first[0][0], last[0][0]),)
+            found += first
+        self._place += 1
+        self._allowance.take_steps(len(found))
+        kept = self._cased(ranges(found), flags)
+        return inverted(kept) if is_not else kept
+
+    def _cased(self, found: Ranges, flags: _Flags) -> Ranges:
+        self._allowance.take_steps(len(found) + num_alike(found) * flags.caseless)
+        return in_both_cases(found) if flags.caseless else found
+
+    def _member(self) -> Ranges:
+        if (two := self._text[self._place : self._place + 2]) in ("&&", "--", "~~") or two[:1] == "[":
+            raise GrammarRefused(f"a regex's {two!r} inside a class is not supported here")
+        letter = self._next()
+        return self._escape() if letter == "\\" else letter_sets.letters(letter)
+
+    def _escape(self) -> Ranges:
+        """What stands after a backslash."""
+        if code := _CODE.match(self._text, self._place):
+            self._place = code.end()
+            return letter_sets.letters(chr(int(next(filter(None, code.groups())), 16)))
+        if category := _CATEGORY.match(self._text, self._place):
+            self._place = category.end()
+            return _of_category(category)
+        letter = self._next()
+        if letter.lower() in _CLASSES:
+            found = _CLASSES[letter.lower()]
+            return inverted(found) if letter.isupper() else found
+        if letter.isalnum() and letter not in _CONTROLS:
+            raise _unknown(f"\\{letter}")
+        return letter_sets.letters(_CONTROLS.get(letter, letter))
+
+    def _peek(self) -> str:
+        return self._text[self._place : self._place + 1]
+
+    def _next(self) -> str:
+        letter = self._peek()
+        if not letter:
+            raise GrammarRefused("a regex ends too early")
+        self._place += 1
+        return letter
+
+
+def _unknown(part: str) -> GrammarRefused:
+    return GrammarRefused(f"a regex's {part[:20]!r} is not supported here")
+
+
+def _is_one(found: Ranges) -> bool:
+    return len(found) == 1 and found[0][0] == found[0][1]
+
+
+def _flagged(flags: _Flags, group: re.Match[str]) -> _Flags:
+    on, off = group["on"] or "", group["off"] or ""
+    if other := (set(on) - set("isu")) | (set(off) - set("is")):
+        raise GrammarRefused(f"a regex's flag {min(other)!r} is not supported here")
+    return _Flags(
+        (flags.caseless or "i" in on) and "i" not in off,
+        (flags.dot_all or "s" in on) and "s" not in off,
+    )
+
+
+def _times(part: Tree, count: re.Match[str]) -> Tree:
+    if count["range"] is None and count["least"] is None:
+        least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[count[0]]
+        return Times(part, least, most)
+    if not count["least"] and not count["most"]:
+        raise _unknown(count[0])
+    least = int(count["least"] or 0)
+    if count["range"] is None:
+        return Times(part, least, least)
+    return Times(part, least, int(count["most"]) if count["most"] else None)
+
+
+def _of_category(escape: re.Match[str]) -> Ranges:
+    found = letter_sets.of_category(escape[2] or escape[3])
+    if not found:
+        raise _unknown(f"\\{escape[0]}")
+    return inverted(found) if (escape[0][0] == "P") != bool(escape[1]) else found

@@ -1,0 +1,168 @@
+"""Owns the language of a grammar in Lark as one regex: for text that stands inside other text, as in a JSON string.
+Never approximates. A rule that refers to itself, but for a repetition, is no regular language and refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequences
+
+from serve_app.grammars.check import find_fault
+from serve_app.grammars.lark_rules import Choice, Lark, Matches, Node, Refers, Repeats, Sequence, refuse_anchors
+from serve_app.grammars.notation import GrammarRefused
+from serve_app.grammars.texts import regex, with_ascii_classes
+
+MAX_REGEX_CHARS = 24 * 2**10
+MAX_NESTED_RULES = 64
+MAX_NESTED = 200
+"""Rules, brackets and repetitions inside one another: the writer recurses."""
+
+
+def lark_pattern(grammar: Lark) -> str:
+    """The texts that the grammar describes, all of each, as a JSON schema's `pattern`.
+
+    Raises:
+        GrammarRefused: it has no such pattern.
+    """
+    if grammar.ignored:
+        # Where it may stand, between terminals and not inside them, no regex of a rule alone says.
+        raise GrammarRefused("has %ignore, which no single regex says")
+    return whole(with_ascii_classes(Expansion(grammar).of("start")))
+
+
+def regex_pattern(definition: str) -> str:
+    """The same of a regex.
+
+    Raises:
+        GrammarRefused: it is none.
+    """
+    if fault := find_fault(regex(definition).text()):
+        raise GrammarRefused(_PLACE.sub("", fault))
+    if _SPACED.search(definition):
+        raise GrammarRefused("a regex's flag 'x' is not supported here")
+    inner = _AT_BEGIN.sub("", _AT_END.sub(r"\1", definition))
+    refuse_anchors(inner)
+    return whole(with_ascii_classes(inner))
+
+
+def whole(pattern: str) -> str:
+    return f"^(?:{pattern})$"
+
+
+def of_whole(pattern: str) -> str | None:
+    """What `whole` was given; None if the pattern is not of its making."""
+    inner = pattern.removeprefix("^(?:").removesuffix(")$")
+    is_whole = len(inner) == len(pattern) - 6
+    return inner if is_whole and not find_fault(regex(inner).text()) else None
+
+
+_AT_BEGIN = re.compile(r"^(?:\^|\\A)")
+_AT_END = re.compile(r"(?<!\\)((?:\\\\)*)(?:\$|\\z)\Z")
+"""Anchors that say what is so in any case: the regex is of the whole text."""
+_SPACED = re.compile(r"\(\?[a-wyzA-Z]*x")
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
+"""In what llguidance made of the regex."""
+
+
+class Expansion:
+    """The regexes of one grammar's rules and terminals."""
+
+    def __init__(self, grammar: Lark) -> None:
+        self._grammar = grammar
+        self._rules = grammar.rules
+        self._done: dict[str, str] = {}
+        self._open: list[str] = []
+        self._depth = 0
+
+    def of(self, name: str) -> str:
+        """The regex of a rule, or of a terminal.
+
+        Raises:
+            GrammarRefused: it has none.
+        """
+        if name in self._done:
+            return self._done[name]
+        if name in self._open:
+            text = "refers to itself other than as a repetition at its end or its beginning"
+            raise GrammarRefused(f"{self._grammar.told(name)} {text}, which is no regular language")
+        if name not in self._rules:
+            raise GrammarRefused(f"has no rule {name[:50]!r}")
+        if len(self._open) >= MAX_NESTED_RULES:
+            raise GrammarRefused(f"should have rules nested at most {MAX_NESTED_RULES} deep, but they are deeper")
+        self._open.append(name)
+        self._done[name] = self._rule(name)
+        self._open.pop()
+        return self._done[name]
+
+    def _rule(self, name: str) -> str:
+        """Where it repeats itself, what is repeated and where that ends."""
+        body, itself = self._rules[name], Refers(name)
+        before: list[Node] = []
+        after: list[Node] = []
+        ends: list[Node] = []
+        for option in body.options if isinstance(body, Choice) else (body,):
+            items = option.items if isinstance(option, Sequence) else (option,)
+            if len(items) > 1 and items[-1] in (itself, Repeats(itself, "?")):
+                before.append(Sequence(items[:-1]))
+                ends += [Sequence(items[:-1])] if items[-1] != itself else []
+            elif len(items) > 1 and items[0] == itself:
+                after.append(Sequence(items[1:]))
+            else:
+                ends.append(option)
+        if not (before or after):
+            return self._text(body)
+        if not ends:
+            raise GrammarRefused(f"{self._grammar.told(name)} never ends")
+        if before and after:
+            self.of(name)  # refuses it: it is open
+        written = _Written()
+        written.add(self._repeated(before))
+        written.add(self._text(Choice(tuple(ends))))
+        written.add(self._repeated(after))
+        return written.text()
+
+    def _repeated(self, options: Sequences[Node]) -> str:
+        return f"{self._text(Choice(tuple(options)))}*" if options else ""
+
+    def _text(self, node: Node) -> str:
+        self._depth += 1
+        if self._depth > MAX_NESTED:
+            raise GrammarRefused(f"should be nested at most {MAX_NESTED} deep, but it is deeper")
+        written = _Written()
+        for part in self._parts(node):
+            written.add(part)
+        self._depth -= 1
+        return written.text()
+
+    def _parts(self, node: Node) -> Iterator[str]:
+        match node:
+            case Matches(regex):
+                yield regex
+            case Refers(name):
+                yield f"(?:{self.of(name)})"
+            case Sequence(items):
+                for item in items:
+                    yield self._text(item)
+            case Choice(options):
+                for place, option in enumerate(options):
+                    yield f"{'|' if place else '(?:'}{self._text(option)}"
+                yield ")"
+            case Repeats(item, times):
+                yield f"(?:{self._text(item)}){times}"
+
+
+class _Written:
+    """Text that is written up to its limit, and no further: a rule may be referred to thousands of times."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._size = 0
+
+    def add(self, text: str) -> None:
+        self._size += len(text)
+        if self._size > MAX_REGEX_CHARS:
+            raise GrammarRefused(f"should give a regex of at most {MAX_REGEX_CHARS} characters, but it gives more")
+        self._parts.append(text)
+
+    def text(self) -> str:
+        return "".join(self._parts)

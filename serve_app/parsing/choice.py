@@ -1,0 +1,28 @@
+"""Owns which parser reads a model's answers: the setting says so, or the chat template, and the log which and why.
+Never reads an answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from serve_app.parsing.template_signs import Suggestion
+
+logger = logging.getLogger(__name__)
+
+
+def chosen_parser(
+    setting: str, value: str, chat_template: str | None, suggest: Callable[[str], Suggestion | None]
+) -> str | None:
+    """`setting`: its name, for the log; `value`: a parser's name, `none`, or `auto`."""
+    if value == "none":
+        return None
+    if value != "auto":
+        return value
+    found = None if chat_template is None else suggest(chat_template)
+    if found is None:
+        why = "there is no chat template" if chat_template is None else "the chat template writes no known format"
+        logger.info("%s is auto: none, because %s.", setting, why)
+        return None
+    logger.info("%s is auto: %s, because %s.", setting, found.parser, found.why)
+    return found.parser

@@ -1,0 +1,74 @@
+"""Owns the calls of GLM-4.5 and later: `<tool_call>name`, keys and values between tags of their own, `</tool_call>`.
+Never needs the lines between the tags: GLM-4.7 writes none."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+from serve_app.parsing.cursor import LETTER, SPACES, Steps
+from serve_app.parsing.python_literals import dump_json
+from serve_app.parsing.tagged_values import TaggedValueToolParser
+from serve_app.parsing.tool_parser import is_name
+from serve_app.parsing.typed_values import property_schema
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+KEY, KEY_END = "<arg_key>", "</arg_key>"
+VALUE, VALUE_END = "<arg_value>", "</arg_value>"
+_NAME_LETTERS = re.compile(r"[\w.:/-]*")
+_NO_TAG = re.compile(r"[^<]*")
+_KEY_LETTERS = re.compile(r"[^<>\n]*")
+
+
+class Glm45ToolParser(TaggedValueToolParser):
+    """A call is announced with its first key, or at its end. Text between the parameters of a call is content."""
+
+    markers: ClassVar[tuple[str, ...]] = (CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END)
+
+    def _parse(self) -> Steps[None]:
+        while (yield from self._until(CALL)):
+            yield from self._cursor.run(SPACES)
+            name = yield from self._cursor.run(_NAME_LETTERS)
+            yield from self._cursor.run(SPACES)
+            tag = yield from self._cursor.literal(KEY, CALL_END)
+            key = (yield from self._key()) if tag == KEY else ""
+            if not is_name(name) or not (key or tag == CALL_END):
+                self._give_back()
+                continue
+            self._start_call(name)
+            yield from self._parameters(self._schemas.get(name), key)
+
+    def _key(self) -> Steps[str]:
+        """The rest of a key, up to where its value begins; the empty string if it is none."""
+        key = yield from self._cursor.run(_KEY_LETTERS)
+        if not (yield from self._cursor.literal(KEY_END)):
+            return ""
+        yield from self._cursor.run(SPACES)
+        return key.strip() if (yield from self._cursor.literal(VALUE)) else ""
+
+    def _parameters(self, schema: Any, key: str) -> Steps[None]:
+        """Up to the end of the call. `key`: the first one, whose value begins here; empty: the call is over."""
+        before, tag = "{", KEY if key else CALL_END
+        while tag != CALL_END:
+            if key:
+                self._cursor.drop()
+                self._arguments(f"{before}{dump_json(key)}: ")
+                yield from self._value(property_schema(schema, key), VALUE_END)
+                before = ", "
+            else:
+                yield from self._not_a_key(tag)
+            if not (yield from self._cursor.peek()):
+                return
+            self._cursor.hold()
+            yield from self._cursor.run(SPACES)
+            tag = yield from self._cursor.literal(KEY, CALL_END)
+            key = (yield from self._key()) if tag == KEY else ""
+        self._arguments("{}" if before == "{" else "}")
+        self._cursor.drop()
+
+    def _not_a_key(self, tag: str) -> Steps[None]:
+        """What is held, and what follows it up to a tag, is content."""
+        if not tag:
+            self._cursor.take(LETTER)
+        self._give_back()
+        self._content((yield from self._cursor.run(_NO_TAG)))

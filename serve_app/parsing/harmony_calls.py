@@ -1,0 +1,39 @@
+"""Owns the calls of gpt-oss: messages to `functions.name`, whose text is the arguments.
+Never shows other messages otherwise than they are written: the parser of reasoning takes their headers away."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from serve_app.parsing.cursor import SPACES, Steps
+from serve_app.parsing.harmony import CHANNEL, ENDS, START, TAGS, TO, read_header
+from serve_app.parsing.json_calls import JsonToolParser
+from serve_app.parsing.tool_parser import is_name
+
+
+class HarmonyToolParser(JsonToolParser):
+    """The recipient stands before the channel, as the template writes it, or after it, as the models do."""
+
+    markers: ClassVar[tuple[str, ...]] = TAGS
+    frames_content: ClassVar[bool] = True
+
+    def _parse(self) -> Steps[None]:
+        self._cursor.hold()
+        yield from self._cursor.run(SPACES)
+        if (yield from self._cursor.literal(TO)):
+            yield from self._message(TO)
+        else:
+            self._give_back()
+        while tag := (yield from self._until(START, CHANNEL)):
+            yield from self._message(tag)
+
+    def _message(self, tag: str) -> Steps[None]:
+        """A call, or what is held is content."""
+        header = yield from read_header(self._cursor, tag)
+        name = header.function if header else ""
+        yield from self._cursor.run(SPACES)
+        if is_name(name) and (yield from self._cursor.literal(*ENDS)):
+            self._start_call(name)
+            self._arguments("{}")
+        elif (yield from self._named_call(name)):
+            yield from self._close(*ENDS)

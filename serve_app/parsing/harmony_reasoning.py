@@ -1,0 +1,84 @@
+"""Owns the split of gpt-oss's answers: messages on the channel `analysis` are reasoning, and the others content.
+Never takes a call's header away: the parser of calls reads it."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar, Self
+
+from serve_app.parsing.cursor import LETTER, SPACES, Steps
+from serve_app.parsing.harmony import ANALYSIS, CHANNEL, ENDS, MESSAGE, START, TAGS, TO, Header, read_header
+from serve_app.parsing.reasoning import ReasoningParser
+
+_NO_TAG = re.compile(r"[^<]*")
+_IN_ANALYSIS = re.compile(rf"{re.escape(CHANNEL)}{ANALYSIS}[^<]*{re.escape(MESSAGE)}[^<]*\Z")
+
+
+class HarmonyReasoningParser(ReasoningParser):
+    """An answer is messages. Of several that are reasoning, or content, each begins on a line of its own.
+
+    Headers and end tags are not shown, but for the headers of messages to others than the user. Text outside a message
+    is content.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = TAGS
+
+    @classmethod
+    def after(cls, prompt_end: str) -> Self:
+        return cls(opened=_IN_ANALYSIS.search(prompt_end) is not None)
+
+    def _parse(self) -> Steps[None]:
+        self._lines: dict[bool, str] = {True: "", False: ""}
+        if not self.inside:
+            self._cursor.hold()
+            yield from self._cursor.run(SPACES)
+            if (yield from self._cursor.literal(TO)):
+                yield from self._header(TO)
+            else:
+                self._show(self._cursor.release())
+        while (yield from self._cursor.peek()):
+            self._show(self._cursor.take(_NO_TAG))
+            if not (yield from self._cursor.peek()):
+                return
+            self._cursor.hold()
+            tag = yield from self._cursor.literal(START, CHANNEL, *ENDS)
+            if tag in (START, CHANNEL):
+                yield from self._header(tag)
+            elif tag:
+                self._cursor.drop()
+                self._begin(is_reasoning=False)
+            else:
+                self._cursor.take(LETTER)
+                self._show(self._cursor.release())
+
+    def _header(self, tag: str) -> Steps[None]:
+        """The cursor holds what it began with."""
+        header = yield from read_header(self._cursor, tag)
+        if header is None:
+            self._show(self._cursor.release())
+            return
+        is_call = _is_call(header)
+        self._begin(is_reasoning=header.channel == ANALYSIS and not is_call)
+        if is_call:
+            self._lines[False] = ""
+            self._show(self._cursor.release())
+        else:
+            self._cursor.drop()
+
+    def _begin(self, *, is_reasoning: bool) -> None:
+        self.inside = is_reasoning
+        self._lines = {kind: "\n" if line else "" for kind, line in self._lines.items()}
+
+    def _show(self, text: str) -> None:
+        if not text:
+            return
+        shown = self._reasoning if self.inside else self._content
+        line = self._lines[self.inside]
+        shown.append(f"{line}{text}" if line == "\n" else text)
+        self._lines[self.inside] = "shown"
+
+
+def _is_call(header: Header) -> bool:
+    """Whether a message is for somebody who is not the user; tools of the model's own were not offered, and what it
+    writes to them while it thinks is reasoning."""
+    return bool(header.function) or (bool(header.recipient) and header.channel != ANALYSIS)

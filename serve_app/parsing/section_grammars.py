@@ -1,0 +1,70 @@
+"""Owns the grammars of calls in sections: deepseek_v3, deepseek_v31 and kimi_k2.
+Never admits a call outside a section, nor text after one: the models' turns end there."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+from serve_app.grammars.notation import GrammarRefused
+from serve_app.parsing.call_grammar import CallableTool, TaggedCallGrammar, arguments_rule
+from serve_app.parsing.call_sections import DeepSeekToolParser, KimiK2ToolParser, SectionToolParser
+
+
+class _SectionCallGrammar(TaggedCallGrammar):
+    """Lazily, a call may begin without its section, because the parsers read it so."""
+
+    _parser: ClassVar[type[SectionToolParser]]
+    _between: ClassVar[str] = ""
+    _goes_on: ClassVar[bool] = False
+
+    @abstractmethod
+    def _call(self, tool: CallableTool) -> tuple[str, str]:
+        """A rule of what stands before the arguments, after the first tag, and the text that follows them."""
+
+    def _all(self) -> str:
+        return f"{self._literal(self._parser.section[0])} rest_0"
+
+    def _rules(self) -> str:
+        (_, end), (call, call_end) = self._parser.section, self._parser.call
+        more = f" ({self._literal(self._between + call)} call)*" if self._parallel else ""
+        calls = []
+        for tool in self._tools:
+            head, tail = self._call(tool)
+            calls.append(f"{head} {arguments_rule(tool)} {self._literal(tail + call_end)}")
+        return (
+            f"rest_0: {self._literal(call)} rest_1 {self._literal(end)}\n"
+            f"rest_1: call{more}\ncall: {' | '.join(calls)}\n"
+        )
+
+
+class DeepSeekV3CallGrammar(_SectionCallGrammar):
+    _parser: ClassVar[type[SectionToolParser]] = DeepSeekToolParser
+    _tags: ClassVar[tuple[str, ...]] = (DeepSeekToolParser.section[0], DeepSeekToolParser.call[0])
+    _between: ClassVar[str] = "\n"
+
+    def _call(self, tool: CallableTool) -> tuple[str, str]:
+        return self._literal(f"function{DeepSeekToolParser.separator}{tool.name}\n```json\n"), "\n```"
+
+
+class DeepSeekV31CallGrammar(_SectionCallGrammar):
+    _parser: ClassVar[type[SectionToolParser]] = DeepSeekToolParser
+    _tags: ClassVar[tuple[str, ...]] = (DeepSeekToolParser.section[0], DeepSeekToolParser.call[0])
+
+    def _call(self, tool: CallableTool) -> tuple[str, str]:
+        return self._literal(f"{tool.name}{DeepSeekToolParser.separator}"), ""
+
+
+class KimiK2CallGrammar(_SectionCallGrammar):
+    """The number in a call's id counts the conversation's calls, which is the model's to know."""
+
+    _parser: ClassVar[type[SectionToolParser]] = KimiK2ToolParser
+    _tags: ClassVar[tuple[str, ...]] = (KimiK2ToolParser.section[0], KimiK2ToolParser.call[0])
+
+    def _call(self, tool: CallableTool) -> tuple[str, str]:
+        if ":" in tool.name:
+            raise GrammarRefused(
+                f"{tool.name[:64]!r} cannot be a function's name in this model's ids of calls", tool.place
+            )
+        head = f"{self._literal(f'functions.{tool.name}:')} /[0-9]{{1,4}}/ {self._literal(KimiK2ToolParser.arguments)}"
+        return head, ""

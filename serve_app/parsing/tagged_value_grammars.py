@@ -1,0 +1,102 @@
+"""Owns the grammars of calls whose parameters stand between tags: qwen3_coder and glm45.
+Never writes a value's rules; tagged_value_rules does."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from serve_app.grammars.notation import GrammarRefused, Specials, quoted
+from serve_app.parsing import glm45
+from serve_app.parsing.call_grammar import CallableTool, TaggedCallGrammar
+from serve_app.parsing.parameters import Parameter, parameters_of
+from serve_app.parsing.tagged_value_rules import ValueRules
+
+_ANY_NAME = r"/[^<>\s][^<>\n]{0,63}/"
+
+
+class _TaggedValueCallGrammar(TaggedCallGrammar):
+    _end: ClassVar[str]
+    _frame: ClassVar[str]
+
+    def __init__(self, tools: Sequence[CallableTool], specials: Specials, *, parallel: bool) -> None:
+        super().__init__(tools, specials, parallel=parallel)
+        self._values = ValueRules(self._end, self._frame, specials)
+
+    @abstractmethod
+    def _head(self, name: str) -> str:
+        """A rule of a parameter's name and what follows it, given the rule of the name."""
+
+    @abstractmethod
+    def _function(self, name: str, parameters: str) -> str:
+        """A rule of a function from its name on, given the rule of its parameters."""
+
+    def _all(self) -> str:
+        return self._repeated(f"{self._literal('<tool_call>')} rest_0", "\n")
+
+    def _functions(self) -> str:
+        """Rules `function`, and those that it refers to."""
+        names = " | ".join(f"function_{number}" for number in range(len(self._tools)))
+        free = f"free: {self._head(_ANY_NAME)} text {self._after_value()}\n{self._values.text('text')}"
+        each = "".join(self._rules_of(number, tool) for number, tool in enumerate(self._tools))
+        return f"function: {names}\n{free}{each}"
+
+    def _rules_of(self, number: int, tool: CallableTool) -> str:
+        written, rules = (" free*", "") if tool.is_free else self._parameters(number, parameters_of(tool))
+        return f"function_{number}: {self._function(tool.name, written)}\n{rules}"
+
+    def _parameters(self, number: int, parameters: Sequence[Parameter]) -> tuple[str, str]:
+        written = rules = ""
+        for place, parameter in enumerate(parameters):
+            name = parameter.name
+            if name != name.strip() or not name or any(letter in "<>\n" for letter in name):
+                text = f"{name[:64]!r} cannot be a parameter's name in this model's format of calls"
+                raise GrammarRefused(text, parameter.place)
+            value, more = self._values.value(parameter, f"text_{number}_{place}")
+            written += f" ({self._head(quoted(name))} ({value}) {self._after_value()})"
+            written += "" if parameter.is_required else "?"
+            rules += more
+        return written, rules
+
+    def _after_value(self) -> str:
+        return ""
+
+
+class Qwen3CoderCallGrammar(_TaggedValueCallGrammar):
+    """Lazily, a call may begin with either tag, because these models forget the first."""
+
+    _tags: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=")
+    _end: ClassVar[str] = "</parameter>"
+    _frame: ClassVar[str] = "\n"
+
+    def _rules(self) -> str:
+        end = self._literal("</tool_call>")
+        return f'rest_0: "\\n<function=" function "\\n" {end}\nrest_1: function ("\\n" {end})?\n' + self._functions()
+
+    def _head(self, name: str) -> str:
+        return f'"<parameter=" {name} ">\\n"'
+
+    def _after_value(self) -> str:
+        return quoted("\n")
+
+    def _function(self, name: str, parameters: str) -> str:
+        return f'{quoted(f"{name}>{chr(10)}")}{parameters} "</function>"'
+
+
+class Glm45CallGrammar(_TaggedValueCallGrammar):
+    """With a line for each tag, as GLM-4.5 and 4.6 write it, or without, as GLM-4.7."""
+
+    _tags: ClassVar[tuple[str, ...]] = (glm45.CALL,)
+    _end: ClassVar[str] = glm45.VALUE_END
+    _frame: ClassVar[str] = ""
+
+    def _rules(self) -> str:
+        return "rest_0: function\n" + self._functions()
+
+    def _head(self, name: str) -> str:
+        key, key_end, value = (self._literal(tag) for tag in (glm45.KEY, glm45.KEY_END, glm45.VALUE))
+        return f'("\\n")? {key} {name} {key_end} ("\\n")? {value}'
+
+    def _function(self, name: str, parameters: str) -> str:
+        return f'{quoted(name)}{parameters} ("\\n")? {self._literal(glm45.CALL_END)}'

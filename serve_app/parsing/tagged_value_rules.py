@@ -1,0 +1,126 @@
+"""Owns rules of one parameter's value up to its end tag: strings as they are, and the rest as JSON.
+Never admits a value that the parser would read back as another type."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from serve_app.grammars.encodings import as_it_is
+from serve_app.grammars.nested import nested_rules
+from serve_app.grammars.notation import GrammarRefused, Json, Specials, escaped, literal, quoted, without
+from serve_app.grammars.regular import of_whole
+from serve_app.parsing.parameters import Parameter, only_annotated
+from serve_app.parsing.pythonic_grammar import value_rule
+from serve_app.parsing.typed_values import declared_types, resolved
+
+_LONGEST = 2**20  # letters
+_UNSAFE = re.compile(r"\\[\s\S]|[/\n]")
+_SAFE = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+
+
+class ValueRules:
+    """`frame`: what is written before a value, and after it."""
+
+    def __init__(self, end: str, frame: str, specials: Specials) -> None:
+        self._end = end
+        self._frame = frame
+        self._specials = specials
+
+    def value(self, parameter: Parameter, rule: str) -> tuple[str, str]:
+        """What the value and its end tag are, and the further rules that this refers to. Where a value may be a string,
+        it is written as it is; else as JSON."""
+        if parameter.text is not None:
+            return f"{nested_rules(parameter.text, as_it_is(self._end, self._frame))} {self._apart()}", ""
+        schema = resolved(parameter.schema, parameter.schema)
+        kinds = declared_types(schema)
+        if "string" not in kinds and _is_typed(schema):
+            return f"{value_rule(parameter)} {self._closing()}", ""
+        found = [self._option(option, f"{rule}_{number}") for number, option in enumerate(_options(schema))]
+        if None in found or kinds - {"string", "null"}:
+            text = "a value that may be a string cannot be more than a text, its lengths, an enum or null"
+            raise GrammarRefused(f"{text} in this model's format of calls", parameter.place)
+        options = [option for option in found if option is not None]
+        return " | ".join(option for option, _ in options), "".join(rules for _, rules in options)
+
+    def text(self, rule: str, least: int | None = 0, most: int | None = None) -> str:
+        """Rules of a text and the end tag after it, which is nowhere before."""
+        times = "*" if not least and most is None else f"{{{least or 0},{'' if most is None else most}}}"
+        return self._ended(rule, f"(?s:.{times})")
+
+    def _ended(self, rule: str, text: str) -> str:
+        """The same of a text that a regex takes."""
+        name, end, frame = rule.upper(), escaped(self._end), escaped(self._frame)
+        if self._end in self._specials:
+            closed = f"{rule}: {name}_TEXT {literal(self._end, self._specials)}\n"
+            return f"{closed}{name}_TEXT: /{text}{frame}/{without(end)}\n"
+        return f"{rule}[lazy]: {name}_END\n{name}_END: /{text}{frame}{end}/ & ~/(?s:.*){end}(?s:.+)/\n"
+
+    def _closing(self, text: str = "") -> str:
+        return literal(f"{text}{self._frame}{self._end}", self._specials)
+
+    def _apart(self) -> str:
+        """The end tag after a text in which its first letter, and the frame's, are lexemes of their own."""
+        frame = "".join(f"{quoted(letter)} " for letter in self._frame)
+        if self._end in self._specials:
+            return f"{frame}{literal(self._end, self._specials)}"
+        return f"{frame}{quoted(self._end[0])} {quoted(self._end[1:])}"
+
+    def _option(self, schema: Json, rule: str) -> tuple[str, str] | None:
+        """None: it cannot be written."""
+        kinds = declared_types(schema)
+        listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(listed, list):
+            is_kept = only_annotated(schema, "type", "enum", "const")
+            return self._listed(listed, kinds) if is_kept else None
+        if kinds == {"null"}:
+            return (self._closing("null"), "") if only_annotated(schema, "type") else None
+        if kinds == {"string"} and (pattern := _pattern(schema)) is not None:
+            return rule, self._ended(rule, f"(?:{pattern})")
+        if not only_annotated(schema, "type", "minLength", "maxLength"):
+            return None
+        rules = self.text(rule, _bound(schema, "minLength", 0), _bound(schema, "maxLength", None))
+        return (f"{self._closing('null')} | {rule}" if "null" in kinds else rule), rules
+
+    def _listed(self, values: Sequence[Any], kinds: set[str]) -> tuple[str, str] | None:
+        texts = ["null" if value is None else value for value in values]
+        for value in texts:
+            if not isinstance(value, str) or self._end in value:
+                return None
+        mistaken = [value for value in values if isinstance(value, str) and value.strip().lower() in ("null", "none")]
+        if ("null" in kinds and mistaken) or (None in values and "null" not in kinds):
+            return None
+        ends = self._closing()
+        return " | ".join(f"{quoted(text)} {ends}" if text else ends for text in texts), ""
+
+
+def _is_typed(schema: Any) -> bool:
+    """Whether the parser knows all types that a value may have."""
+    if not isinstance(schema, dict):
+        return False
+    listed = [schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list)]
+    options = [option for options in listed for option in options]
+    return "type" in schema or (bool(options) and all(_is_typed(option) for option in options))
+
+
+def _options(schema: Json) -> Sequence[Json]:
+    for word in ("anyOf", "oneOf"):
+        options = schema.get(word)
+        if isinstance(options, list) and only_annotated(schema, word) and all(isinstance(one, dict) for one in options):
+            return options
+    return [schema]
+
+
+def _bound(schema: Json, name: str, default: int | None) -> int | None:
+    value = schema.get(name, default)
+    return min(value, _LONGEST) if isinstance(value, int) and value >= 0 else default
+
+
+def _pattern(schema: Json) -> str | None:
+    """What the whole text matches, inside slashes; None where a pattern may be of a part of it."""
+    pattern = schema.get("pattern")
+    if not only_annotated(schema, "type", "pattern") or not isinstance(pattern, str):
+        return None
+    inner = of_whole(pattern)
+    return None if inner is None else _UNSAFE.sub(lambda found: _SAFE.get(found[0], found[0]), inner)

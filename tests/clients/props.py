@@ -1,0 +1,46 @@
+"""Owns what a task needs besides a program's settings: catalogues, providers, a picture, a server of MCP.
+Never says what a user has to set; docs/how-to/agents.md does."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.clients.parts import PICTURE_FILE
+from tests.clients.pixels import PIXELS
+from tests.clients.running import environment
+from tests.clients.scripted_server import MODEL
+
+
+def describe_to_codex(home: Path, project: Path) -> None:
+    """Have Codex think that the model is like one that it knows, of those that patch without JSON."""
+    told = subprocess.run(["codex", "debug", "models"], env=environment(home), capture_output=True, check=True)
+    known = json.loads(told.stdout)["models"]
+    like = next(model for model in known if model["apply_patch_tool_type"] == "freeform" and not model.get("tool_mode"))
+    catalog = {"models": [like | {"slug": MODEL, "display_name": MODEL}]}
+    (home / ".codex" / "models.json").write_text(json.dumps(catalog))
+
+
+def speak_by(npm: str, home: Path, project: Path) -> None:
+    """Have opencode use another of the AI SDK's providers."""
+    path = home / ".config" / "opencode" / "opencode.json"
+    path.write_text(path.read_text().replace("@ai-sdk/openai-compatible", f"@ai-sdk/{npm}"))
+
+
+def draw(home: Path, project: Path) -> None:
+    """Put a picture into the project, and a way to the MCP server into the home directory."""
+    (project / PICTURE_FILE).write_bytes(base64.b64decode(PIXELS))
+    command, script = sys.executable, str(Path(__file__).parent / "mcp_server.py")
+    server = {"type": "stdio", "command": command, "args": [script]}
+    (home / "mcp.json").write_text(json.dumps({"mcpServers": {"shouter": server}}))
+    if (config := home / ".codex" / "config.toml").exists():
+        table = f"[mcp_servers.shouter]\ncommand = {json.dumps(command)}\nargs = [{json.dumps(script)}]\n"
+        config.write_text(f"{config.read_text()}\n{table}")
+
+
+def describe_to_codex_and_draw(home: Path, project: Path) -> None:
+    describe_to_codex(home, project)
+    draw(home, project)
