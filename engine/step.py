@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from engine.multimodal_inputs import Encode, PlacedInput
-from engine.protocol import TokenLogprobs
+from engine.protocol import ErrorCode, TokenLogprobs
 
 PENDING_TOKEN = -1
 """In a row's token ids: what this request sampled in the step before, which is not read back yet (overlap)."""
@@ -187,13 +187,21 @@ class GraphUse:
 
 
 @dataclass(frozen=True, slots=True)
+class RowFailure:
+    """Why a row failed alone: its request ends with this code and message."""
+
+    message: str
+    code: ErrorCode = ErrorCode.STEP_FAILED
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step returns. The mappings are from a row's number to what that row asked for."""
 
     step_id: int
     sampled: tuple[tuple[int, ...], ...]
     """Row i's new tokens: empty for a row that samples nothing and for one that failed."""
-    failed: tuple[tuple[int, str], ...] = ()
+    failed: tuple[tuple[int, RowFailure], ...] = ()
     """(row, why) of rows that failed alone, in row order; the others are good."""
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """One for each sampled token."""
@@ -270,7 +278,7 @@ class TokenMasks(Protocol):
 
     def compile(self, grammar: str) -> None: ...
 
-    def masks(self, rows: Sequence[GrammarRow]) -> tuple[Any, dict[int, str]]: ...
+    def masks(self, rows: Sequence[GrammarRow]) -> tuple[Any, dict[int, RowFailure]]: ...
 
     def forced(self, request_id: str, tokens: Sequence[int]) -> tuple[int, ...]: ...
 

@@ -64,6 +64,11 @@ ENTRIES: dict[str, Entry] = {
         "HAProxy waited for a replica that did not answer.",
         "Try again. If it lasts, look at the replica's log.",
     ),
+    "grammar_limit_exceeded": Entry(
+        (400,),
+        "The grammar, regex or schema became more work in the middle of the answer than one token may cost.",
+        "Simplify it: fewer optional parts in a row, fewer alternatives that begin alike, recursion on the left.",
+    ),
     "headers_too_large": Entry(
         (431,), "The headers are larger, or there are more, than the server takes.", "Send fewer; see HTTP limits."
     ),

@@ -87,6 +87,7 @@ ENGINE_RULES: dict[ErrorCode, _Rule] = {
         500, "server_error", "preparation_failed", None, "The server failed to prepare the prompt."
     ),
     ErrorCode.ADAPTER_UNAVAILABLE: _Rule(503, "server_error", "adapter_unavailable", retry=True),
+    ErrorCode.GRAMMAR_LIMIT_EXCEEDED: _Rule(400, INVALID_REQUEST, "grammar_limit_exceeded"),
     ErrorCode.STEP_FAILED: _Rule(500, "server_error", "step_failed", None, "The engine failed to compute a step."),
     ErrorCode.ENGINE_DEAD: _Rule(503, "server_error", "engine_dead", None, "The engine is not running.", retry=True),
 }

@@ -614,10 +614,11 @@ MUTATIONS = (
         "S3-R1 a",
         "A failed step fails every live request, also those that it did not carry.",
         "engine/core/core.py",
-        "                events.append(self._applier.fail(row.request, ErrorCode.STEP_FAILED, failed[number]))\n",
+        "                events.append(self._applier.fail(row.request, failed[number].code, failed[number].message))\n",
         "                live = [*self._scheduler.waiting, *self._scheduler.prefilling.values()]\n"
         "                live += self._scheduler.decoding.values()\n"
-        "                events += [self._applier.fail(r, ErrorCode.STEP_FAILED, failed[number]) for r in live]\n",
+        "                why = failed[number]\n"
+        "                events += [self._applier.fail(r, why.code, why.message) for r in live]\n",
         (CORE,),
     ),
     Mutation(

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from engine.batch.regex_size import check_regexes
 from engine.config import ResolvedConfig
-from engine.step import GrammarError, GrammarRow
+from engine.protocol import ErrorCode
+from engine.step import GrammarError, GrammarRow, RowFailure
 
 MAX_COMPILED = 128
 """Grammars that are kept, the latest used. Another one that a step needs is compiled in that step."""
@@ -38,6 +39,10 @@ class _Match:
 
     matcher: llguidance.LLMatcher
     count: int = 0
+
+
+class _LeftGrammarError(Exception):
+    """An answer has a token that its masks do not allow: a fault of the engine."""
 
 
 _Work = tuple[llguidance.LLMatcher, int, list[int]]
@@ -105,7 +110,7 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return made
 
-    def masks(self, rows: Sequence[GrammarRow]) -> tuple[NDArray[np.int32], dict[int, str]]:
+    def masks(self, rows: Sequence[GrammarRow]) -> tuple[NDArray[np.int32], dict[int, RowFailure]]:
         """Which tokens may come next, after the answer and after each of the drafts, as far as those may come.
 
         Returns:
@@ -114,13 +119,15 @@ class Grammars:
         """
         filled = allocate_token_bitmask(sum(1 + len(row.drafts) for row in rows), self._tokenizer.vocab_size)
         work: dict[int, _Work] = {}
-        failed: dict[int, str] = {}
+        failed: dict[int, RowFailure] = {}
         first = 0
         for number, row in enumerate(rows):
             try:
                 work[number] = (self._caught_up(row), first, list(row.drafts))
             except GrammarError as error:
-                failed[number] = str(error)
+                failed[number] = _beyond_limits(str(error))
+            except _LeftGrammarError as error:
+                failed[number] = RowFailure(str(error))
             first += 1 + len(row.drafts)
         try:
             self._fill(list(work.values()), filled)
@@ -135,20 +142,20 @@ class Grammars:
             if drafted := [each for each in work if each[2]]:
                 fill_next_token_bitmask_par_with_draft_tokens(self._workers, drafted, filled)
 
-    def _fill_apart(self, work: Mapping[int, _Work], filled: NDArray[np.int32]) -> dict[int, str]:
+    def _fill_apart(self, work: Mapping[int, _Work], filled: NDArray[np.int32]) -> dict[int, RowFailure]:
         failed = {}
         for number, each in work.items():
             try:
                 self._fill([each], filled)
             except GrammarError as error:
-                failed[number] = str(error)
+                failed[number] = _beyond_limits(str(error))
         return failed
 
-    def _exhausted(self, rows: Sequence[GrammarRow]) -> dict[int, str]:
+    def _exhausted(self, rows: Sequence[GrammarRow]) -> dict[int, RowFailure]:
         """Rows whose mask was more work than the limits allow, by number."""
         matches = [self._matches.get(row.request_id) for row in rows]
         errors = {number: match.matcher.get_error() for number, match in enumerate(matches) if match is not None}
-        return {number: error for number, error in errors.items() if error}
+        return {number: _beyond_limits(error) for number, error in errors.items() if error}
 
     def _caught_up(self, row: GrammarRow) -> llguidance.LLMatcher:
         """The request's matcher, after its whole answer: new tokens are consumed, after a preemption all of them."""
@@ -160,8 +167,11 @@ class Grammars:
 
     def _consume(self, match: _Match, tokens: Sequence[int]) -> None:
         with _panics_told():
-            if tokens and not match.matcher.consume_tokens(list(tokens)):
-                raise GrammarError(match.matcher.get_error())
+            count = match.matcher.try_consume_tokens(list(tokens)) if tokens else 0
+        if match.matcher.is_error():
+            raise GrammarError(match.matcher.get_error())
+        if count < len(tokens):
+            raise _LeftGrammarError(f"The grammar does not allow token {tokens[count]}, which the answer has.")
         match.count += len(tokens)
 
     def forced(self, request_id: str, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -176,11 +186,17 @@ class Grammars:
             self._consume(match, tokens)
             with _panics_told():
                 return tuple(match.matcher.compute_ff_tokens())
-        except GrammarError:  # the next step's mask says so
+        except (GrammarError, _LeftGrammarError):  # the next step's mask says so
             return ()
 
     def forget(self, request_id: str) -> None:
         self._matches.pop(request_id, None)
+
+
+def _beyond_limits(error: str) -> RowFailure:
+    """`error`: the library's, of which the first line is for people."""
+    text = "The grammar became more work than the limits allow in the middle of the answer"
+    return RowFailure(f"{text}: {error.partition(chr(10))[0]}", ErrorCode.GRAMMAR_LIMIT_EXCEEDED)
 
 
 class _ByteTokens:

@@ -26,6 +26,7 @@ from engine.step import (
     Executor,
     ExecutorFatalError,
     ExecutorOutOfMemoryError,
+    RowFailure,
     RowKind,
     StepOutput,
     StepPlan,
@@ -240,7 +241,7 @@ class EngineCore:
             self._scheduler.lose_encoded(launched.step)
             output, failed = (
                 StepOutput(launched.step.step_id, ()),
-                dict.fromkeys(range(len(launched.epochs)), str(output)),
+                dict.fromkeys(range(len(launched.epochs)), RowFailure(str(output))),
             )
         events: list[Event] = []
         rows = zip(launched.plan.rows, launched.step.rows, launched.epochs, strict=True)
@@ -250,7 +251,7 @@ class EngineCore:
                 continue
             self._scheduler.discard(scheduled)
             if row.request.epoch == epoch:
-                events.append(self._applier.fail(row.request, ErrorCode.STEP_FAILED, failed[number]))
+                events.append(self._applier.fail(row.request, failed[number].code, failed[number].message))
         self.last_step.verified += self._applier.take_verified()
         self._draft()
         return events

@@ -30,6 +30,7 @@ from engine.step import (
     Capabilities,
     ExecutorOutOfMemoryError,
     GrammarRow,
+    RowFailure,
     RowKind,
     ScheduledRequest,
     StepOutput,
@@ -38,12 +39,12 @@ from engine.step import (
     grammar_rows,
 )
 
-NO_LOGIT = "The model gave no finite logit."
-NO_STATE = "The model gave no finite hidden state."
+NO_LOGIT = RowFailure("The model gave no finite logit.")
+NO_STATE = RowFailure("The model gave no finite hidden state.")
 LOST_STATE = "There is no memory for the step, and it cannot be run again: recurrent states may have moved on."
-LOST_TOKEN = "The token to go on from was not sampled: its row failed in the step before."
+LOST_TOKEN = RowFailure("The token to go on from was not sampled: its row failed in the step before.")
 
-_Masks = tuple[Within | None, dict[int, str]]
+_Masks = tuple[Within | None, dict[int, RowFailure]]
 """What grammars allow, and why rows have no mask, by row."""
 
 
@@ -253,7 +254,7 @@ def sum_pooled(plan: StepPlan, hidden: Tensor) -> Tensor | None:
     return torch.stack(sums) if sums else None
 
 
-def pooled_by_row(plan: StepPlan, sums: Tensor | None) -> tuple[dict[int, tuple[float, ...]], dict[int, str]]:
+def pooled_by_row(plan: StepPlan, sums: Tensor | None) -> tuple[dict[int, tuple[float, ...]], dict[int, RowFailure]]:
     """What `sum_pooled` found, on the host, and why rows have failed by it."""
     if sums is None:
         return {}, {}
@@ -267,7 +268,7 @@ def make_output(
     tokens: Mapping[int, Sequence[int | None]],
     logprobs: Mapping[int, Sequence[TokenLogprobs | None]],
     scores: Mapping[int, tuple[TokenLogprobs, ...] | None],
-    failed: dict[int, str],
+    failed: dict[int, RowFailure],
 ) -> StepOutput:
     """What each row asked for, by row, as far as its drafts were right; a row that lacks any of it, or is in `failed`,
     returns nothing else."""

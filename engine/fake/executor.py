@@ -17,6 +17,7 @@ from engine.step import (
     PENDING_TOKEN,
     Capabilities,
     GraphUse,
+    RowFailure,
     RowKind,
     RowSampling,
     ScheduledRequest,
@@ -181,20 +182,21 @@ class FakeExecutor:
     def shutdown(self) -> None:
         self._slots.clear()
 
-    def _fails(self, row: ScheduledRequest) -> str | None:
+    def _fails(self, row: ScheduledRequest) -> RowFailure | None:
         if row.request_id in self._broken:
-            return "The row before it failed."
+            return RowFailure("The row before it failed.")
         why = self._failing(row)
-        if why is not None:
-            self._broken.add(row.request_id)
-        return why
+        if why is None:
+            return None
+        self._broken.add(row.request_id)
+        return RowFailure(why)
 
-    def _output(self, plan: StepPlan, results: Sequence[str | _Computed]) -> StepOutput:
+    def _output(self, plan: StepPlan, results: Sequence[RowFailure | _Computed]) -> StepOutput:
         done = {i: result for i, result in enumerate(results) if isinstance(result, _Computed)}
         return StepOutput(
             plan.step_id,
             sampled=tuple(done[i].tokens if i in done else () for i in range(len(results))),
-            failed=tuple((i, result) for i, result in enumerate(results) if isinstance(result, str)),
+            failed=tuple((i, result) for i, result in enumerate(results) if isinstance(result, RowFailure)),
             logprobs={i: row.logprobs for i, row in done.items() if row.logprobs},
             prompt_logprobs={i: row.prompt_logprobs for i, row in done.items() if row.prompt_logprobs},
             pooled={i: row.pooled for i, row in done.items() if row.pooled},
@@ -348,7 +350,7 @@ class FakeExecutor:
 
     # --- grammars ---------------------------------------------------------------------------------------------------
 
-    def _read_grammars(self, plan: StepPlan) -> tuple[_Masks, Mapping[str, str]]:
+    def _read_grammars(self, plan: StepPlan) -> tuple[_Masks, Mapping[str, RowFailure]]:
         """The masks of rows that sample within a grammar, and why others cannot."""
         rows = [row for _, row in grammar_rows(plan, self._newest)]
         if not rows:

@@ -4,7 +4,7 @@ Never lets a rule between them pass: what cannot be kept for each alone is refus
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from serve_app.grammars.json_schema import subschemas
@@ -46,26 +46,49 @@ def parameters_of(tool: CallableTool) -> list[Parameter]:
     for name in required:
         if not isinstance(name, str) or name not in properties:
             raise GrammarRefused(f"should describe the required property {str(name)[:50]!r}", tool.place)
-    return [
-        replace(_parameter(name, schema, root, name in required, f"{tool.place}.properties.{name}"), text=tool.text)
-        for name, schema in properties.items()
-        if schema is not False or name in required
-    ]
+    definitions = _Definitions({word: root[word] for word in _SHARED if word in root})
+    found = []
+    for name, schema in properties.items():
+        if schema is False and name not in required:
+            continue
+        place = f"{tool.place}.properties.{name}"
+        found.append(Parameter(name, definitions.beside(schema, place), name in required, place, tool.text))
+    return found
 
 
-def _parameter(name: str, schema: Any, root: Json, is_required: bool, place: str) -> Parameter:
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise GrammarRefused("should be a JSON schema", place)
+class _Definitions:
+    """What a tool's parameters share. It is read once, however many refer to it."""
+
+    def __init__(self, definitions: Json) -> None:
+        self._definitions = definitions
+        self._checked = False
+
+    def beside(self, schema: Any, place: str) -> Json:
+        """The schema with the definitions that it refers to.
+
+        Raises:
+            GrammarRefused: it is no schema, or it or a definition refers to what is no definition.
+        """
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise GrammarRefused("should be a JSON schema", place)
+        if not _check_references(schema, place):
+            return schema
+        if not self._checked:
+            _check_references(self._definitions, place)
+            self._checked = True
+        return self._definitions | schema
+
+
+def _check_references(schema: Json, place: str) -> bool:
+    """Whether there are references."""
     references = [part["$ref"] for part in subschemas(schema) if "$ref" in part]
-    shared = {word: root[word] for word in _SHARED if word in root} if references else {}
-    references += [part["$ref"] for part in subschemas(shared) if "$ref" in part]
     for reference in references:
         if not str(reference).startswith(tuple(f"#/{word}/" for word in _SHARED)):
             text = f"the reference {str(reference)[:50]!r} cannot be kept in this model's format of calls"
             raise GrammarRefused(text, place)
-    return Parameter(name, shared | schema, is_required, place)
+    return bool(references)
 
 
 def only_annotated(schema: Json, *kept: str) -> bool:

@@ -35,6 +35,7 @@ from engine.step import (
     Capabilities,
     ExecutorOutOfMemoryError,
     GraphUse,
+    RowFailure,
     RowKind,
     StepOutput,
     StepPlan,
@@ -70,7 +71,7 @@ class _Launched:
     """In kernel order."""
     order: list[int] | None
     places: list[Place]
-    failed: dict[int, str]
+    failed: dict[int, RowFailure]
     limited: bool
     """Grammars limit some row."""
     graph: GraphUse | None

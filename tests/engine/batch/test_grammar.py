@@ -27,7 +27,7 @@ from engine.protocol import (
     Submission,
     Token,
 )
-from engine.step import GrammarError, GrammarRow, RowKind
+from engine.step import GrammarError, GrammarRow, RowFailure, RowKind
 from tests.support.engines import RecordingCore
 
 PROMPT = list(b"A question, of some length.")
@@ -234,20 +234,24 @@ def test_the_grammar_has_the_last_word(controls: dict[str, Any]) -> None:
 
 
 def test_a_grammar_that_becomes_too_much_work_fails_its_own_request_alone() -> None:
+    """It compiles, and its second mask takes more than one token may cost: the client's mistake, and no fault."""
     core = grammar_core()
-    masks = core._executor._grammars.masks  # type: ignore[attr-defined]
-
-    def too_complex(rows: Any) -> Any:
-        words, failed = masks(rows)
-        return words, failed | {n: "too complex" for n, row in enumerate(rows) if row.request_id == "b" and row.answer}
-
-    core._executor._grammars.masks = too_complex  # type: ignore[attr-defined]
     for name in "abc":
-        core.send(name, PROMPT, max_tokens=60, grammar=WORDS)
+        core.send(name, PROMPT, max_tokens=60, grammar=f"start: /{'.?' * 300}/" if name == "b" else WORDS)
     core.run()
     (failure,) = (event for event in core.events["b"] if isinstance(event, Failed))
-    assert (failure.code, failure.message) == (ErrorCode.STEP_FAILED, "too complex")
+    assert failure.code is ErrorCode.GRAMMAR_LIMIT_EXCEEDED
+    assert re.fullmatch(
+        "The grammar became more work than the limits allow .*: .*too many expressions.*", failure.message
+    )
     assert text_of(core, "a") == text_of(core, "c")
+
+
+def test_an_answer_that_leaves_its_grammar_is_a_fault_of_the_engine() -> None:
+    grammars = Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID)
+    _, failed = grammars.masks([GrammarRow("a", WORDS, tuple(b"alpine")), GrammarRow("b", WORDS, tuple(b"alpha"))])
+    assert failed == {0: RowFailure(f"The grammar does not allow token {ord('i')}, which the answer has.")}
+    assert failed[0].code is ErrorCode.STEP_FAILED
 
 
 class PanicException(BaseException):
@@ -270,6 +274,7 @@ def test_a_panic_of_the_library_fails_the_request_that_caused_it_alone(monkeypat
         core.send(name, PROMPT, max_tokens=60, grammar=WORDS)
     core.run()
     assert isinstance(core.events["b"][-1], Failed)
+    assert core.events["b"][-1].code is ErrorCode.GRAMMAR_LIMIT_EXCEEDED
     assert text_of(core, "a") == text_of(core, "c") != ""
 
 

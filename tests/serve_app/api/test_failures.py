@@ -39,6 +39,7 @@ EXPECTED = {
     ErrorCode.DEADLINE_EXCEEDED: (504, "timeout", "deadline_exceeded"),
     ErrorCode.PREPARATION_FAILED: (500, "server_error", "preparation_failed"),
     ErrorCode.ADAPTER_UNAVAILABLE: (503, "server_error", "adapter_unavailable"),
+    ErrorCode.GRAMMAR_LIMIT_EXCEEDED: (400, "invalid_request_error", "grammar_limit_exceeded"),
     ErrorCode.STEP_FAILED: (500, "server_error", "step_failed"),
     ErrorCode.ENGINE_DEAD: (503, "server_error", "engine_dead"),
 }

@@ -12,7 +12,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from serve_app.grammars.check import find_fault
+from serve_app.grammars.json_schema import subschemas
 from serve_app.grammars.notation import GrammarRefused
+from serve_app.parsing import parameters
 from serve_app.parsing.call_grammar import CallableTool, CallGrammar
 from serve_app.parsing.call_grammars import CALL_GRAMMARS
 from serve_app.parsing.deltas import Parsed, collect
@@ -278,6 +280,27 @@ def test_a_schema_that_a_family_cannot_keep_is_refused_at_its_place(
     with pytest.raises(GrammarRefused) as refused:
         grammar_of(family, WALKERS["text"], [(name, schema)]).calls()
     assert refused.value.place == f"tools.{name}.{place}".rstrip(".")
+
+
+def test_definitions_are_read_once_however_many_parameters_refer_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter walked all of them: 400 parameters and 400 definitions held the event loop for seconds."""
+    count = 0
+
+    def counted(schema: Any) -> Any:
+        nonlocal count
+        for part in subschemas(schema):
+            count += 1
+            yield part
+
+    monkeypatch.setattr(parameters, "subschemas", counted)
+    size = 100
+    schema = {
+        "properties": {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(size)},
+        "$defs": {f"d{i}": {"type": "integer"} for i in range(size)},
+    }
+    read = parameters.parameters_of(CallableTool("f", schema, "tools.f"))
+    assert [parameter.schema["$defs"].keys() for parameter in read] == [schema["$defs"].keys()] * size
+    assert count < 10 * size
 
 
 @pytest.mark.parametrize("family", FAMILIES)
