@@ -25,6 +25,8 @@ _LONG_NUMBER = re.compile(r"\d{21,}", re.ASCII)
 _LONG_WORD = re.compile(r"\S{121,}")
 """Longer than a field's name that was clipped, with what is around it."""
 INVALID_REQUEST = "invalid_request_error"
+_KINDS = {"requests": "requests at a time", "tokens": "queued prompt tokens"}
+_SETTINGS = {"requests": "admission.max_concurrent_requests", "tokens": "admission.max_queued_tokens"}
 _RETRY_SOON_S = 1.0
 """For refusals that come from where no drain rate is measured."""
 
@@ -69,15 +71,13 @@ class _Rule:
     """Another time it may work: the answer says when."""
 
 
-_QUEUE_FULL = "The request queue is full."
-
 ENGINE_RULES: dict[ErrorCode, _Rule] = {
     ErrorCode.EMPTY_PROMPT: _Rule(400, INVALID_REQUEST, "empty_prompt"),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: _Rule(400, INVALID_REQUEST, "context_length_exceeded"),
     # OpenAI's code for "it can never fit here": agents that shorten their prompt on it should do so here too.
     ErrorCode.KV_CAPACITY_EXCEEDED: _Rule(400, INVALID_REQUEST, "context_length_exceeded"),
     ErrorCode.INVALID_PARAMETER: _Rule(400, INVALID_REQUEST, "invalid_value"),
-    ErrorCode.QUEUE_FULL: _Rule(503, "server_overloaded", "queue_full", None, _QUEUE_FULL, retry=True),
+    ErrorCode.QUEUE_FULL: _Rule(503, "server_overloaded", "queue_full", retry=True),
     ErrorCode.DRAINING: _Rule(
         503, "service_unavailable", "draining", None, "This server is shutting down.", retry=True
     ),
@@ -127,20 +127,23 @@ def retry_headers(wait_s: float) -> dict[str, str]:
     return {"Retry-After": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(wait_s * 1000))}
 
 
-def overloaded(wait_s: float) -> ApiError:
-    """The deployment's limit is reached; the same refusal as an engine's whose queue is full."""
-    return ApiError(503, _QUEUE_FULL, type="server_overloaded", code="queue_full", headers=retry_headers(wait_s))
+def overloaded(kind: Literal["requests", "tokens"], limit: int, wait_s: float) -> ApiError:
+    """The deployment's limit is reached; the same refusal as an engine's whose queue is full.
+
+    `limit`: of one ingress replica, which is its share of the deployment's.
+    """
+    text = f"The request queue is full: this ingress replica takes {limit} {_KINDS[kind]} ({_SETTINGS[kind]})."
+    return ApiError(503, text, type="server_overloaded", code="queue_full", headers=retry_headers(wait_s))
 
 
 def rate_limited(kind: Literal["requests", "tokens"], limit: int, left: int, wait_s: float) -> ApiError:
     """A tenant's own limit is reached. The headers beside Retry-After are OpenAI's."""
-    what = {"requests": "requests at a time", "tokens": "prompt tokens queued"}[kind]
     headers = retry_headers(wait_s) | {
         f"x-ratelimit-limit-{kind}": str(limit),
         f"x-ratelimit-remaining-{kind}": str(left),
         f"x-ratelimit-reset-{kind}": f"{math.ceil(wait_s * 1000)}ms",
     }
-    text = f"Rate limit reached: this API key may have {limit} {what}."
+    text = f"Rate limit reached: this API key may have {limit} {_KINDS[kind]}."
     return ApiError(429, text, type="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 

@@ -151,7 +151,7 @@ class Gate:
             raise rate_limited("requests", limit, 0, visit.account.requests.wait_s(excess))
         limit = self._policy.of_deployment(self._num_engines()).max_concurrent_requests
         if limit is not None and (excess := _excess(self._all.requests, 1, limit)):
-            raise overloaded(self._all.requests.wait_s(excess))
+            raise overloaded("requests", limit, self._all.requests.wait_s(excess))
 
     def _check_tokens(self, visit: Visit, num_tokens: int) -> None:
         limit = self._policy.of_tenant(visit.tenant).max_queued_tokens
@@ -160,7 +160,7 @@ class Gate:
             raise rate_limited("tokens", limit, left, visit.account.tokens.wait_s(excess))
         limit = self._policy.of_deployment(self._num_engines()).max_queued_tokens
         if limit is not None and (excess := _excess(self._all.tokens, num_tokens, limit)):
-            raise overloaded(self._all.tokens.wait_s(excess))
+            raise overloaded("tokens", limit, self._all.tokens.wait_s(excess))
 
     # --- visits: called by Visit only -------------------------------------------------------------------------------
 

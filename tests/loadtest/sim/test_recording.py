@@ -45,9 +45,12 @@ def test_how_an_answer_ended_is_told() -> None:
 
 
 def test_what_is_refused_before_its_first_token_says_when_to_come_again() -> None:
-    answer = Recording(10.0, 7, error=overloaded(2.0)).ended(10.0)
+    answer = Recording(10.0, 7, error=overloaded("requests", 4, 2.0)).ended(10.0)
     assert (answer.outcome, answer.retry_after, answer.e2e_ms, answer.queue_ms) == (REJECTED, True, None, None)
-    assert answer.error == "503: The request queue is full."
+    assert answer.error == (
+        "503: The request queue is full: this ingress replica takes 4 requests at a time "
+        "(admission.max_concurrent_requests)."
+    )
 
 
 @pytest.mark.parametrize(

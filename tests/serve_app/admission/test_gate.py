@@ -198,6 +198,10 @@ async def test_beyond_the_deployments_requests_is_a_503_whoever_asks() -> None:
     for tenant in (ANN, BOB):
         error = await refused(gate, tenant)
         assert (error.status, error.type, error.code) == (503, "server_overloaded", "queue_full")
+        assert error.message == (
+            "The request queue is full: this ingress replica takes 2 requests at a time "
+            "(admission.max_concurrent_requests)."
+        )
     await end(*guests)
     again = Guest(gate)
     await quiet()
@@ -507,8 +511,10 @@ async def test_a_refusal_by_the_engine_is_told_the_measured_rate_too(code: Error
     clock.now += 7
     guests[0].finish()
     await quiet()
-    answer = await complete_with(gate, ScriptedClient(RequestRejected(code, "no")))
+    answer = await complete_with(gate, ScriptedClient(RequestRejected(code, "The engine holds 2 requests.")))
     assert (answer.status, answer.headers["retry-after"], answer.headers["retry-after-ms"]) == (503, "7", "7000")
+    if code is ErrorCode.QUEUE_FULL:
+        assert answer.error["message"] == "The engine holds 2 requests."
     await end(*guests)
 
 
