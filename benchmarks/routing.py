@@ -13,7 +13,7 @@ from typing import Any
 from engine.protocol import LoadSnapshot, SamplingParams, Submission
 from serve_app.routing.chooser import Chooser
 from serve_app.routing.stats import encode
-from serve_app.settings import RoutingSettings
+from serve_app.settings.routing import RoutingSettings
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 1024

@@ -47,8 +47,8 @@ BOXES = (
         "Ingress replica: HTTP and text",
         (
             Part("read, check, admit; the chat template, tokens", "serve_app/api/ingress.py"),
-            Part("one stream of each prompt's answers", "serve_app/api/choices.py"),
-            Part("events in, final text out; stop strings", "serve_app/api/completion.py"),
+            Part("one stream of each prompt's answers", "serve_app/api/openai/choices.py"),
+            Part("events in, final text out; stop strings", "serve_app/api/generation/completion.py"),
             Part("a stream outlives its engine", "serve_app/channel/migration.py"),
             Part("an attempt is one call", "serve_app/channel/handle_client.py"),
             Part("which engine", "serve_app/routing/router.py"),
@@ -59,7 +59,7 @@ BOXES = (
     Box(
         "Engine replica: token ids",
         (
-            Part("takes the call; sends the tokens", "serve_app/deployment.py"),
+            Part("takes the call; sends the tokens", "serve_app/replicas/deployment.py"),
             Part("a thread owns the step loop", "engine/async_engine.py"),
             Part("a step: plan, execute, apply", "engine/core/core.py"),
             Part("what the step computes", "engine/scheduling/planner.py"),

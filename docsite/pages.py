@@ -7,9 +7,20 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from docsite import commands, diagram, highlights, packages, refusals, routes, rules, stalls
+from docsite import (
+    commands,
+    diagram,
+    error_reference,
+    field_reference,
+    highlights,
+    packages,
+    reference,
+    refusals,
+    routes,
+    rules,
+    stalls,
+)
 from loadtest.marks import with_text
-from serve_app import error_reference, field_reference, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from serve_app.api.operations import OPERATIONS, UNVERSIONED, Operation
+from serve_app.api.openapi.operations import OPERATIONS, UNVERSIONED, Operation
 
 INTRODUCTION = """\
 # Routes

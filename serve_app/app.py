@@ -5,10 +5,10 @@ Never does work at import or build time; models are read in the replicas that ne
 from ray import serve
 from ray.serve import Application
 
-from serve_app.deployment import EngineReplica, IngressReplica
+from serve_app.replicas.deployment import EngineReplica, IngressReplica
 from serve_app.routing.router import router_config
 from serve_app.scaling.policy import deployment_options
-from serve_app.settings import CONTROL_CALLS, AppSettings
+from serve_app.settings.application import CONTROL_CALLS, AppSettings
 from serve_app.tracing.export import check_exporter
 
 # Serve kills a replica that is still draining after this; the ingress has ended its streams with an error before.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from serve_app.api.json_size import KEY_ITEMS, MAX_ITEMS
-from serve_app.api.tokenizer import Tokenizer
+from serve_app.api.requests.json_size import KEY_ITEMS, MAX_ITEMS
+from serve_app.api.text.tokenizer import Tokenizer
 
 MOST_BYTES = 3_900_000
 MODEL = "bench"

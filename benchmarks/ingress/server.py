@@ -22,10 +22,10 @@ from engine.protocol import (
     Usage,
 )
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import Course, ServedModel
-from serve_app.interpreter import spare_garbage_collections, take_short_turns
-from serve_app.lone_engine import LoneEngine
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import Course, ServedModel
+from serve_app.engines.lone_engine import LoneEngine
+from serve_app.replicas.interpreter import spare_garbage_collections, take_short_turns
 
 STEP_S = 0.02
 _TOKEN = 100

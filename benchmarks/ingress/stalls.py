@@ -22,7 +22,7 @@ from benchmarks.ingress.server import STEP_S
 from benchmarks.machine import machine
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
-from serve_app.api.tokenizer import Tokenizer
+from serve_app.api.text.tokenizer import Tokenizer
 
 NUM_STREAMS = 8
 PROBE_PAUSE_S = 0.005

@@ -23,7 +23,7 @@ from k8s.validate.manifests import (
 )
 from k8s.validate.pods import PodTemplate, containers, drain_deadline_s, pod_templates
 from k8s.validate.serve_config import FIELD, config_of, settings_of
-from serve_app.settings import AppSettings
+from serve_app.settings.application import AppSettings
 
 _Problems = Iterator[tuple[str, str]]
 _HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"

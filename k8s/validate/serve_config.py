@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from k8s.validate.manifests import Doc, Finding, at, name_of
 from serve_app.front.preflight import our_applications
-from serve_app.settings import AppSettings
+from serve_app.settings.application import AppSettings
 
 FIELD = "spec.serveConfigV2"
 

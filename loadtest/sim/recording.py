@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.protocol import Event, Finished, Scheduled, Token
 from loadtest.timeline import FAILED, OK, REJECTED, TOO_MUCH, Timeline
-from serve_app.errors import ApiError
+from serve_app.errors.api_error import ApiError
 
 
 @dataclass(slots=True)

@@ -25,7 +25,8 @@ from loadtest.sim.executor import TimedExecutor
 from loadtest.sim.step_time import StepTime
 from serve_app.routing.stats import encode
 from serve_app.scaling.memory import StampedReport
-from serve_app.scaling.signals import EngineSignals, SignalSettings
+from serve_app.scaling.signals import EngineSignals
+from serve_app.settings.scaling import SignalSettings
 
 
 class Sink(Protocol):

@@ -11,7 +11,7 @@ from engine.protocol import Submission
 from loadtest.sim.replica import Replica
 from serve_app.routing.chooser import Chooser
 from serve_app.routing.placement import NUM_DRAWN
-from serve_app.settings import RoutingSettings
+from serve_app.settings.routing import RoutingSettings
 
 
 class Router(Protocol):

@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from loadtest.sim.deployment import Deployment
-from serve_app.scaling.autoscaler import Autoscaler, Observation, ScalingSettings
+from serve_app.scaling.autoscaler import Autoscaler, Observation
 from serve_app.scaling.memory import StampedReport
+from serve_app.settings.scaling import ScalingSettings
 
 REPORT_S = 1.0
 """How often engines report, as in serve_app.scaling.policy."""

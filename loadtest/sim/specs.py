@@ -27,7 +27,7 @@ from loadtest.sim.workload import Job, poisson, thinned, window
 from loadtest.sim.world import World
 from loadtest.slo import Goal
 from loadtest.tally import Figures
-from serve_app.scaling.autoscaler import ScalingSettings
+from serve_app.settings.scaling import ScalingSettings
 
 Spec = dict[str, Any]
 """A run: JSON values only, so that it names itself in the results."""

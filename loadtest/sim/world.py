@@ -20,15 +20,15 @@ from loadtest.sim.workload import Job
 from loadtest.tally import Tally
 from loadtest.timeline import Timeline
 from serve_app.admission.gate import Gate, Visit
-from serve_app.admission.limits import GatePolicy
 from serve_app.channel.migration import Migration
-from serve_app.errors import ApiError, to_api_error
-from serve_app.scaling.signals import SignalSettings
+from serve_app.errors.api_error import ApiError, to_api_error
+from serve_app.settings.limits import GatePolicy
+from serve_app.settings.scaling import SignalSettings
 
 POINT, KIND = "simulated", "request"
 """In the tally: a simulation is one load, of one kind of request."""
 DISPATCH_BACKLOG = 16
-"""As serve_app.settings has it: requests beyond its seats that are with an engine."""
+"""As serve_app.settings.application has it: requests beyond its seats that are with an engine."""
 
 
 class World:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from engine.protocol import AdapterRef
 from serve_app.adapters.aliases import Aliases
-from serve_app.engine_client import ServedModel
-from serve_app.errors import model_not_found
+from serve_app.engines.engine_client import ServedModel
+from serve_app.errors.api_error import model_not_found
 
 
 class AdapterNames:

@@ -13,8 +13,8 @@ from types import TracebackType
 
 from engine.protocol import ErrorCode, RequestRejected
 from serve_app.admission.backlog import Backlog
-from serve_app.admission.limits import ANYBODY, GatePolicy, Tenant
-from serve_app.errors import overloaded, rate_limited
+from serve_app.errors.api_error import overloaded, rate_limited
+from serve_app.settings.limits import ANYBODY, GatePolicy, Tenant
 
 _OPEN = GatePolicy()
 

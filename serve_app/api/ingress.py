@@ -20,56 +20,56 @@ from starlette.types import Receive, Scope, Send
 
 from engine.protocol import EngineError, RequestRejected
 from serve_app.adapters.names import AdapterNames
-from serve_app.adapters.routes import AdapterRoutes
 from serve_app.admission.gate import Gate, Visit
-from serve_app.api.about import about_routes
-from serve_app.api.activity import activity_route
-from serve_app.api.admin import Admin
+from serve_app.api.admin.activity import activity_route
+from serve_app.api.admin.adapters import AdapterRoutes
+from serve_app.api.admin.control import Admin
 from serve_app.api.anthropic.count import CountTokens
 from serve_app.api.anthropic.form import read_messages
-from serve_app.api.asgi import RequestGuard, read_json_body, unless_client_leaves
-from serve_app.api.chat_reader import make_parsers, needs_reader, prompt_end
-from serve_app.api.choices import Choices
-from serve_app.api.completion import Completion
-from serve_app.api.content_stops import ContentStops
-from serve_app.api.cors import cors_middleware
-from serve_app.api.deadline import HEADER as DEADLINE_HEADER
-from serve_app.api.deadline import Deadline, deadline_of, now
-from serve_app.api.embeddings import prepare_embeddings, read_embeddings
-from serve_app.api.field_grammars import refused
-from serve_app.api.forms import Answering, Asked, RequestT, read_chat, read_completion
-from serve_app.api.generation_response import GenerationResponses
-from serve_app.api.hints import TellsHints
-from serve_app.api.json_text import json_response
-from serve_app.api.live import Life, LiveRequests
-from serve_app.api.logprobs import json_chars, score_chars
-from serve_app.api.model_list import model_json, models_json
-from serve_app.api.offload import INLINE_SIZE, run_sized
-from serve_app.api.refusal import REQUEST_ID, refusal
-from serve_app.api.responses.form import read_response
-from serve_app.api.responses.sealing import Seal
-from serve_app.api.schema import ChatRequest
-from serve_app.api.session import HEADER as SESSION_HEADER
-from serve_app.api.session import session_of
-from serve_app.api.sse import send_stream
-from serve_app.api.stop_strings import StopStrings
-from serve_app.api.submission import Prepared, prepare_chat, prepare_completion
-from serve_app.api.text_routes import TextRoutes
-from serve_app.api.thoughts import ThoughtCounter
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.auth import Keys, NeedsKey, tenant_of
-from serve_app.cors import CorsSettings
-from serve_app.engine_client import EngineClient, ServedModel
-from serve_app.errors import ApiError, clip, to_api_error
-from serve_app.instance import instance_headers
+from serve_app.api.generation.chat_reader import make_parsers, needs_reader, prompt_end
+from serve_app.api.generation.completion import Completion
+from serve_app.api.generation.field_grammars import refused
+from serve_app.api.generation.live import Life, LiveRequests
+from serve_app.api.generation.logprobs import json_chars, score_chars
+from serve_app.api.generation.submission import Prepared, prepare_chat, prepare_completion
+from serve_app.api.generation.thoughts import ThoughtCounter
+from serve_app.api.http.asgi import RequestGuard, read_json_body, unless_client_leaves
+from serve_app.api.http.cors import cors_middleware
+from serve_app.api.http.generation_response import GenerationResponses
+from serve_app.api.http.hint_header import TellsHints
+from serve_app.api.http.json_text import json_response
+from serve_app.api.http.offload import INLINE_SIZE, run_sized
+from serve_app.api.measuring import FACTS, TIMES, MeasuresRequests
+from serve_app.api.openai.choices import Choices
+from serve_app.api.openai.embeddings import prepare_embeddings, read_embeddings
+from serve_app.api.openai.forms import Answering, Asked, RequestT, read_chat, read_completion
+from serve_app.api.openai.model_list import model_json, models_json
+from serve_app.api.openai.responses.form import read_response
+from serve_app.api.openai.responses.sealing import Seal
+from serve_app.api.openai.sse import send_stream
+from serve_app.api.openai.text_routes import TextRoutes
+from serve_app.api.openapi.about import about_routes
+from serve_app.api.request_facts import RequestFacts, Trace
+from serve_app.api.requests.deadline import HEADER as DEADLINE_HEADER
+from serve_app.api.requests.deadline import Deadline, deadline_of, now
+from serve_app.api.requests.schema import ChatRequest
+from serve_app.api.requests.session import HEADER as SESSION_HEADER
+from serve_app.api.requests.session import session_of
+from serve_app.api.text.content_stops import ContentStops
+from serve_app.api.text.stop_strings import StopStrings
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.auth.keys import Keys, NeedsKey, tenant_of
+from serve_app.engines.engine_client import EngineClient, ServedModel
+from serve_app.engines.engine_load import EngineLoad
+from serve_app.errors.api_error import ApiError, clip, to_api_error
+from serve_app.errors.refusal import REQUEST_ID, refusal
 from serve_app.metrics.exposition import CONTENT_TYPE, expose
 from serve_app.metrics.ingress_recorder import IngressRecorder
-from serve_app.metrics.middleware import FACTS, TIMES, MeasuresRequests
 from serve_app.metrics.request_times import RequestTimes
 from serve_app.page.route import page_route
 from serve_app.parsing.reasoning_parsers import reasoning_parser
-from serve_app.routing.engine_load import EngineLoad
-from serve_app.tracing.facts import RequestFacts, Trace
+from serve_app.settings.cors import CorsSettings
+from serve_app.settings.instance import instance_headers
 
 MAX_BODY_BYTES = 4 * 2**20
 """About a million tokens of text; a body is held in memory while it is read and parsed."""

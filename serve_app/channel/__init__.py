@@ -1,2 +1,7 @@
-"""Owns the way between ingress and engine replicas: one Serve call a request, one token channel a pair, migration.
-Never holds text; token ids in, events out."""
+"""The way between ingress and engine replicas: one Serve call a request, one token channel a pair, and migration.
+
+`handle_client` is the client that the API uses. `token_sender` and `token_receiver` are the ends of the channel,
+`frames` its bytes, and `migration` moves a stream whose engine replica has died.
+
+Never holds text: token ids in, events out.
+"""

@@ -23,16 +23,16 @@ from engine.protocol import (
     RequestRejected,
     Submission,
 )
-from serve_app.channel.engine_call import EngineCall
 from serve_app.channel.frames import MalformedFrame, decode_frame
 from serve_app.channel.migration import Attempt, Migration
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
-from serve_app.engine_client import Course
+from serve_app.engines.engine_call import EngineCall
+from serve_app.engines.engine_client import Course
+from serve_app.engines.engine_count import num_engines
 from serve_app.metrics.activity import EngineActivity, FleetActivity, IngressActivity
 from serve_app.metrics.exposition import Scrape
 from serve_app.metrics.gather import gather
 from serve_app.metrics.values import ReplicaSamples
-from serve_app.routing.engine_count import num_engines
 
 T = TypeVar("T")
 

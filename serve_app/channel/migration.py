@@ -24,8 +24,8 @@ from engine.protocol import (
     Token,
     Usage,
 )
-from serve_app.channel.counts import ChannelCounts
-from serve_app.engine_client import Course, Move
+from serve_app.engines.engine_client import Course, Move
+from serve_app.metrics.channel_counts import ChannelCounts
 
 logger = logging.getLogger(__name__)
 

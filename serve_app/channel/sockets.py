@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from serve_app.channel.engine_call import ChannelAddress
+from serve_app.engines.engine_call import ChannelAddress
 
 MAX_FRAME_BYTES = 64 * 2**20
 """A step's events of one ingress replica; the largest by far are log-probabilities of long prompts."""

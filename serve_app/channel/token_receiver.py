@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import zmq.asyncio
 
 from engine.protocol import TERMINAL, EngineError, ErrorCode, Event, FinishReason
-from serve_app.channel.counts import ChannelCounts
 from serve_app.channel.frames import Beat, Entry, Frame, MalformedFrame, Reply, decode_frame, encode_reply, unpack
 from serve_app.channel.silence import LOOK_S, Silence
 from serve_app.channel.sockets import listen, send_now
-from serve_app.errors import ApiError
-from serve_app.routing import liveness
+from serve_app.engines import liveness
+from serve_app.errors.api_error import ApiError
+from serve_app.metrics.channel_counts import ChannelCounts
 
 logger = logging.getLogger(__name__)
 

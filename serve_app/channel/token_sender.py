@@ -17,7 +17,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from engine.async_engine import AsyncEngine
 from engine.protocol import TERMINAL, EngineError, ErrorCode, Event
-from serve_app.channel.engine_call import ChannelAddress, EngineCall
 from serve_app.channel.frames import (
     Beat,
     Entry,
@@ -30,6 +29,7 @@ from serve_app.channel.frames import (
     pack,
 )
 from serve_app.channel.sockets import connect, send_now
+from serve_app.engines.engine_call import ChannelAddress, EngineCall
 
 logger = logging.getLogger(__name__)
 

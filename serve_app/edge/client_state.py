@@ -1,6 +1,6 @@
 """Owns what the ingress tells the outermost ASGI layer about its client. Only seen where both run in one process: Ray's
 proxy sends a copy of the scope.
-Never decides when a client is given up; serve_app.api.asgi does."""
+Never decides when a client is given up; serve_app.api.http.asgi does."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from ray.serve.exceptions import RequestCancelledError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.api.refusal import ANTHROPIC_PATH, anthropic_error
 from serve_app.edge.client_state import track_client
 from serve_app.edge.limits import REQUEST_ID
 from serve_app.edge.refusals import NO_ROUTE, REPLICA_LOST, Refusal
-from serve_app.errors import ApiError
+from serve_app.errors.api_error import ApiError
+from serve_app.errors.refusal import ANTHROPIC_PATH, anthropic_error
 
 logger = logging.getLogger("ray.serve")
 

@@ -1,5 +1,5 @@
 """Owns the limits that uvicorn has not: how long and how large the head of a request may be, and what is answered.
-Never reads a body; the app limits those, see serve_app.api.asgi."""
+Never reads a body; the app limits those, see serve_app.api.http.asgi."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from serve_app.front.proxy_env import serving_environment, starts_a_cluster
 from serve_app.front.servers import running_servers
 from serve_app.front.start import StartFailed, in_a_line
 from serve_app.front.this_machine import EngineCheck, checking
-from serve_app.instance import VARIABLE
+from serve_app.settings.instance import VARIABLE
 
 VERBOSE_HELP = "Show what Ray and all replicas log, which otherwise goes to a file."
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from engine.checkpoints.prepare import ModelError, prepare_model
 from serve_app.front.config_file import ConfigRefused, ServeConfig
-from serve_app.settings import AppSettings
+from serve_app.settings.application import AppSettings
 
 BUILDER = "serve_app.app:build"
 

@@ -14,7 +14,7 @@ import yaml
 
 from serve_app.front.haproxy import BINARY_PATH, HAProxyMisconfigured, HAProxyUnusable, private_haproxy
 from serve_app.front.preflight import our_applications
-from serve_app.settings import AppSettings
+from serve_app.settings.application import AppSettings
 
 ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 

@@ -15,7 +15,7 @@ from typing import Any
 from engine.config import ResolvedConfig
 from serve_app.front.config_file import ServeConfig, address_of
 from serve_app.front.preflight import Application
-from serve_app.instance import HEADER, VARIABLE
+from serve_app.settings.instance import HEADER, VARIABLE
 
 Say = Callable[[str], None]
 

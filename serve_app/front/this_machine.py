@@ -16,13 +16,13 @@ from tempfile import TemporaryFile
 
 from engine.build.check import COMMAND, REFUSED
 from engine.checkpoints.prepare import prepare_model
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.auth import Keys, KeysFileError
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.auth.keys import Keys, KeysFileError
 from serve_app.front.arguments import Arguments
 from serve_app.front.config_file import ConfigRefused, ServeConfig, address_of, has_proxies
 from serve_app.front.modules import check_modules
 from serve_app.front.preflight import Application
-from serve_app.images.settings import ImageSettings
+from serve_app.settings.images import ImageSettings
 from serve_app.tracing.export import MissingExporter, check_exporter
 
 

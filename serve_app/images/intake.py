@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.multimodal_inputs import InputKind
-from serve_app.errors import ApiError
+from serve_app.errors.api_error import ApiError
 from serve_app.images.data_url import SCHEME, read_data_url
 from serve_app.images.fetch import Fetcher
 from serve_app.images.pixels import LOW_DETAIL_PIXELS, Pixels, read_pixels
 from serve_app.images.refusal import ImageRefused, check_size
-from serve_app.images.settings import ImageSettings
+from serve_app.settings.images import ImageSettings
 
 DECODERS = 2
 """Threads: a decoded image has three bytes for each pixel, and so many are in memory at a time."""

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from typing import Literal
 
 from serve_app.admission.gate import Gate
-from serve_app.channel.counts import ChannelCounts
-from serve_app.errors import ApiError
+from serve_app.errors.api_error import ApiError
+from serve_app.metrics import overlap
 from serve_app.metrics.catalogue import INGRESS
+from serve_app.metrics.channel_counts import ChannelCounts
 from serve_app.metrics.request_times import RequestTimes
 from serve_app.metrics.values import Histogram, Sample
-from serve_app.routing import overlap
 
 Outcome = Literal["complete", "error", "incomplete", "client_gone"]
 _OUTCOMES: tuple[Outcome, ...] = ("complete", "error", "incomplete", "client_gone")

@@ -12,7 +12,7 @@ from serve_app.routing.fleet import Fleet
 from serve_app.routing.placement import Ask, Bound, Candidate, rank
 from serve_app.routing.prefix_index import prefix_keys
 from serve_app.routing.stats import adapter_key
-from serve_app.settings import RoutingSettings
+from serve_app.settings.routing import RoutingSettings
 
 _NOBODY: frozenset[str] = frozenset()
 

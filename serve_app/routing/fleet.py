@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from serve_app.routing.engine_load import EngineLoad
+from serve_app.engines.engine_load import EngineLoad
 from serve_app.routing.prefix_index import PrefixIndex
 from serve_app.routing.stats import RoutingReport, decode, taken_at_s
 

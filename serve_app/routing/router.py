@@ -14,13 +14,14 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from engine.config import EngineConfig
-from serve_app.channel.engine_call import EngineCall
-from serve_app.routing import liveness, overlap
+from serve_app.engines import liveness
+from serve_app.engines.engine_call import EngineCall
+from serve_app.engines.engine_count import num_engines, set_num_engines
+from serve_app.engines.engine_load import set_engine_load
+from serve_app.metrics import overlap
 from serve_app.routing.chooser import Chooser
-from serve_app.routing.engine_count import num_engines, set_num_engines
-from serve_app.routing.engine_load import set_engine_load
 from serve_app.routing.placement import Candidate, two_choices
-from serve_app.settings import RoutingSettings
+from serve_app.settings.routing import RoutingSettings
 
 __all__ = ["EngineRouter", "num_engines", "router_config"]
 

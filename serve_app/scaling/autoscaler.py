@@ -7,10 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from serve_app.scaling.memory import Freshness, Lasting, LoadShare, Sorted, StampedReport, Trend
 from serve_app.scaling.signals import ATTAINMENT_WINDOW_S, OFFERED_WINDOW_S, EngineReport
+from serve_app.settings.scaling import ScalingSettings
 
 _ROUNDING = 1e-9
 """Sums of floats that should be whole are not rounded up to the next number."""
@@ -19,51 +18,6 @@ _FULL = 0.9
 """From this share on, seats or blocks are what requests wait for: some are free at any moment, between two of them."""
 _FORECAST_GROWTH = 2.0
 """A forecast is at most this multiple of the present load."""
-
-
-class ScalingSettings(BaseModel):
-    """Targets that a replica is loaded to, and how fast the number of replicas follows."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    target_utilization: float = Field(
-        0.7, description="Share of an engine's seats, and of its prefill throughput, that is to be in use.", gt=0, le=1
-    )
-    target_kv_utilization: float = Field(
-        0.8, description="Share of an engine's KV blocks that is to be held or reserved.", gt=0, le=1
-    )
-    target_queue_s: float = Field(2, description="Seconds of prefill work that may wait at an engine.", gt=0)
-    drain_time_s: float = Field(
-        30, description="Time to work off what waits beyond that, besides all that arrives.", gt=0
-    )
-    ttft_objective: float = Field(
-        0.9,
-        description="Share of requests that are to meet `ttft_target_ms`; below it, busy engines are given less load.",
-        gt=0,
-        le=1,
-    )
-    startup_time_s: float = Field(
-        60, description="How far ahead a steady rise of the load is extrapolated: a replica's start-up. 0: off.", ge=0
-    )
-    max_growth: float = Field(
-        2, description="Waiting work may ask for at most this multiple of the running replicas.", gt=1
-    )
-    upscale_delay_s: float = Field(2, description="How long more load must last before replicas are added.", ge=0)
-    downscale_delay_s: float = Field(
-        300, description="How long the load must be low before one step of replicas is removed.", ge=0
-    )
-    downscale_to_zero_delay_s: float = Field(
-        600, description="How long nothing may have run or waited before the last replica is removed.", ge=0
-    )
-    downscale_step: float = Field(
-        0.25, description="Largest share of the replicas that one step removes; at least one.", gt=0, le=1
-    )
-    downscale_margin: float = Field(
-        0.1, description="Share of their targets that the remaining replicas must have left after a step.", ge=0, lt=1
-    )
-    stale_after_s: float = Field(
-        10, description="A replica without news for this long is assumed full, and nothing is removed.", gt=0
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from serve_app.scaling.autoscaler import Autoscaler, Decision, Observation, ScalingSettings
+from serve_app.scaling.autoscaler import Autoscaler, Decision, Observation
 from serve_app.scaling.memory import StampedReport
 from serve_app.scaling.signals import EngineReport
-from serve_app.settings import AppSettings, AutoscalingSettings
+from serve_app.settings.application import AppSettings
+from serve_app.settings.scaling import AutoscalingSettings, ScalingSettings
 
 POLICY = "serve_app.scaling.policy:EngineLoadPolicy"
 

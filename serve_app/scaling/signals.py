@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from engine.protocol import TERMINAL, Event, Finished, FinishReason, LoadSnapshot, PromptLogprobs, Scheduled
+from serve_app.settings.scaling import SignalSettings
 
 ATTAINMENT_WINDOW_S = 30
 """How long a request's time to first token counts in the attainment."""
@@ -21,22 +20,6 @@ _THROUGHPUT_MEMORY_S = 60.0
 """After this much time with prefill work, what was measured before counts for 1/e."""
 _BEST_MEMORY_S = 3600.0
 """The same, of how much better than now it was."""
-
-
-class SignalSettings(BaseModel):
-    """What the signals of an engine are measured against."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    ttft_target_ms: float = Field(
-        default=2000,
-        description="Time to first token that requests are to have; a prompt that takes longer than this by itself, "
-        "which no replica can change, may take twice its own time.",
-        gt=0,
-    )
-    prefill_tokens_per_s: float = Field(
-        default=1000, description="Prefill throughput of an engine that has not measured its own yet.", gt=0
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from serve_app.api.embedding_schema import EmbeddingRequest
-from serve_app.api.schema import ChatRequest
-from serve_app.errors import ApiError, clip
-from serve_app.tracing.facts import EndedRequest, RequestFacts
+from serve_app.api.request_facts import EndedRequest, RequestFacts
+from serve_app.api.requests.embedding_schema import EmbeddingRequest
+from serve_app.api.requests.schema import ChatRequest
+from serve_app.errors.api_error import ApiError, clip
 
 if TYPE_CHECKING:
-    from serve_app.api.choices import Choices
+    from serve_app.api.openai.choices import Choices
 
 Value = str | bool | int | float | Sequence[str]
 Attributes = dict[str, Value]

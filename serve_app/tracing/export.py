@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from serve_app.settings import TracingSettings
+from serve_app.settings.tracing import TracingSettings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -46,7 +46,7 @@ def make_tracer(settings: TracingSettings, model: str, replica_id: str) -> Reque
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
-    from serve_app.api.about import package_version
+    from serve_app.api.openapi.about import package_version
     from serve_app.tracing.spans import RequestTracer
 
     named = {"service.name": "chunkserve", "service.version": package_version(), "service.instance.id": replica_id}

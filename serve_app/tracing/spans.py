@@ -15,9 +15,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from serve_app.api.request_facts import EndedRequest
 from serve_app.metrics.request_times import RequestTimes
 from serve_app.tracing.attributes import attributes_of, error_type, span_name, status_code
-from serve_app.tracing.facts import EndedRequest
 
 _propagator = TraceContextTextMapPropagator()
 FLUSH_MS = 5000

@@ -20,8 +20,8 @@ from engine.build.engine import build_engine
 from engine.config import EngineConfig
 from loadtest.server import Server
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import ServedModel
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import ServedModel
 from tests.serve_app.harness import Exchange, LocalClient
 from tests.support.serve_process import members_of
 from tests.support.streams import Answer, Stream

@@ -18,8 +18,8 @@ from engine.build.engine import build_engine
 from engine.config import EngineConfig, FakeConfig
 from loadtest.server import Server
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import ServedModel
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import ServedModel
 from tests.chaos.support import ENGINE, MODEL, engine_pid, fake, kill, until_replicas
 from tests.serve_app.harness import LocalClient, post
 from tests.support.serve_process import serve_run

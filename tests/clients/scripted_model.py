@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.protocol import Event, Finished, FinishReason, Scheduled, Submission, Token, Usage
-from serve_app.api.chat_template import ChatTemplate
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import Course
-from serve_app.lone_engine import LoneEngine
+from serve_app.api.text.chat_template import ChatTemplate
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import Course
+from serve_app.engines.lone_engine import LoneEngine
 
 TOKENS_AN_ITEM = 3
 THOUGHT = "<think>\nThe next step"

@@ -20,11 +20,11 @@ from engine.build.engine import FAKE_IMAGES
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
 from serve_app.api.ingress import create_app
-from serve_app.api.responses.sealing import Seal
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import ServedModel
+from serve_app.api.openai.responses.sealing import Seal
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import ServedModel
 from serve_app.images.intake import ImageIntake
-from serve_app.images.settings import ImageSettings
+from serve_app.settings.images import ImageSettings
 from tests.clients.scripted_model import IMAGE, Part, ScriptedModel, use_template
 
 MODEL = "qwen3-scripted"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from serve_app.api.chat_template import ChatTemplate
+from serve_app.api.text.chat_template import ChatTemplate
 from tests.clients.scripted_model import ASIDE, IMAGE, TEMPLATE, THOUGHT, Call, Scenes, ToolCalls
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("read", "run")]

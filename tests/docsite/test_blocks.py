@@ -19,9 +19,10 @@ from loadtest.find_rate import options_of
 from loadtest.server import Server
 from loadtest.sim import load as simulated
 from loadtest.slo import PASSED
-from serve_app.api.operations import OPERATIONS, Operation
-from serve_app.api.schema import parse_request
-from serve_app.settings import ApiKey, AppSettings
+from serve_app.api.openapi.operations import OPERATIONS, Operation
+from serve_app.api.requests.schema import parse_request
+from serve_app.settings.application import AppSettings
+from serve_app.settings.auth import ApiKey
 from tests.docsite.blocks import BLOCKS, block
 from tests.loadtest.test_loadtest_readme import real
 

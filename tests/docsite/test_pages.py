@@ -21,8 +21,8 @@ from docsite import commands, diagram, refusals
 from docsite.hooks import BESIDE_THE_CODE, in_site, with_links
 from docsite.pages import DOCS, ROOT, rendered
 from loadtest import transport
-from serve_app.api.embedding_schema import EmbeddingRequest
-from serve_app.api.schema import ChatRequest, CompletionRequest, StreamOptions
+from serve_app.api.requests.embedding_schema import EmbeddingRequest
+from serve_app.api.requests.schema import ChatRequest, CompletionRequest, StreamOptions
 
 RESULTS = ROOT / "loadtest" / "results"
 FIGURES = {

@@ -13,7 +13,7 @@ import yaml
 
 from k8s.validate.builds import rendered
 from k8s.validate.manifests import K8S, ROOT, at, of_kind
-from serve_app.settings import ApiKey
+from serve_app.settings.auth import ApiKey
 
 README = (K8S / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]

@@ -27,8 +27,8 @@ from engine.protocol import (
 )
 from serve_app.adapters.shelf import NamedAdapters
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import Course, ServedModel
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import Course, ServedModel
 from serve_app.metrics.activity import FleetActivity, IngressActivity
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.exposition import Scrape

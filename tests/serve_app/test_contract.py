@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from loadtest.server import Server
-from serve_app.api.embedding_schema import EmbeddingRequest
-from serve_app.api.schema import ChatRequest, CompletionRequest
+from serve_app.api.requests.embedding_schema import EmbeddingRequest
+from serve_app.api.requests.schema import ChatRequest, CompletionRequest
 from tests.support.image_files import data_url
 from tests.support.serve_process import serve_run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serve_app.api.tokenizer import Tokenizer
+from serve_app.api.text.tokenizer import Tokenizer
 from tests.support.image_files import Given, data_url, image_file, image_server, make_image
 from tests.support.serve_process import PYTHON_PROXY, serve_run
 from tests.support.tiny_vision import save_vision_model, show

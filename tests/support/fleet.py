@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from engine.protocol import LoadSnapshot, Scheduled, Token
-from serve_app.scaling.autoscaler import Autoscaler, Decision, Observation, ScalingSettings
+from serve_app.scaling.autoscaler import Autoscaler, Decision, Observation
 from serve_app.scaling.memory import StampedReport
-from serve_app.scaling.signals import EngineSignals, SignalSettings
+from serve_app.scaling.signals import EngineSignals
+from serve_app.settings.scaling import ScalingSettings, SignalSettings
 
 TICK_S = 0.5
 BLOCK_SIZE = 16

@@ -1,2 +1,8 @@
-"""Owns Anthropic's API: its requests as conversations, and its form of answers, whole and streamed.
-Never asks an engine in a way of its own: a message is a chat in other words."""
+"""Anthropic's API: its requests as chat requests, and its form of answers, whole and streamed.
+
+Start with `conversation`, which turns a message request into a chat, and `form`, which turns the answer back. `schema`
+has the request's fields, `blocks` and `read_blocks` what stands in a message, `tools` the tools, and `frames` the
+events of a stream.
+
+Never asks an engine in a way of its own: a message is a chat in other words.
+"""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, RootModel
 
-from serve_app.api.answer_schema import Shape
+from serve_app.api.openai.answer_schema import Shape
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 

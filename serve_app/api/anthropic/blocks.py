@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from serve_app.api.anthropic.hinted import hint_where_refused
-from serve_app.api.strict_model import StrictModel, Unsupported
-from serve_app.api.unions import by_type, of_types, text_or_list_of
+from serve_app.api.requests.strict_model import StrictModel, Unsupported
+from serve_app.api.requests.unions import by_type, of_types, text_or_list_of
 
 
 class CacheControl(StrictModel):

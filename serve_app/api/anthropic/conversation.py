@@ -18,15 +18,15 @@ from serve_app.api.anthropic.schema import (
 )
 from serve_app.api.anthropic.tools import AbsentTool, ClientTool, Tool
 from serve_app.api.anthropic.turns import chat_turns, image_paths
-from serve_app.api.chat_template import ChatTemplate
-from serve_app.api.effort import thinking_options
-from serve_app.api.hints import ignore_or_refuse
-from serve_app.api.image_prompt import image_names
-from serve_app.api.schema import ChatRequest
-from serve_app.api.strict_model import UNSUPPORTED
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import ServedModel
-from serve_app.errors import ApiError, from_validation
+from serve_app.api.generation.image_prompt import image_names
+from serve_app.api.requests.effort import thinking_options
+from serve_app.api.requests.hints import ignore_or_refuse
+from serve_app.api.requests.schema import ChatRequest
+from serve_app.api.requests.strict_model import UNSUPPORTED
+from serve_app.api.text.chat_template import ChatTemplate
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import ServedModel
+from serve_app.errors.api_error import ApiError, from_validation
 
 Json = dict[str, Any]
 

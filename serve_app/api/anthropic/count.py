@@ -11,14 +11,14 @@ from starlette.responses import JSONResponse, Response
 from serve_app.adapters.names import AdapterNames
 from serve_app.api.anthropic.conversation import as_chat, names_of
 from serve_app.api.anthropic.schema import CountTokensRequest
-from serve_app.api.asgi import read_json_body
-from serve_app.api.forms import renamed
-from serve_app.api.offload import run_sized
-from serve_app.api.schema import ChatRequest, parse_request
-from serve_app.api.submission import encode_conversation
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import ServedModel
-from serve_app.errors import ApiError
+from serve_app.api.generation.submission import encode_conversation
+from serve_app.api.http.asgi import read_json_body
+from serve_app.api.http.offload import run_sized
+from serve_app.api.openai.forms import renamed
+from serve_app.api.requests.schema import ChatRequest, parse_request
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import ServedModel
+from serve_app.errors.api_error import ApiError
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from serve_app.api.anthropic.conversation import as_chat, names_of
 from serve_app.api.anthropic.frames import MessageFrames
 from serve_app.api.anthropic.message import Json, block_json, message_json, stop_json, usage_json
 from serve_app.api.anthropic.schema import MessagesRequest
-from serve_app.api.blocks import BlockReader
-from serve_app.api.completion import Piece
-from serve_app.api.forms import Answering, Asked
-from serve_app.api.schema import ChatRequest, parse_request
-from serve_app.api.sse import Frames
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import ServedModel
+from serve_app.api.generation.blocks import BlockReader
+from serve_app.api.generation.completion import Piece
+from serve_app.api.openai.forms import Answering, Asked
+from serve_app.api.openai.sse import Frames
+from serve_app.api.requests.schema import ChatRequest, parse_request
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import ServedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import ClassVar
 
 from serve_app.api.anthropic.message import SIGNATURE, Json, block_json, message_json, stop_json, usage_json
-from serve_app.api.blocks import Block, BlockReader, Closed, Grown, Step
-from serve_app.api.call_arguments import ArgumentRepair
-from serve_app.api.choices import Choices
-from serve_app.api.completion import Piece
-from serve_app.api.refusal import anthropic_error
-from serve_app.api.sse import event_frame
-from serve_app.errors import ApiError
+from serve_app.api.generation.blocks import Block, BlockReader, Closed, Grown, Step
+from serve_app.api.generation.completion import Piece
+from serve_app.api.openai.choices import Choices
+from serve_app.api.openai.sse import event_frame
+from serve_app.errors.api_error import ApiError
+from serve_app.errors.refusal import anthropic_error
+from serve_app.parsing.call_arguments import ArgumentRepair
 
 _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),

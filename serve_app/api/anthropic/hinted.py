@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
-from serve_app.api.hints import hints
-from serve_app.api.strict_model import UNSUPPORTED
+from serve_app.api.requests.hints import hints
+from serve_app.api.requests.strict_model import UNSUPPORTED
 
 
 def ignore_hint_in_schema(name: str, why: str, field: str | None = None) -> None:

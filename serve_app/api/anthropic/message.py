@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 from engine.protocol import Usage
-from serve_app.api.blocks import Block
-from serve_app.api.call_arguments import UNREADABLE, read_arguments
-from serve_app.api.completion import Piece
+from serve_app.api.generation.blocks import Block
+from serve_app.api.generation.completion import Piece
+from serve_app.parsing.call_arguments import UNREADABLE, read_arguments
 
 Json = dict[str, Any]
 

@@ -20,8 +20,8 @@ from serve_app.api.anthropic.read_blocks import (
     SilentBlock,
     ToolReferenceBlock,
 )
-from serve_app.api.strict_model import StrictModel, Unsupported
-from serve_app.api.unions import by_type, kind_of, of_types, text_or_list_of
+from serve_app.api.requests.strict_model import StrictModel, Unsupported
+from serve_app.api.requests.unions import by_type, kind_of, of_types, text_or_list_of
 
 _IN_RESULTS = ("text", "image", "document", "search_result", "tool_reference")
 ResultPart = Annotated[

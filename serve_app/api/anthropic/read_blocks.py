@@ -12,8 +12,8 @@ from pydantic_core import PydanticCustomError
 from serve_app.api.anthropic.blocks import MarkedBlock, TextOrBlocks, Texts, joined
 from serve_app.api.anthropic.hinted import ignore_hint_in_schema
 from serve_app.api.anthropic.readable import Unreadable, call_text, readable, tagged
-from serve_app.api.strict_model import UNSUPPORTED, StrictModel, Unsupported
-from serve_app.api.unions import by_type, of_types
+from serve_app.api.requests.strict_model import UNSUPPORTED, StrictModel, Unsupported
+from serve_app.api.requests.unions import by_type, of_types
 
 _NO_CITATIONS: Unsupported = {"citations": ({"enabled": False},)}
 """Answers cite nothing."""

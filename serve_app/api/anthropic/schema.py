@@ -14,13 +14,13 @@ from serve_app.api.anthropic.hinted import hint_where_refused
 from serve_app.api.anthropic.message_schema import AnthropicMessage
 from serve_app.api.anthropic.read_blocks import Silent
 from serve_app.api.anthropic.tools import FAMILIES, AnyTool
-from serve_app.api.effort import Asked, Effort
-from serve_app.api.foreign_fields import LONGER_THAN_THE_CONTEXT
-from serve_app.api.messages import FUNCTION_NAME, MAX_TOOLS
-from serve_app.api.refusal import THREAD
-from serve_app.api.stop_schema import StopList
-from serve_app.api.strict_model import UNSUPPORTED, USED_IF_POSSIBLE, StrictModel, Unsupported
-from serve_app.api.unions import of_types
+from serve_app.api.requests.effort import Asked, Effort
+from serve_app.api.requests.foreign_fields import LONGER_THAN_THE_CONTEXT
+from serve_app.api.requests.messages import FUNCTION_NAME, MAX_TOOLS
+from serve_app.api.requests.stop_schema import StopList
+from serve_app.api.requests.strict_model import UNSUPPORTED, USED_IF_POSSIBLE, StrictModel, Unsupported
+from serve_app.api.requests.unions import of_types
+from serve_app.errors.refusal import THREAD
 
 _NEVER: tuple[Any, ...] = ()
 MIN_BUDGET = 1024

@@ -13,9 +13,9 @@ from pydantic_core import PydanticCustomError
 from serve_app.api.anthropic.blocks import CacheMark
 from serve_app.api.anthropic.client_tools import CLIENT_TOOLS, ClientToolForm
 from serve_app.api.anthropic.hinted import ignore_hint_in_schema
-from serve_app.api.messages import FUNCTION_NAME
-from serve_app.api.strict_model import StrictModel, Unsupported
-from serve_app.api.unions import of_types
+from serve_app.api.requests.messages import FUNCTION_NAME
+from serve_app.api.requests.strict_model import StrictModel, Unsupported
+from serve_app.api.requests.unions import of_types
 
 FAMILIES = {
     **{name: name for name in ("web_search", "web_fetch", "code_execution", "advisor", "mcp_toolset")},

@@ -9,7 +9,7 @@ from typing import Any
 
 from serve_app.api.anthropic.blocks import ImageBlock, TextBlock, ThinkingBlock, ToolUseBlock, UrlSource
 from serve_app.api.anthropic.message_schema import AnthropicMessage, ToolResultBlock
-from serve_app.api.call_arguments import UNREADABLE
+from serve_app.parsing.call_arguments import UNREADABLE
 
 Json = dict[str, Any]
 _Shown = str | ImageBlock

@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks.ingress.bodies import CASES
 from benchmarks.ingress.stalls import measure, served
-from serve_app.api.forms import read_chat, read_completion
 from serve_app.api.ingress import MAX_BODY_BYTES
-from serve_app.api.schema import parse_request
-from serve_app.api.text_schema import DetokenizeRequest, TokenizeRequest
-from serve_app.api.tokenizer import Tokenizer
+from serve_app.api.openai.forms import read_chat, read_completion
+from serve_app.api.requests.schema import parse_request
+from serve_app.api.requests.text_schema import DetokenizeRequest, TokenizeRequest
+from serve_app.api.text.tokenizer import Tokenizer
 
 READERS = {
     "/v1/completions": read_completion,

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 import engine
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.step import RowKind, StepPlan
-from serve_app.settings import AppSettings
+from serve_app.settings.application import AppSettings
 from tests.support.engines import RecordingCore, answer_alone
 
 DESIGNS = ["S1", "S2", "S3", "S4", "S5"]

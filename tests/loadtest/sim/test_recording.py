@@ -7,7 +7,7 @@ import pytest
 from engine.protocol import EngineError, ErrorCode, Finished, FinishReason, Scheduled, Token, Usage
 from loadtest.sim.recording import Recording
 from loadtest.timeline import FAILED, OK, REJECTED
-from serve_app.errors import ApiError, overloaded, to_api_error
+from serve_app.errors.api_error import ApiError, overloaded, to_api_error
 
 
 def seen(*tokens_s: float, error: ApiError | None = None) -> Recording:

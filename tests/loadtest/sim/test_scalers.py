@@ -14,7 +14,7 @@ from loadtest.sim.serve_scaler import ServeDefault, autoscaling_policy, serve_cl
 from loadtest.sim.simulation import simulate
 from loadtest.sim.workload import Job, poisson
 from loadtest.sim.world import World
-from serve_app.scaling.autoscaler import ScalingSettings
+from serve_app.settings.scaling import ScalingSettings
 from tests.support.sim_worlds import STEP_S, scenario
 
 CROWD = [Job(0.05 * i, num_prompt_tokens=20, num_answer_tokens=400) for i in range(40)]  # twenty seconds each

@@ -16,10 +16,10 @@ from engine.protocol import AdapterRef
 from serve_app.adapters.aliases import Aliases
 from serve_app.adapters.names import AdapterNames
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import ServedModel
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import ServedModel
 from serve_app.images.intake import ImageIntake
-from serve_app.settings import AppSettings
+from serve_app.settings.application import AppSettings
 from tests.serve_app.harness import CHAT, MODEL, PROMPT, Answer, Exchange, ScriptedClient, finished, scheduled, tokens
 
 pytestmark = pytest.mark.anyio

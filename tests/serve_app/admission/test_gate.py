@@ -16,9 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.protocol import EngineError, ErrorCode, RequestRejected
 from loadtest.sim.virtual_loop import VirtualLoop
 from serve_app.admission.gate import Gate, Visit
-from serve_app.admission.limits import GatePolicy, Limits, Tenant
-from serve_app.errors import ApiError
-from serve_app.settings import AdmissionSettings, AppSettings
+from serve_app.errors.api_error import ApiError
+from serve_app.settings.admission import AdmissionSettings
+from serve_app.settings.application import AppSettings
+from serve_app.settings.limits import GatePolicy, Limits, Tenant
 from tests.serve_app.harness import (
     PROMPT,
     TIMEOUT_S,

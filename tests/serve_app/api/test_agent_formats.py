@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from engine.protocol import Token
-from serve_app.api.chat_template import ChatTemplate
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
+from serve_app.api.text.chat_template import ChatTemplate
+from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.grammars.check import find_fault
 from serve_app.parsing.harmony import TAGS
-from tests.serve_app.api.test_tools import CALLER, TEMPLATE, TOOLS
+from tests.serve_app.api.generation.test_tools import CALLER, TEMPLATE, TOOLS
 from tests.serve_app.harness import CHAT, Answer, ScriptedClient, finished, post, scheduled, tokens
 
 pytestmark = pytest.mark.anyio

@@ -20,7 +20,7 @@ from engine.build.engine import build_engine
 from engine.config import EngineConfig, FakeConfig
 from engine.protocol import EngineError, ErrorCode
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
+from serve_app.api.text.tokenizer import Tokenizer
 from tests.serve_app.harness import (
     CHAT,
     MODEL,

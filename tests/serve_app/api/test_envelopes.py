@@ -9,9 +9,9 @@ import pytest
 
 from engine.protocol import EngineError, ErrorCode, LoadSnapshot
 from serve_app.api.anthropic.answer_schema import ErrorAnswer
-from serve_app.api.operations import OPERATIONS, Operation
-from serve_app.auth import Keys
-from serve_app.settings import ApiKey
+from serve_app.api.openapi.operations import OPERATIONS, Operation
+from serve_app.auth.keys import Keys
+from serve_app.settings.auth import ApiKey
 from tests.serve_app.harness import MODEL, Answer, Exchange, ScriptedClient, app_for
 
 pytestmark = pytest.mark.anyio

@@ -11,8 +11,8 @@ import pickle
 import pytest
 
 from engine.protocol import EngineError, ErrorCode, FinishReason, RequestRejected
-from serve_app.api.asgi import RequestGuard
-from serve_app.errors import ENGINE_RULES
+from serve_app.api.http.asgi import RequestGuard
+from serve_app.errors.api_error import ENGINE_RULES
 from tests.serve_app.harness import (
     CHAT,
     PROMPT,

@@ -20,15 +20,15 @@ from starlette.types import ASGIApp
 
 from engine.build.engine import FAKE_IMAGES, build_engine
 from engine.config import EngineConfig, FakeConfig
-from serve_app.api.chat_template import ChatTemplate
 from serve_app.api.ingress import MAX_BODY_BYTES, create_app
-from serve_app.api.openapi import Access, openapi_document
-from serve_app.api.operations import OPERATIONS, UNVERSIONED
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.auth import Keys
+from serve_app.api.openapi.document import Access, openapi_document
+from serve_app.api.openapi.operations import OPERATIONS, UNVERSIONED
+from serve_app.api.text.chat_template import ChatTemplate
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.auth.keys import Keys
 from serve_app.grammars.check import find_fault
 from serve_app.images.intake import ImageIntake
-from serve_app.images.settings import ImageSettings
+from serve_app.settings.images import ImageSettings
 from tests.serve_app.harness import CHAT, MODEL, PROMPT, Answer, Exchange, LocalClient
 from tests.support.image_files import data_url, make_image
 from tests.support.json_mutants import mutant

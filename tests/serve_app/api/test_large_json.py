@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from engine.protocol import SamplingParams, Scheduled
-from serve_app.api import submission
+from serve_app.api.generation import submission
+from serve_app.api.http.json_text import json_response, written
 from serve_app.api.ingress import create_app
-from serve_app.api.json_size import KEY_ITEMS, MAX_ITEMS, check_size, count
-from serve_app.api.json_text import json_response, written
-from serve_app.api.schema import CompletionRequest, parse_request
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.errors import ApiError
+from serve_app.api.requests.json_size import KEY_ITEMS, MAX_ITEMS, check_size, count
+from serve_app.api.requests.schema import CompletionRequest, parse_request
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.errors.api_error import ApiError
 from tests.serve_app.harness import (
     CHAT,
     MODEL,
@@ -133,7 +133,7 @@ def counted(value: Any) -> tuple[int, int]:
 
 
 def test_items_and_keys_are_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.api.json_size.MAX_ITEMS", -1)  # or nothing is counted exactly
+    monkeypatch.setattr("serve_app.api.requests.json_size.MAX_ITEMS", -1)  # or nothing is counted exactly
     draw = random.Random(8)
     for _ in range(300):
         value = [random_json(draw, 3), draw.choice(TEXTS) * 9, {draw.choice(TEXTS): draw.choice(TEXTS)}]
@@ -155,7 +155,7 @@ MANY = {
 def test_a_body_of_too_many_values_is_refused_with_the_limit_and_not_parsed(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("serve_app.api.schema.pydantic_core")
+    monkeypatch.delattr("serve_app.api.requests.schema.pydantic_core")
     body = b'{"model":"m","prompt":"a","metadata":{"a":' + MANY[what] + b"}}"
     with pytest.raises(ApiError) as refused:
         parse_request(CompletionRequest, body)

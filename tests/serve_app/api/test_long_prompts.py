@@ -16,8 +16,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
 from serve_app.api.ingress import create_app
-from serve_app.api.token_span import BYTE_LETTERS, TokenSpan, longest_span
-from serve_app.api.tokenizer import Tokenizer, TooManyTokens
+from serve_app.api.text.token_span import BYTE_LETTERS, TokenSpan, longest_span
+from serve_app.api.text.tokenizer import Tokenizer, TooManyTokens
 from tests.serve_app.harness import CHAT, MODEL, PROMPT, ScriptedClient, complete, finished, post
 
 pytestmark = pytest.mark.anyio

@@ -13,10 +13,10 @@ from starlette.types import ASGIApp
 
 from engine.build.engine import build_engine
 from engine.config import EngineConfig, FakeConfig
-from serve_app.api.chat_template import ChatTemplate
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import ServedModel
+from serve_app.api.text.chat_template import ChatTemplate
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import ServedModel
 from tests.serve_app.harness import LocalClient, post
 
 pytestmark = pytest.mark.anyio

@@ -11,8 +11,8 @@ from starlette.types import ASGIApp
 from engine.build.engine import build_engine
 from engine.config import EngineConfig
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.errors import ApiError
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.errors.api_error import ApiError
 from tests.serve_app.harness import CHAT, MODEL, PROMPT, Exchange, LocalClient, ScriptedClient, app_for, post
 
 DIGITS = 401

@@ -14,7 +14,7 @@ from engine.build.executor import create_executor
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
+from serve_app.api.text.tokenizer import Tokenizer
 from tests.serve_app.harness import MODEL, LocalClient, post
 from tests.support.packed_models import save_packed
 from tests.support.tiny_models import VOCAB, greedy_answer

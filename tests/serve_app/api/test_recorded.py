@@ -13,9 +13,9 @@ import pytest
 
 from engine.build.engine import FAKE_IMAGES
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
+from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.images.intake import ImageIntake
-from serve_app.images.settings import ImageSettings
+from serve_app.settings.images import ImageSettings
 from tests.serve_app.harness import MODEL, Exchange, ScriptedClient, finished, scheduled, tokens
 
 pytestmark = pytest.mark.anyio

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from engine.protocol import SamplingParams, Token
-from serve_app.api.chat_template import ChatTemplate
-from serve_app.api.hints import HEADER
+from serve_app.api.http.hint_header import HEADER
 from serve_app.api.ingress import create_app
-from serve_app.api.messages import MAX_TOOLS
-from serve_app.api.tokenizer import Tokenizer
+from serve_app.api.requests.messages import MAX_TOOLS
+from serve_app.api.text.chat_template import ChatTemplate
+from serve_app.api.text.tokenizer import Tokenizer
 from tests.serve_app.harness import (
     CHAT,
     MODEL,

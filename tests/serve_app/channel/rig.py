@@ -20,10 +20,10 @@ from engine.fake.executor import FakeExecutor
 from engine.protocol import TERMINAL, Event, FinishReason, SamplingParams, Submission, Token
 from engine.step import StepPlan
 from serve_app.channel import token_sender
-from serve_app.channel.engine_call import ChannelAddress, EngineCall
 from serve_app.channel.frames import Frame, decode_frame, unpack
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
 from serve_app.channel.token_sender import TokenSender
+from serve_app.engines.engine_call import ChannelAddress, EngineCall
 from tests.support.engines import resolved_config
 
 HOST = "127.0.0.1"

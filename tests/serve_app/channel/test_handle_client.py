@@ -27,14 +27,14 @@ from engine.protocol import (
     Usage,
 )
 from serve_app.channel import handle_client, migration
-from serve_app.channel.engine_call import EngineCall
 from serve_app.channel.frames import Entry, Frame, Reply, decode_frame, encode_frame, pack, unpack
 from serve_app.channel.handle_client import HandleClient
 from serve_app.channel.migration import Migration
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.channel.token_sender import TokenSender
-from serve_app.engine_client import Course
-from serve_app.routing import engine_count
+from serve_app.engines import engine_count
+from serve_app.engines.engine_call import EngineCall
+from serve_app.engines.engine_client import Course
 from tests.serve_app.channel.rig import LONG, Rig, rig, spied_aborts, until
 from tests.support.engines import answer_alone
 

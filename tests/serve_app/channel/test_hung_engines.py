@@ -16,13 +16,13 @@ from ray.exceptions import RayActorError
 from engine.protocol import EngineError, ErrorCode, Event, Submission, Token
 from serve_app.channel import migration, roll_call, token_receiver, token_sender
 from serve_app.channel import sockets as channel_socket
-from serve_app.channel.engine_call import ChannelAddress, EngineCall
 from serve_app.channel.handle_client import HandleClient
 from serve_app.channel.migration import Migration
 from serve_app.channel.roll_call import call_the_roll
 from serve_app.channel.silence import LOOK_S
 from serve_app.channel.token_receiver import TokenReceiver
-from serve_app.routing import liveness
+from serve_app.engines import liveness
+from serve_app.engines.engine_call import ChannelAddress, EngineCall
 from tests.serve_app.channel.rig import HOST, LONG, Relay, Rig, relay_to, rig, spied_aborts, until
 from tests.support.engines import answer_alone
 

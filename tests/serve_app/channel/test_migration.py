@@ -37,7 +37,7 @@ from engine.protocol import (
 )
 from serve_app.channel import migration
 from serve_app.channel.migration import Attempt, Migration
-from serve_app.engine_client import Course
+from serve_app.engines.engine_client import Course
 from tests.support.engines import RecordingCore
 from tests.support.tiny_models import save_model
 from tests.support.traffic import PARAMS, PROMPTS

@@ -11,11 +11,11 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.protocol import EngineError, ErrorCode, Submission
-from serve_app import deployment
-from serve_app.channel.engine_call import EngineCall
 from serve_app.channel.token_receiver import TokenReceiver
-from serve_app.deployment import EngineReplica
-from serve_app.settings import AppSettings
+from serve_app.engines.engine_call import EngineCall
+from serve_app.replicas import deployment
+from serve_app.replicas.deployment import EngineReplica
+from serve_app.settings.application import AppSettings
 from tests.serve_app.channel.rig import HOST, LONG, TIMEOUT_S, Gate, engine_of
 
 pytestmark = pytest.mark.anyio

@@ -32,11 +32,11 @@ from engine.protocol import (
 )
 from serve_app.channel import sockets as channel_socket
 from serve_app.channel import token_sender
-from serve_app.channel.engine_call import ChannelAddress
 from serve_app.channel.frames import Entry, Frame, encode_frame, pack
 from serve_app.channel.sockets import connect
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
-from serve_app.errors import ApiError
+from serve_app.engines.engine_call import ChannelAddress
+from serve_app.errors.api_error import ApiError
 from tests.serve_app.channel.rig import (
     HOST,
     LONG,

@@ -10,7 +10,7 @@ import pytest
 from ray.serve.exceptions import RequestCancelledError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.api.asgi import RequestGuard
+from serve_app.api.http.asgi import RequestGuard
 from serve_app.edge import guard
 from serve_app.edge.guard import Guard
 from tests.serve_app.harness import TIMEOUT_S, Answer, Exchange

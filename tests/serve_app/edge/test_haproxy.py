@@ -23,7 +23,7 @@ from loadtest.server import free_port
 from serve_app.edge.haproxy_config import PAGES, PER_SOURCE, EdgeError, edited, per_source_limit
 from serve_app.edge.launcher import BINARY, haproxy_binary
 from serve_app.edge.limits import BODY_STALL_S, MAX_HEAD_BYTES, MAX_HEADERS, MAX_URL_BYTES, MIN_BODY_BYTES_PER_S
-from serve_app.errors import ApiError
+from serve_app.errors.api_error import ApiError
 from serve_app.front.proxy_env import ALL_OURS
 
 PREFIX = "/app"

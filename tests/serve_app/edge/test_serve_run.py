@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from loadtest.server import Server
-from serve_app.auth import digest
+from serve_app.auth.keys import digest
 from tests.support.serve_process import PYTHON_PROXY, serve_run
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

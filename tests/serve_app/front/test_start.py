@@ -24,7 +24,7 @@ from serve_app.front.start import (
     wait_until_answering,
     wait_until_running,
 )
-from serve_app.instance import HEADER, VARIABLE
+from serve_app.settings.instance import HEADER, VARIABLE
 
 TRACEBACK = """The deployment failed to start 1 times in a row. Retrying 2 more time(s). Error:
 ray::ServeReplica.initialize_and_get_metadata() (pid=7)

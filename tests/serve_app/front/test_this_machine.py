@@ -87,7 +87,9 @@ def test_a_module_that_is_not_there_is_named(tmp_path: Path, import_path: str, p
     assert str(caught.value).endswith("this project's is serve_app.app:build")
 
 
-@pytest.mark.parametrize("import_path", ["serve_app.app:build", "serve_app.app.build", "json:x", "serve_app.api.sse:y"])
+@pytest.mark.parametrize(
+    "import_path", ["serve_app.app:build", "serve_app.app.build", "json:x", "serve_app.api.openai.sse:y"]
+)
 def test_a_module_that_is_there_passes_and_is_not_imported(tmp_path: Path, import_path: str) -> None:
     check_modules(config(tmp_path, import_path=import_path), run())
 

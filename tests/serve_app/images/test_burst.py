@@ -14,10 +14,10 @@ from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.models.encoding import EncodingModel
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import ServedModel
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import ServedModel
 from serve_app.images.intake import ImageIntake
-from serve_app.images.settings import ImageSettings
+from serve_app.settings.images import ImageSettings
 from tests.serve_app.harness import LocalClient, post
 from tests.support.image_files import data_url, make_image
 from tests.support.tiny_vision import save_vision_model

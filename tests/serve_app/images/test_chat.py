@@ -19,10 +19,10 @@ from engine.async_engine import AsyncEngine
 from engine.build.engine import build_engine
 from engine.config import EngineConfig
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.engine_client import ServedModel
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import ServedModel
 from serve_app.images.intake import ImageIntake
-from serve_app.images.settings import ImageSettings
+from serve_app.settings.images import ImageSettings
 from tests.serve_app.harness import CHAT, Answer, LocalClient, ScriptedClient, app_for, post
 from tests.support.image_files import Given, data_url, image_file, image_server, make_image
 from tests.support.tiny_vision import Shown, save_vision_model, show

@@ -17,7 +17,7 @@ from serve_app.images import intake
 from serve_app.images.intake import AskedImage, ImageIntake
 from serve_app.images.pixels import MOST_UNEQUAL, Pixels, read_pixels, scaled_size
 from serve_app.images.refusal import ImageRefused
-from serve_app.images.settings import ImageSettings
+from serve_app.settings.images import ImageSettings
 from tests.support.image_files import data_url, image_file, make_image
 
 KIND = InputKind(name="image", token_id=1, side=28, min_pixels=3136, max_pixels=1_003_520, chunkable=False)

@@ -14,11 +14,11 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 
 from serve_app.channel.handle_client import HandleClient
+from serve_app.engines import engine_count
 from serve_app.metrics import gather as module
 from serve_app.metrics.activity import EngineActivity, IngressActivity, StepActivity
 from serve_app.metrics.gather import gather
 from serve_app.metrics.values import ReplicaSamples, Sample, encode
-from serve_app.routing import engine_count
 
 pytestmark = pytest.mark.anyio
 

@@ -16,16 +16,16 @@ from engine.build.engine import build_engine
 from engine.config import EngineConfig, FakeConfig, SchedulerConfig, SpeculativeConfig
 from engine.protocol import EngineError, ErrorCode
 from serve_app.admission.gate import Gate
-from serve_app.admission.limits import GatePolicy, Limits
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.auth import Keys
-from serve_app.channel.counts import ChannelCounts
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.auth.keys import Keys
 from serve_app.metrics.catalogue import INGRESS
+from serve_app.metrics.channel_counts import ChannelCounts
 from serve_app.metrics.exposition import Scrape
 from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.values import ReplicaSamples
-from serve_app.settings import ApiKey
+from serve_app.settings.auth import ApiKey
+from serve_app.settings.limits import GatePolicy, Limits
 from tests.serve_app.harness import (
     CHAT,
     MODEL,
@@ -242,7 +242,7 @@ async def test_a_request_without_its_whole_answer_at_the_deadline_has_missed_it(
     app, _ = measured(ScriptedClient([scheduled()], tokens("a"), never))
     body = PROMPT | {"timeout_ms": 20, "stream": stream}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("serve_app.api.live.GRACE_S", 0)
+        patch.setattr("serve_app.api.generation.live.GRACE_S", 0)
         assert (await post(app, COMPLETIONS, body)).status == (200 if stream else 504)
     found = await scrape(app)
     assert found["chunkserve:deadline_misses_total"] == 1

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.auth import Keys
+from serve_app.auth.keys import Keys
 from serve_app.page.route import SCRIPTS
-from serve_app.settings import ApiKey
+from serve_app.settings.auth import ApiKey
 from tests.serve_app.harness import Exchange, ScriptedClient, app_for, get
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from serve_app.api.tokenizer import Tokenizer
+from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.grammars import texts
 from serve_app.parsing.call_grammar import CallableTool
 from serve_app.parsing.call_grammars import CALL_GRAMMARS

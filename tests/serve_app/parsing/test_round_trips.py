@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.api.chat_template import ChatTemplate
-from serve_app.api.messages import Message
+from serve_app.api.requests.messages import Message
+from serve_app.api.text.chat_template import ChatTemplate
 from serve_app.parsing.deltas import Parsed, collect
 from serve_app.parsing.reasoning_parsers import reasoning_parser, suggest_reasoning_parser
 from serve_app.parsing.tools import TOOL_PARSERS, suggest_tool_parser

@@ -6,7 +6,7 @@ from typing import get_args
 
 from serve_app.parsing.reasoning_parsers import REASONING_PARSERS
 from serve_app.parsing.tools import TOOL_PARSERS
-from serve_app.settings import AppSettings
+from serve_app.settings.application import AppSettings
 
 
 def test_every_parser_can_be_named_in_the_settings_and_nothing_else() -> None:

@@ -9,7 +9,7 @@ from benchmarks import routing as bench
 from engine.multimodal_inputs import SpanInput
 from engine.protocol import SamplingParams, Submission
 from serve_app.routing.chooser import Chooser
-from serve_app.settings import RoutingSettings
+from serve_app.settings.routing import RoutingSettings
 from tests.support.reports import stats
 
 BLOCK_SIZE = 4

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.routing.engine_load import EngineLoad
+from serve_app.engines.engine_load import EngineLoad
 from serve_app.routing.fleet import FLIGHT_S, Fleet, ReplicaLoad
 from tests.support.reports import stats
 

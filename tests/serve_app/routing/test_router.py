@@ -19,12 +19,13 @@ from ray.serve.request_router import PendingRequest, RunningReplica
 from engine.config import EngineConfig
 from engine.prefix import extend_chain
 from engine.protocol import AdapterRef, SamplingParams, Submission
-from serve_app.channel.engine_call import ChannelAddress, EngineCall
-from serve_app.routing import engine_count, liveness, overlap
-from serve_app.routing.engine_load import EngineLoad, engine_load
+from serve_app.engines import engine_count, liveness
+from serve_app.engines.engine_call import ChannelAddress, EngineCall
+from serve_app.engines.engine_load import EngineLoad, engine_load
+from serve_app.metrics import overlap
 from serve_app.routing.router import EngineRouter, num_engines, router_config
 from serve_app.routing.stats import encode
-from serve_app.settings import RoutingSettings
+from serve_app.settings.routing import RoutingSettings
 from tests.support.reports import snapshot, stats
 
 pytestmark = pytest.mark.anyio

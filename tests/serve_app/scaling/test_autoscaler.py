@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from serve_app.scaling.autoscaler import Autoscaler, Decision, Observation, ScalingSettings, steady_terms
+from serve_app.scaling.autoscaler import Autoscaler, Decision, Observation, steady_terms
 from serve_app.scaling.memory import StampedReport, Trend
 from serve_app.scaling.signals import ATTAINMENT_WINDOW_S, EngineReport
-from serve_app.settings import AppSettings, AutoscalingSettings
+from serve_app.settings.application import AppSettings
+from serve_app.settings.scaling import AutoscalingSettings, ScalingSettings
 from tests.support.fleet import Fleet, Shape, direction_changes
 
 IDLE = EngineReport(

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from serve_app.scaling.signals import EngineReport
-from serve_app.settings import AppSettings
+from serve_app.settings.application import AppSettings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own models use what pydantic deprecates

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.protocol import ErrorCode, Failed, Finished, FinishReason, Scheduled, Token, Usage
-from serve_app.scaling.signals import ATTAINMENT_WINDOW_S, OFFERED_WINDOW_S, EngineReport, EngineSignals, SignalSettings
+from serve_app.scaling.signals import ATTAINMENT_WINDOW_S, OFFERED_WINDOW_S, EngineReport, EngineSignals
+from serve_app.settings.scaling import SignalSettings
 from tests.support.fleet import NUM_BLOCKS, load_snapshot
 
 USAGE = Usage(1, 1, 0)

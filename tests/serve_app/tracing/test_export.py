@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from serve_app.api.request_facts import EndedRequest, RequestFacts
 from serve_app.app import build
-from serve_app.settings import AppSettings, TracingSettings
+from serve_app.settings.application import AppSettings
+from serve_app.settings.tracing import TracingSettings
 from serve_app.tracing import export
 from serve_app.tracing.export import MissingExporter, make_tracer
-from serve_app.tracing.facts import EndedRequest, RequestFacts
 from tests.serve_app.metrics.test_request_times import Turned
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +32,7 @@ def test_tracing_is_off_by_default_and_then_nothing_of_opentelemetry_is_imported
     code = """
 import sys
 from serve_app.api.ingress import create_app
-from serve_app.settings import AppSettings
+from serve_app.settings.application import AppSettings
 from serve_app.tracing.export import check_exporter, make_tracer
 settings = AppSettings().tracing
 check_exporter(settings)

@@ -19,13 +19,13 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from engine.protocol import EngineError, ErrorCode, FinishReason
 from serve_app.api.ingress import create_app
-from serve_app.api.tokenizer import Tokenizer
-from serve_app.auth import Keys
+from serve_app.api.request_facts import EndedRequest
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.auth.keys import Keys
 from serve_app.channel.migration import Migration
-from serve_app.settings import ApiKey
-from serve_app.tracing.facts import EndedRequest
+from serve_app.settings.auth import ApiKey
 from serve_app.tracing.spans import RequestTracer
-from tests.serve_app.api.test_tools import THINKER
+from tests.serve_app.api.generation.test_tools import THINKER
 from tests.serve_app.harness import (
     CHAT,
     MODEL,

@@ -1,0 +1,84 @@
+"""Owns vLLM's two routes that load and unload adapters while the server runs.
+Never decides who may use them; they stand behind the admin key, see serve_app.auth."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from pydantic import Field
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from serve_app.adapters.names import AdapterNames
+from serve_app.api.admin.control import MAX_BODY_BYTES
+from serve_app.api.http.asgi import read_json_body
+from serve_app.api.requests.schema import parse_request
+from serve_app.api.requests.strict_model import StrictModel
+from serve_app.auth.keys import Keys, NeedsAdminKey
+from serve_app.engines.engine_client import EngineClient
+from serve_app.errors.api_error import ApiError
+from serve_app.settings.adapter_name import AdapterName
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+class LoadAdapterRequest(StrictModel):
+    lora_name: AdapterName
+    """What clients are to ask for as `model`."""
+    lora_path: str = Field(min_length=1, max_length=1024)
+    """A directory as PEFT writes it, which every engine replica can read and which stays as it is."""
+    load_inplace: bool = False
+    """The name may mean another adapter until now, which requests that run keep until they end."""
+
+
+class UnloadAdapterRequest(StrictModel):
+    lora_name: AdapterName
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoutes:
+    client: EngineClient
+    names: AdapterNames
+    allowed: bool
+    """The setting allow_lora_updates."""
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def load(self, request: Request) -> Response:
+        body = await read_json_body(request.scope, request.receive, MAX_BODY_BYTES)
+        asked = parse_request(LoadAdapterRequest, body)
+        self._check_allowed()
+        name = asked.lora_name
+        if self.names.is_own(name):
+            text = f"lora_name is {name}, which is the model's own name."
+            raise ApiError(400, text, param="lora_name", code="invalid_value")
+        async with self._one_at_a_time:
+            if self.names.get(name) is not None and not asked.load_inplace:
+                text = f"The adapter '{name}' has already been loaded: set load_inplace to replace it."
+                raise ApiError(400, text, param="lora_name", code="invalid_value")
+            self.names.put(await self.client.load_adapter(name, asked.lora_path))
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(self, request: Request) -> Response:
+        body = await read_json_body(request.scope, request.receive, MAX_BODY_BYTES)
+        name = parse_request(UnloadAdapterRequest, body).lora_name
+        self._check_allowed()
+        async with self._one_at_a_time:
+            if self.names.get(name) is None:
+                text = f"The adapter '{name}' cannot be found: it is not loaded."
+                raise ApiError(404, text, param="lora_name", code="model_not_found")
+            self.names.remove(name)
+            await self.client.unload_adapter(name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    def _check_allowed(self) -> None:
+        if not self.allowed:
+            text = "Adapters are those of the server's config: allow_lora_updates is false there."
+            raise ApiError(403, text, type="permission_error", code="lora_updates_disabled")
+
+    def routes(self, keys: Keys) -> list[Route]:
+        guard = [Middleware(NeedsAdminKey, keys=keys)]
+        handlers = {LOAD: self.load, UNLOAD: self.unload}
+        return [Route(path, handler, methods=["POST"], middleware=guard) for path, handler in handlers.items()]

@@ -1,0 +1,108 @@
+"""Owns an answer as blocks, one after the other: thoughts, text and calls, as they open, grow and close.
+Never writes JSON; whoever answers in blocks, or items, gives them a form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from serve_app.api.generation.chat_reader import ChatReader
+from serve_app.parsing.deltas import Arguments, CallStart, Content, Delta
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(slots=True)
+class Block:
+    """`text`: what it says so far; of a call, the JSON of its arguments."""
+
+    index: int
+    kind: Kind
+    text: str = ""
+    call_id: str = ""
+    name: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """Of the tokens of a text, where they are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    block: Block
+    text: str
+    logprobs: Sequence[dict[str, Any]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    block: Block
+
+
+Step: TypeAlias = Opened | Grown | Closed
+
+
+class BlockReader:
+    """Reads one answer. One block is open at a time, and each step is told once."""
+
+    def __init__(self, reader: ChatReader) -> None:
+        self._reader = reader
+        self._space = ""  # between blocks: it begins a text, or is nothing
+        self._is_open = False
+        self.blocks: list[Block] = []
+
+    @property
+    def has_called(self) -> bool:
+        return self._reader.has_called
+
+    def read(self, text: str, *, last: bool) -> list[Step]:
+        """`last`: no text follows."""
+        steps = [*self._steps(*self._reader.read_in_order(text, last=last))]
+        if last and self._space and all(block.kind == "reasoning" for block in self.blocks):
+            steps += self._grow("text", self._space)  # there is nothing else
+        return [*steps, *(self._close() if last else ())]
+
+    def _steps(self, reasoning: str, deltas: Sequence[Delta]) -> Iterator[Step]:
+        if reasoning:
+            yield from self._grow("reasoning", reasoning)
+        for delta in deltas:
+            match delta:
+                case Content(text):
+                    yield from self._say(text)
+                case CallStart():
+                    yield from self._open(Block(len(self.blocks), "call", "", delta.id, delta.name))
+                case Arguments(_, text):
+                    yield self._extend(text)
+
+    def _say(self, content: str) -> Iterator[Step]:
+        if self._is_open and self.blocks[-1].kind == "text":
+            yield self._extend(content)
+            return
+        self._space += content
+        if self._space.strip():
+            yield from self._grow("text", self._space)
+
+    def _grow(self, kind: Kind, text: str) -> Iterator[Step]:
+        if not self._is_open or self.blocks[-1].kind != kind:
+            yield from self._open(Block(len(self.blocks), kind))
+        yield self._extend(text)
+
+    def _open(self, block: Block) -> Iterator[Step]:
+        yield from self._close()
+        self._is_open, self._space = True, ""
+        self.blocks.append(block)
+        yield Opened(block)
+
+    def _extend(self, text: str) -> Step:
+        block = self.blocks[-1]
+        block.text += text
+        return Grown(block, text)
+
+    def _close(self) -> Iterator[Step]:
+        if self._is_open:
+            self._is_open = False
+            yield Closed(self.blocks[-1])

@@ -1,0 +1,146 @@
+"""Owns how one chat answer is read: its reasoning, its tool calls, and the content between them.
+Never knows a model's grammar, nor how a response writes what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from serve_app.api.requests.schema import ChatRequest
+from serve_app.api.requests.structured import JsonObjectFormat, JsonSchemaFormat
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import ServedModel
+from serve_app.parsing.deltas import Arguments, CallStart, Content, Delta
+from serve_app.parsing.reasoning import ReasoningParser, Split
+from serve_app.parsing.reasoning_parsers import REASONING_PARSERS, reasoning_parser
+from serve_app.parsing.tool_parser import ToolParser
+from serve_app.parsing.tools import TOOL_PARSERS
+
+_PROMPT_END = 16  # tokens: as many as the tag takes that a template may end with
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a piece of an answer says."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallStart | Arguments, ...] = ()
+
+
+class ChatReader:
+    """Reads one answer. Used once."""
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: ToolParser | None,
+        *,
+        shows_reasoning: bool = True,
+        parallel: bool = True,
+        is_either: bool = False,
+    ) -> None:
+        """`parallel`: more than one call may be made; the others are not shown, as in vLLM. `is_either`: the answer is
+        text or calls, and not text with calls in it: what JSON quotes is no call."""
+        self._reasoning = reasoning
+        self._tools = tools
+        self._shows_reasoning = shows_reasoning
+        self._parallel = parallel
+        self._is_either = is_either
+        self._undecided: list[str] = []
+
+    @property
+    def has_called(self) -> bool:
+        return self._tools is not None and self._tools.calls > 0
+
+    def read(self, text: str, *, last: bool) -> Read:
+        """`last`: no text follows."""
+        reasoning, deltas = self.read_in_order(text, last=last)
+        content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
+        return Read(reasoning, content, tuple(delta for delta in deltas if not isinstance(delta, Content)))
+
+    def read_in_order(self, text: str, *, last: bool) -> tuple[str, list[Delta]]:
+        """The same: reasoning, and what follows it, with calls where they are in the text."""
+        split = self._split(text, last)
+        reasoning = split.reasoning if self._shows_reasoning else ""
+        if self._tools is None:
+            return reasoning, [Content(split.content)] if split.content else []
+        deltas = [*self._tools.push(split.content), *(self._tools.flush() if last else ())]
+        if self._is_either:
+            deltas = self._decided(split.content, deltas, last)
+        return reasoning, [delta for delta in deltas if self._is_shown(delta)]
+
+    def _decided(self, text: str, deltas: list[Delta], last: bool) -> list[Delta]:
+        """What comes first, text or a call, is all that comes; nothing as long as there is only white space."""
+        self._undecided.append(text)
+        first = next((delta for delta in deltas if not isinstance(delta, Content) or delta.text.strip()), None)
+        if first is None and not last:
+            return []
+        self._is_either = False
+        if first is not None and not isinstance(first, Content):
+            return deltas
+        self._tools = None
+        told = "".join(self._undecided)
+        return [Content(told)] if told else []
+
+    def _split(self, text: str, last: bool) -> Split:
+        if self._reasoning is None:
+            return Split("", text)
+        split = self._reasoning.push(text)
+        if not last:
+            return split
+        rest = self._reasoning.flush()
+        return Split(split.reasoning + rest.reasoning, split.content + rest.content)
+
+    def _is_shown(self, delta: Delta) -> bool:
+        return self._parallel or isinstance(delta, Content) or delta.index == 0
+
+
+def needs_reader(request: ChatRequest, model: ServedModel) -> bool:
+    return model.reasoning_parser is not None or request.may_call
+
+
+def make_reader(request: ChatRequest, model: ServedModel, prompt_end: str) -> ChatReader:
+    """A reader for one answer to a prompt that ends so."""
+    reasoning, tools = make_parsers(request, model, prompt_end)
+    return ChatReader(
+        reasoning,
+        tools,
+        shows_reasoning=request.shows_reasoning,
+        parallel=request.parallel_tool_calls is not False,
+        is_either=_asks_for_json(request) and tools is not None and not tools.frames_content,
+    )
+
+
+def make_parsers(
+    request: ChatRequest, model: ServedModel, prompt_end: str
+) -> tuple[ReasoningParser | None, ToolParser | None]:
+    """Fresh ones, for one answer to a prompt that ends so."""
+    tools = None
+    if request.may_call:
+        assert model.tool_parser is not None, "checked when the request was prepared"
+        tools = TOOL_PARSERS[model.tool_parser]([tool.for_template() for tool in request.tools or ()])
+    reasoning = None if model.reasoning_parser is None else reasoning_parser(model.reasoning_parser, prompt_end)
+    return reasoning, tools
+
+
+def _asks_for_json(request: ChatRequest) -> bool:
+    """Whether the answer's text is JSON and nothing else."""
+    outputs = request.structured_outputs
+    return (
+        isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
+        or request.json_schema is not None
+        or (outputs is not None and bool(outputs.json_ is not None or outputs.json_object))
+    )
+
+
+def prompt_end(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text that says whether an answer begins inside a block of thoughts."""
+    return tokenizer.decode(token_ids[-_PROMPT_END:])
+
+
+def markers(request: ChatRequest, model: ServedModel) -> tuple[str, ...]:
+    """Texts of special tokens that a reader must see."""
+    reasoning = REASONING_PARSERS[model.reasoning_parser].markers if model.reasoning_parser else ()
+    calls = TOOL_PARSERS[model.tool_parser].markers if request.may_call and model.tool_parser else ()
+    return (*reasoning, *calls)

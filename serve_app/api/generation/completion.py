@@ -1,0 +1,240 @@
+"""Owns one answer: the engine's events in, pieces of final text out, with the finish reason and the usage.
+Never writes a byte of HTTP; streamed and whole answers come from the same pieces."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from engine.protocol import (
+    EngineError,
+    ErrorCode,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Pooled,
+    PromptLogprobs,
+    Scheduled,
+    Token,
+    TokenLogprobs,
+    Usage,
+)
+from serve_app.admission.gate import Visit
+from serve_app.api.generation.live import Life
+from serve_app.api.generation.logprobs import ScoredToken, TokenQueue
+from serve_app.api.generation.submission import Prepared
+from serve_app.api.generation.thoughts import ThoughtCounter
+from serve_app.api.text.content_stops import ContentStops
+from serve_app.api.text.stop_strings import StopStrings
+from serve_app.engines.engine_client import Course, EngineClient
+from serve_app.errors.api_error import ApiError
+from serve_app.metrics.request_times import RequestTimes
+
+_REASONS: dict[FinishReason, Literal["stop", "length"]] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that is final. `finish_reason` is set on the last piece, and only there.
+
+    `tokens` are those whose text this piece completes, and None if nobody wants to see tokens.
+    """
+
+    text: str
+    finish_reason: Literal["stop", "length"] | None = None
+    tokens: tuple[ScoredToken, ...] | None = None
+    stop_string: str | None = None
+    """On the last piece: the stop string that ended the answer, if one did."""
+    stop_token_id: int | None = None
+    """On the last piece: the token that ended the answer, if one did, such as the model's end of sequence."""
+
+    @property
+    def matched_stop(self) -> str | int | None:
+        """What ended the answer; None where that was its length."""
+        return self.stop_token_id if self.stop_string is None else self.stop_string
+
+
+class Completion:
+    """One request, from its submission to its last piece. Used once."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        prepared: Prepared,
+        life: Life,
+        visit: Visit,
+        times: RequestTimes,
+        session: str | None,
+        thoughts: ThoughtCounter | None = None,
+        stops: ContentStops | None = None,
+    ) -> None:
+        """`life`: its deadline is that of the submission, for an engine that does not keep it.
+        `thoughts`: of an answer whose thoughts are told apart. `stops`: of one that may think or call tools.
+        `visit`: one that was dispatched; it is told how far the engine has come, as are the `times`."""
+        self.submission = prepared.submission
+        self.constrained_by = prepared.constrained_by
+        self._client = client
+        self._detokenizer = prepared.detokenizer
+        self._stops = stops or StopStrings(prepared.stops, shown=prepared.shows_stop)
+        self._shows_stop = prepared.shows_stop
+        self._echo = prepared.echo
+        self._life = life
+        self._bound = life.bound()
+        self._visit = visit
+        self._times = times
+        times.expects()
+        self._session = session
+        self._tokens = TokenQueue() if prepared.shows_tokens else None
+        self._min_tokens = prepared.submission.sampling.min_tokens
+        self._thoughts = thoughts
+        self._generated = 0
+        self._cached = 0
+        self._final_usage: Usage | None = None
+        self.course = Course()
+        self.finish_reason: Literal["stop", "length"] | None = None
+        """Once the answer is whole."""
+        self.prompt_scores: tuple[TokenLogprobs, ...] | None = None
+        """Of the prompt's tokens from the second on, once they are known."""
+        self.vector: tuple[float, ...] = ()
+        """Of a prompt that is pooled, once it is known."""
+
+    @property
+    def usage(self) -> Usage:
+        """Up to what was yielded; exact after the last piece. A token that a stop string cut off counts."""
+        return self._final_usage or Usage(len(self.submission.prompt_token_ids), self._generated, self._cached)
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Of those in `usage`; None where thoughts are not told apart."""
+        return None if self._thoughts is None else self._thoughts.count
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Yield a piece for each item of the engine's stream: tokens that arrive together leave together.
+
+        The first one comes as soon as the engine has accepted the request, and may be empty.
+        Closing this generator aborts the request.
+
+        Raises:
+            EngineError, ApiError: before the first piece, or between two.
+        """
+        last: Piece | None = None
+        self._life.given_to_engine()
+        self._times.given_to_engine()
+        async with aclosing(self._stream()) as items:
+            while (events := await self._next(items)) is not None:
+                self._visit.started()
+                piece = self._apply(events)
+                if piece.finish_reason is not None:
+                    last, self.finish_reason, self.course.is_complete = piece, piece.finish_reason, True
+                    break
+                yield piece
+                if self._generated:
+                    self._times.has_token()
+        # The engine's stream is closed by now: a stop string frees its blocks before a slow client has read the end,
+        self._visit.finished()  # and another request takes its place.
+        if last is None:
+            raise EngineError(ErrorCode.STEP_FAILED, "the engine's stream ended without a terminal event")
+        self._times.returned()
+        yield last
+        if self._generated:
+            self._times.has_token()
+
+    def _stream(self) -> AsyncGenerator[list[Event], None]:
+        return self._client.stream(self.submission, session=self._session, course=self.course)
+
+    async def _next(self, items: AsyncGenerator[list[Event], None]) -> list[Event] | None:
+        """The engine's next item; None at the end. Never waits long past the deadline: a request that is queued before
+        the engine, or held by one that hangs, is not ended there."""
+        with self._bound:
+            return await anext(items, None)
+
+    def _apply(self, events: list[Event]) -> Piece:
+        texts: list[str] = []
+        for event in events:
+            match event:
+                case Token():
+                    texts.append(self._accept(event))
+                    if self._stops.matched:
+                        return self._piece(texts, "stop")
+                case Scheduled():
+                    self._cached = event.cached_tokens
+                    self._times.has_begun()
+                    if self._echo is not None and self.submission.sampling.prompt_logprobs is None:
+                        texts.append(self._echo.text)
+                case PromptLogprobs():
+                    self.prompt_scores = event.logprobs
+                    texts.append(self._show_prompt(event))
+                case Pooled():
+                    self.vector = event.values
+                case Finished():
+                    reason = self._finish(event)
+                    return self._last(texts + self._end(event), reason, event)
+                case Failed():
+                    if event.code is ErrorCode.DEADLINE_EXCEEDED and (deadline := self._life.deadline) is not None:
+                        raise deadline.exceeded()  # the engine knows only what was left for it
+                    raise EngineError(event.code, event.message)
+        return self._piece(texts)
+
+    def _piece(self, texts: list[str], reason: Literal["stop", "length"] | None = None) -> Piece:
+        text = "".join(texts)
+        if self._tokens is None:
+            return Piece(text, reason, stop_string=self._stops.matched)
+        tokens = self._tokens.take(len(text)) if reason is None else self._tokens.take_all()
+        return Piece(text, reason, tokens, self._stops.matched)
+
+    def _last(self, texts: list[str], reason: Literal["stop", "length"], event: Finished) -> Piece:
+        """A stop string may be found as late as in the text that the end completes."""
+        piece = self._piece(texts, "stop" if self._stops.matched else reason)
+        return piece if self._stops.matched else replace(piece, stop_token_id=event.stop_token_id)
+
+    def _show_prompt(self, event: PromptLogprobs) -> str:
+        if self._echo is None:
+            return ""
+        token_ids, text = self.submission.prompt_token_ids, self._echo.text
+        if self._tokens is not None:
+            self._tokens.add_prompt(token_ids, self._echo.offsets, event.logprobs, len(text))
+        return text
+
+    def _accept(self, event: Token) -> str:
+        self._generated += 1
+        text = self._detokenizer.push(event.token_id)
+        if self._thoughts is not None:
+            self._thoughts.push(text)
+        if self._tokens is not None:
+            self._tokens.add(event.token_id, event.logprobs, len(text))
+        return self._search(text)
+
+    def _search(self, text: str) -> str:
+        """What of the text is safe to show, with regard to stop strings."""
+        return self._stops.push(text) if self._generated >= self._min_tokens else self._stops.skip(text)
+
+    def _end(self, event: Finished) -> list[str]:
+        """What the end completes: text that waited for more, and the text of the token that ended the answer, where it
+        is shown; that token is counted in usage in any case."""
+        shown = event.stop_token_id is not None and self._shows_stop
+        waited = "" if shown else self._detokenizer.finish()
+        if self._tokens is not None:
+            self._tokens.complete(len(waited))
+        return [self._search(waited), self._stops.flush(), self._stop_token(event, shown=shown)]
+
+    def _stop_token(self, event: Finished, *, shown: bool) -> str:
+        if event.stop_token_id is None:
+            return ""
+        if self._thoughts is not None:
+            self._thoughts.push("")
+        text = self._detokenizer.push(event.stop_token_id) + self._detokenizer.finish() if shown else ""
+        if self._tokens is not None:
+            # Clients that asked for one token cut the last entry off, so there is one.
+            self._tokens.add(event.stop_token_id, event.stop_logprobs, len(text))
+        return text
+
+    def _finish(self, event: Finished) -> Literal["stop", "length"]:
+        if event.reason not in _REASONS:
+            # Nobody here asked for it, so the answer is incomplete, which no finish reason of OpenAI's can say.
+            text = "The request was aborted by the server."
+            raise ApiError(503, text, type="server_error", code="aborted", headers={"Retry-After": "1"})
+        self._final_usage = event.usage
+        return _REASONS[event.reason]

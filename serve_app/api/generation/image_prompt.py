@@ -1,0 +1,77 @@
+"""Owns a conversation's images: those that its messages ask for, and where they stand in the prompt's tokens.
+Never decodes one: `serve_app.images` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.multimodal_inputs import InputKind, SpanInput
+from serve_app.api.http.offload import run_sized
+from serve_app.api.requests.content_parts import ImageUrl
+from serve_app.api.requests.messages import Message
+from serve_app.api.requests.strict_model import UNSUPPORTED
+from serve_app.engines.engine_client import ServedModel
+from serve_app.errors.api_error import ApiError
+from serve_app.images.intake import AskedImage
+from serve_app.images.pixels import Pixels
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """A prompt, and what stands in it besides text."""
+
+    token_ids: list[int]
+    inputs: tuple[SpanInput, ...] = ()
+
+
+async def read_images(messages: Sequence[Message], model: ServedModel) -> list[Pixels]:
+    """Those of all messages, in order.
+
+    Raises:
+        ApiError: the model takes none, or one is refused.
+    """
+    images = await run_sized(len(messages), lambda: _images(messages))
+    asked = [AskedImage(part.url, name, part.detail or "auto") for name, part in images]
+    if not asked:
+        return []
+    if model.images is None:
+        text = f"The model {model.id} takes no images: it is served for text alone."
+        raise ApiError(400, text, param=asked[0].param, code=UNSUPPORTED)
+    return await model.images.read(asked)
+
+
+def image_names(messages: Sequence[Message], theirs: Sequence[str]) -> dict[str, str]:
+    """What each image is called in a conversation, and by whoever wrote it in another form: `theirs`, in order."""
+    return dict(zip((name for name, _ in _images(messages)), theirs, strict=True))
+
+
+def _images(messages: Sequence[Message]) -> list[tuple[str, ImageUrl]]:
+    return [
+        (f"messages.{number}.content.{place}.image_url", part.image_url)
+        for number, message in enumerate(messages)
+        for place, part in message.images
+    ]
+
+
+def place_images(token_ids: Sequence[int], images: Sequence[Pixels], kind: InputKind) -> EncodedChat:
+    """The prompt in which each token that stands for an image is as many as the image has.
+
+    Raises:
+        ApiError: there are not as many as images.
+    """
+    if (found := token_ids.count(kind.token_id)) != len(images):
+        text = f"The prompt has {found} places for the conversation's {len(images)} images: "
+        why = "a message's text has the model's own mark of one" if found > len(images) else "its template shows none"
+        raise ApiError(400, f"{text}{why}.", param="messages", code="invalid_value")
+    waiting = iter(images)
+    expanded: list[int] = []
+    inputs: list[SpanInput] = []
+    for token in token_ids:
+        count = 1
+        if token == kind.token_id:
+            grid, data = next(waiting)
+            inputs.append(SpanInput.of(kind.name, len(expanded), grid, data))
+            count = inputs[-1].num_tokens
+        expanded += [token] * count
+    return EncodedChat(expanded, tuple(inputs))

@@ -1,0 +1,64 @@
+"""Owns which tokens a block of text is made of, for answers that tell their scores.
+Never decides what is text; a reader of blocks does, and may keep text until it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from serve_app.api.generation.blocks import BlockReader, Grown, Step
+from serve_app.api.generation.completion import Piece
+from serve_app.api.generation.logprobs import ScoredToken, TokenTexts, chat_token_json
+
+
+class ScoredBlocks:
+    """Reads the pieces of one answer whose tokens are shown: each block of text is told with its tokens' scores.
+
+        pieces   | </think> | \\n\\n | Hel | lo | <eos> |        a reader may keep text until it knows what it is
+        grown    |                 | Hel | lo |              the tokens of a text are the last that are as long
+
+    Tokens of thoughts, of calls and of marks are in no text, and neither is what has none.
+    """
+
+    def __init__(self, blocks: BlockReader, texts: TokenTexts) -> None:
+        self._blocks = blocks
+        self._texts = texts
+        self._read = 0  # characters
+        self._waiting: list[tuple[ScoredToken, int]] = []  # with how much text each added
+
+    def read(self, piece: Piece) -> list[Step]:
+        steps: list[Step] = []
+        last = piece.finish_reason is not None
+        begin, cuts = self._read, [token.text_offset for token in piece.tokens or ()]
+        ends = [*(min(max(cut - begin, 0), len(piece.text)) for cut in cuts), len(piece.text)]
+        steps += self._blocks.read(piece.text[: ends[0]], last=last and not cuts)
+        for number, token in enumerate(piece.tokens or ()):
+            text = piece.text[ends[number] : ends[number + 1]]
+            self._waiting.append((token, len(text)))
+            steps += self._scored(self._blocks.read(text, last=last and number + 1 == len(cuts)))
+        self._read += len(piece.text)
+        return steps
+
+    def _scored(self, steps: Sequence[Step]) -> Iterator[Step]:
+        for step in steps:
+            if isinstance(step, Grown) and step.block.kind == "text":
+                scores = [token.scores for token in self._take(len(step.text))]
+                logprobs = [chat_token_json(score, self._texts) for score in scores if score is not None]
+                step.block.logprobs += logprobs
+                yield Grown(step.block, step.text, logprobs)
+                continue
+            if isinstance(step, Grown):
+                self._waiting.clear()
+            yield step
+
+    def _take(self, num_chars: int) -> list[ScoredToken]:
+        """The last that wait, and are together as long."""
+        taken: list[ScoredToken] = []
+        while self._waiting and not self._waiting[-1][1]:
+            self._waiting.pop()  # a stop token, or one whose text was cut off: a character's last token has its text
+        for token, length in reversed(self._waiting):
+            num_chars -= length
+            if taken and num_chars < 0:
+                break
+            taken.insert(0, token)
+        self._waiting.clear()
+        return taken

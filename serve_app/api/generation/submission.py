@@ -1,0 +1,323 @@
+"""Owns the way from a request to what the engine takes: encoding, the echo, checks that need the model's numbers.
+Never blocks the event loop for long: long texts are encoded in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engine.multimodal_inputs import SpanInput
+from engine.protocol import SamplingParams, Submission
+from serve_app.api.generation.chat_reader import markers, prompt_end
+from serve_app.api.generation.constraint import Constraint, constraint_of
+from serve_app.api.generation.image_prompt import EncodedChat, place_images, read_images
+from serve_app.api.generation.template_options import template_options
+from serve_app.api.http.offload import INLINE_SIZE, run_sized
+from serve_app.api.requests.hints import hints
+from serve_app.api.requests.schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
+from serve_app.api.text.chat_template import TemplateFailed
+from serve_app.api.text.detokenizer import Detokenizer
+from serve_app.api.text.echo import Echo, read_ids, read_text
+from serve_app.api.text.tokenizer import Tokenizer, TooManyTokens
+from serve_app.engines.engine_client import ServedModel
+from serve_app.errors.api_error import ApiError, context_length_exceeded
+
+_MANY_TURNS = 1024
+_TURN_CHARS = 64
+"""What a template takes to render a message without text, in characters of text to encode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What an answer starts from. The detokenizer has read the prompt if there is an echo."""
+
+    submission: Submission
+    detokenizer: Detokenizer
+    stops: tuple[str, ...] = ()
+    shows_stop: bool = False
+    """The text ends with what stopped it."""
+    shows_tokens: bool = False
+    """Pieces say which tokens they are made of."""
+    echo: Echo | None = None
+    """The prompt's text goes first, with its tokens' log-probabilities if the submission asks for them."""
+    constrained_by: str | None = None
+    """The request's field that the submission's grammar is from."""
+
+
+async def prepare_chat(
+    request: ChatRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel
+) -> list[list[Prepared]]:
+    """The answers to each prompt, of which there is one.
+
+    Raises:
+        ApiError, RequestRejected: the request cannot be served as asked.
+    """
+    wanted = request.max_completion_tokens or request.max_tokens
+    most = None if request.truncate_prompt_tokens is not None else model.max_model_len
+    try:
+        prompt = await encode_conversation(request, tokenizer, model, most=most)
+    except TooManyTokens as error:
+        raise prompt_too_long(error, model, wanted, "messages") from error
+    if prompt.inputs and request.truncate_prompt_tokens is not None:
+        text = "A conversation with images is not truncated: leave truncate_prompt_tokens out."
+        raise ApiError(400, text, param="truncate_prompt_tokens", code="invalid_value")
+    constraint = await constraint_of(request, tokenizer, model)
+    sampling = await _sampling(request, tokenizer)
+    maker = _Maker(request, request_id, tokenizer, model, wanted, None, sampling, constraint, prompt.inputs)
+    return [await maker.group(prompt.token_ids, None, "messages", 0)]
+
+
+async def encode_conversation(
+    request: ChatRequest,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    *,
+    add_special_tokens: bool = False,
+    most: int | None = None,
+) -> EncodedChat:
+    """The prompt that a chat's answer follows. `add_special_tokens`: besides those that the template writes.
+
+    Raises:
+        ApiError: the model's chat template does not take it, or an image is refused.
+        TooManyTokens: it has more than `most`, each image counted as one.
+    """
+    images = await read_images(request.messages, model)
+    options = template_options(request, tokenizer, model) | {"add_special_tokens": add_special_tokens}
+
+    def encode() -> list[int]:
+        tools = [tool.for_template() for tool in request.tools or ()] if request.may_call else None
+        messages = [message.for_template() for message in request.messages]
+        return tokenizer.encode_chat(messages, most, tools=tools, **options)
+
+    try:
+        token_ids = await run_sized(_size(request), encode)
+    except TemplateFailed as error:
+        raise ApiError(400, str(error), param="messages", code="invalid_value") from error
+    return EncodedChat(token_ids) if model.images is None else place_images(token_ids, images, model.images.kind)
+
+
+def _size(request: ChatRequest) -> int:
+    """About how many characters are rendered and encoded; where only rendering tells, too many for the event loop."""
+    if request.tools or request.documents or request.chat_template_kwargs or len(request.messages) > _MANY_TURNS:
+        return max(INLINE_SIZE + 1, _TURN_CHARS * len(request.messages))
+    return sum(_TURN_CHARS + message.num_chars for message in request.messages)
+
+
+async def prepare_completion(
+    request: CompletionRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel
+) -> list[list[Prepared]]:
+    """The answers to each prompt.
+
+    Raises:
+        ApiError, RequestRejected: the request cannot be served as asked.
+    """
+    constraint = await constraint_of(request, tokenizer, model)
+    wanted, default = request.max_tokens, DEFAULT_COMPLETION_TOKENS
+    sampling = await _sampling(request, tokenizer)
+    maker = _Maker(request, request_id, tokenizer, model, wanted, default, sampling, constraint)
+    most = None if request.truncate_prompt_tokens is not None else model.max_model_len
+    groups = []
+    for number, given in enumerate(request.prompts):
+        param = "prompt" if len(request.prompts) == 1 else f"prompt.{number}"
+        try:
+            prompt, text = await encode_prompt(given, tokenizer, param, most)
+        except TooManyTokens as error:
+            raise prompt_too_long(error, model, wanted, param) from error
+        groups.append(await maker.group(prompt, text, param, number * request.num_choices))
+    return groups
+
+
+async def encode_prompt(
+    given: str | list[int], tokenizer: Tokenizer, param: str, most: int | None
+) -> tuple[list[int], str | None]:
+    """A prompt's tokens, and its text where that was given.
+
+    Raises:
+        ApiError: an id is no token's.
+        TooManyTokens: there are more than `most`.
+    """
+    if isinstance(given, str):
+        return await run_sized(len(given), lambda: tokenizer.encode(given, most=most)), given
+    if most is not None and len(given) > most:
+        raise TooManyTokens(len(given), is_exact=True)
+    if (largest := max(given, default=0)) >= tokenizer.vocab_size:
+        text = f"Token id {largest} is out of vocabulary: this model's ids are 0 to {tokenizer.vocab_size - 1}."
+        raise ApiError(400, text, param=param, code="invalid_value")
+    return given, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """What the answers of one request have in common."""
+
+    request: ChatRequest | CompletionRequest
+    request_id: str
+    tokenizer: Tokenizer
+    model: ServedModel
+    wanted: int | None
+    default: int | None
+    """Tokens of an answer, where none were asked for; None is as many as the context holds."""
+    sampling: SamplingParams
+    """But for what depends on the prompt and the choice."""
+    constraint: Constraint | None
+    inputs: tuple[SpanInput, ...] = ()
+
+    async def group(self, prompt: list[int], text: str | None, param: str, first: int) -> list[Prepared]:
+        """The answers to a prompt, which are the choices from `first` on. `text`: the prompt's, where it was given as
+        text. What is long is made once: a hundred answers share it."""
+        request = self.request
+        kept = truncated(prompt, request.truncate_prompt_tokens, self.model.max_model_len, self.wanted)
+        allowed = answer_tokens(kept, self.wanted, self.default, self.model, param, self.request.limit_field)
+        _check_scores(len(kept), request)
+        sampling = replace(self.sampling, max_tokens=allowed)
+        if self.constraint is not None:
+            sampling = replace(sampling, grammar=self.constraint.text(prompt_end(self.tokenizer, kept)))
+        given, token_ids = text if kept is prompt else None, tuple(kept)
+        choices = [replace(sampling, seed=_successor(request.seed, number)) for number in range(request.num_choices)]
+        return [await self._prepared(token_ids, given, one, first + number) for number, one in enumerate(choices)]
+
+    async def _prepared(
+        self, token_ids: tuple[int, ...], given: str | None, sampling: SamplingParams, index: int
+    ) -> Prepared:
+        request = self.request
+        request_id = self.request_id if request.num_choices == 1 and index == 0 else f"{self.request_id}-{index}"
+        skip = request.skip_special_tokens is not False
+        shown = markers(request, self.model) if isinstance(request, ChatRequest) else ()
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=skip, shown=shown)
+        prepared = Prepared(
+            Submission(
+                request_id,
+                token_ids,
+                sampling,
+                priority=request.priority or 0,
+                cache_salt=request.cache_salt or "",
+                inputs=self.inputs,
+                adapter=self.model.adapter,
+            ),
+            detokenizer,
+            request.stops,
+            bool(request.include_stop_str_in_output),
+            request.num_logprobs is not None or bool(request.return_token_ids),
+            constrained_by=None if self.constraint is None else self.constraint.field,
+        )
+        if not _echoes(request):
+            return prepared
+        echo = await run_sized(len(token_ids), lambda: self._echo(token_ids, given, detokenizer))
+        return replace(prepared, echo=echo)
+
+    def _echo(self, prompt: Sequence[int], given: str | None, detokenizer: Detokenizer) -> Echo:
+        specials = self.tokenizer.special_texts
+        if given is not None:
+            return read_text(prompt, given, detokenizer, specials)
+        return read_ids(prompt, detokenizer, self.tokenizer.detokenizer(skip_special_tokens=False), specials)
+
+
+def _echoes(request: ChatRequest | CompletionRequest) -> bool:
+    return isinstance(request, CompletionRequest) and bool(request.echo)
+
+
+def truncated(prompt: list[int], most: int | None, limit: int, wanted: int | None) -> list[int]:
+    """The prompt's last tokens: `most`, and for -1 as many as leave room for the answer. One that may take the whole
+    context, or more, gets what the prompt leaves."""
+    if most is None:
+        return prompt
+    if most == -1:
+        most = limit - (1 if wanted is None or wanted >= limit else wanted)
+    return prompt if len(prompt) <= most else prompt[len(prompt) - most :]
+
+
+def answer_tokens(
+    prompt: list[int],
+    wanted: int | None,
+    default: int | None,
+    model: ServedModel,
+    param: str,
+    limit_field: str = "max_tokens",
+) -> int | None:
+    """How many tokens the answer may have; None is as many as the context holds.
+
+    Too many are cut to what is left, which the response says by the name of `limit_field`; a default is cut in silence.
+
+    Raises:
+        ApiError: the prompt is empty, or leaves no room; the server is strict, and more is asked for than is left.
+    """
+    if not prompt:
+        raise ApiError(400, "The prompt is empty.", param=param, code="empty_prompt")
+    limit, left = model.max_model_len, model.max_model_len - len(prompt)
+    if left < (0 if wanted == 0 else 1):
+        raise prompt_too_long(TooManyTokens(len(prompt), is_exact=True), model, wanted, param)
+    if wanted is None:
+        return default if default is None else min(default, left)
+    if wanted > left and hints().strict:
+        head = _head(limit, str(len(prompt)))
+        text = f"{head} and {wanted} were requested for the answer; at most {left} are left for it."
+        raise context_length_exceeded(text, param=param, limit=limit, n_prompt_tokens=len(prompt))
+    if wanted > left:
+        hints().ignore(limit_field)
+    return min(wanted, left)
+
+
+def prompt_too_long(found: TooManyTokens, model: ServedModel, wanted: int | None, param: str) -> ApiError:
+    """`wanted`: tokens of the answer; 0: there is none."""
+    counted = f"{found.num_tokens}" if found.is_exact else f"at least {found.num_tokens}"
+    tail = "." if wanted == 0 else ", and the answer needs one more."
+    text, limit = f"{_head(model.max_model_len, counted)}{tail}", model.max_model_len
+    return context_length_exceeded(text, param=param, limit=limit, n_prompt_tokens=found.num_tokens)
+
+
+def _head(limit: int, counted: str) -> str:
+    return f"This model's maximum context length is {limit} tokens. However, your prompt contains {counted} tokens"
+
+
+MAX_PROMPT_SCORES = 2**18
+"""A prompt's log-probabilities cross to the ingress in one frame, which is read in one turn at the interpreter lock."""
+
+
+def _check_scores(num_tokens: int, request: ChatRequest | CompletionRequest) -> None:
+    """Raises:
+    ApiError: a prompt of so many tokens has more log-probabilities than are told.
+    """
+    alternatives = request.num_prompt_logprobs
+    if alternatives is None or (found := num_tokens * (1 + alternatives)) <= MAX_PROMPT_SCORES:
+        return
+    param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+    text = f"{num_tokens} tokens of the prompt with {alternatives} alternatives each have {found} log-probabilities"
+    raise ApiError(
+        400, f"{param}: {text}, and at most {MAX_PROMPT_SCORES} are given.", param=param, code="invalid_value"
+    )
+
+
+async def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> SamplingParams:
+    """Of all answers, but for their seeds and what a prompt leaves of `max_tokens`."""
+    bad_words = request.bad_words or ()
+    banned = await run_sized(2 * sum(map(len, bad_words)), lambda: _bad_words(bad_words, tokenizer))
+    return SamplingParams(
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=max(request.top_k or 0, 0),
+        top_p=1.0 if request.top_p is None else request.top_p,
+        min_p=request.min_p or 0.0,
+        seed=request.seed,
+        min_tokens=request.min_tokens or 0,
+        ignore_eos=bool(request.ignore_eos),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        logprobs=request.num_logprobs,
+        prompt_logprobs=request.num_prompt_logprobs,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=request.repetition_penalty or request.repeat_penalty or 1.0,
+        logit_bias=tuple((request.logit_bias or {}).items()),
+        allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        bad_words=banned,
+    )
+
+
+def _successor(seed: int | None, number: int) -> int | None:
+    """The seed's number-th successor, within 64 bits; None has none."""
+    return None if seed is None else (seed + number + 2**63) % 2**64 - 2**63
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """A word has other tokens after a space than at the beginning of a text; both are meant."""
+    forms = (form for word in words for form in (word, f" {word.lstrip()}"))
+    encoded = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in forms)
+    return tuple(dict.fromkeys(tokens for tokens in encoded if tokens))

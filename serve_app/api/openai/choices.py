@@ -1,0 +1,181 @@
+"""Owns the choices of one response: the answers to each of its prompts, as one stream of pieces.
+Never lets one of them go on when another has failed: a response is whole, or an error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from engine.protocol import Usage
+from serve_app.api.generation.completion import Completion, Piece
+from serve_app.api.openai.response import Prompt
+from serve_app.engines.engine_client import Move
+from serve_app.errors.api_error import ApiError
+
+Indexed = tuple[int, Piece]
+"""A piece, and the index of its choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """A choice has ended, or why it has not."""
+
+    error: Exception | None = None
+
+
+class Choices:
+    """`groups` has the completions of each prompt; choice i is the i-th of them all."""
+
+    def __init__(self, groups: Sequence[Sequence[Completion]]) -> None:
+        self._groups = groups
+        self._all = [completion for group in groups for completion in group]
+        self.error: ApiError | None = None
+        """What ended a stream that had begun."""
+        self._leaders = {self._all.index(group[0]) for group in groups}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompt of each choice, as far as it is known."""
+        return [Prompt(completion.submission.prompt_token_ids, completion.prompt_scores) for completion in self._all]
+
+    @property
+    def vectors(self) -> list[tuple[float, ...]]:
+        """That of each choice, where prompts are pooled."""
+        return [completion.vector for completion in self._all]
+
+    @property
+    def usage(self) -> Usage:
+        """Of all: a prompt counts once, whatever the number of its answers."""
+        return self.usage_without(None)
+
+    def usage_without(self, index: int | None) -> Usage:
+        """The same, but for the answer of one choice."""
+        leaders = [group[0].usage for group in self._groups]
+        return Usage(
+            sum(usage.prompt_tokens for usage in leaders),
+            sum(one.usage.completion_tokens for number, one in enumerate(self._all) if number != index),
+            sum(usage.cached_tokens for usage in leaders),
+        )
+
+    @property
+    def constrained_by(self) -> str:
+        """The field that the grammar of the answers is from."""
+        return self._all[0].constrained_by or "body"
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Of all; None where thoughts are not told apart."""
+        return self.reasoning_tokens_without(None)
+
+    def reasoning_tokens_without(self, index: int | None) -> int | None:
+        """The same, but for the answer of one choice."""
+        counts = [completion.reasoning_tokens for completion in self._all]
+        if None in counts:
+            return None
+        return sum(count or 0 for number, count in enumerate(counts) if number != index)
+
+    @property
+    def finish_reasons(self) -> list[str | None]:
+        """Of each choice; None where it is not whole."""
+        return [completion.finish_reason for completion in self._all]
+
+    @property
+    def moves(self) -> list[Move]:
+        """Of all, in order of time."""
+        found = (move for completion in self._all for move in completion.course.moves)
+        return sorted(found, key=lambda move: move.at)
+
+    def pieces(self) -> AsyncGenerator[Indexed, None]:
+        """Yield the pieces of all choices as they come. Closing this generator aborts what has not ended.
+
+        The first comes when the engine has accepted every prompt.
+
+        Raises:
+            EngineError, ApiError: before the first piece, or between two.
+        """
+        return self._merged() if len(self._all) > 1 else self._only()
+
+    async def whole(self) -> list[Piece]:
+        """Each choice in one piece."""
+        found: list[list[Piece]] = [[] for _ in self._all]
+        async with aclosing(self.pieces()) as pieces:
+            async for index, piece in pieces:
+                found[index].append(piece)
+        return [_joined(pieces) for pieces in found]
+
+    async def _only(self) -> AsyncGenerator[Indexed, None]:
+        async with aclosing(self._all[0].pieces()) as pieces:
+            async for piece in pieces:
+                yield 0, piece
+
+    async def _merged(self) -> AsyncGenerator[Indexed, None]:
+        # A choice waits where its last piece has not been taken: what is not read is not computed far ahead.
+        news: asyncio.Queue[tuple[int, Piece | _Over]] = asyncio.Queue(len(self._all))
+        tasks = [asyncio.ensure_future(self._pump_group(group, news)) for group in self._groups]
+        try:
+            async for indexed in self._read(news):
+                yield indexed
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, news: asyncio.Queue[tuple[int, Piece | _Over]]) -> AsyncGenerator[Indexed, None]:
+        """Hold what comes until each prompt was accepted: a refusal of any is one of the whole request."""
+        accepted: set[int] = set()
+        held: list[Indexed] = []
+        num_open = len(self._all)
+        while num_open:
+            index, item = await news.get()
+            if isinstance(item, _Over):
+                if item.error is not None:
+                    raise item.error
+                num_open -= 1
+                continue
+            accepted.add(index)
+            held.append((index, item))
+            if accepted >= self._leaders:
+                for indexed in held:
+                    yield indexed
+                held.clear()
+
+    async def _pump_group(self, group: Sequence[Completion], news: asyncio.Queue[tuple[int, Piece | _Over]]) -> None:
+        """The first goes ahead: when its prompt is computed, the others find it in the prefix cache."""
+        first, *others = group
+        computed = asyncio.Event()
+        tasks = [asyncio.ensure_future(self._pump(first, computed, news))]
+        try:
+            if others:
+                await computed.wait()
+                tasks += [asyncio.ensure_future(self._pump(completion, computed, news)) for completion in others]
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(
+        self, completion: Completion, computed: asyncio.Event, news: asyncio.Queue[tuple[int, Piece | _Over]]
+    ) -> None:
+        index = self._all.index(completion)
+        error: Exception | None = None
+        try:
+            async with aclosing(completion.pieces()) as pieces:
+                async for piece in pieces:
+                    await news.put((index, piece))
+                    if completion.usage.completion_tokens:
+                        computed.set()
+        except Exception as caught:  # noqa: BLE001 - raised again where the pieces are read
+            error = caught
+        computed.set()
+        await news.put((index, _Over(error)))
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    tokens = None if pieces[-1].tokens is None else tuple(token for piece in pieces for token in piece.tokens or ())
+    return replace(pieces[-1], text="".join(piece.text for piece in pieces), tokens=tokens)

@@ -1,0 +1,169 @@
+"""Owns the items that a response goes on from: messages, calls and their outputs, thoughts.
+Never translates them; `conversation` does. States of items are accepted and without effect."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from serve_app.api.openai.responses.replays import (
+    REPLAYED,
+    UNREAD,
+    CodeCall,
+    LocalShellCall,
+    LocalShellOutput,
+    McpCall,
+    PatchCall,
+    PatchOutput,
+    ShellCall,
+    ShellOutput,
+    UnreadItem,
+    only,
+)
+from serve_app.api.requests.content_parts import Detail
+from serve_app.api.requests.strict_model import StrictModel, Unsupported
+from serve_app.api.requests.unions import by_type, kind_of, of_types, text_or_list_of
+
+
+class _Item(StrictModel):
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class ItemText(StrictModel):
+    unsupported: ClassVar[Unsupported] = {"prompt_cache_breakpoint": ()}
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[dict[str, Any]] | None = None
+    """What an answer said about its text comes back with it, and is not read: the text is all that the model wrote."""
+    logprobs: list[dict[str, Any]] | None = None
+    """As `annotations`."""
+
+
+class ItemImage(StrictModel):
+    """An image, for models that take any, in a message of the user or an output of a tool."""
+
+    unsupported: ClassVar[Unsupported] = {"file_id": (), "prompt_cache_breakpoint": ()}
+    type: Literal["input_image"]
+    image_url: str = Field(min_length=1)
+    """`data:image/png;base64,...`, or an http or https URL of a host that the server's settings list."""
+    detail: Detail | None = None
+
+
+_PART_TYPES = ("input_text", "output_text", "input_image")
+Part = Annotated[
+    Annotated[ItemText, Tag("<input_text>")]
+    | Annotated[ItemText, Tag("<output_text>")]
+    | Annotated[ItemImage, Tag("<input_image>")],
+    by_type(_PART_TYPES, f"a part of type {', '.join(_PART_TYPES)}"),
+    of_types(*_PART_TYPES),
+]
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<list>")],
+    text_or_list_of("a string or a list of input_text, output_text or input_image parts"),
+]
+
+
+class MessageItem(_Item):
+    unsupported: ClassVar[Unsupported] = {"phase": ("final_answer", "commentary")}
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+    @model_validator(mode="after")
+    def _images_are_the_users(self) -> MessageItem:
+        if self.role != "user" and any(isinstance(part, ItemImage) for part in self.content):
+            text = f"input_image parts are only allowed in a user's message, but the role is {self.role}"
+            raise PydanticCustomError("role", "{text}", {"text": text, "field": "content"})
+        return self
+
+
+_DIRECT = ({"type": "direct"},)
+"""The model called it, and no program."""
+
+
+class CallItem(_Item):
+    unsupported: ClassVar[Unsupported] = {"async": (False,), "caller": _DIRECT}
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    arguments: str
+    """A JSON object as text; what is none is shown to the model as the text that it is."""
+
+
+class OutputItem(_Item):
+    unsupported: ClassVar[Unsupported] = {"caller": _DIRECT}
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    """Its images are shown to the model as the user's."""
+    # Its call has them.
+    name: str | None = None
+    namespace: str | None = None
+
+
+class CustomCallItem(_Item):
+    unsupported: ClassVar[Unsupported] = {"async": (False,), "caller": _DIRECT}
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class CustomOutputItem(OutputItem):
+    type: Literal["custom_tool_call_output"]  # type: ignore[assignment]
+
+
+class Thought(StrictModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    summary: Annotated[list[Thought], Field(fail_fast=True)] | None = None
+    """Where there is nothing else, this is what the model reads."""
+    content: Annotated[list[Thought], Field(fail_fast=True)] | None = None
+    encrypted_content: str | None = None
+    """Read where there is no content, if this server sealed it."""
+
+
+class ReferenceItem(StrictModel):
+    """An item of the same request, which is repeated where this stands, once at most. Nothing is stored."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+_MODELS = ("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
+_KINDS = (*_MODELS, "reasoning", "item_reference", *REPLAYED)
+
+
+def _kind(value: Any) -> str | None:
+    return "<unread>" if kind_of(value, UNREAD) else kind_of(value, _KINDS, default="message")
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[OutputItem, Tag("<function_call_output>")]
+    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
+    | Annotated[CustomOutputItem, Tag("<custom_tool_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[ReferenceItem, Tag("<item_reference>")]
+    | Annotated[LocalShellCall, only(LocalShellCall), Tag("<local_shell_call>")]
+    | Annotated[LocalShellOutput, only(LocalShellOutput), Tag("<local_shell_call_output>")]
+    | Annotated[ShellCall, only(ShellCall), Tag("<shell_call>")]
+    | Annotated[ShellOutput, only(ShellOutput), Tag("<shell_call_output>")]
+    | Annotated[PatchCall, only(PatchCall), Tag("<apply_patch_call>")]
+    | Annotated[PatchOutput, only(PatchOutput), Tag("<apply_patch_call_output>")]
+    | Annotated[McpCall, only(McpCall), Tag("<mcp_call>")]
+    | Annotated[CodeCall, only(CodeCall), Tag("<code_interpreter_call>")]
+    | Annotated[UnreadItem, only(UnreadItem), Tag("<unread>")],
+    Discriminator(_kind, custom_error_type="type", custom_error_message="should be an item of a known type"),
+    of_types(*_KINDS, is_hint=UNREAD.__contains__),
+]

@@ -1,0 +1,92 @@
+"""Owns the items of an answer as JSON: messages, thoughts and calls, each as the tool that it is of wants it.
+Never decides what an answer says."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from serve_app.api.generation.blocks import Block
+from serve_app.api.openai.responses.input_text import input_of
+from serve_app.api.openai.responses.local_tools import LocalKind, call_fields, id_prefix
+from serve_app.api.openai.responses.sealing import Seal
+from serve_app.api.openai.responses.toolbox import Toolbox
+
+Json = dict[str, Any]
+Status = Literal["in_progress", "completed", "incomplete"]
+_ITEM_ID = {"text": "msg", "call": "fc", "reasoning": "rs"}
+
+
+class OutputItems:
+    """Those of one response. `seal`: thoughts are told sealed, too."""
+
+    def __init__(self, response_id: str, toolbox: Toolbox, seal: Seal | None) -> None:
+        self._response = response_id.removeprefix("resp_")
+        self._toolbox = toolbox
+        self._seal = seal
+        self._sealed: dict[int, str] = {}
+
+    def takes_text(self, block: Block) -> bool:
+        """Whether it is a call of a tool whose input is text."""
+        offer = self._toolbox.called(block.name) if block.kind == "call" else None
+        return offer is not None and offer.is_text
+
+    def comes_whole(self, block: Block) -> bool:
+        """Whether it is a call whose item tells no part of it before all is known."""
+        return self._local_kind(block) is not None
+
+    def _local_kind(self, block: Block) -> LocalKind | None:
+        offer = self._toolbox.called(block.name) if block.kind == "call" else None
+        return None if offer is None else offer.local_kind
+
+    def id(self, block: Block) -> str:
+        kind = self._local_kind(block)
+        prefix = "ctc" if self.takes_text(block) else _ITEM_ID[block.kind] if kind is None else id_prefix(kind)
+        return f"{prefix}_{self._response}_{block.index}"
+
+    def name(self, block: Block) -> str:
+        """Tells which tool is called."""
+        offer = self._toolbox.called(block.name)
+        return block.name if offer is None else offer.tool.name
+
+    def json(self, block: Block, status: Status) -> Json:
+        item: Json = {"id": self.id(block), "status": status}
+        if block.kind == "call":
+            return item | self._call(block, status)
+        content = [] if status == "in_progress" else [part_json(block)]
+        if block.kind == "text":
+            return item | {"type": "message", "role": "assistant", "content": content}
+        sealed = {} if self._seal is None or status == "in_progress" else {"encrypted_content": self._sealed_of(block)}
+        return item | {"type": "reasoning", "summary": [], "content": content} | sealed
+
+    def _call(self, block: Block, status: Status) -> Json:
+        offer, kind = self._toolbox.called(block.name), self._local_kind(block)
+        if kind is not None and (fields := call_fields(kind, block.text)) is not None:
+            return (
+                {"call_id": block.call_id}
+                | fields
+                | ({"status": _patch_status(status)} if "operation" in fields else {})
+            )
+        call: Json = {"call_id": block.call_id, "name": self.name(block)}
+        if offer is not None and offer.namespace is not None:
+            call["namespace"] = offer.namespace
+        if self.takes_text(block):
+            return call | {"type": "custom_tool_call", "input": input_of(block.text)}
+        return call | {"type": "function_call", "arguments": block.text}
+
+    def _sealed_of(self, block: Block) -> str:
+        """The same wherever it is told: no two seals of a text are alike."""
+        assert self._seal is not None, "asked for"
+        if block.index not in self._sealed:
+            self._sealed[block.index] = self._seal.close(block.text)
+        return self._sealed[block.index]
+
+
+def _patch_status(status: Status) -> Status:
+    """OpenAI's patches have no other for one that was cut off."""
+    return "completed" if status == "completed" else "in_progress"
+
+
+def part_json(block: Block) -> Json:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}

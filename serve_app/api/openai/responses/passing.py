@@ -1,0 +1,66 @@
+"""Owns the hints of a Responses request that no schema can name: what depends on a value, a tool, an item or the model.
+Never reads what the request asks for besides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from serve_app.api.openai.responses.includes import LOGPROBS, SEALED_THOUGHTS
+from serve_app.api.openai.responses.replays import UnreadItem
+from serve_app.api.openai.responses.schema import ResponsesRequest
+from serve_app.api.openai.responses.sealing import Seal
+from serve_app.api.openai.responses.toolbox import hosted
+from serve_app.api.requests.effort import Asked, thinking_options
+from serve_app.api.requests.hints import ignore_or_refuse
+from serve_app.api.requests.strict_model import UNSUPPORTED
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import ServedModel
+from serve_app.errors.api_error import ApiError
+
+Json = dict[str, Any]
+
+
+def pass_over(name: str, param: str, text: str) -> None:
+    """`name`: of our own writing. `param`: where it stands in the request. `text`: why it has no effect.
+
+    Raises:
+        ApiError: the server is strict.
+    """
+    ignore_or_refuse(name, f"{param}: {text}", param)
+
+
+def unsupported(param: str, text: str) -> ApiError:
+    return ApiError(400, f"{param}: {text}", param=param, code=UNSUPPORTED)
+
+
+def pass_over_hints(request: ResponsesRequest, *, seal: Seal | None) -> Seal | None:
+    """Name what the request asks for and is not given. `seal`: of thoughts, where there are any. The seal, where the
+    request asks for it.
+
+    Raises:
+        ApiError: the server is strict.
+    """
+    for number, value in enumerate(request.include or ()):
+        if value != LOGPROBS and (value != SEALED_THOUGHTS or seal is None):
+            pass_over(f"include.{value}", f"include.{number}", f"{value} is not given by this server")
+    for number, tool in hosted(request.tools or ()):
+        pass_over(f"tools.{tool.type}", f"tools.{number}.type", f"this server runs no {tool.type}")
+    for number, item in enumerate(() if isinstance(request.input, str) else request.input):
+        if isinstance(item, UnreadItem):
+            pass_over(f"input.{item.type}", f"input.{number}", f"items of type {item.type} are not read by this server")
+    return seal if SEALED_THOUGHTS in (request.include or ()) else None
+
+
+def with_effort(
+    request: ResponsesRequest, tokenizer: Tokenizer, model: ServedModel
+) -> tuple[ResponsesRequest, Json | None]:
+    """The request with the effort that it is answered with, and what the chat template is given for it.
+
+    Raises:
+        ApiError: the server is strict.
+    """
+    if request.reasoning is None or request.reasoning.effort is None:
+        return request, None
+    asked = Asked(efforts={"reasoning.effort": request.reasoning.effort})
+    told = thinking_options(asked, tokenizer.chat_template, (), thinks=model.reasoning_parser is not None)
+    return request.model_copy(update={"reasoning": None}) if told.ignored else request, told.options or None

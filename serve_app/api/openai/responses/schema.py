@@ -1,0 +1,140 @@
+"""Owns the request of /v1/responses: fields, types, ranges.
+Never reads text; a field is honoured, a hint, changes nothing by its nature, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, Tag
+
+from engine.protocol import MAX_LOGPROBS
+from serve_app.api.openai.responses.choice import Choice
+from serve_app.api.openai.responses.includes import LOGPROBS, MAX_INCLUDED, Included
+from serve_app.api.openai.responses.includes import VALUE_HINTS as INCLUDE_HINTS
+from serve_app.api.openai.responses.items import Item
+from serve_app.api.openai.responses.replays import UNREAD
+from serve_app.api.openai.responses.tools import HOSTED, Tool
+from serve_app.api.requests.effort import Effort
+from serve_app.api.requests.foreign_fields import LONGER_THAN_THE_CONTEXT
+from serve_app.api.requests.messages import FUNCTION_NAME, MAX_TOOLS
+from serve_app.api.requests.session import MAX_CHARS
+from serve_app.api.requests.strict_model import USED_IF_POSSIBLE, StrictModel, Unsupported
+from serve_app.api.requests.structured import TextFormat
+from serve_app.api.requests.unions import by_type, text_or_list_of
+
+_NEVER: tuple[Any, ...] = ()
+_NO = (False,)
+
+
+class ObjectFormat(StrictModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class SchemaFormat(StrictModel):
+    """JSON that the schema allows, on one line. The model is not told of it; the input should say what is wanted."""
+
+    type: Literal["json_schema"]
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    """A JSON schema."""
+    strict: bool | None = None
+    """The schema is kept in any case."""
+
+
+TextFormats = Annotated[
+    Annotated[TextFormat, Tag("<text>")]
+    | Annotated[ObjectFormat, Tag("<json_object>")]
+    | Annotated[SchemaFormat, Tag("<json_schema>")],
+    by_type(("text", "json_object", "json_schema"), "an object of type text, json_object or json_schema"),
+]
+
+
+class TextOptions(StrictModel):
+    hints: ClassVar[Unsupported] = {"verbosity": ("medium",)}
+    hint_path: ClassVar[str] = "text."
+    format: TextFormats | None = None
+
+
+class ReasoningOptions(StrictModel):
+    hints: ClassVar[Unsupported] = {
+        **dict.fromkeys(("summary", "generate_summary"), _NEVER),
+        "context": ("auto",),
+        "mode": ("standard",),
+    }
+    hint_path: ClassVar[str] = "reasoning."
+    effort: Annotated[Effort | None, USED_IF_POSSIBLE] = None
+    """As a chat's `reasoning_effort`."""
+
+
+_ITEMS = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+Input = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[_ITEMS, Tag("<list>")], text_or_list_of("a string or a list of items")
+]
+
+
+class ResponsesRequest(StrictModel):
+    unsupported: ClassVar[Unsupported] = {
+        "background": _NO,
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt"), _NEVER),
+        **dict.fromkeys(("moderation", "access_programs"), _NEVER),
+    }
+    # `truncation` and `context_management` allow that something is dropped, which never has to be; `max_tool_calls` is
+    # about hosted tools, of which none is ever called.
+    hints: ClassVar[Unsupported] = {
+        "truncation": ("disabled",),
+        "context_management": ([],),
+        "max_tool_calls": _NEVER,
+        "client_metadata": ({},),
+        "service_tier": ("auto", "default"),
+        "stream_options": ({}, {"include_obfuscation": False}),
+        "prompt_cache_options": ({},),
+        "image": ({},),
+    }
+    value_hints: ClassVar[Mapping[str, str]] = {
+        "max_output_tokens": LONGER_THAN_THE_CONTEXT,
+        **INCLUDE_HINTS,
+        **{f"tools.{kind}": "This server runs no such tool. One that is forced is refused." for kind in HOSTED},
+        "tools.shell": "In a container of OpenAI's.",
+        "tools.format": "A grammar that cannot be kept, of a tool that need not be called: its text is free.",
+        **{f"input.{kind}": "The model reads nothing of such an item." for kind in UNREAD},
+        "input.reasoning.encrypted_content": "Sealed by another server, or with a key that is gone.",
+    }
+    model: str
+    input: Input
+    instructions: str | None = None
+    """A system message before the input."""
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    """0 and -1 keep all tokens."""
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """This many alternatives with the log-probability of each token of the text, which above 0 needs no `include`."""
+    include: Annotated[list[Included], Field(max_length=MAX_INCLUDED, fail_fast=True)] | None = None
+    """The log-probability of each token of the text, and sealed thoughts, which can be sent back. Others are hints."""
+    stream: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    """False: at most one call."""
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    prompt_cache_key: str | None = Field(None, max_length=MAX_CHARS)
+    """Requests of one key go to the same engine while its load allows."""
+    metadata: dict[str, str] | None = None
+    """Told in the answer."""
+
+    # Accepted and without effect.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+    store: bool | None = None
+    """Nothing is kept: the answer says `false`."""
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())

@@ -1,0 +1,182 @@
+"""Owns what a Responses request's items are as the messages of a chat.
+Never renders them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from serve_app.api.generation.field_grammars import refused
+from serve_app.api.openai.responses.input_text import arguments_of
+from serve_app.api.openai.responses.items import (
+    CallItem,
+    CustomCallItem,
+    Item,
+    ItemImage,
+    ItemText,
+    MessageItem,
+    OutputItem,
+    ReasoningItem,
+    ReferenceItem,
+)
+from serve_app.api.openai.responses.passing import pass_over, unsupported
+from serve_app.api.openai.responses.replays import Answered, Called, Replay
+from serve_app.api.openai.responses.sealing import Seal
+from serve_app.api.openai.responses.toolbox import Toolbox
+from serve_app.api.requests.messages import MAX_TOOLS
+from serve_app.errors.api_error import clip
+
+Json = dict[str, Any]
+
+
+class Turns:
+    """Those of one request. `seal`: of thoughts that come back."""
+
+    def __init__(self, toolbox: Toolbox, seal: Seal | None) -> None:
+        self._toolbox = toolbox
+        self._seal = seal
+        self._messages: list[Json] = []
+        self._has_just_spoken = False
+        """Whether the last item was an assistant's message."""
+        self._referred: set[str] = set()
+        self._shown: list[Json] = []
+        """Images of outputs: the user's, after all of them, because a tool's message has none."""
+        self.images: list[str] = []
+        """The places of the messages' images, in their order."""
+
+    def of(self, given: str | Sequence[Item]) -> list[Json]:
+        """Raises:
+        ApiError: an item refers to one that the request does not have, or that another reference names already; a turn
+            has too many calls; the server is strict, and an item a hint.
+        """
+        if isinstance(given, str):
+            return [{"role": "user", "content": given}]
+        by_id = {_id(item): item for item in given if not isinstance(item, ReferenceItem)}
+        for number, item in enumerate(given):
+            self._add(item, f"input.{number}", by_id)
+        self._show()
+        for message in self._messages:
+            if message["content"] is None and "tool_calls" not in message:
+                message["content"] = ""
+        return self._messages
+
+    def _add(self, item: Item, place: str, by_id: Mapping[str | None, Item]) -> None:
+        if not isinstance(item, OutputItem | Replay):
+            self._show()
+        match item:
+            case MessageItem(role="assistant"):
+                self._say(_text(item.content))
+            case MessageItem():
+                self._messages.append({"role": item.role, "content": self._parts(item.content, f"{place}.content")})
+            case ReasoningItem():
+                self._think(self._thoughts(item, place))
+            case CallItem():
+                self._call(item.call_id, self._toolbox.shown_name(item.namespace, item.name), item.arguments, place)
+            case CustomCallItem():
+                name = self._toolbox.shown_name(item.namespace, item.name)
+                self._call(item.call_id, name, arguments_of(item.input), place)
+            case OutputItem():
+                self._answer(item.call_id, _text(item.output))
+                parts = self._parts(item.output, f"{place}.output")
+                self._shown += [part for part in parts if isinstance(part, dict) and part["type"] == "image_url"]
+            case ReferenceItem():
+                self._add(self._referred_to(item, place, by_id), place, {})
+            case Replay():
+                for told in item.told:
+                    self._replay(told, place)
+
+    def _referred_to(self, item: ReferenceItem, place: str, by_id: Mapping[str | None, Item]) -> Item:
+        """What a reference stands for, where it stands. An item is repeated once at most: the conversation would else
+        be larger than its body without bound."""
+        if item.id not in by_id:
+            text = "an item_reference to an item that is not in this request: this server stores nothing"
+            advice = (
+                "set `store: false` (AI SDK: providerOptions.openai.store), and the client sends the items themselves"
+            )
+            raise unsupported(place, f"{text}; {advice}")
+        if item.id in self._referred:
+            raise unsupported(
+                place, f"an item_reference repeats an item once at most, but {clip(item.id, 50)!r} is referred to again"
+            )
+        self._referred.add(item.id)
+        return by_id[item.id]
+
+    def _replay(self, told: Called | Answered, place: str) -> None:
+        if isinstance(told, Called):
+            given = told.arguments
+            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            self._call(told.call_id, self._toolbox.local_name(told.name), arguments, place)
+        else:
+            self._answer(told.call_id, told.text)
+
+    def _call(self, call_id: str, name: str, arguments: str, place: str) -> None:
+        self._has_just_spoken = False
+        calls = self._turn().setdefault("tool_calls", [])
+        if len(calls) == MAX_TOOLS:
+            text = f"the assistant should make at most {MAX_TOOLS} calls before their outputs, but this is one more"
+            raise refused(place, text)
+        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+
+    def _answer(self, call_id: str, text: str) -> None:
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+
+    def _show(self) -> None:
+        if self._shown:
+            self._messages.append({"role": "user", "content": self._shown})
+            self._shown = []
+
+    def _parts(self, content: str | Sequence[ItemText | ItemImage], place: str) -> str | list[Json]:
+        if isinstance(content, str) or not any(isinstance(part, ItemImage) for part in content):
+            return _text(content)
+        parts: list[Json] = []
+        for number, part in enumerate(content):
+            if isinstance(part, ItemImage):
+                self.images.append(f"{place}.{number}.image_url")
+                parts.append({"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}})
+            else:
+                parts.append({"type": "text", "text": part.text})
+        return parts
+
+    def _say(self, text: str) -> None:
+        """What stands on both sides of a call is one text, as a chat's answer has it. Two messages that follow each
+        other are two turns."""
+        turn = self._turn(is_new=self._has_just_spoken)
+        turn["content"] = (turn["content"] or "") + text
+        self._has_just_spoken = True
+
+    def _think(self, text: str) -> None:
+        """Thoughts that follow a text begin another turn: a template shows them before the text."""
+        turn = self._turn(is_new=self._has_just_spoken)
+        before = turn.get("reasoning_content")
+        line = "\n" if before and not text.startswith("\n") else ""
+        turn["reasoning_content"] = f"{before or ''}{line}{text}"
+        self._has_just_spoken = False
+
+    def _turn(self, *, is_new: bool = False) -> Json:
+        """The assistant's message that goes on: what an assistant says without anybody else between is one turn, as it
+        is one answer."""
+        last = self._messages[-1] if self._messages else {}
+        if last.get("role") != "assistant" or is_new:
+            self._messages.append({"role": "assistant", "content": None})
+        return self._messages[-1]
+
+    def _thoughts(self, item: ReasoningItem, place: str) -> str:
+        if item.content or item.encrypted_content is None:
+            return "\n".join(thought.text for thought in item.content or item.summary or ())
+        opened = None if self._seal is None else self._seal.open(item.encrypted_content)
+        if opened is not None:
+            return opened
+        text = "sealed elsewhere, or with a key that is gone"
+        pass_over("input.reasoning.encrypted_content", f"{place}.encrypted_content", text)
+        return "\n".join(thought.text for thought in item.summary or ())
+
+
+def _id(item: Item) -> str | None:
+    return getattr(item, "id", None)
+
+
+def _text(content: str | Sequence[ItemText | ItemImage]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content if isinstance(part, ItemText))

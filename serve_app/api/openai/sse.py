@@ -1,0 +1,165 @@
+"""Owns the server-sent events of one response: order, framing, and how a failure ends a stream that has begun.
+Never sends a header before the engine has accepted the request, so that a refusal is a real 4xx."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
+from typing import ClassVar, Protocol
+
+from starlette.types import Send
+
+from serve_app.api.generation.completion import Piece
+from serve_app.api.generation.logprobs import json_chars
+from serve_app.api.http.asgi import ClientGone
+from serve_app.api.http.json_text import written
+from serve_app.api.http.offload import run_sized
+from serve_app.api.openai.choices import Choices, Indexed
+from serve_app.api.openai.response import Envelope, Json, usage_json
+from serve_app.errors.api_error import ApiError, to_api_error
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect frames otherwise
+]
+# ASCII only: clients that split lines as Python's str.splitlines does would cut a frame at U+2028 or U+0085.
+_encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
+_MARK = f"text goes here {uuid.uuid4().hex}"
+
+
+class Frames(Protocol):
+    """The bytes of one stream. Each method gives whole frames, or none."""
+
+    end: ClassVar[bytes]
+    """What goes last, also after a failure."""
+
+    def opening(self, index: int) -> bytes:
+        """What goes before the first frame of a choice; empty for the others."""
+        ...
+
+    def of(self, index: int, piece: Piece) -> bytes:
+        """Empty where the piece says nothing that can be told yet."""
+        ...
+
+    def closing(self) -> bytes:
+        """What goes after all choices, if none has failed."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """What tells a client of an error, after the stream has begun."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class UsageShown:
+    """Where a stream tells the usage: in a chunk of its own at the end, and, `always`, in every other as well."""
+
+    at_end: bool = False
+    always: bool = False
+
+
+async def send_stream(send: Send, choices: Choices, frames: Frames) -> None:
+    """Send the whole response. Each frame waits for the server to take the one before.
+
+    Raises:
+        EngineError, ApiError: nothing was sent; the caller answers with a status.
+        ClientGone: the connection is closed, and the request aborted.
+    """
+    async with aclosing(choices.pieces()) as pieces:
+        first = await anext(pieces)
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        try:
+            await _send_answer(send, first, pieces, frames)
+        except ClientGone:
+            raise
+        except Exception as error:  # noqa: BLE001 - to_api_error logs it; the client must learn that this is no end
+            choices.error = to_api_error(error)
+            await _send(send, frames.failure(choices.error))
+        await send({"type": "http.response.body", "body": frames.end})
+
+
+async def _send_answer(send: Send, first: Indexed, pieces: AsyncGenerator[Indexed, None], frames: Frames) -> None:
+    await _send_piece(send, *first, frames)
+    async for index, piece in pieces:
+        await _send_piece(send, index, piece, frames)
+    if frame := frames.closing():
+        await _send(send, frame)
+
+
+async def _send_piece(send: Send, index: int, piece: Piece, frames: Frames) -> None:
+    """Send a piece's frame, if it says anything, and what is to go before it: all at once, for one packet."""
+    frame = frames.opening(index)
+    if piece.tokens:
+        frame += await run_sized(json_chars(piece.tokens), lambda: frames.of(index, piece))
+    elif piece.text or piece.finish_reason is not None:
+        frame += frames.of(index, piece)
+    if frame:
+        await _send(send, frame)
+
+
+class ChunkFrames:
+    """Chunks, as chat and plain completions stream them. Most carry text and nothing else: what is around it is
+    encoded once for each choice."""
+
+    end: ClassVar[bytes] = b"data: [DONE]\n\n"
+
+    def __init__(self, choices: Choices, envelope: Envelope, shown: UsageShown) -> None:
+        self._choices = choices
+        self._envelope = envelope
+        self._shown = shown
+        # OpenAI's schema: where usage was asked for, it is null on every chunk but the last.
+        self._blank: Json = {"usage": None} if shown.at_end else {}
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def opening(self, index: int) -> bytes:
+        if index in self._around:
+            return b""
+        plain = self._encoded(index, Piece(_MARK)) if self._envelope.shape.is_plain else b""
+        before, _, after = plain.partition(encode_basestring_ascii(_MARK).encode())
+        self._around[index] = before, after
+        chunk = self._envelope.opening(index, self._choices.prompts[index])
+        return b"" if chunk is None else _frame(chunk | self._usage(before=index))
+
+    def of(self, index: int, piece: Piece) -> bytes:
+        before, after = self._around[index]
+        if not before or piece.finish_reason is not None or piece.tokens is not None or self._shown.always:
+            return self._encoded(index, piece)
+        return before + encode_basestring_ascii(piece.text).encode() + after
+
+    def closing(self) -> bytes:
+        """The usage; empty where nobody asked."""
+        if not self._shown.at_end:
+            return b""
+        return _frame(self._envelope.chunk([]) | {"usage": self._spent()})
+
+    def failure(self, error: ApiError) -> bytes:
+        return _frame(error.body())
+
+    def _encoded(self, index: int, piece: Piece) -> bytes:
+        chunk = self._envelope.delta(index, piece)
+        return b"" if chunk is None else _frame(chunk | self._usage())
+
+    def _usage(self, before: int | None = None) -> Json:
+        return {"usage": self._spent(before)} if self._shown.always else self._blank
+
+    def _spent(self, before: int | None = None) -> Json:
+        """`before`: without the tokens of this choice, of which nothing was told yet."""
+        return usage_json(self._choices.usage_without(before), self._choices.reasoning_tokens_without(before))
+
+
+def _frame(payload: Json) -> bytes:
+    return f"data: {written(payload, _encode)}\n\n".encode()
+
+
+def event_frame(payload: Json) -> bytes:
+    """A frame that also names its kind, the payload's `type`."""
+    return f"event: {payload['type']}\n".encode() + _frame(payload)
+
+
+async def _send(send: Send, frame: bytes) -> None:
+    await send({"type": "http.response.body", "body": frame, "more_body": True})

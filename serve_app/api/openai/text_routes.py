@@ -1,0 +1,91 @@
+"""Owns the routes between text and token ids: what a prompt becomes, what token ids say, and what the tokenizer is.
+Never asks an engine, and takes no place at the gate: they answer while the engines are full or away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from serve_app.adapters.names import AdapterNames
+from serve_app.api.generation.submission import encode_conversation
+from serve_app.api.http.asgi import read_json_body
+from serve_app.api.http.json_text import json_response
+from serve_app.api.http.offload import run_sized
+from serve_app.api.requests.schema import ModelT, parse_request
+from serve_app.api.requests.text_schema import DetokenizeRequest, TokenizeMessages, TokenizePrompt, TokenizeRequest
+from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import ServedModel
+from serve_app.errors.api_error import ApiError
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TextRoutes:
+    tokenizer: Tokenizer
+    model: ServedModel
+    max_body_bytes: int
+    adapters: AdapterNames
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = (await self._read(request, TokenizeRequest)).root
+        self._check_model(asked.model)
+        tokens = await self._encode(asked)
+        return await run_sized(len(tokens), lambda: json_response(self._tokens_json(tokens, asked)))
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = await self._read(request, DetokenizeRequest)
+        self._check_model(asked.model)
+        return await run_sized(len(asked.tokens), lambda: json_response(self._detokenize(asked.tokens)))
+
+    async def tokenizer_info(self, _: Request) -> Response:
+        entry, special = self.tokenizer.vocabulary_entry, self.tokenizer.special_texts
+        info: Json = {"model": self.model.id, "vocab_size": self.tokenizer.vocab_size}
+        for name, token_id in (("bos", self.tokenizer.bos_token_id), ("eos", self.tokenizer.eos_token_id)):
+            info |= {f"{name}_token_id": token_id, f"{name}_token": None if token_id is None else entry(token_id)}
+        info["special_tokens"] = [{"id": token_id, "text": special[token_id]} for token_id in sorted(special)]
+        return JSONResponse(info | {"has_chat_template": self.tokenizer.has_chat_template})
+
+    async def _read(self, request: Request, kind: type[ModelT]) -> ModelT:
+        body = await read_json_body(request.scope, request.receive, self.max_body_bytes)
+        return await run_sized(len(body), lambda: parse_request(kind, body))
+
+    async def _encode(self, asked: TokenizePrompt | TokenizeMessages) -> list[int]:
+        if isinstance(asked, TokenizeMessages):
+            chat, special = asked.as_chat(self.model.id), bool(asked.add_special_tokens)
+            prompt = await encode_conversation(chat, self.tokenizer, self.model, add_special_tokens=special)
+            return prompt.token_ids
+        text, special = asked.prompt, asked.add_special_tokens is not False
+        return await run_sized(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=special))
+
+    def _tokens_json(self, tokens: list[int], asked: TokenizePrompt | TokenizeMessages) -> Json:
+        strs = [self.tokenizer.vocabulary_entry(token) for token in tokens] if asked.return_token_strs else None
+        counts: Json = {"count": len(tokens), "max_model_len": self.model.max_model_len}
+        return counts | {"tokens": tokens, "token_strs": strs}
+
+    def _detokenize(self, tokens: list[int]) -> Json:
+        for place, token in enumerate(tokens):
+            if self.tokenizer.vocabulary_entry(token) is None:  # decoding would leave it out in silence
+                text = f"Token id {token} is out of vocabulary: ids are below {self.tokenizer.vocab_size}."
+                raise ApiError(400, text, param=f"tokens.{place}", code="invalid_value")
+        return {"prompt": self.tokenizer.decode(tokens)}
+
+    def _check_model(self, asked: str | None) -> None:
+        if asked is not None:
+            self.adapters.served(asked)
+
+    def routes(self, guard: Sequence[Middleware], reading: Sequence[Middleware]) -> list[Route]:
+        """`reading`: for routes that read a body; `guard`: for others."""
+        handlers = {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
+        posts = [
+            Route(prefix + path, handler, methods=["POST"], middleware=reading)
+            for prefix in ("", "/v1")  # vLLM's place, and SGLang's
+            for path, handler in handlers.items()
+        ]
+        return [*posts, Route("/tokenizer_info", self.tokenizer_info, middleware=guard)]

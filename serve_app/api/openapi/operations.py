@@ -1,0 +1,210 @@
+"""Owns the list of the app's operations: what each takes, what it may answer, and who may use it.
+Never registers a route; a test holds the list against the routes that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from serve_app.api.admin import activity
+from serve_app.api.admin.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from serve_app.api.admin.control import AbortRequest
+from serve_app.api.anthropic import answer_schema as anthropic
+from serve_app.api.anthropic.schema import CountTokensRequest, MessagesRequest
+from serve_app.api.openai import answer_schema as answers
+from serve_app.api.openai.responses import answer_schema as responses
+from serve_app.api.openai.responses.schema import ResponsesRequest
+from serve_app.api.requests.deadline import HEADER as DEADLINE_HEADER
+from serve_app.api.requests.deadline import MAX_TIMEOUT_MS
+from serve_app.api.requests.embedding_schema import EmbeddingRequest
+from serve_app.api.requests.schema import ChatRequest, CompletionRequest
+from serve_app.api.requests.session import HEADER as SESSION_HEADER
+from serve_app.api.requests.session import PATTERN
+from serve_app.api.requests.text_schema import DetokenizeRequest, TokenizeRequest
+
+Parameter = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """`answer`: the JSON of a 200; `chunk`: that of a stream's events, where a 200 may be one, and `events` their
+    framing; `media_type`: of a 200, "" where it is empty. `errors` are those besides a 500 and what `needs` brings.
+    `tells_hints`: a header of each answer may name the request's hints."""
+
+    method: Literal["get", "post"] = "get"
+    path: str
+    summary: str
+    needs: Literal["nothing", "api key", "admin key"] = "api key"
+    body: type[BaseModel] | None = None
+    answer: type[BaseModel] | None = None
+    chunk: type[BaseModel] | None = None
+    media_type: str = "application/json"
+    errors: tuple[int, ...] = ()
+    error: type[BaseModel] = answers.ErrorEnvelope
+    events: str = "`data: <JSON>` each, comments in between, `data: [DONE]` at the end"
+    parameters: tuple[Parameter, ...] = ()
+    tells_hints: bool = False
+
+
+_BODY = (400, 408, 413, 415)
+_HEADERS: tuple[Parameter, ...] = (
+    {
+        "name": DEADLINE_HEADER,
+        "in": "header",
+        "description": "How long the client waits for the whole answer; the sooner of it and `timeout_ms` counts.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_TIMEOUT_MS},
+    },
+    {
+        "name": SESSION_HEADER,
+        "in": "header",
+        "description": "Requests of one session go to the same engine while its load allows.",
+        "schema": {"type": "string", "pattern": f"^{PATTERN}$"},
+    },
+)
+_MODEL_ID: Parameter = {
+    "name": "model_id",
+    "in": "path",
+    "required": True,
+    "description": "May have slashes.",
+    "schema": {"type": "string"},
+}
+
+
+def _generation(
+    path: str, summary: str, body: type[BaseModel], answer: type[BaseModel], chunk: type[BaseModel]
+) -> Operation:
+    errors = (*_BODY, 404, 429, 503, 504)
+    return Operation(
+        method="post",
+        path=path,
+        summary=summary,
+        body=body,
+        answer=answer,
+        chunk=chunk,
+        errors=errors,
+        parameters=_HEADERS,
+        tells_hints=True,
+    )
+
+
+def _text(path: str, summary: str, body: type[BaseModel], answer: type[BaseModel]) -> Operation:
+    return Operation(
+        method="post", path=path, summary=summary, body=body, answer=answer, errors=(*_BODY, 404), tells_hints=True
+    )
+
+
+def _admin(name: str, summary: str, answer: type[BaseModel]) -> Operation:
+    return Operation(
+        method="post", path=f"/admin/{name}", summary=summary, answer=answer, errors=(503,), needs="admin key"
+    )
+
+
+def _adapters(verb: str, summary: str, body: type[BaseModel]) -> Operation:
+    errors = (*_BODY, 403, 503) if verb == "load" else (*_BODY, 403, 404, 503)
+    path = f"/v1/{verb}_lora_adapter"
+    return Operation(
+        method="post", path=path, summary=summary, body=body, errors=errors, needs="admin key", media_type="text/plain"
+    )
+
+
+_CHAT = "Answer a conversation, whole or as a stream."
+_COMPLETE = "Continue a text, whole or as a stream."
+_RESPOND = "Answer items, whole or as a stream; nothing is kept."
+_MESSAGE = "Answer a conversation as Anthropic's API does, whole or as a stream."
+_COUNT = "How many tokens a conversation's prompt has."
+_NAMED_EVENTS = "`event: <type>` and `data: <JSON>` each, comments in between"
+_TOKENIZE = "The token ids of a text or a conversation."
+_DETOKENIZE = "The text of token ids."
+
+_VERSIONED: tuple[Operation, ...] = (
+    _generation("/v1/chat/completions", _CHAT, ChatRequest, answers.ChatCompletion, answers.ChatCompletionChunk),
+    _generation("/v1/completions", _COMPLETE, CompletionRequest, answers.Completion, answers.CompletionChunk),
+    replace(
+        _generation("/v1/responses", _RESPOND, ResponsesRequest, responses.ResponseAnswer, responses.ResponseEvent),
+        events=_NAMED_EVENTS,
+    ),
+    replace(
+        _generation("/v1/messages", _MESSAGE, MessagesRequest, anthropic.MessageAnswer, anthropic.Event),
+        error=anthropic.ErrorAnswer,
+        events=_NAMED_EVENTS,
+    ),
+    replace(
+        _text("/v1/messages/count_tokens", _COUNT, CountTokensRequest, anthropic.TokenCount),
+        error=anthropic.ErrorAnswer,
+    ),
+    Operation(
+        method="post",
+        path="/v1/embeddings",
+        summary="The vectors of texts, where the server pools.",
+        body=EmbeddingRequest,
+        answer=answers.Embeddings,
+        errors=(*_BODY, 404, 429, 503, 504),
+        parameters=_HEADERS,
+        tells_hints=True,
+    ),
+    Operation(
+        path="/v1/models",
+        summary="The served model by all its names, its adapters, and aliases.",
+        answer=answers.ModelList,
+    ),
+    Operation(
+        path="/v1/models/{model_id}",
+        summary="The served model, an adapter, or an alias of one.",
+        answer=answers.Model,
+        errors=(404,),
+        parameters=(_MODEL_ID,),
+    ),
+)
+"""Under `/v1`."""
+
+UNVERSIONED = tuple(replace(one, path=one.path.removeprefix("/v1")) for one in _VERSIONED)
+"""The same routes again, for clients whose base URL has no version."""
+
+OPERATIONS: tuple[Operation, ...] = (
+    *_VERSIONED,
+    *UNVERSIONED,
+    _text("/tokenize", _TOKENIZE, TokenizeRequest, answers.Tokens),
+    _text("/v1/tokenize", _TOKENIZE, TokenizeRequest, answers.Tokens),
+    _text("/detokenize", _DETOKENIZE, DetokenizeRequest, answers.Detokenized),
+    _text("/v1/detokenize", _DETOKENIZE, DetokenizeRequest, answers.Detokenized),
+    Operation(path="/tokenizer_info", summary="The tokenizer's facts.", answer=answers.TokenizerInfo),
+    Operation(path="/health", summary="Liveness: an engine answers.", needs="nothing", media_type="", errors=(503,)),
+    Operation(
+        path="/ready", summary="Readiness: new requests are let in.", needs="nothing", media_type="", errors=(503,)
+    ),
+    Operation(
+        path="/metrics", summary="All replicas' metrics, for Prometheus.", needs="nothing", media_type="text/plain"
+    ),
+    Operation(
+        path=activity.PATH,
+        summary="What each replica does just now: its load, its pace, its last steps.",
+        answer=answers.Activity,
+        needs="nothing",
+        errors=(400,),
+        parameters=(activity.PARAMETER,),
+    ),
+    Operation(path="/load", summary="The load of the engines and of the gate.", answer=answers.Load, errors=(503,)),
+    Operation(path="/version", summary="The server's version.", answer=answers.Version, needs="nothing"),
+    Operation(
+        path="/", summary="A playground, and a live view of the replicas.", needs="nothing", media_type="text/html"
+    ),
+    Operation(path="/openapi.json", summary="This document.", needs="nothing"),
+    Operation(path="/docs", summary="This document, as a page.", needs="nothing", media_type="text/html"),
+    Operation(
+        method="post",
+        path="/admin/abort",
+        summary="End a request.",
+        needs="admin key",
+        body=AbortRequest,
+        answer=answers.Aborted,
+        errors=(*_BODY, 404, 503),
+    ),
+    _adapters("load", "Serve an adapter from now on, at every engine.", LoadAdapterRequest),
+    _adapters("unload", "Serve an adapter no longer; requests that run keep it.", UnloadAdapterRequest),
+    _admin("drain", "Finish what runs, and refuse new requests.", answers.Draining),
+    _admin("resume", "Take new requests again.", answers.Draining),
+    _admin("reset_prefix_cache", "Forget the prefixes that no live request holds.", answers.DroppedBlocks),
+)

@@ -1,0 +1,43 @@
+"""Owns what is known of one request besides its times, for whoever describes it at its end.
+Never holds a prompt's or an answer's text longer than the request lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.types import Scope
+
+from serve_app.metrics.ingress_recorder import Outcome
+from serve_app.metrics.request_times import RequestTimes
+
+if TYPE_CHECKING:
+    from serve_app.api.openai.choices import Choices
+    from serve_app.api.requests.embedding_schema import EmbeddingRequest
+    from serve_app.api.requests.schema import ChatRequest, CompletionRequest
+
+
+@dataclass(slots=True)
+class RequestFacts:
+    """Filled as far as the request comes."""
+
+    request: ChatRequest | CompletionRequest | EmbeddingRequest | None = None
+    session: str | None = None
+    answer_id: str | None = None
+    choices: Choices | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """A request that is over. `error`: what the client got in place of an answer."""
+
+    scope: Scope
+    times: RequestTimes
+    facts: RequestFacts
+    outcome: Outcome
+    error: Exception | None
+
+
+Trace = Callable[[EndedRequest], None]
+"""Called once for each request, on the event loop."""

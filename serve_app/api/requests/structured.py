@@ -1,0 +1,129 @@
+"""Owns the fields that say what an answer's text may be: `response_format`, `structured_outputs`, and SGLang's.
+Never reads a schema or a grammar; `constraint` has them checked and written."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from serve_app.api.requests.messages import FUNCTION_NAME
+from serve_app.api.requests.strict_model import StrictModel, Unsupported
+from serve_app.api.requests.unions import by_type
+from serve_app.grammars.texts import MAX_CHOICE_CHARS, MAX_CHOICES
+
+MAX_STRUCTURES = 128
+MAX_TAG_CHARS = 1000
+MAX_PATTERN_CHARS = 2**16
+"""Their bytes are counted again when they are read."""
+
+Schema = dict[str, Any]
+Written = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_CHARS)]
+
+
+class TextFormat(StrictModel):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(StrictModel):
+    """Any JSON object, or JSON that the schema allows."""
+
+    type: Literal["json_object"]
+    schema_: Schema | None = Field(None, alias="schema")
+    """A JSON schema, as llama.cpp and others take it here."""
+
+
+class NamedSchema(StrictModel):
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    schema_: Schema = Field(alias="schema")
+    """A JSON schema. Keywords that cannot be kept are refused by name."""
+    strict: bool | None = None
+    """The schema is kept in any case."""
+
+
+class JsonSchemaFormat(StrictModel):
+    """JSON that the schema allows, on one line. The model is not told of it; the prompt should say what is wanted."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class StructureTag(StrictModel):
+    begin: str = Field(min_length=1, max_length=MAX_TAG_CHARS)
+    schema_: Schema = Field(alias="schema")
+    end: str = Field(max_length=MAX_TAG_CHARS)
+
+
+class StructuralTagFormat(StrictModel):
+    """Free text, in which a trigger begins one of the structures."""
+
+    unsupported: ClassVar[Unsupported] = {"format": ()}
+    type: Literal["structural_tag"]
+    structures: Annotated[list[StructureTag], Field(min_length=1, max_length=MAX_STRUCTURES, fail_fast=True)]
+    triggers: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_TAG_CHARS)]],
+        Field(min_length=1, max_length=MAX_STRUCTURES, fail_fast=True),
+    ]
+
+
+_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("<text>")]
+    | Annotated[JsonObjectFormat, Tag("<json_object>")]
+    | Annotated[JsonSchemaFormat, Tag("<json_schema>")]
+    | Annotated[StructuralTagFormat, Tag("<structural_tag>")],
+    by_type(_FORMATS, f"an object of type {', '.join(_FORMATS)}"),
+]
+
+ChoiceText = Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_CHARS)]
+
+
+def _text_or_object(value: Any) -> str | None:
+    return "<text>" if isinstance(value, str) else None if isinstance(value, list) else "<object>"
+
+
+SchemaOrText = Annotated[
+    Annotated[Written, Tag("<text>")] | Annotated[Schema, Tag("<object>")],
+    Discriminator(
+        _text_or_object, custom_error_type="type", custom_error_message="should be a JSON schema, also as a string"
+    ),
+]
+
+
+KINDS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's: exactly one of these. The answer is written on one line where it is JSON."""
+
+    unsupported: ClassVar[Unsupported] = {
+        "disable_any_whitespace": (True, False),  # there is none between JSON's parts in any case
+        "disable_fallback": (True, False),  # there is one way
+        "disable_additional_properties": (False,),
+        "whitespace_pattern": (),
+    }
+    json_: SchemaOrText | None = Field(None, alias="json")
+    """A JSON schema."""
+    regex: Written | None = None
+    r"""Of the whole answer, in the notation of Rust's `regex`, without look-around; `\d` and `\w` are ASCII."""
+    choice: Annotated[list[ChoiceText], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
+    grammar: Written | None = None
+    """llguidance's Lark with a rule `start`, or GBNF with a rule `root`."""
+    structural_tag: StructuralTagFormat | None = None
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if len(given := self.given) != 1:
+            told = " and ".join(given) or "none"
+            text = f"should have exactly one of {', '.join(KINDS)}, but it has {told}"
+            raise PydanticCustomError("structured", "{text}", {"text": text})
+        return self
+
+    @property
+    def given(self) -> list[str]:
+        return [name for name in KINDS if getattr(self, "json_" if name == "json" else name) is not None]

@@ -1,0 +1,125 @@
+"""Owns the search for stop strings in an answer that may think and call tools: they end its text, and nothing else.
+Never shows any text: a reader of the same answer does that, and is given what is released here."""
+
+from __future__ import annotations
+
+from serve_app.api.text.stop_strings import StopStrings
+from serve_app.parsing.reasoning import ReasoningParser
+from serve_app.parsing.tool_parser import ToolParser
+
+
+class ContentStops:
+    """As StopStrings, for the text that the parsers find to be content. Thoughts and calls, with their tags, pass
+    unsearched. Letters wait while it is not known what they are, as they do where they are read."""
+
+    def __init__(self, stops: StopStrings, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+        """The parsers: fresh ones, of this answer's own."""
+        self._stops = stops
+        self._reasoning = reasoning
+        self._tools = tools
+        self._found: list[str] = []
+        """Content, as the parser of calls finds it."""
+        if tools is not None:
+            tools.on_content = self._found.append
+        self._unsplit = ""
+        """What may be a tag of thoughts."""
+        self._unread = ""
+        """What may be a call's."""
+        self._is_searching = True
+
+    @property
+    def matched(self) -> str | None:
+        return self._stops.matched
+
+    def push(self, text: str) -> str:
+        """As StopStrings has it."""
+        return self._push(text)
+
+    def skip(self, text: str) -> str:
+        """Read text in which no stop string is looked for."""
+        self._is_searching = False
+        try:
+            return self._push(text)
+        finally:
+            self._is_searching = True
+
+    def flush(self) -> str:
+        """What was held back: the answer has ended."""
+        split = None if self._reasoning is None else self._reasoning.flush()
+        found = "" if split is None else self._sort(split.content)
+        if self._tools is not None and not self.matched:
+            self._tools.flush()
+            found += self._settled(0)
+        return found if self.matched else found + self._stops.flush()
+
+    def _push(self, text: str) -> str:
+        found = ""
+        for letter in text:
+            found += self._letter(letter)
+            if self.matched:
+                break
+        return found
+
+    def _letter(self, letter: str) -> str:
+        if self._reasoning is None:
+            return self._read(letter)
+        self._unsplit += letter
+        split = self._reasoning.push(letter)
+        if split.content:
+            return self._sort(split.content)
+        if self._reasoning.inside or split.reasoning:
+            thought, self._unsplit = self._unsplit, ""
+            return self._pass_thought(thought)
+        return ""
+
+    def _sort(self, content: str) -> str:
+        """What waited ends with this content; the rest of it was a tag. The content may begin with what is no letter of
+        the answer, or has passed as a thought: the parser of calls reads it all the same."""
+        size = _common_end(self._unsplit, content)
+        at = len(self._unsplit) - size
+        tag, letters, self._unsplit = self._unsplit[:at], self._unsplit[at:], ""
+        if self._tools is not None:
+            self._tools.push(content[: len(content) - size])
+        found = self._pass_thought(tag)
+        for letter in letters:
+            found += self._read(letter)
+            if self.matched:
+                break
+        return found
+
+    def _pass_thought(self, text: str) -> str:
+        """In its place: what waits before it waits no longer."""
+        if not text:
+            return ""
+        waiting, self._unread = self._unread, ""
+        return self._pass(waiting + text)
+
+    def _read(self, letter: str) -> str:
+        """A letter that is no thought."""
+        if self._tools is None:
+            return self._search(letter)
+        self._unread += letter
+        self._tools.push(letter)
+        return self._settled(self._tools.num_held)
+
+    def _settled(self, num_held: int) -> str:
+        """What waited, but for what still does: a part of calls, then content."""
+        content = "".join(self._found)
+        self._found.clear()
+        at = max(0, len(self._unread) - num_held)
+        settled, self._unread = self._unread[:at], self._unread[at:]
+        size = _common_end(settled, content)
+        return self._pass(settled[: len(settled) - size]) + self._search(settled[len(settled) - size :])
+
+    def _pass(self, text: str) -> str:
+        """No stop string goes on across a call, or across thoughts."""
+        return self._stops.flush() + text if text else ""
+
+    def _search(self, text: str) -> str:
+        return self._stops.push(text) if self._is_searching else self._stops.skip(text)
+
+
+def _common_end(text: str, other: str) -> int:
+    """How many letters both end with."""
+    most = min(len(text), len(other))
+    return next((size for size in range(most) if text[-1 - size] != other[-1 - size]), most)

@@ -1,0 +1,241 @@
+"""Owns text to token ids and back for one model: tokenizer.json, the chat template, decoding of answers and of tokens.
+Never imports transformers or torch: loading takes milliseconds, and ingress replicas stay small."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from serve_app.api.text.chat_template import ChatTemplate, TemplateFailed
+from serve_app.api.text.detokenizer import Detokenizer
+from serve_app.api.text.token_span import BYTE_LETTERS, longest_span
+
+# One text at a time is encoded, by the thread that asks: the library's own pool would start a thread for each core, and
+# warn when the process forks. Read at each call.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_BYTE_LEVEL_SPECIALS = ("<eos>", "<|system|>", "<|developer|>", "<|user|>", "<|assistant|>", "<|tool|>")
+_BYTE_LEVEL_IMAGE = "<|image|>"
+# Calls as Hermes models write them.
+_BYTE_LEVEL_TEMPLATE = (
+    "{% if tools %}<|system|>Tools: {{ tools | tojson }}. Call one as "
+    '<tool_call>{"name": ..., "arguments": {...}}</tool_call>.<eos>{% endif %}'
+    "{% for message in messages %}<|{{ message.role }}|>{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content or [] %}"
+    "{% if part.type == 'image' %}<|image|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>"
+    "{% endfor %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte
+
+
+class TooManyTokens(ValueError):
+    """A prompt does not fit. `is_exact`: it has `num_tokens`; otherwise, at least so many."""
+
+    def __init__(self, num_tokens: int, *, is_exact: bool) -> None:
+        super().__init__(num_tokens)
+        self.num_tokens = num_tokens
+        self.is_exact = is_exact
+
+
+class Tokenizer:
+    """Thread-safe: encoding and decoding a long text may run outside the event loop, and release the interpreter lock.
+
+    Only the library's calls for batches do; `encode` and `decode` hold it, for seconds where a text has megabytes.
+    """
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None,
+        eos_token_id: int | None,
+        bos_token_id: int | None = None,
+    ) -> None:
+        # A tokenizer.json saved while training can carry a truncation: prompts would lose their end in silence.
+        core.no_truncation()
+        core.no_padding()
+        self._core = core
+        self._chat_template = chat_template
+        self.eos_token_id = eos_token_id
+        self.bos_token_id = bos_token_id
+        self.vocab_size = max(core.get_vocab().values()) + 1
+        added = core.get_added_tokens_decoder()
+        self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
+        """The texts of the tokens that an answer does not show."""
+        self.tag_ids = {token.content: token_id for token_id, token in added.items() if _is_tag(token)}
+        """The tokens that a grammar names by their ids."""
+        self._span = longest_span(core)
+        self._token_texts: dict[int, str] = {}  # at most the vocabulary
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> Tokenizer:
+        """Load a Hugging Face model directory.
+
+        Raises:
+            FileNotFoundError: it has no tokenizer.json.
+            ValueError: a file is not what its name says.
+        """
+        root = Path(path)
+        if not (root / "tokenizer.json").is_file():
+            raise FileNotFoundError(f"{root} has no tokenizer.json.")
+        core = tokenizers.Tokenizer.from_file(str(root / "tokenizer.json"))
+        config = _read_json(root / "tokenizer_config.json")
+        specials = _special_tokens(_read_json(root / "special_tokens_map.json") | config)
+        source = _template_source(root, config)
+        template = None if source is None else ChatTemplate(source, specials)
+        eos, bos = (core.token_to_id(specials.get(name, "")) for name in ("eos_token", "bos_token"))
+        return cls(core, template, eos, bos)
+
+    @classmethod
+    def byte_level(cls, *, images: bool = False) -> Tokenizer:
+        """A tokenizer of 262 tokens that needs no files: token id = byte, then `<eos>` (256) and one per role; with
+        `images`, one more that stands for an image."""
+        core = tokenizers.Tokenizer(models.BPE(vocab=BYTE_LETTERS, merges=[]))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        core.decoder = decoders.ByteLevel()
+        core.add_special_tokens([*_BYTE_LEVEL_SPECIALS, *((_BYTE_LEVEL_IMAGE,) if images else ())])
+        return cls(core, ChatTemplate(_BYTE_LEVEL_TEMPLATE, {"eos_token": "<eos>"}), core.token_to_id("<eos>"))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """A plain prompt: special tokens are added as the model's post-processor says (a leading BOS, mostly).
+
+        Raises:
+            TooManyTokens: there are more than `most`; where the text's length says so, nothing was encoded.
+        """
+        if most is not None and self._span is not None and (least := self._span.least_tokens(text)) > most:
+            raise TooManyTokens(least, is_exact=False)
+        (encoding,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if most is not None and len(encoding) > most:
+            raise TooManyTokens(len(encoding), is_exact=True)
+        return encoding.ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most: int | None = None,
+        /,
+        *,
+        add_special_tokens: bool = False,
+        **options: Any,
+    ) -> list[int]:
+        """A conversation, rendered by the template, which writes its own special tokens: by default none are added.
+
+        `options` are those of `ChatTemplate.render`.
+
+        Raises:
+            TemplateFailed: there is no template, or it does not take these messages.
+            TooManyTokens: as `encode`.
+        """
+        if self._chat_template is None:
+            raise TemplateFailed("This model has no chat template; use /v1/completions.")
+        text = self._chat_template.render(messages, **options)
+        return self.encode(text, add_special_tokens=add_special_tokens, most=most)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these tokens, with that of special ones: what `encode` was given, and what it added."""
+        (text,) = self._core.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return text
+
+    def vocabulary_entry(self, token_id: int) -> str | None:
+        """The token as tokenizer.json has it, `Ġthe` and not ` the`; None for an id that no token has."""
+        return self._core.id_to_token(token_id)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        return self._chat_template
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, shown: Sequence[str] = ()) -> Detokenizer:
+        """`shown`: texts of special tokens that are shown all the same."""
+        texts = {token_id: text for token_id, text in self.special_texts.items() if text in shown} if shown else {}
+        return Detokenizer(self._core, skip_special_tokens=skip_special_tokens, shown=texts)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone, as it is inside a text; special tokens are shown.
+
+        A token with part of a character is no text: it is written as its bytes, `bytes: \\xf0\\x9f`, as at OpenAI. Many
+        such tokens would else have the same text, U+FFFD.
+        """
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self._decode_one(token_id)
+        return text
+
+    def token_bytes(self, token_id: int) -> list[int]:
+        """The bytes that a token adds to a text, whether or not they are whole characters."""
+        data = _partial_bytes(self._core.id_to_token(token_id)) if "\ufffd" in self._core.decode([token_id]) else None
+        return list(self.token_text(token_id).encode() if data is None else data)
+
+    def _decode_one(self, token_id: int) -> str:
+        once = self._core.decode([token_id], skip_special_tokens=False)
+        if "\ufffd" in once and (data := _partial_bytes(self._core.id_to_token(token_id))) is not None:
+            return "bytes:" + "".join(_readable(byte) for byte in data)
+        # SentencePiece's decoders strip the space of a text's first word, but not of its second.
+        twice = self._core.decode([token_id, token_id], skip_special_tokens=False)
+        return twice[len(once) :] if twice.startswith(once) else once
+
+
+def _is_tag(token: tokenizers.AddedToken) -> bool:
+    """Whether no letters of a grammar match the token: llguidance takes those in angle brackets for special, too, which
+    some models (Qwen's) have and show."""
+    return bool(token.special) or (token.content.startswith("<") and token.content.endswith(">"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} must hold a JSON object.")
+    return content
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and its like; each is a string, or an object that describes an added token."""
+    found = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _template_source(root: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja wins over tokenizer_config.json, whose value may be a list of named templates."""
+    if (root / "chat_template.jinja").is_file():
+        return (root / "chat_template.jinja").read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        source = {item["name"]: item["template"] for item in source}.get("default")
+    if source is not None and not isinstance(source, str):
+        raise ValueError("chat_template in tokenizer_config.json must be a string or a list of named templates.")
+    return source
+
+
+def _partial_bytes(piece: str | None) -> bytes | None:
+    """The bytes that a vocabulary's entry stands for, if they are no text."""
+    if piece is None:
+        return None
+    if match := _BYTE_PIECE.fullmatch(piece):
+        return bytes([int(match[1], 16)])
+    if not all(letter in BYTE_LETTERS for letter in piece):
+        return None
+    data = bytes(BYTE_LETTERS[letter] for letter in piece)
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return data
+    return None  # U+FFFD itself
+
+
+def _readable(byte: int) -> str:
+    return chr(byte) if 0x20 <= byte < 0x7F and byte != ord("\\") else f"\\x{byte:02x}"

@@ -1,0 +1,33 @@
+"""Makes an API key, or an admin key: `python -m serve_app.auth`.
+Never keeps it: the key is printed once, beside the digest that the config needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+from collections.abc import Sequence
+
+from serve_app.auth.keys import digest
+
+_KEY_BYTES = 32
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a new key and what the config needs to know of it."""
+    parser = argparse.ArgumentParser(prog="python -m serve_app.auth", description="Make an API key, or an admin key.")
+    parser.add_argument("tenant", nargs="?", default="default", help="whose key it is (%(default)s)")
+    tenant = parser.parse_args(arguments).tenant
+    if not tenant:
+        parser.error("tenant is empty: expected a name")
+    key = f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
+    sha256 = digest(key.encode())
+    print(f"key, shown only now:       {key}")
+    print(f"entry of auth.keys:        {json.dumps({'tenant': tenant, 'sha256': sha256})}")
+    print(f"or, for the admin routes:  admin_sha256: {sha256}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

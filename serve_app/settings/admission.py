@@ -1,0 +1,38 @@
+"""Owns the settings of admission: how many requests and tokens a deployment and its tenants may have.
+Never lets anything in; `serve_app.admission.gate` does."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class AdmissionSettings(BaseModel):
+    """What is let in, and what waits in the ingress; serve_app.admission.gate has the rules. With several ingress
+    replicas each keeps its share of every limit, rounded up."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_concurrent_requests: int | None = Field(
+        default=None,
+        description="Most requests at a time, running and waiting; one more is a 503. Unset: max_num_seqs + "
+        "max_queued_requests for each engine.",
+        ge=1,
+    )
+    max_queued_tokens: int | None = Field(
+        default=None,
+        description="Most prompt tokens of requests that have not begun; more are a 503, except for a request that is "
+        "alone. Unset: no limit.",
+        ge=1,
+    )
+    tenant_max_concurrent_requests: int | None = Field(
+        default=None, description="The same for each tenant; one more is a 429. Unset: no limit.", ge=1
+    )
+    tenant_max_queued_tokens: int | None = Field(
+        default=None, description="The same for each tenant; more are a 429. Unset: no limit.", ge=1
+    )
+    dispatch_backlog: int = Field(
+        default=16,
+        description="Requests beyond max_num_seqs that are with each engine, so that no seat waits for the next one to "
+        "come from the ingress, where the others wait. At most max_queued_requests.",
+        ge=0,
+    )

@@ -1,0 +1,240 @@
+"""Owns the settings of one application: the `args:` of serve_app.app:build in config.yaml.
+Never holds a default twice: the engine's own settings are engine.config.EngineConfig, validated here by pydantic."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from engine.config import EngineConfig
+from serve_app.settings.admission import AdmissionSettings
+from serve_app.settings.auth import AuthSettings
+from serve_app.settings.cors import CorsSettings
+from serve_app.settings.images import ImageSettings
+from serve_app.settings.limits import GatePolicy, Limits
+from serve_app.settings.names import NameSettings
+from serve_app.settings.routing import RoutingSettings
+from serve_app.settings.scaling import AutoscalingSettings, SignalSettings
+from serve_app.settings.tracing import TracingSettings
+
+CONTROL_CALLS = 8
+"""Calls besides requests (health, load, drain) that a replica takes while it is full."""
+
+FernetKey = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{43}=$")]
+
+
+class AppSettings(NameSettings):
+    """What one application serves, on how many replicas, with which share of the machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="Settings of each engine.")
+    strict: bool = Field(
+        False,
+        description="Refuse hints, such as `verbosity`: fields that ask for no other answer than this server gives. "
+        "Otherwise the header `x-chunkserve-ignored` names those of a request that had no effect.",
+    )
+    drop_billing_header: bool = Field(
+        True,
+        description="Keep the line `x-anthropic-billing-header: ...`, with which Claude Code begins its system prompt, "
+        "out of the prompt. A part of it changes, so that no conversation would find another's prefix in the cache.",
+    )
+    engine_replicas: int = Field(
+        1,
+        description="Engines, each in a process of its own. With `autoscaling`: how many to start with, at each change "
+        "of the deployment; unset, as many as run, and at first min_replicas.",
+        ge=1,
+    )
+    autoscaling: AutoscalingSettings | None = Field(
+        None, description="Let the number of engines follow the load. Unset: it is engine_replicas."
+    )
+    engine_num_cpus: float = Field(
+        0.5, description="CPUs that Ray reserves for an engine replica; it does not bound its threads.", ge=0
+    )
+    engine_num_gpus: float = Field(
+        0, description="GPUs that Ray reserves for an engine replica, which then sees no other: 0 or 1.", ge=0
+    )
+    engine_accelerator_type: str | None = Field(
+        None, description="The kind of GPU that an engine replica needs, as Ray names it, such as `H100`. Unset: any."
+    )
+    ingress_replicas: int = Field(1, description="HTTP replicas: tokenization, templates, streaming.", ge=1)
+    ingress_num_cpus: float = Field(0.25, description="CPUs that Ray reserves for an ingress replica.", ge=0)
+    drain_timeout_s: float = Field(
+        120,
+        description="How long running requests may go on at shutdown; what is left then ends with an error.",
+        gt=0,
+    )
+    health_check_period_s: float = Field(
+        5, description="How often Serve asks an engine replica how it is; three bad answers restart it.", gt=0
+    )
+    health_check_timeout_s: float = Field(10, description="How long it waits for the answer.", gt=0)
+    engine_silence_s: float = Field(
+        2,
+        description="An engine that was not heard of for this long, or whose step takes this long and four times its "
+        "slowest lately, gets no new requests until it is heard of again, and its streams move to another engine.",
+        ge=0.5,
+    )
+    hang_timeout_s: float = Field(
+        20,
+        description="A replica whose process does nothing for this long is killed. A step is not nothing: an engine "
+        "has stall_timeout_s besides.",
+        ge=1,
+    )
+    max_migrations: int = Field(
+        3, description="How often a request moves to another engine replica when its own fails.", ge=0
+    )
+    migration_timeout_s: float = Field(
+        60, description="How long a stream waits for the first token of the next replica before it fails.", gt=0
+    )
+    routing: RoutingSettings = Field(
+        default_factory=RoutingSettings, description="How requests are spread over the engines."
+    )
+    max_unread_tokens: int = Field(
+        2048, description="Tokens that may wait for a client that reads too slowly; its request then ends.", ge=1
+    )
+    client_stall_timeout_s: float = Field(
+        60, description="A client that takes nothing of its answer for this long is disconnected.", gt=0
+    )
+    sse_keep_alive_s: float = Field(
+        15,
+        description="A stream that was silent this long gets a comment, so that no proxy takes it for dead. 0: none.",
+        ge=0,
+    )
+    tool_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "pythonic",
+        "mistral",
+        "openai",
+        "deepseek_v3",
+        "deepseek_v31",
+        "glm45",
+        "kimi_k2",
+        "phi4_mini_json",
+    ] = Field("auto", description="How the model writes tool calls; `auto` looks at its chat template.")
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "kimi_k2", "mistral", "openai_gptoss"] = Field(
+        "auto",
+        description="How the model marks what it thinks, which answers then tell apart; `auto` looks at its chat "
+        "template.",
+    )
+    pooling: Literal["none", "mean", "last"] = Field(
+        "none",
+        description="What /v1/embeddings answers with: the mean of a text's final hidden states, or the last one, as "
+        "the model was trained for. `none`: it is refused.",
+    )
+    admission: AdmissionSettings = Field(
+        default_factory=AdmissionSettings, description="What is let in, and what waits in the ingress."
+    )
+    tracing: TracingSettings = Field(default_factory=TracingSettings, description="OpenTelemetry spans of requests.")
+    images: ImageSettings = Field(
+        default_factory=ImageSettings, description="Images in requests, for models that take any."
+    )
+    reasoning_keys: tuple[FernetKey, ...] = Field(
+        (),
+        description="Keys that seal the thoughts in a response's `encrypted_content`, so that a client can send them "
+        "back to any replica: 32 random bytes each in URL-safe base64, which is what `openssl rand -base64 32` writes "
+        "with `-` for each `+` and `_` for each `/`. The first seals, all of them open. Unset: one that the ingress "
+        "replica draws when it starts; with more than one replica, thoughts are not sealed.",
+    )
+    auth: AuthSettings = Field(default_factory=AuthSettings, description="API keys and the admin key.")
+    cors: CorsSettings = Field(default_factory=CorsSettings, description="Web pages that may use the API.")
+    max_body_bytes: int = Field(4 * 1024 * 1024, description="Largest request body; a larger one is a 413.", ge=1024)
+
+    @model_validator(mode="after")
+    def _adapters_have_room(self) -> Self:
+        asked = {"lora_adapters": bool(self.lora_adapters), "allow_lora_updates": self.allow_lora_updates}
+        for name, is_set in asked.items():
+            if is_set and not self.engine.max_loras:
+                raise ValueError(f"{name} is set, but engine.max_loras is 0, with which no adapter is served.")
+        return self
+
+    @model_validator(mode="after")
+    def _an_engine_has_one_gpu_or_none(self) -> Self:
+        gpus, device = self.engine_num_gpus, self.engine.device
+        if gpus != int(gpus):
+            raise ValueError(
+                f"engine_num_gpus is {gpus:g}, but an engine measures and takes the memory of a whole GPU: two that "
+                "share one would each take gpu_memory_utilization of it. Use 1, or 0 for the CPU."
+            )
+        if gpus > 1:
+            raise ValueError(
+                f"engine_num_gpus is {gpus:g}, but an engine runs on one GPU: use 1, and engine_replicas for more GPUs."
+            )
+        if gpus and (device == "cpu" or self.engine.executor == "fake"):
+            why = "device is cpu" if device == "cpu" else "executor is fake"
+            raise ValueError(f"engine_num_gpus is 1, but {why}: Ray would hold a GPU that nobody uses.")
+        if not gpus and device == "cuda":
+            raise ValueError("device is cuda, but engine_num_gpus is 0: Ray hides all GPUs from the engine. Use 1.")
+        if not gpus and self.engine_accelerator_type is not None:
+            raise ValueError(
+                f"engine_accelerator_type is {self.engine_accelerator_type}, but engine_num_gpus is 0: use 1."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _starts_within_bounds(self) -> Self:
+        bounds = self.autoscaling
+        if bounds is None or "engine_replicas" not in self.model_fields_set:
+            return self
+        if not bounds.min_replicas <= self.engine_replicas <= bounds.max_replicas:
+            raise ValueError(
+                f"engine_replicas ({self.engine_replicas}) is the number to start with, and must be in "
+                f"autoscaling.min_replicas ({bounds.min_replicas}) to max_replicas ({bounds.max_replicas})."
+            )
+        return self
+
+    @property
+    def most_engines(self) -> int:
+        return self.engine_replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+    @property
+    def signals(self) -> SignalSettings:
+        """What engines measure their reports against. They report without `autoscaling`, too: Serve's own config may
+        scale them."""
+        return self.autoscaling or SignalSettings()
+
+    @property
+    def replica_engine(self) -> EngineConfig:
+        """`engine`, where a replica that holds a GPU does not fall back to the CPU."""
+        return dataclasses.replace(self.engine, device="cuda") if self.engine_num_gpus else self.engine
+
+    @property
+    def engine_resources(self) -> dict[str, float | str]:
+        """What Ray reserves for an engine replica, as its `ray_actor_options`."""
+        options: dict[str, float | str] = {"num_cpus": self.engine_num_cpus, "num_gpus": self.engine_num_gpus}
+        kind = self.engine_accelerator_type
+        return options if kind is None else options | {"accelerator_type": kind}
+
+    @property
+    def engine_capacity(self) -> int:
+        """Requests that one engine holds, running and waiting; it refuses more by itself, with a reason."""
+        return self.engine.max_num_seqs + self.engine.max_queued_requests
+
+    @property
+    def gate_policy(self) -> GatePolicy:
+        ask = self.admission
+        return GatePolicy(
+            dispatch_per_engine=self.engine.max_num_seqs + min(ask.dispatch_backlog, self.engine.max_queued_requests),
+            concurrent_per_engine=self.engine_capacity,
+            deployment=Limits(
+                max_concurrent_requests=ask.max_concurrent_requests, max_queued_tokens=ask.max_queued_tokens
+            ),
+            tenant=Limits(
+                max_concurrent_requests=ask.tenant_max_concurrent_requests,
+                max_queued_tokens=ask.tenant_max_queued_tokens,
+            ),
+            ingress_replicas=self.ingress_replicas,
+        )
+
+    @property
+    def ingress_capacity(self) -> int:
+        """Requests that Serve may hand to an ingress replica: what its gate lets in, and as many again to refuse. More
+        would wait before the replica, where nobody tells them."""
+        most = self.gate_policy.of_deployment(self.most_engines).max_concurrent_requests
+        assert most is not None, "derived where it is not set"
+        return 2 * most

@@ -1,0 +1,41 @@
+"""Owns the settings of access: API keys, by their digests, and the admin key.
+Never checks one; `serve_app.auth` does."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class ApiKey(BaseModel):
+    """One API key, and whose it is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    tenant: str = Field(description="Whose key this is; keys of one tenant share its limits.", min_length=1)
+    sha256: _Sha256 = Field(description="SHA-256 of the key, in hexadecimal; the key itself is written nowhere.")
+    max_concurrent_requests: int | None = Field(
+        default=None, description="Instead of admission.tenant_max_concurrent_requests.", ge=1
+    )
+    max_queued_tokens: int | None = Field(None, description="Instead of admission.tenant_max_queued_tokens.", ge=1)
+
+
+class AuthSettings(BaseModel):
+    """Who may use the server. `python -m serve_app.auth` makes keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    keys: tuple[ApiKey, ...] = Field(
+        default=(),
+        description="API keys. None here and in keys_file: everybody may use the server, as one tenant.",
+    )
+    keys_file: str | None = Field(
+        default=None,
+        description="More of them: a YAML or JSON list on the ingress replicas' machines, read when they start.",
+    )
+    admin_sha256: _Sha256 | None = Field(
+        default=None, description="SHA-256 of the admin key, in hexadecimal. Unset: the admin routes are closed."
+    )

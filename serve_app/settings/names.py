@@ -1,0 +1,86 @@
+"""Owns the settings of what is served, and of the names that clients ask for it by.
+Never knows what runs: an engine's own settings are checked beside these in `serve_app.settings.application`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from engine.config import DEFAULT_MODEL
+from serve_app.settings.adapter_name import AdapterName
+
+_Name = Annotated[str, Field(min_length=1)]
+
+
+def _one_or_several(names: Any) -> Any:
+    if isinstance(names, str):
+        return (names,)
+    if not isinstance(names, list | tuple):
+        raise ValueError("should be a name or a list of names.")
+    return names
+
+
+_Names = Annotated[tuple[_Name, ...], Field(min_length=1), BeforeValidator(_one_or_several)]
+
+
+class NameSettings(BaseModel):
+    """A model, its adapters, and their names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    model: str = Field(
+        DEFAULT_MODEL,
+        description="The packaged default, a local Hugging Face directory, a hub id, or a GGUF file.",
+    )
+    served_model_name: _Names | None = Field(
+        None,
+        description="The `model` that clients ask for: a name, or several, of which answers, metrics and traces have "
+        "the first. Unset: `model` itself.",
+    )
+    model_aliases: dict[_Name, str] = Field(
+        default_factory=dict,
+        description="Other names for what is served, such as `claude-*: qwen3-8b`: patterns as a shell has them for "
+        "file names, each with a served name or a LoRA adapter. A served name goes before a pattern, and the first of "
+        "several patterns counts. Answers say which model they are from, and not the alias.",
+    )
+    lora_adapters: dict[AdapterName, str] = Field(
+        default_factory=dict,
+        description="LoRA adapters that are served from the start, name: directory as PEFT writes it, on the engines' "
+        "machines. Clients ask for `name`, or `<model>:name`. They need engine.max_loras.",
+    )
+    allow_lora_updates: bool = Field(
+        False,
+        description="Let whoever has the admin key load and unload adapters while the server runs, from any directory "
+        "that an engine can read.",
+    )
+
+    @model_validator(mode="after")
+    def _adapters_have_other_names(self) -> Self:
+        for name in self.model_names:
+            if name in self.lora_adapters:
+                raise ValueError(f"lora_adapters has one named {name}, which is the model's own name.")
+        return self
+
+    @model_validator(mode="after")
+    def _names_mean_one_thing(self) -> Self:
+        names = self.model_names
+        if len(set(names)) < len(names):
+            raise ValueError(f"served_model_name has a name twice: {', '.join(names)}.")
+        served = {*names, *self.lora_adapters}
+        for alias, target in self.model_aliases.items():
+            if alias in served:
+                raise ValueError(f"model_aliases has {alias}, which is served under that name itself.")
+            if target not in served:
+                known = ", ".join(sorted(served))
+                raise ValueError(f"model_aliases has {alias} for {target}, which is not served; served are: {known}.")
+        return self
+
+    @property
+    def model_id(self) -> str:
+        """What answers are from."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.served_model_name or (self.model,)

@@ -1,0 +1,39 @@
+"""Owns the settings of tracing: where spans are sent, and which are.
+Never makes a span; `serve_app.tracing` does."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class TracingSettings(BaseModel):
+    """OpenTelemetry spans of the requests for generated text. They show no prompt and no answer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    exporter: Literal["none", "console", "otlp"] = Field(
+        default="none",
+        description="Where spans go: nowhere; to the ingress replicas' output, a JSON line each; or to a collector, by "
+        "OTLP over HTTP, which needs the extra `tracing`.",
+    )
+    endpoint: str | None = Field(
+        default=None,
+        description="`otlp`: the collector's URL for traces, such as `http://collector:4318/v1/traces`. Unset: what "
+        "OpenTelemetry's own environment variables say, and without them this machine's port 4318.",
+        pattern="^https?://.",
+    )
+    sample_ratio: float = Field(
+        default=1,
+        description="Share of the requests that get a span, 0 to 1. One that comes with a `traceparent` has it if its "
+        "caller's was sampled, and only then.",
+        ge=0,
+        le=1,
+    )
+
+    @model_validator(mode="after")
+    def _only_otlp_has_an_endpoint(self) -> Self:
+        if self.endpoint is not None and self.exporter != "otlp":
+            raise ValueError(f"endpoint is for the exporter otlp, but exporter is {self.exporter}.")
+        return self

@@ -1,0 +1,65 @@
+"""Owns the contract of requests with as many tools as agents offer that have several servers.
+Never tests what a tool is told as."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from serve_app.api.requests.messages import MAX_TOOLS
+from tests.serve_app.api.generation.test_tools import CALLER, app_of, prompt_of, saying
+from tests.serve_app.api.openai.responses.test_responses import ask
+from tests.serve_app.harness import CHAT, post
+
+pytestmark = pytest.mark.anyio
+
+ROOMY = replace(CALLER, max_model_len=1_000_000)
+
+
+def functions(num: int, enum_chars: int = 1, **fields: Any) -> list[dict[str, Any]]:
+    parameters = {"type": "object", "properties": {"a": {"enum": ["x" * enum_chars]}}, "required": ["a"]}
+    return [{"type": "function", "name": f"f{number}", "parameters": parameters, **fields} for number in range(num)]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"])
+async def test_as_many_tools_are_told_to_the_model_as_agents_offer(path: str) -> None:
+    """`test_requests` has one more refused."""
+    names = [f"mcp__server__{number}" for number in range(MAX_TOOLS)]
+    chats = path.startswith("/v1/chat")
+    tools = [{"type": "function", "function": {"name": n}} if chats else {"name": n, "input_schema": {}} for n in names]
+    client = saying("x")
+    answer = await post(
+        app_of(client, ROOMY), path, CHAT | {"tools": tools} | ({} if "count" in path else {"max_tokens": 5})
+    )
+    assert answer.status == 200, answer.json
+    assert all(f'"{name}"' in prompt_of(client) for name in names if client.submissions)
+
+
+async def test_tools_are_strict_by_default_as_long_as_one_grammar_can_hold_them() -> None:
+    """An agent with many tools is answered: whatever it asked for is not refused for what it did not ask for."""
+    shell = {"type": "shell"}
+    few = await ask(saying("x"), ROOMY, tools=[*functions(10, 300), shell])
+    assert {tool.get("strict") for tool in few.json["tools"]} == {True, None}
+    many = await ask(saying("x"), ROOMY, tools=[*functions(MAX_TOOLS - 1, 300), shell])
+    assert (many.status, {tool.get("strict") for tool in many.json["tools"]}) == (200, {False, None})
+    asked_for = await ask(saying("x"), ROOMY, tools=functions(MAX_TOOLS, 300, strict=True))
+    assert (asked_for.status, asked_for.error["param"]) == (400, "tools")
+    assert "should give a grammar of at most" in asked_for.error["message"]
+
+
+async def test_each_of_many_tools_can_be_chosen() -> None:
+    client = saying("x")
+    chosen = [{"type": "function", "name": f"f{number}"} for number in range(MAX_TOOLS)]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": chosen}
+    assert (await ask(client, ROOMY, tools=functions(MAX_TOOLS), tool_choice=choice)).status == 200
+
+
+async def test_tools_of_namespaces_count_as_others() -> None:
+    half = {"type": "namespace", "name": "a", "tools": functions(MAX_TOOLS // 2)}
+    for rest, status in ((MAX_TOOLS // 2, 200), (MAX_TOOLS // 2 + 1, 400)):
+        answer = await ask(saying("x"), ROOMY, tools=[half, *functions(rest)])
+        assert answer.status == status, answer.json
+    assert answer.error["param"] == "tools"
+    assert f"at most {MAX_TOOLS} with those of namespaces, but there are {MAX_TOOLS + 1}" in answer.error["message"]

@@ -1,0 +1,116 @@
+"""Owns the contract of stop strings beside thoughts and calls: they end the text of an answer, and nothing else.
+Never tests how a stop string is found: test_stop_strings does."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from serve_app.api.text.content_stops import ContentStops
+from serve_app.api.text.stop_strings import StopStrings
+from serve_app.parsing.reasoning_parsers import REASONING_PARSERS, reasoning_parser
+from serve_app.parsing.tools import TOOL_PARSERS
+from tests.serve_app.api.anthropic import test_anthropic
+from tests.serve_app.api.generation.test_tools import CALL, THINKER, whole_and_streamed
+from tests.serve_app.api.openai.responses import test_responses
+
+pytestmark = pytest.mark.anyio
+
+CALLED = CALL.replace("Oslo", "Oslo END more")
+ARGUMENTS = {"city": "Oslo END more"}
+
+
+def read(text: str, stops: list[str], reasoning: str = "qwen3", tools: str = "hermes", size: int = 1) -> str:
+    """What is released, and `!` with the stop string that ended it."""
+    search = ContentStops(StopStrings(stops), reasoning_parser(reasoning, ""), TOOL_PARSERS[tools]())
+    found = ""
+    for at in range(0, len(text), size):
+        found += search.push(text[at : at + size])
+        if search.matched:
+            return f"{found}!{search.matched}"
+    found += search.flush()
+    return f"{found}!{search.matched}" if search.matched else found
+
+
+async def test_a_chats_call_is_whole_though_it_has_a_stop_string() -> None:
+    message, reason = await whole_and_streamed(CALLED, stop=["END", "Oslo", '"'])
+    (call,) = message["tool_calls"]
+    assert (json.loads(call["function"]["arguments"]), reason) == (ARGUMENTS, "tool_calls")
+
+
+async def test_so_is_one_of_anthropics_and_of_a_response() -> None:
+    message = await test_anthropic.whole_and_streamed(CALLED, tools=test_anthropic.TOOLS, stop_sequences=["END"])
+    assert (message["content"][0]["input"], message["stop_reason"]) == (ARGUMENTS, "tool_use")
+    response = await test_responses.whole_and_streamed(CALLED, tools=test_responses.TOOLS)  # which has no stop strings
+    assert json.loads(response["output"][0]["arguments"]) == ARGUMENTS
+
+
+async def test_a_stop_string_that_was_thought_ends_nothing() -> None:
+    said = "<think>\nI must write END.\n</think>\n\nYes. END No."
+    message, reason = await whole_and_streamed(said, THINKER, stop=["END"])
+    assert (message["content"], message["reasoning"], reason) == ("Yes. ", "I must write END.", "stop")
+    told = await test_anthropic.whole_and_streamed(said, THINKER, stop_sequences=["END"], thinking={"type": "adaptive"})
+    assert [block["type"] for block in told["content"]] == ["thinking", "text"]
+    assert (told["content"][1]["text"], told["stop_sequence"]) == ("Yes. ", "END")
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("a\n\nb", ["\n\n"], "a!\n\n"),
+        ("\n\nb", ["\n\n"], "!\n\n"),
+        ("<think>a\n\nb</think>\n\nc\n\nd", ["\n\n"], "<think>a\n\nb</think>\n\nc!\n\n"),
+        (f"EN{CALL}D END", ["END"], f"EN{CALL}D !END"),
+        (f"a{CALL}\nEND", ["END"], f"a{CALL}\n!END"),
+        ("a <tool b", ["tool"], "a <!tool"),
+        ("a <tool_call>\n{no call END", ["END"], "a <tool_call>\n{no call !END"),
+        ("a <tool", ["<tool"], "a !<tool"),
+        ("a <think>END", ["END"], "a <think>!END"),
+        ("<think>a <tool_call> END", ["END"], "<think>a <tool_call> END"),
+        (f"<think>a</think>{CALLED}", ["END", "</", "tool_call", "think"], f"<think>a</think>{CALLED}"),
+        ("<thin END", ["END"], "<thin !END"),
+        ("a EN", ["END"], "a EN"),
+    ],
+)
+def test_what_is_content_is_searched_however_it_was_cut(text: str, stops: list[str], expected: str) -> None:
+    for size in (1, 2, 5, len(text)):
+        assert read(text, stops, size=size) == expected
+
+
+def test_thoughts_that_a_call_ends_are_followed_by_it() -> None:
+    call = "<tool_call>\n<function=f>\n<parameter=city>\nOslo END\n</parameter>\n</function>\n</tool_call>"
+    assert read(f"<think>a{call}", ["END"], tools="qwen3_coder") == f"<think>a{call}"
+    assert read(f"<think>a{call} END", ["END"], tools="qwen3_coder").endswith("</tool_call> !END")
+
+
+def test_harmonys_messages_are_told_apart() -> None:
+    text = (
+        "<|channel|>analysis<|message|>END<|end|><|start|>assistant<|channel|>commentary to=functions.f"
+        '<|message|>{"a": "END"}<|call|><|start|>assistant<|channel|>final<|message|>Yes END no'
+    )
+    expected = text.removesuffix("END no") + "!END"
+    assert read(text, ["END"], "openai_gptoss", "openai") == expected
+
+
+def test_text_that_is_skipped_is_read_and_not_searched() -> None:
+    search = ContentStops(StopStrings(["END"]), reasoning_parser("qwen3", ""), TOOL_PARSERS["hermes"]())
+    assert search.skip("<think>a</think>END ") == "<think>a</think>END "
+    assert (search.push("b END"), search.matched) == ("b ", "END")
+
+
+@pytest.mark.parametrize("tools", sorted(TOOL_PARSERS))
+@pytest.mark.parametrize("reasoning", sorted(REASONING_PARSERS))
+def test_nothing_is_lost_or_changed_where_no_stop_string_is(reasoning: str, tools: str) -> None:
+    draw = random.Random(f"{reasoning} {tools}")
+    parts: list[Any] = [
+        *TOOL_PARSERS[tools].markers,
+        *REASONING_PARSERS[reasoning].markers,
+        *("<tool_call>", '{"name": "f", "arguments": {"a": "b"}}', "</tool_call>", "[f(a=1)]", "functools[", "]"),
+        *("a", " ", "\n", "<", "{", '"', "to=functions.f"),
+    ]
+    for _ in range(60):
+        text = "".join(draw.choices(parts, k=draw.randrange(1, 12)))
+        assert read(text, ["\0"], reasoning, tools, size=draw.randrange(1, 9)) == text

@@ -1,0 +1,77 @@
+"""Owns the contract of stop strings.
+Never looks at what is held back, only at what comes out."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.api.text.stop_strings import StopStrings
+
+
+def reference(text: str, stops: list[str], shown: bool) -> str:
+    """Read one character at a time; the first stop string that is complete ends the text where it began, or ends."""
+    for end in range(1, len(text) + 1):
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
+            return text[: end if shown else end - max(map(len, found))]
+    return text
+
+
+def run(pieces: list[str], stops: list[str], shown: bool = False) -> tuple[list[str], bool]:
+    scanner = StopStrings(stops, shown=shown)
+    sent: list[str] = []
+    for piece in pieces:
+        sent.append(scanner.push(piece))
+        if scanner.matched:
+            return sent, True
+    return [*sent, scanner.flush()], False
+
+
+def cut(text: str, cuts: list[int]) -> list[str]:
+    places = sorted({place % (len(text) + 1) for place in cuts} | {0, len(text)})
+    return [text[a:b] for a, b in itertools.pairwise(places)]
+
+
+# Three letters: overlaps and near misses are the rule, not the exception.
+texts = st.text("abc", max_size=30)
+stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(texts, stop_lists, st.lists(st.integers(0, 100), max_size=12), st.booleans())
+def test_what_is_sent_is_the_text_up_to_the_first_stop_however_it_was_cut(
+    text: str, stops: list[str], cuts: list[int], shown: bool
+) -> None:
+    sent, matched = run(cut(text, cuts), stops, shown)
+    assert "".join(sent) == reference(text, stops, shown)
+    assert matched == any(stop in text for stop in stops)
+
+
+@settings(deadline=None)
+@given(texts, stop_lists)
+def test_no_text_is_held_back_that_cannot_begin_a_stop(text: str, stops: list[str]) -> None:
+    scanner, sent = StopStrings(stops), ""
+    for letter in text:
+        sent += scanner.push(letter)
+        if scanner.matched:
+            return
+        held = text[len(sent) : len(sent + scanner._held)]
+        assert not held or any(stop.startswith(held) for stop in stops)
+
+
+def test_a_stop_across_pieces_is_found_and_none_of_it_is_sent() -> None:
+    assert run(["Hello wo", "rl", "d! more"], ["world"]) == (["Hello ", "", ""], True)
+
+
+def test_of_two_stops_that_end_together_the_longer_one_is_cut() -> None:
+    assert run(["xabc"], ["bc", "abc"]) == (["x"], True)
+
+
+def test_what_was_held_back_comes_out_when_the_answer_ends_without_a_stop() -> None:
+    assert run(["say wor"], ["world"]) == (["say ", "wor"], False)
+
+
+def test_text_passes_at_once_when_there_are_no_stops() -> None:
+    assert run(["a", "b"], []) == (["a", "b", ""], False)
