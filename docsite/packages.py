@@ -1,25 +1,97 @@
-"""Draws the engine's packages and what they import, read from the imports themselves.
+"""Draws packages and what they import, read from the imports themselves: the engine's, the serving path's, the API's.
 Never says what may import what: the import contracts in pyproject.toml do."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ENGINE = ROOT / "engine"
-FRONT_DOOR = ("async_engine", "adapter_cache", "compilation")
-CONTRACT = ("config", "protocol", "step", "multimodal_inputs", "observer", "prefix")
-OWNS = {
-    "front door": "What callers use: an engine that streams tokens, its adapters, the wait for grammars.",
-    "contract": "What all packages share: settings, requests and events, the plan of a step, spans of other inputs.",
-}
-"""The two rooms that are modules of engine/ itself."""
 
-WITHIN = {"models.families": "models"}
-"""Packages whose modules are only read through the one that they lie in."""
+
+@dataclass(frozen=True)
+class Tree:
+    """A package whose parts are drawn, each of which is a room."""
+
+    package: str
+    title: str
+    introduction: str
+    picture: str
+    """Its file in docs/."""
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Rooms that are modules of the package itself, and which these are."""
+    owns: Mapping[str, str] = field(default_factory=dict)
+    """What each of these has."""
+    merged: Mapping[str, str] = field(default_factory=dict)
+    """A package -> the room that it and all packages in it are."""
+    base: frozenset[str] = frozenset()
+    """The rooms below all others, to which no arrow is drawn."""
+    left_out: frozenset[str] = frozenset()
+    """Modules that are in no room."""
+
+    @property
+    def folder(self) -> Path:
+        return ROOT.joinpath(*self.package.split("."))
+
+
+ENGINE = Tree(
+    package="engine",
+    title="The engine's packages",
+    introduction="""\
+The contract is what all but `host` import, so no arrow to it is drawn.
+
+![The engine's packages, from the front door to the contract that all of them share](../packages.svg)
+""",
+    picture="packages.svg",
+    modules={
+        "front door": ("async_engine", "adapter_cache", "compilation"),
+        "contract": ("config", "protocol", "step", "multimodal_inputs", "observer", "prefix"),
+    },
+    owns={
+        "front door": "What callers use: an engine that streams tokens, its adapters, the wait for grammars.",
+        "contract": "What all packages share: settings, requests and events, a step's plan, spans of other inputs.",
+    },
+    merged={"models": "models"},
+    base=frozenset({"contract"}),
+    left_out=frozenset({"engine.prepare"}),  # a name that is kept for a release
+)
+SERVING = Tree(
+    package="serve_app",
+    title="The serving path's packages",
+    introduction="""\
+`app` is what a config names, and `front` is the `serve` command. The API, which is the largest, has a picture of its
+own below. Most import `errors` and `settings`, so no arrows to these are drawn.
+
+![The serving path's packages, from the application to errors and settings](../packages-serving.svg)
+""",
+    picture="packages-serving.svg",
+    modules={"app": ("app",)},
+    owns={
+        "app": "The application that `serve run config.yaml` builds: an ingress deployment over an engine deployment."
+    },
+    base=frozenset({"errors", "settings"}),
+    merged={"api": "api"},
+)
+API = Tree(
+    package="serve_app.api",
+    title="The API's packages",
+    introduction="""\
+A request goes from the routes down to `requests`, and its answer comes back up: `generation` reads what the engine
+says, and `openai` and `anthropic` write it.
+
+![The API's packages, from the routes to the fields of requests](../packages-api.svg)
+""",
+    picture="packages-api.svg",
+    modules={"routes": ("ingress", "measuring"), "request_facts": ("request_facts",)},
+    owns={
+        "routes": "The app with its routes, and the measuring of each request.",
+        "request_facts": "What is known of one request besides its times, for whoever describes it at its end.",
+    },
+)
+TREES = (ENGINE, SERVING, API)
 
 WIDTH, ROW, BOX_WIDTH, BOX_HEIGHT, EDGE = 860, 84, 150, 34, 16
 STYLE = """
@@ -31,50 +103,49 @@ text { font: 13px ui-monospace, monospace; fill: #1f2328; text-anchor: middle }
 """
 
 INTRODUCTION = """\
-# The engine's packages
+# The packages
 
 Written by `make docs`, from the imports. An arrow leads from a package to one that it imports. An import is left out of
-the picture where a way leads there through others, and where it is the contract, which all but `host` import; the
-table has all. No arrow leads up: where a file lies decides what it may import, and `make check` holds that by import
-contracts.
-
-![The engine's packages, from the front door to the contract that all of them share](../packages.svg)
+a picture where a way leads there through others; the tables have all. No arrow leads up: where a file lies decides what
+it may import, and `make check` holds that by import contracts.
 """
 
 Imports = Mapping[str, frozenset[str]]
 
 
-def room_of(module: str) -> str:
-    """The package of a module such as `engine.core.core`; modules of engine/ itself are in one of two rooms."""
-    parts = module.split(".")[1:]
-    if not parts:
-        return "contract"
-    if parts[0] in FRONT_DOOR:
-        return "front door"
-    if parts[0] in CONTRACT:
-        return "contract"
-    package = ".".join(parts if ENGINE.joinpath(*parts).is_dir() else parts[:-1])
-    return WITHIN.get(package, package)
+def room_of(tree: Tree, module: str) -> str | None:
+    """The room of a module such as `engine.core.core`. None: it is the tree's own `__init__`, or left out."""
+    if module in tree.left_out or module == tree.package:
+        return None
+    parts = module.removeprefix(f"{tree.package}.").split(".")
+    for room, modules in tree.modules.items():
+        if parts[0] in modules:
+            return room
+    package = ".".join(parts if tree.folder.joinpath(*parts).is_dir() else parts[:-1])
+    return next((room for above, room in tree.merged.items() if f"{package}.".startswith(f"{above}.")), package)
 
 
-def imports() -> dict[str, frozenset[str]]:
-    """Each package with those that it imports, itself left out."""
+def imports(tree: Tree) -> dict[str, frozenset[str]]:
+    """Each room with those that it imports, itself left out."""
     found: dict[str, set[str]] = {}
-    for path in sorted(ENGINE.rglob("*.py")):
+    for path in sorted(tree.folder.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts == ("engine", "prepare"):  # a name that is kept for a release
-            continue
-        own = room_of(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-        found.setdefault(own, set()).update(room_of(name) for name in _imported(path))
+        own = room_of(tree, ".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+        if own is not None:
+            others = (room_of(tree, name) for name in imported(path, tree.package))
+            found.setdefault(own, set()).update(other for other in others if other is not None)
     return {room: frozenset(others - {room}) for room, others in found.items()}
 
 
-def _imported(path: Path) -> Iterator[str]:
+def imported(path: Path, package: str) -> Iterator[str]:
+    """Modules of the package that a file imports, anywhere in it, and also where only types are checked."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "engine":
-            yield from (_module(node.module, alias.name) for alias in node.names)
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [_module(node.module, alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "engine")
+            names = [alias.name for alias in node.names]
+        yield from (name for name in names if name.startswith(f"{package}."))
 
 
 def _module(package: str, name: str) -> str:
@@ -132,9 +203,9 @@ def _reached(graph: Imports, room: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def picture() -> str:
+def picture(tree: Tree) -> str:
     """The drawing as SVG, which reads in light and dark."""
-    graph = imports()
+    graph = imports(tree)
     rows = levels(graph)
     places = {
         room: (WIDTH * (2 * number + 1) // (2 * len(row)), EDGE + level * ROW)
@@ -144,13 +215,15 @@ def picture() -> str:
     height = 2 * EDGE + (len(rows) - 1) * ROW + BOX_HEIGHT
     size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">', f"<style>{STYLE}</style>"]
-    lines += ["<title>The engine's packages</title>", HEAD]
-    for room, other in ((room, other) for room, other in drawn(graph) if other != "contract"):
+    lines += [f"<title>{escape(tree.title)}</title>", HEAD]
+    for room, other in ((room, other) for room, other in drawn(graph) if other not in tree.base):
         (x, y), (to_x, to_y) = places[room], places[other]
         ends = f'x1="{x}" y1="{y + BOX_HEIGHT}" x2="{to_x}" y2="{to_y - 2}"'
         lines.append(f'<line class="arrow" {ends} marker-end="url(#head)"/>')
+    wide = WIDTH // max(1, len(tree.base)) - 2 * EDGE
+    narrow = min(BOX_WIDTH, WIDTH // max(map(len, rows)) - EDGE)
     for room, (x, y) in places.items():
-        width = WIDTH - 2 * EDGE if room == "contract" else BOX_WIDTH
+        width = wide if room in tree.base else narrow
         box = f'x="{x - width // 2}" y="{y}" width="{width}" height="{BOX_HEIGHT}" rx="6"'
         lines.append(f'<rect class="box" {box}/>')
         lines.append(f'<text x="{x}" y="{y + 22}">{escape(room)}</text>')
@@ -164,26 +237,35 @@ HEAD = (
 
 
 def page() -> str:
-    """The picture, and a row for each package."""
-    graph = imports()
-    lines = [INTRODUCTION, "| package | what it has | imports |", "|---|---|---|"]
+    """Each tree's picture, and a row for each of its rooms."""
+    return "\n".join([INTRODUCTION, *(line for tree in TREES for line in _section(tree))]).rstrip() + "\n"
+
+
+def _section(tree: Tree) -> list[str]:
+    graph = imports(tree)
+    lines = [f"## {tree.title}", "", tree.introduction, "| package | what it has | imports |", "|---|---|---|"]
     for room in (room for row in levels(graph) for room in row):
-        name = room if room in OWNS else f"`engine/{room.replace('.', '/')}/`"
-        others = ", ".join(sorted(graph[room])) or "nothing of the engine"
-        lines.append(f"| {name} | {_owns(room)} | {others} |")
-    modules = {"front door": FRONT_DOOR, "contract": CONTRACT}
-    told = (f"the {room} is {_listed([f'`engine/{name}.py`' for name in names])}" for room, names in modules.items())
-    return "\n".join([*lines, "", f"{'; '.join(told).capitalize()}."]) + "\n"
+        path = f"`{tree.package.replace('.', '/')}/{room.replace('.', '/')}"
+        name = f"{path}/`" if room not in tree.modules else f"{path}.py`" if room in tree.modules[room] else room
+        others = ", ".join(sorted(graph[room])) or "none of these"
+        lines.append(f"| {name} | {_owns(tree, room)} | {others} |")
+    folder = tree.package.replace(".", "/")
+    named = {
+        room: [f"`{folder}/{name}.py`" for name in names] for room, names in tree.modules.items() if room not in names
+    }
+    told = [f"the {room} {'are' if room.endswith('s') else 'is'} {_listed(names)}" for room, names in named.items()]
+    sentence = "; ".join(told)
+    return [*lines, "", *([f"{sentence[:1].upper()}{sentence[1:]}.", ""] if told else [])]
 
 
 def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _owns(room: str) -> str:
-    """The first sentence of the package's docstring."""
-    if room in OWNS:
-        return OWNS[room]
-    path = ENGINE.joinpath(*room.split("."), "__init__.py")
+def _owns(tree: Tree, room: str) -> str:
+    """The first sentence of the room's docstring."""
+    if room in tree.owns:
+        return tree.owns[room]
+    path = tree.folder.joinpath(*room.split("."), "__init__.py")
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".") + "."

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from docsite import (
@@ -95,7 +96,7 @@ WHOLE: dict[str, Callable[[], str]] = {
     "reference/refusals.md": refusals_page,
     "explanation/rules.md": rules.render,
     "explanation/packages.md": packages.page,
-    "packages.svg": packages.picture,
+    **{tree.picture: partial(packages.picture, tree) for tree in packages.TREES},
     "request-path.svg": diagram.render,
 }
 """Files of docs/ that are generated as a whole."""
