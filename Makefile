@@ -112,14 +112,14 @@ find-rate: install ## the highest rate at which a server keeps its limits: make 
 	$(BIN)/python -m loadtest.find_rate --url $(URL) $(LOAD)
 
 bench-peers: model $(PEERS_VENV)/installed ## compare with vLLM and Ray Serve LLM on this machine (three quarters of an hour; installs them, 4 GB); BENCH="--rounds 1"
-	$(BIN)/python -m loadtest.peers --peers-venv $(PEERS_VENV) $(BENCH)
+	$(BIN)/python -m benchmarks.peers.run --peers-venv $(PEERS_VENV) $(BENCH)
 
-$(PEERS_VENV)/installed: loadtest/peers_env.sh
-	PYTHON=$(PYTHON) loadtest/peers_env.sh $(PEERS_VENV)
+$(PEERS_VENV)/installed: benchmarks/peers/env.sh
+	PYTHON=$(PYTHON) benchmarks/peers/env.sh $(PEERS_VENV)
 	@touch $@
 
 chart: install ## draw docs/peers.svg and write the tables of docs/benchmarks/peers.md, from loadtest/results/peers.json
-	$(BIN)/python -m loadtest.chart
+	$(BIN)/python -m benchmarks.peers.chart
 
 STUDY ?= autoscaling routing reservation scale disruption
 studies: install ## simulate what loadtest/sim/README.md tells (hours; the traces lie in ../shared/data, or in CHUNKSERVE_DATA); STUDY=routing STUDY_ARGS="--seeds 1"

@@ -1,1 +1,1 @@
-"""Measurements of the project, each a command (`python -m benchmarks.engine.step --help`). Nothing imports them."""
+"""Measurements of the project, each a command (`python -m benchmarks.engine.step --help`). The product imports none."""

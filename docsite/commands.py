@@ -61,9 +61,9 @@ PROGRAMS = (
     "benchmarks.kernels",
     "benchmarks.ingress.stalls",
     "benchmarks.routing",
-    "loadtest.transport",
-    "loadtest.peers",
-    "loadtest.chart",
+    "benchmarks.transport.run",
+    "benchmarks.peers.run",
+    "benchmarks.peers.chart",
     "k8s.drain",
     "k8s.validate",
 )

@@ -1,11 +1,11 @@
 """Makes the few figures that the README and the comparison show, from the kept comparison with peers.
-Never computes a figure: loadtest/comparison.py does."""
+Never computes a figure: benchmarks/peers/comparison.py does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from loadtest.comparison import OURS, RAY_LLM, VLLM, Document, best_vllm, figure, row_of
+from benchmarks.peers.comparison import OURS, RAY_LLM, VLLM, Document, best_vllm, figure, row_of
 
 SHOWN = (
     ("mixed", "longest_gap_ms", "longest gap of a stream beside long prompts, ms", "less"),

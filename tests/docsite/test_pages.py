@@ -17,10 +17,10 @@ from benchmarks.engine import memory as bench_memory
 from benchmarks.engine import mixed as bench_mixed
 from benchmarks.engine import speculation as bench_speculation
 from benchmarks.engine import step as bench_step
+from benchmarks.transport import run as transport
 from docsite import commands, diagram, refusals
 from docsite.hooks import BESIDE_THE_CODE, in_site, with_links
 from docsite.pages import DOCS, ROOT, rendered
-from loadtest import transport
 from serve_app.api.requests.embedding_schema import EmbeddingRequest
 from serve_app.api.requests.schema import ChatRequest, CompletionRequest, StreamOptions
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.figures import percentile
+from benchmarks.transport.figures import percentile
 from loadtest.histogram import LEAST_MS, Histogram
 
 DURATIONS = st.lists(st.floats(0.01, 1e6), min_size=1, max_size=60)

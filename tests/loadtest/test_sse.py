@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from loadtest.figures import percentile
+from benchmarks.transport.figures import percentile
 from loadtest.slo import Goal
 from loadtest.sse import Lines, read_lines, understood
 from loadtest.tally import Tally

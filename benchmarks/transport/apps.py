@@ -41,7 +41,7 @@ class Settings(BaseModel):
 
 
 def build(args: Settings) -> Application:
-    """The application of a config's `import_path: loadtest.transport_apps:build`."""
+    """The application of a config's `import_path: benchmarks.transport.apps:build`."""
     options = {"max_ongoing_requests": MAX_ONGOING, "ray_actor_options": {"num_cpus": 0.25}}
     engine = serve.deployment(name="Engine", **options)(ScriptedEngine)
     ingress = serve.deployment(name="Ingress", **options)(serve.ingress()(Ingress))

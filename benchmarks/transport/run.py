@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.client import ENDED, GO, READY, Load, Outcome
-from loadtest.figures import (
+from benchmarks.transport.figures import (
     HELD_PACE,
     STEP_MS,
     Figures,
@@ -30,6 +29,7 @@ from loadtest.figures import (
     first_token_figures,
     pace_figures,
 )
+from loadtest.client import ENDED, GO, READY, Load, Outcome
 from loadtest.server import KINDS, ROOT, CpuTime, Server, busy_s, haproxy_environment, machine, serve_run
 
 BATCH_MS = 50.0
@@ -47,9 +47,9 @@ ENGINE = {
 }
 APPLICATIONS: dict[str, dict[str, Any]] = {
     "ours": {"import_path": "serve_app.app:build", "args": {"model": "fake", "engine": ENGINE}},
-    "handle": {"import_path": "loadtest.transport_apps:build", "args": {"step_ms": STEP_MS}},
-    "batches": {"import_path": "loadtest.transport_apps:build", "args": {"step_ms": STEP_MS, "batch_ms": BATCH_MS}},
-    "no-hop": {"import_path": "loadtest.transport_apps:build", "args": {"step_ms": STEP_MS, "hop": False}},
+    "handle": {"import_path": "benchmarks.transport.apps:build", "args": {"step_ms": STEP_MS}},
+    "batches": {"import_path": "benchmarks.transport.apps:build", "args": {"step_ms": STEP_MS, "batch_ms": BATCH_MS}},
+    "no-hop": {"import_path": "benchmarks.transport.apps:build", "args": {"step_ms": STEP_MS, "hop": False}},
 }
 
 
@@ -228,7 +228,7 @@ def _shown(key: str, spread: list[float] | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadtest.transport", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.transport.run", description=__doc__)
     parser.add_argument("--paths", nargs="*", choices=list(ROUTES), default=list(ROUTES))
     parser.add_argument("--streams", type=int, nargs="*", default=[16, 256])
     parser.add_argument("--tokens", type=int, default=150, help="of each answer")

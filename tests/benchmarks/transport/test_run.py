@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest import transport
+from benchmarks.transport import run as transport
+from benchmarks.transport.apps import Ingress, Settings, in_batches
+from benchmarks.transport.figures import STEP_MS, Measured, cost_figures, first_token_figures, pace_figures
 from loadtest.client import READY, Answer, BadAnswer, Outcome, read_answer, token_stamps
-from loadtest.figures import STEP_MS, Measured, cost_figures, first_token_figures, pace_figures
 from loadtest.server import ROOT, Server, kind_of
-from loadtest.transport_apps import Ingress, Settings, in_batches
 from tests.serve_app.harness import post
 
 pytestmark = [pytest.mark.anyio, pytest.mark.server]
@@ -361,10 +361,11 @@ async def test_without_a_hop_the_ingress_makes_the_tokens_up_itself() -> None:
     assert [len(frame["choices"][0]["delta"]["content"]) for frame in answer.frames] == [1] * 5
 
 
-def test_the_load_test_imports_nothing_of_what_it_measures() -> None:
+def test_what_measures_servers_imports_nothing_of_what_it_measures() -> None:
     code = """
 import sys
-import loadtest.chart, loadtest.client, loadtest.peers, loadtest.server, loadtest.transport, loadtest.transport_apps
+import benchmarks.peers.chart, benchmarks.peers.run, benchmarks.transport.run, benchmarks.transport.apps
+import loadtest.client, loadtest.server
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"engine", "kernels", "serve_app", "torch"}))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -1,5 +1,5 @@
 """Owns the chart of the comparison with peers, an SVG that reads in light and dark, and its tables in the docs.
-Never computes a figure: loadtest/comparison.py does."""
+Never computes a figure: benchmarks/peers/comparison.py does."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.comparison import OURS, OURS_NO_DRAFTS, ROWS, Document, Row, figure, table
+from benchmarks.peers.comparison import OURS, OURS_NO_DRAFTS, ROWS, Document, Row, figure, table
+from benchmarks.peers.run import RESULTS
+from benchmarks.peers.servers import SERVERS
 from loadtest.marks import with_text
 from loadtest.panels import Panel, bars, document
-from loadtest.peer_servers import SERVERS
-from loadtest.peers import RESULTS
 from loadtest.server import ROOT
 
 CHART = ROOT / "docs" / "peers.svg"
@@ -44,7 +44,7 @@ def with_tables(page: str, results: Document) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadtest.chart", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.chart", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=CHART)
     parser.add_argument("--page", type=Path, default=PAGE)

@@ -1,5 +1,5 @@
 """Owns Ray Serve LLM as a server to compare with: one vLLM engine on the CPU behind Serve's proxy, in one session.
-Never runs in this project's environment: it takes the Python of the peers' (peers_env.sh)."""
+Never runs in this project's environment: it takes the Python of the peers' (env.sh)."""
 
 from __future__ import annotations
 

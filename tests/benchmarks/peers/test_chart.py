@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from loadtest.chart import CHART, MARK, PAGE, PANELS, main, svg, with_tables
-from loadtest.comparison import table
+from benchmarks.peers.chart import CHART, MARK, PAGE, PANELS, main, svg, with_tables
+from benchmarks.peers.comparison import table
+from benchmarks.peers.run import RESULTS, failures
+from benchmarks.peers.servers import SERVERS
 from loadtest.marks import marks
-from loadtest.peer_servers import SERVERS
-from loadtest.peers import RESULTS, failures
-from tests.loadtest.test_comparison import document
+from tests.benchmarks.peers.test_comparison import document
 
 BEGIN, END = marks(MARK)
 SVG = "{http://www.w3.org/2000/svg}"

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from loadtest import peer_servers, peers
-from loadtest.peer_servers import SERVERS, Contender, NotInstalled, Setup
+from benchmarks.peers import run as peers
+from benchmarks.peers import servers as peer_servers
+from benchmarks.peers.servers import SERVERS, Contender, NotInstalled, Setup
 from loadtest.scenarios import SCENARIOS, Closed, Mixed
 from loadtest.server import ROOT, Server, ended, free_port, launched, session_members
 
 pytestmark = pytest.mark.server
 
-FAKE = Path(__file__).with_name("fake_openai.py")
+FAKE = Path(__file__).parents[2] / "loadtest" / "fake_openai.py"
 SMALL = {
     "single": Closed(requests=2, clients=1, prompt=4, answer=5),
     "mixed": Mixed(2, prompt=4, answer=5, long_requests=1, long_prompt=100, long_answer=2, every_s=0.1, lead_s=0.1),
@@ -208,7 +209,7 @@ def test_ray_llm_is_given_the_same_as_vllm(monkeypatch: pytest.MonkeyPatch, setu
     install(setup, "serve", "python")
     command, _ = command_of(monkeypatch, setup, "ray-llm")
     assert command[0] == str(setup.venv / "bin" / "python")
-    assert command[2:5] == [str(ROOT / "loadtest" / "ray_llm.py"), str(setup.model_dir), "512"]
+    assert command[2:5] == [str(ROOT / "benchmarks" / "peers" / "ray_llm.py"), str(setup.model_dir), "512"]
     assert "VLLM_CPU_KVCACHE_SPACE=1" in command
 
 
@@ -291,9 +292,12 @@ def test_make_knows_the_target(target: str) -> None:
     env = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
     command = ["make", "--dry-run", target, "PEERS_VENV=/nowhere", "BENCH=--rounds 1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=True)
-    said = {"bench-peers": "-m loadtest.peers --peers-venv /nowhere --rounds 1", "chart": "-m loadtest.chart"}
+    said = {
+        "bench-peers": "-m benchmarks.peers.run --peers-venv /nowhere --rounds 1",
+        "chart": "-m benchmarks.peers.chart",
+    }
     assert said[target] in done.stdout
-    assert ("peers_env.sh /nowhere" in done.stdout) is (target == "bench-peers")
+    assert ("benchmarks/peers/env.sh /nowhere" in done.stdout) is (target == "bench-peers")
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """Owns the servers that are compared: how each is started on this machine, the same weights, dtype and cache.
-Never runs two at once, and never installs one: peers_env.sh does."""
+Never runs two at once, and never installs one: env.sh does."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def vllm_512(setup: Setup) -> AbstractContextManager[Server]:
 def ray_llm(setup: Setup) -> Iterator[Server]:
     setup.installed("serve")
     port = free_port()
-    program = (str(setup.installed("python")), "-P", str(ROOT / "loadtest" / "ray_llm.py"))
+    program = (str(setup.installed("python")), "-P", str(ROOT / "benchmarks" / "peers" / "ray_llm.py"))
     variables = (f"{name}={value}" for name, value in setup.vllm_environment.items())
     command = (*program, str(setup.model_dir), str(setup.max_model_len), str(port), *variables)
     with _launched(command, port, {"RAY_USAGE_STATS_ENABLED": "0"}) as server:
