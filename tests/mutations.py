@@ -76,9 +76,17 @@ class Mutation:
     tests: tuple[str, ...]
 
     def apply(self, text: str) -> str:
-        if (found := text.count(self.old)) != 1:
-            raise SystemExit(f"{self.name}: its text occurs {found} times in {self.file}, not once:\n{self.old}")
+        """
+        Raises:
+            StaleMutationError: `old` does not occur once.
+        """
+        if (count := text.count(self.old)) != 1:
+            raise StaleMutationError(f"its text occurs {count} times in {self.file}, not once:\n{self.old}")
         return text.replace(self.old, self.new)
+
+
+class StaleMutationError(Exception):
+    """The code that a mutation changes has been changed since: the mutation has to be written anew."""
 
 
 MUTATIONS = (
@@ -1960,6 +1968,15 @@ def spread(items: Iterable[Item], run: Callable[[Path, Item], str | None]) -> It
         yield from pool.map(work, items)
 
 
+def why_stale(mutation: Mutation) -> str | None:
+    """None: it still finds the text that it replaces."""
+    try:
+        mutation.apply((ROOT / mutation.file).read_text(encoding="utf-8"))
+    except StaleMutationError as error:
+        return str(error)
+    return None
+
+
 def known_rows() -> dict[str, str]:
     """The table's rows of those that are still what they were when they were run, by name."""
     rows = {tuple(line.split(" | ")[:2]): line for line in TABLE.read_text(encoding="utf-8").splitlines()}
@@ -1998,8 +2015,10 @@ def main(wanted: list[str]) -> int:
         chosen = [m for m in MUTATIONS if m.name not in rows]
     started = time.monotonic()
     caught: dict[str, str | None] = {}
-    for mutation in MUTATIONS:  # all of them, before minutes are spent on the first
-        mutation.apply((ROOT / mutation.file).read_text(encoding="utf-8"))
+    stale = {mutation.name: error for mutation in chosen if (error := why_stale(mutation))}
+    for name, error in stale.items():
+        print(f"{name:18} STALE: {error}", flush=True)
+    chosen = [mutation for mutation in chosen if mutation.name not in stale]
     tests = dict.fromkeys(test for mutation in chosen for test in mutation.tests)
     for _, broken in spread(tests, lambda copy, test: first_failure(copy, [test])):
         if broken:
@@ -2009,8 +2028,9 @@ def main(wanted: list[str]) -> int:
         print(f"{mutation.name:18} {catcher or 'SURVIVED'}", flush=True)
     write_table(caught)
     survivors = [name for name, catcher in caught.items() if catcher is None]
-    print(f"{len(caught) - len(survivors)} of {len(caught)} caught in {time.monotonic() - started:.0f} s")
-    return 1 if survivors else 0
+    seconds = time.monotonic() - started
+    print(f"{len(caught) - len(survivors)} of {len(caught)} caught, {len(stale)} stale, in {seconds:.0f} s")
+    return 1 if survivors or stale else 0
 
 
 if __name__ == "__main__":
