@@ -28,6 +28,7 @@ WORKERS = min(os.cpu_count() or 1, 4)
 """Copies of the checkout; each tries one revert at a time."""
 
 Item = TypeVar("Item")
+_CODE = re.compile(r"\b(?:S\d-R\d+|I-\d+|R\d+)\b")
 
 ANSWER_LENGTHS = "tests/engine/scheduling/test_answer_lengths.py"
 ASYNC = "tests/engine/test_async_engine.py"
@@ -74,6 +75,18 @@ class Mutation:
     old: str
     new: str
     tests: tuple[str, ...]
+
+    @property
+    def codes(self) -> list[str]:
+        """The defects and invariants of the specification that its name names."""
+        return [code if "-" in code else f"{self.name.split('-')[0]}-{code}" for code in _CODE.findall(self.name)]
+
+    def tests_to_run(self) -> list[str]:
+        """Those that the specification's index names for its codes come first: they are to be what catches it."""
+        from tests.engine.test_specification import INDEX, named_by  # pytest is to rewrite it first, where it runs it
+
+        named = [f"tests/{test}" for code in self.codes if code in INDEX for test in named_by(code)]
+        return [*dict.fromkeys(test for test in named if test.startswith("tests/engine/")), *self.tests]
 
     def apply(self, text: str) -> str:
         """
@@ -1944,7 +1957,7 @@ def try_mutation(copy: Path, mutation: Mutation) -> str | None:
     original = path.read_text(encoding="utf-8")
     path.write_text(mutation.apply(original), encoding="utf-8")
     try:
-        return first_failure(copy, mutation.tests)
+        return first_failure(copy, mutation.tests_to_run())
     finally:
         path.write_text(original, encoding="utf-8")
 
@@ -2019,8 +2032,9 @@ def main(wanted: list[str]) -> int:
     for name, error in stale.items():
         print(f"{name:18} STALE: {error}", flush=True)
     chosen = [mutation for mutation in chosen if mutation.name not in stale]
-    tests = dict.fromkeys(test for mutation in chosen for test in mutation.tests)
-    for _, broken in spread(tests, lambda copy, test: first_failure(copy, [test])):
+    tests = dict.fromkeys(test for mutation in chosen for test in mutation.tests_to_run())
+    alone = [test for test in tests if "::" not in test or test.partition("::")[0] not in tests]
+    for _, broken in spread(alone, lambda copy, test: first_failure(copy, [test])):
         if broken:
             raise SystemExit(f"without any revert, {broken} fails already")
     for mutation, catcher in spread(chosen, try_mutation):
