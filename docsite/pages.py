@@ -21,8 +21,8 @@ Written by `make docs`. `config.yaml` is Ray Serve's; `args:` of the application
 Unknown keys are refused. What the machine made of the settings (dtype, KV blocks, threads, kernels, and why) is
 logged when an engine starts.
 
-Most settings need no thought. [The settings that matter](../how-to/tuning.md) has the handful that decides latency
-and memory.
+Most settings need no thought. This page begins with the handful that does, and [The settings that
+matter](../how-to/tuning.md) says how to choose it.
 """
 
 METRICS = """\
@@ -92,6 +92,7 @@ WHOLE: dict[str, Callable[[], str]] = {
 PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "highlights"): highlights_table,
     ("docs/comparison.md", "highlights"): highlights_table,
+    ("engine/DESIGNS.md", "presets"): reference.render_presets,
     ("docs/how-to/troubleshooting.md", "errors"): error_reference.render,
     ("docs/benchmarks/ingress-stalls.md", "ingress stalls"): lambda: stalls.table(stalls.kept()),
 }

@@ -15,6 +15,7 @@ from tests.mutations import MUTATIONS
 ROOT = Path(__file__).parents[1]
 PURE = [
     "config",
+    "presets",
     "protocol",
     "step",
     "multimodal_inputs",
