@@ -1,4 +1,4 @@
-"""Owns the settings of one application: the `args:` of serve_app.app:build in config.yaml.
+"""Owns the settings of one application, the `args:` of serve_app.app:build. Long: each setting with its text.
 Never holds a default twice: the engine's own settings are engine.config.EngineConfig, validated here by pydantic."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from serve_app.scaling.autoscaler import ScalingSettings
 from serve_app.scaling.signals import SignalSettings
 
 CONTROL_CALLS = 8
-"""Calls besides requests (health, load, drain) that a replica takes while it is full."""
+"""Calls besides requests (health, load, drain) that a replica answers while it is full."""
 
 
 class RoutingSettings(BaseModel):
@@ -26,32 +26,44 @@ class RoutingSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     prefix_blocks: int = Field(
-        default=256, description="Most KV blocks of a prompt that are looked for in the engines' caches. 0: none.", ge=0
+        default=256,
+        description="Most KV blocks of a prompt that are looked up in the engines' prefix caches. 0: none, so that "
+        "prefixes do not affect routing.",
+        ge=0,
     )
     index_blocks: int = Field(
-        default=16384, description="Most cached blocks that an ingress replica remembers of each engine.", ge=1
+        default=16384, description="Most cached KV blocks that an ingress replica remembers for each engine.", ge=1
     )
     published_blocks: int = Field(
         default=1024,
-        description="Most cached blocks that an engine reports. 0: an ingress replica knows only what it sent.",
+        description="Most cached KV blocks that an engine reports. 0: an ingress replica knows only of prompts that it "
+        "sent itself.",
         ge=0,
     )
-    stats_period_s: float = Field(default=1, description="How often Serve collects the engines' reports.", gt=0)
+    stats_period_s: float = Field(
+        default=1, description="How often Serve collects the engines' reports, in seconds.", gt=0
+    )
     load_factor: float = Field(
-        default=1.25, description="A replica whose load is above the mean times this is chosen after the others.", ge=1
+        default=1.25,
+        description="An engine whose load exceeds the mean load times this is chosen only after the others. Lower it "
+        "to spread load more evenly; raise it to hit prefix caches more often.",
+        ge=1,
     )
     slack_tokens: int = Field(
-        default=2048, description="Load above that which is let pass, in prompt tokens to compute.", ge=0
+        default=2048,
+        description="Load that an engine may have beyond load_factor times the mean and still be preferred, in prompt "
+        "tokens to compute.",
+        ge=0,
     )
     request_tokens: int = Field(
         default=64,
-        description="What a running or waiting request adds to a load, besides its prompt tokens to compute.",
+        description="Load of a running or waiting request besides its prompt, in prompt tokens to compute.",
         ge=0,
     )
     adapter_tokens: int = Field(
         default=512,
-        description="What it counts that an engine has to read a request's LoRA adapter first, in prompt tokens to "
-        "compute: engines that have it are chosen while they have no more to do than that.",
+        description="Cost of reading a LoRA adapter that an engine does not have in memory, in prompt tokens to "
+        "compute. Engines that have the adapter are preferred while they have no more to do than this.",
         ge=0,
     )
 
@@ -60,7 +72,7 @@ class AutoscalingSettings(SignalSettings, ScalingSettings):
     """How the number of engine replicas follows the load; serve_app.scaling.autoscaler has the rules."""
 
     min_replicas: int = Field(
-        default=1, description="Fewest engine replicas. 0: none while nothing is asked for.", ge=0
+        default=1, description="Fewest engine replicas. 0: scale to zero while there are no requests.", ge=0
     )
     max_replicas: int = Field(description="Most engine replicas.", ge=1)
 
@@ -79,26 +91,31 @@ class AdmissionSettings(BaseModel):
 
     max_concurrent_requests: int | None = Field(
         default=None,
-        description="Most requests at a time, running and waiting; one more is a 503. Unset: max_num_seqs + "
+        description="Most requests at a time, running and waiting; one more gets a 503. Unset: max_num_seqs + "
         "max_queued_requests for each engine.",
         ge=1,
     )
     max_queued_tokens: int | None = Field(
         default=None,
-        description="Most prompt tokens of requests that have not begun; more are a 503, except for a request that is "
-        "alone. Unset: no limit.",
+        description="Most prompt tokens of requests that have not begun; a request that would exceed them gets a 503, "
+        "unless it is the only one. Unset: no limit.",
         ge=1,
     )
     tenant_max_concurrent_requests: int | None = Field(
-        default=None, description="The same for each tenant; one more is a 429. Unset: no limit.", ge=1
+        default=None,
+        description="Most requests of one tenant at a time, running and waiting; one more gets a 429. Unset: no limit.",
+        ge=1,
     )
     tenant_max_queued_tokens: int | None = Field(
-        default=None, description="The same for each tenant; more are a 429. Unset: no limit.", ge=1
+        default=None,
+        description="Most prompt tokens of one tenant's requests that have not begun; a request that would exceed them "
+        "gets a 429, unless it is the only one. Unset: no limit.",
+        ge=1,
     )
     dispatch_backlog: int = Field(
         default=16,
-        description="Requests beyond max_num_seqs that are with each engine, so that no seat waits for the next one to "
-        "come from the ingress, where the others wait. At most max_queued_requests.",
+        description="Requests beyond max_num_seqs that are sent ahead to each engine, so that a free seat need not "
+        "wait for the ingress. All others wait in the ingress. At most max_queued_requests.",
         ge=0,
     )
 
@@ -112,12 +129,16 @@ class ApiKey(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    tenant: str = Field(description="Whose key this is; keys of one tenant share its limits.", min_length=1)
-    sha256: _Sha256 = Field(description="SHA-256 of the key, in hexadecimal; the key itself is written nowhere.")
-    max_concurrent_requests: int | None = Field(
-        default=None, description="Instead of admission.tenant_max_concurrent_requests.", ge=1
+    tenant: str = Field(
+        description="The tenant that the key belongs to. All keys of a tenant share its limits.", min_length=1
     )
-    max_queued_tokens: int | None = Field(None, description="Instead of admission.tenant_max_queued_tokens.", ge=1)
+    sha256: _Sha256 = Field(description="SHA-256 of the key, in hexadecimal. The key itself is stored nowhere.")
+    max_concurrent_requests: int | None = Field(
+        default=None, description="Replaces admission.tenant_max_concurrent_requests for this tenant.", ge=1
+    )
+    max_queued_tokens: int | None = Field(
+        None, description="Replaces admission.tenant_max_queued_tokens for this tenant.", ge=1
+    )
 
 
 class AuthSettings(BaseModel):
@@ -127,11 +148,12 @@ class AuthSettings(BaseModel):
 
     keys: tuple[ApiKey, ...] = Field(
         default=(),
-        description="API keys. None here and in keys_file: everybody may use the server, as one tenant.",
+        description="API keys. With none here or in keys_file, everybody may use the server, as one tenant.",
     )
     keys_file: str | None = Field(
         default=None,
-        description="More of them: a YAML or JSON list on the ingress replicas' machines, read when they start.",
+        description="File with further API keys, a YAML or JSON list. Every ingress replica reads it on its own "
+        "machine when it starts.",
     )
     admin_sha256: _Sha256 | None = Field(
         default=None, description="SHA-256 of the admin key, in hexadecimal. Unset: the admin routes are closed."
@@ -145,19 +167,19 @@ class TracingSettings(BaseModel):
 
     exporter: Literal["none", "console", "otlp"] = Field(
         default="none",
-        description="Where spans go: nowhere; to the ingress replicas' output, a JSON line each; or to a collector, by "
-        "OTLP over HTTP, which needs the extra `tracing`.",
+        description="Where spans go. `none`: nowhere. `console`: to the ingress replicas' output, one JSON line each. "
+        "`otlp`: to a collector, by OTLP over HTTP; this needs the extra `tracing`.",
     )
     endpoint: str | None = Field(
         default=None,
-        description="`otlp`: the collector's URL for traces, such as `http://collector:4318/v1/traces`. Unset: what "
-        "OpenTelemetry's own environment variables say, and without them this machine's port 4318.",
+        description="`otlp`: the collector's URL for traces, such as `http://collector:4318/v1/traces`. Unset: "
+        "OpenTelemetry's own environment variables, and without them port 4318 of this machine.",
         pattern="^https?://.",
     )
     sample_ratio: float = Field(
         default=1,
-        description="Share of the requests that get a span, 0 to 1. One that comes with a `traceparent` has it if its "
-        "caller's was sampled, and only then.",
+        description="Share of requests that get a span, 0 to 1. A request with a `traceparent` gets one exactly if its "
+        "caller was sampled.",
         ge=0,
         le=1,
     )
@@ -177,73 +199,89 @@ class AppSettings(NameSettings):
     engine: EngineConfig = Field(default_factory=EngineConfig, description="Settings of each engine.")
     strict: bool = Field(
         False,
-        description="Refuse hints, such as `verbosity`: fields that ask for no other answer than this server gives. "
+        description="Refuse hints, which are fields such as `verbosity` that cannot change this server's answer. "
         "Otherwise the header `x-chunkserve-ignored` names those of a request that had no effect.",
     )
     drop_billing_header: bool = Field(
         True,
-        description="Keep the line `x-anthropic-billing-header: ...`, with which Claude Code begins its system prompt, "
-        "out of the prompt. A part of it changes, so that no conversation would find another's prefix in the cache.",
+        description="Remove the line `x-anthropic-billing-header: ...`, with which Claude Code begins its system "
+        "prompt. A part of that line changes, so no conversation would find another's prefix in the cache.",
     )
     engine_replicas: int = Field(
         1,
-        description="Engines, each in a process of its own. With `autoscaling`: how many to start with, at each change "
-        "of the deployment; unset, as many as run, and at first min_replicas.",
+        description="Number of engines, each a process of its own. With `autoscaling`: how many to start with whenever "
+        "the deployment changes; unset, as many as are running, and min_replicas at first.",
         ge=1,
     )
     autoscaling: AutoscalingSettings | None = Field(
         None, description="Let the number of engines follow the load. Unset: it is engine_replicas."
     )
     engine_num_cpus: float = Field(
-        0.5, description="CPUs that Ray reserves for an engine replica; it does not bound its threads.", ge=0
+        0.5, description="CPUs that Ray reserves for an engine replica. They do not limit its threads.", ge=0
     )
     engine_num_gpus: float = Field(
-        0, description="GPUs that Ray reserves for an engine replica, which then sees no other: 0 or 1.", ge=0
+        0, description="GPUs that Ray reserves for an engine replica, 0 or 1. The replica sees no other GPU.", ge=0
     )
     engine_accelerator_type: str | None = Field(
-        None, description="The kind of GPU that an engine replica needs, as Ray names it, such as `H100`. Unset: any."
+        None, description="Kind of GPU that an engine replica needs, by Ray's name for it, such as `H100`. Unset: any."
     )
-    ingress_replicas: int = Field(1, description="HTTP replicas: tokenization, templates, streaming.", ge=1)
+    ingress_replicas: int = Field(
+        1,
+        description="Number of HTTP replicas, which tokenize, apply chat templates and stream. Raise it when they use "
+        "their CPUs up.",
+        ge=1,
+    )
     ingress_num_cpus: float = Field(0.25, description="CPUs that Ray reserves for an ingress replica.", ge=0)
     drain_timeout_s: float = Field(
         120,
-        description="How long running requests may go on at shutdown; what is left then ends with an error.",
+        description="How long running requests may continue at shutdown, in seconds; the rest then end with an error.",
         gt=0,
     )
     health_check_period_s: float = Field(
-        5, description="How often Serve asks an engine replica how it is; three bad answers restart it.", gt=0
+        5,
+        description="How often Serve checks an engine replica's health, in seconds. Three failed checks restart it.",
+        gt=0,
     )
-    health_check_timeout_s: float = Field(10, description="How long it waits for the answer.", gt=0)
+    health_check_timeout_s: float = Field(
+        10, description="How long Serve waits for the answer to a health check, in seconds.", gt=0
+    )
     engine_silence_s: float = Field(
         2,
-        description="An engine that was not heard of for this long, or whose step takes this long and four times its "
-        "slowest lately, gets no new requests until it is heard of again, and its streams move to another engine.",
+        description="After this many seconds without news of an engine, it gets no new requests until it is heard of "
+        "again, and its streams move to another engine. The same holds for a step that takes this long and four times "
+        "as long as the slowest recent step.",
         ge=0.5,
     )
     hang_timeout_s: float = Field(
         20,
-        description="A replica whose process does nothing for this long is killed. A step is not nothing: an engine "
-        "has stall_timeout_s besides.",
+        description="A replica whose process stands still for this many seconds is killed. A long step does not count; "
+        "stall_timeout_s bounds those.",
         ge=1,
     )
     max_migrations: int = Field(
-        3, description="How often a request moves to another engine replica when its own fails.", ge=0
+        3, description="How often a request may move to another engine replica when its own fails. 0: never.", ge=0
     )
     migration_timeout_s: float = Field(
-        60, description="How long a stream waits for the first token of the next replica before it fails.", gt=0
+        60,
+        description="How long a stream that moved waits for the next replica's first token before it fails, in "
+        "seconds.",
+        gt=0,
     )
     routing: RoutingSettings = Field(
         default_factory=RoutingSettings, description="How requests are spread over the engines."
     )
     max_unread_tokens: int = Field(
-        2048, description="Tokens that may wait for a client that reads too slowly; its request then ends.", ge=1
+        2048,
+        description="Most tokens that may wait for a client that reads too slowly; its request is then ended.",
+        ge=1,
     )
     client_stall_timeout_s: float = Field(
-        60, description="A client that takes nothing of its answer for this long is disconnected.", gt=0
+        60, description="A client that reads nothing of its answer for this many seconds is disconnected.", gt=0
     )
     sse_keep_alive_s: float = Field(
         15,
-        description="A stream that was silent this long gets a comment, so that no proxy takes it for dead. 0: none.",
+        description="A stream that has been silent for this many seconds gets a comment, so that proxies do not close "
+        "it. 0: none.",
         ge=0,
     )
     tool_parser: Literal[
@@ -260,34 +298,40 @@ class AppSettings(NameSettings):
         "glm45",
         "kimi_k2",
         "phi4_mini_json",
-    ] = Field("auto", description="How the model writes tool calls; `auto` looks at its chat template.")
+    ] = Field(
+        "auto",
+        description="Format in which the model writes tool calls. `auto`: detected from its chat template. `none`: "
+        "calls are not parsed.",
+    )
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "kimi_k2", "mistral", "openai_gptoss"] = Field(
         "auto",
-        description="How the model marks what it thinks, which answers then tell apart; `auto` looks at its chat "
-        "template.",
+        description="Format in which the model marks its reasoning, which answers then carry separately. `auto`: "
+        "detected from its chat template. `none`: reasoning stays in the text.",
     )
     pooling: Literal["none", "mean", "last"] = Field(
         "none",
-        description="What /v1/embeddings answers with: the mean of a text's final hidden states, or the last one, as "
-        "the model was trained for. `none`: it is refused.",
+        description="What /v1/embeddings returns, as the model was trained for it. `mean`: the mean of a text's final "
+        "hidden states. `last`: the last one. `none`: the route is refused.",
     )
     admission: AdmissionSettings = Field(
-        default_factory=AdmissionSettings, description="What is let in, and what waits in the ingress."
+        default_factory=AdmissionSettings, description="How many requests are let in, and how many wait in the ingress."
     )
     tracing: TracingSettings = Field(default_factory=TracingSettings, description="OpenTelemetry spans of requests.")
     images: ImageSettings = Field(
-        default_factory=ImageSettings, description="Images in requests, for models that take any."
+        default_factory=ImageSettings, description="Images in requests, for models that take them."
     )
     reasoning_keys: tuple[FernetKey, ...] = Field(
         (),
-        description="Keys that seal the thoughts in a response's `encrypted_content`, so that a client can send them "
-        "back to any replica: 32 random bytes each in URL-safe base64, which is what `openssl rand -base64 32` writes "
-        "with `-` for each `+` and `_` for each `/`. The first seals, all of them open. Unset: one that the ingress "
-        "replica draws when it starts; with more than one replica, thoughts are not sealed.",
+        description="Keys that encrypt a response's reasoning in `encrypted_content`, so that a client can send it "
+        "back to any replica. Each is 32 random bytes in URL-safe base64: the output of `openssl rand -base64 32` with "
+        "`-` for each `+` and `_` for each `/`. The first key encrypts, and all of them decrypt. Unset: an ingress "
+        "replica makes a key when it starts; with more than one replica, reasoning is not encrypted.",
     )
     auth: AuthSettings = Field(default_factory=AuthSettings, description="API keys and the admin key.")
     cors: CorsSettings = Field(default_factory=CorsSettings, description="Web pages that may use the API.")
-    max_body_bytes: int = Field(4 * 1024 * 1024, description="Largest request body; a larger one is a 413.", ge=1024)
+    max_body_bytes: int = Field(
+        4 * 1024 * 1024, description="Largest request body, in bytes; a larger one gets a 413.", ge=1024
+    )
 
     @model_validator(mode="after")
     def _adapters_have_room(self) -> Self:

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PURE = [
     "config",
+    "presets",
     "protocol",
     "step",
     "multimodal_inputs",

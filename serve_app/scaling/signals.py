@@ -30,12 +30,14 @@ class SignalSettings(BaseModel):
 
     ttft_target_ms: float = Field(
         default=2000,
-        description="Time to first token that requests are to have; a prompt that takes longer than this by itself, "
-        "which no replica can change, may take twice its own time.",
+        description="Time to first token that requests should have, in milliseconds. Lower it to scale up earlier. A "
+        "prompt whose own computation takes longer may take twice that time, since more replicas cannot shorten it.",
         gt=0,
     )
     prefill_tokens_per_s: float = Field(
-        default=1000, description="Prefill throughput of an engine that has not measured its own yet.", gt=0
+        default=1000,
+        description="Prompt tokens a second that an engine is assumed to compute until it has measured its own rate.",
+        gt=0,
     )
 
 
