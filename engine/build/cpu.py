@@ -51,7 +51,7 @@ class CpuStart:
             CheckpointError: the checkpoint is broken or not supported.
         """
         executor = self._with_encoder() if self.model.vision is not None else self._of_text()
-        executor.claim = self.claim
+        executor._claim = self.claim
         return executor
 
     def _with_encoder(self) -> TorchExecutor:

@@ -14,8 +14,7 @@ import torch
 from engine.batch.grammar import read_grammars
 from engine.build.resolve import resolve, resolve_dtype
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings
-from engine.execution.device import Device, device_faults
-from engine.execution.executor import StateLostError
+from engine.execution.device import Device, StateLostError, device_faults
 from engine.execution.gpu.cuda_graph_buckets import Buckets, plan_buckets
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.execution.gpu.memory import GIB, MemoryUse, check_blocks_fit, check_states_fit, kv_blocks_that_fit

@@ -18,7 +18,7 @@ from engine.build.executor import create_executor
 from engine.build.gpu import create_on_device, largest_step
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig, SpeculativeConfig
 from engine.core.core import EngineCore
-from engine.execution.executor import StateLostError
+from engine.execution.device import StateLostError
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.execution.gpu.memory import MemoryUse, check_states_fit
 from engine.protocol import SamplingParams, Submission, Token
