@@ -16,7 +16,7 @@ import torch
 
 from engine.batch.grammar import Grammars
 from engine.batch.row_order import NO_LOGIT
-from engine.build.gpu import create_on_device
+from engine.build.gpu import start_on_device
 from engine.config import EngineConfig, ResolvedConfig, SpeculativeConfig
 from engine.core.core import EngineCore
 from engine.execution.answers import LOST_TOKEN
@@ -54,7 +54,7 @@ def config(**settings: Any) -> EngineConfig:
 
 
 def make(model: Path, **settings: Any) -> tuple[DeviceExecutor, ResolvedConfig]:
-    executor, resolved = create_on_device(model, config(**settings), FakeDevice(), "a test")
+    executor, resolved = start_on_device(model, config(**settings), FakeDevice(), "a test").build()
     executor._answers.grammars = Grammars.of_bytes(VOCAB, EOS)
     return executor, resolved
 
