@@ -3,10 +3,11 @@ Never runs a model, and never holds more than one token of an answer: plans brin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -29,8 +30,11 @@ from engine.step import (
 
 LOST_TOKEN = RowFailure("The token to go on from was not sampled: its row failed in the step before.")
 
-_Masks = tuple[Within | None, dict[int, RowFailure]]
+_Masks = tuple[Within | None, Mapping[int, RowFailure]]
 """What grammars allow, and why rows have no mask, by row."""
+_NO_MASKS: Future[_Masks] = Future()
+"""Of every step without grammars."""
+_NO_MASKS.set_result((None, MappingProxyType({})))
 
 
 class Sampled(NamedTuple):
@@ -60,9 +64,7 @@ class Answers:
         """What grammars allow at `places`, and rows that have no mask: found while the body runs, there at its end."""
         rows = grammar_rows(plan, self.newest)
         if not rows:
-            done: Future[_Masks] = Future()
-            done.set_result((None, {}))
-            yield done
+            yield _NO_MASKS
             return
         assert self.grammars is not None
         found = self._masker.submit(_fill_masks, self.grammars, rows, places)

@@ -100,11 +100,11 @@ class TorchExecutor:
         places = sampled_places(plan.rows)
         with self._answers.masks(plan, places) as masks:
             computed = self._forward(plan)
-        within, failed = masks.result()
+        within, without_mask = masks.result()
         tokens, logprobs = self._sample(plan, places, computed, within)
         scores = prompt_logprobs(plan.rows, computed.logits_at)
         pooled, without_state = pooled_by_row(plan, sum_pooled(plan, computed.hidden))
-        failed |= self._answers.lost(plan) | without_state
+        failed = {**without_mask, **self._answers.lost(plan), **without_state}
         output = make_output(plan, tokens, logprobs, scores, pooled, failed)
         if computed.rewind is not None:
             computed.rewind.to([len(of) for of in output.sampled])

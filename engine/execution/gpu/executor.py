@@ -4,7 +4,7 @@ Never reads a value back in `launch`, but for a row whose controls look back at 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -78,7 +78,7 @@ class _Launched:
     """In kernel order."""
     order: list[int] | None
     places: list[Place]
-    failed: dict[int, RowFailure]
+    without_mask: Mapping[int, RowFailure]
     limited: bool
     """Grammars limit some row."""
     graph: GraphUse | None
@@ -144,11 +144,11 @@ class DeviceExecutor:
         self._threads.use()
         with self._answers.masks(plan, places) as masks:
             computed, graph = self.model.start(plan, self._answers.newest, self._pending(plan))
-        within, failed = masks.result()
+        within, without_mask = masks.result()
         queued = self._queue(plan, places, computed, within)
         download = self._device.download(queued.tensors())
         self._note_flying(plan, places, queued.tokens)
-        return _Launched(plan, order, places, failed, within is not None, graph, queued, download)
+        return _Launched(plan, order, places, without_mask, within is not None, graph, queued, download)
 
     def _must_know(self, plan: StepPlan) -> bool:
         """Whether a row depends on a token in flight by more than feeding it."""
@@ -234,7 +234,7 @@ class DeviceExecutor:
             tokens.setdefault(place.number, []).append(None if token == NO_TOKEN else token)
         logprobs = self._read_sampled(launched, sampled, parts)
         scores = self._read_scores(launched, parts)
-        failed = launched.failed | self._answers.lost(plan) | without_state
+        failed = {**launched.without_mask, **self._answers.lost(plan), **without_state}
         output = make_output(plan, tokens, logprobs, scores, pooled, failed)
         output = self._answers.keep(plan, output, limited=launched.limited)
         for request_id in launched.forgotten:
