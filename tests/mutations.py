@@ -720,7 +720,7 @@ MUTATIONS = (
     Mutation(
         "S1-R10 b",
         "The random number of a sample does not depend on its position.",
-        "engine/execution/executor.py",
+        "engine/execution/answers.py",
         "row.start + place.offset + 1 for row",
         "row.start + 1 for row",
         (f"{EXECUTOR}::test_the_random_number_of_a_sample_is_that_of_the_position_it_fills",),
@@ -1109,8 +1109,8 @@ MUTATIONS = (
     Mutation(
         "I-33 lost token",
         "A row whose token was never sampled goes on from another one.",
-        "engine/execution/executor.py",
-        "if is_lost(row, self._newest)}",
+        "engine/execution/answers.py",
+        "if is_lost(row, self.newest)}",
         "if False}",
         (f"{EXECUTOR}::test_a_row_that_goes_on_from_a_failed_one_fails_alone",),
     ),
