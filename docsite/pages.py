@@ -29,45 +29,45 @@ DOCS = ROOT / "docs"
 SETTINGS = """\
 # Settings
 
-Written by `make docs`. `config.yaml` is Ray Serve's; `args:` of the application is ours, and this page is all of it.
-Unknown keys are refused. What the machine made of the settings (dtype, KV blocks, threads, kernels, and why) is
-logged when an engine starts.
+Written by `make docs`. `config.yaml` is a Ray Serve config. This page has every setting under `args:` of the
+application; all other keys are Ray Serve's. Unknown keys are refused. An engine logs at its start what it made of the
+settings on this machine (dtype, KV blocks, threads, kernels), and why.
 
-Most settings need no thought. [The settings that matter](../how-to/tuning.md) has the handful that decides latency
-and memory.
+Most settings need no thought. This page begins with the handful that does, and [The settings that
+matter](../how-to/tuning.md) says how to choose it.
 """
 
 METRICS = """\
 # Metrics
 
 Written by `make docs`. `curl http://<host>:<port>/metrics`, or a Prometheus job with that target and its default
-path, reads all replicas at once: whichever ingress replica answers asks the others and the engines. It needs no API
-key, like `/health`, shows no text, tenant or key, and wakes no engine that sleeps.
+path, reads all replicas at once: the ingress replica that answers asks the others and the engines. Like `/health`, it
+needs no API key. It shows no text, tenant or key, and it does not wake engines that are scaled to zero.
 
-The engines' numbers have vLLM's names, so that dashboards and gateways made for it work. What is new begins with
-`chunkserve:`.
+The engines' metrics have vLLM's names, so that dashboards and gateways made for vLLM work. Metrics that vLLM does not
+have begin with `chunkserve:`.
 
-**Series.** Every replica has series of its own, by the label `engine` or `ingress`: sum them in the query,
-`sum(rate(...))`. They begin at zero with the replica and end with it; its replacement has another id. A replica that
-does not answer within 3 s is not in the scrape, and `chunkserve:replicas_missing` counts it.
+**Series.** Every replica has its own series, told apart by the label `engine` or `ingress`. Sum them in the query:
+`sum(rate(...))`. A series begins at zero when its replica starts, and ends with it; a replacement has another id. A
+replica that does not answer within 3 s is missing from the scrape, and `chunkserve:replicas_missing` counts it.
 
-**What counts as a request.** An answer that moves is a request to each of its engines. Histograms of whole requests
-are of those that ended by `stop` or `length` (engines), or with a whole answer (ingress).
+**What counts as a request.** An answer that moves to another engine is one request to each of them. Histograms of
+whole requests hold those that ended by `stop` or `length` (engines), or with a complete answer (ingress).
 
-**Queues.** Requests wait at the ingress first: what queues is `chunkserve:num_requests_waiting` and
-`vllm:num_requests_waiting` together.
+**Queues.** Requests wait at the ingress first. The whole queue is `chunkserve:num_requests_waiting` plus
+`vllm:num_requests_waiting`.
 
-**Time.** A request's time at the ingress is `chunkserve:e2e_request_latency_seconds`: its gate time, its engine time,
-and the overhead, which is the server's own. What `vllm:e2e_request_latency_seconds` lacks of the engine time went
-into the way there and back.
+**Time.** A request's time at the ingress is `chunkserve:e2e_request_latency_seconds`. It is the sum of the gate time,
+the engine time and the overhead, which is the server's own. The difference between the engine time and
+`vllm:e2e_request_latency_seconds` is the way there and back.
 """
 
 REFUSALS = """\
 # Refusals at start
 
-Written by `make docs`, from the code that refuses. A start that cannot serve ends with one of these lines; … stands
-for names and numbers. What to do stands above each list, and mostly in the line itself.
-[Troubleshooting](../how-to/troubleshooting.md#the-server-does-not-start) has those that are met most.
+Written by `make docs`, from the code that refuses. A server that cannot start ends with one of these lines, where …
+stands for names and numbers. The remedy stands above each list, and in most cases in the line itself.
+[Troubleshooting](../how-to/troubleshooting.md#the-server-does-not-start) has the most common ones.
 """
 
 
@@ -104,6 +104,7 @@ WHOLE: dict[str, Callable[[], str]] = {
 PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "highlights"): highlights_table,
     ("docs/comparison.md", "highlights"): highlights_table,
+    ("engine/DESIGNS.md", "presets"): reference.render_presets,
     ("docs/how-to/troubleshooting.md", "errors"): error_reference.render,
     ("docs/benchmarks/ingress-stalls.md", "ingress stalls"): lambda: stalls.table(stalls.kept()),
 }

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from engine.config import EngineConfig, FakeConfig, SchedulerConfig, SpeculativeConfig
+from engine.presets import PRESETS
 from serve_app.metrics.catalogue import BY_NAME, MISSING, MISSING_HELP
 from serve_app.settings.admission import AdmissionSettings
 from serve_app.settings.application import AppSettings
@@ -22,7 +24,16 @@ from serve_app.settings.routing import RoutingSettings
 from serve_app.settings.scaling import AutoscalingSettings
 from serve_app.settings.tracing import TracingSettings
 
-_Row = tuple[str, str, str, str]
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A setting. Texts are Markdown."""
+
+    name: str
+    kind: str
+    default: str
+    description: str
+    expert: bool = False
 
 
 SECTIONS: dict[type, str] = {
@@ -42,14 +53,74 @@ SECTIONS: dict[type, str] = {
 }
 """Each level of `args:` in config.yaml, with the title of its table."""
 
+FIRST: dict[type, tuple[str, ...]] = {
+    AppSettings: ("model", "engine_replicas", "engine_num_gpus", "autoscaling"),
+    AutoscalingSettings: ("ttft_target_ms",),
+    EngineConfig: (
+        *("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kv_cache_memory_gib", "gpu_memory_utilization"),
+        *("quantize", "kv_cache_dtype", "speculative"),
+    ),
+}
+"""The settings to know, which the reference has first, by level."""
+
+FIRST_TITLE = "The settings to know"
+FIRST_INTRODUCTION = """\
+These decide latency, throughput and memory, and few servers need others. Each stands again in the table of its level.
+"""
+
+EXPERT_INTRODUCTION = """\
+Few servers need these. They stand at the same level as those above.
+"""
+SCHEDULER_INTRODUCTION = """\
+No server needs these: the defaults are measured. They make the scheduler follow other designs, and a `preset` sets
+them together; [Five public designs](../../engine/DESIGNS.md) has what each preset sets. They stand at the same level
+as those above.
+"""
+
 
 def render() -> str:
-    """The reference as Markdown: one table for each level of `args:` in config.yaml."""
-    return "\n".join(line for level, title in SECTIONS.items() for line in _table(title, _rows(level)))
+    """The reference as Markdown: the settings to know, and then a table for each level of `args:` in config.yaml."""
+    return "\n".join([*_first(), *(line for level in SECTIONS for line in _section(level))])
+
+
+def _first() -> Iterator[str]:
+    rows = [
+        dataclasses.replace(row, name=_path(level) + row.name)
+        for level, names in FIRST.items()
+        for row in _rows(level)
+        if row.name in names
+    ]
+    yield from (f"## {FIRST_TITLE}", "", FIRST_INTRODUCTION, *_table(rows), "")
+
+
+def _path(level: type) -> str:
+    """Where the settings of a level stand: `engine.` for those of an engine, nothing for those of the application."""
+    place = SECTIONS[level].split("`")[1].removeprefix("args").removeprefix(".")
+    return f"{place}." if place else ""
+
+
+def _section(level: type) -> Iterator[str]:
+    title, rows = SECTIONS[level], list(_rows(level))
+    yield from (f"## {title}", "", *_table(row for row in rows if not row.expert), "")
+    if expert := [row for row in rows if row.expert]:
+        name = title.partition(":")[0]
+        introduction = SCHEDULER_INTRODUCTION if level is SchedulerConfig else EXPERT_INTRODUCTION
+        yield from (f"### {name} for experts", "", introduction, *_table(expert), "")
+
+
+def render_presets() -> str:
+    """What each preset of the scheduler sets, as a Markdown table in the order of the settings."""
+    head = ["| setting | default |" + "".join(f" `{name}` |" for name in PRESETS), "|---|---|" + "---|" * len(PRESETS)]
+    used = {name for preset in PRESETS.values() for name in preset}
+    rows = [row for row in _rows(SchedulerConfig) if row.name in used]
+    cells = [[row.default, *(_value(preset.get(row.name)) for preset in PRESETS.values())] for row in rows]
+    return "\n".join(
+        [*head, *(f"| `{row.name}` | {' | '.join(cell)} |" for row, cell in zip(rows, cells, strict=True))]
+    )
 
 
 def anchor(title: str) -> str:
-    """Of a heading, as GitHub and the site make it."""
+    """The link to a heading, as GitHub and the site make it."""
     return "#" + re.sub(r"[^\w\s-]", "", title).lower().replace(" ", "-")
 
 
@@ -64,9 +135,9 @@ def render_metrics() -> str:
     return "\n".join([*head, *rows, f"| `{MISSING}` | gauge | `deployment` | {MISSING_HELP} |", ""])
 
 
-def _table(title: str, rows: Iterator[_Row]) -> list[str]:
-    head = [f"## {title}", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
-    return [*head, *(f"| `{name}` | {kind} | {default} | {text} |" for name, kind, default, text in rows), ""]
+def _table(rows: Iterable[_Row]) -> Iterator[str]:
+    yield from ("| setting | type | default | meaning |", "|---|---|---|---|")
+    yield from (f"| `{row.name}` | {row.kind} | {row.default} | {row.description} |" for row in rows)
 
 
 def _rows(level: type) -> Iterator[_Row]:
@@ -77,14 +148,15 @@ def _model_rows(model: type[BaseModel]) -> Iterator[_Row]:
     hints = get_type_hints(model)
     for name, spec in model.model_fields.items():
         default = None if spec.default is PydanticUndefined else spec.default
-        yield name, _kind(hints[name]), _value(default), spec.description or ""
+        yield _Row(name, _kind(hints[name]), _value(default), spec.description or "")
 
 
 def _dataclass_rows(config: type) -> Iterator[_Row]:
     hints = get_type_hints(config)
     for spec in dataclasses.fields(config):
         default = None if spec.default is dataclasses.MISSING else spec.default
-        yield spec.name, _kind(hints[spec.name]), _value(default), spec.metadata["description"]
+        told, expert = spec.metadata["description"], spec.metadata.get("expert", False)
+        yield _Row(spec.name, _kind(hints[spec.name]), _value(default), told, expert)
 
 
 def _kind(hint: Any) -> str:

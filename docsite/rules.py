@@ -33,7 +33,7 @@ Written by `make docs`. The scheduler was drawn from five public designs of chun
 - `I-10` is an **invariant**: it holds in every step of every run. `support/invariants.py` checks it on the random
   lives of `tests/engine/test_state_machine.py`.
 
-[Five public designs](../../engine/DESIGNS.md) has the designs as settings.
+[Five public designs](../../engine/DESIGNS.md) has the designs as presets.
 """
 
 _CODE = re.compile(r"\b(?:(S\d)-([BR]\d+)|I-\d+)\b")

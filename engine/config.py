@@ -4,11 +4,14 @@ Never reads the environment or probes hardware; `engine.build.resolve` and `engi
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
+from functools import cache, wraps
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from engine.multimodal_inputs import InputKind
+from engine.presets import PRESETS, over_preset
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MOST_DRAFTS = 4
@@ -23,9 +26,12 @@ class ConfigError(ValueError):
     """A setting is out of range or contradicts another. The message names field, rule and value."""
 
 
-def setting(default: Any, description: str, **bounds: float) -> Any:
-    """A documented field. Bounds (`ge`, `gt`, `le`, `lt`) are checked by `check_bounds`, and by pydantic in YAML."""
-    return field(default=default, metadata={"description": description, **bounds})
+def setting(default: Any, description: str, *, expert: bool = False, **bounds: float) -> Any:
+    """A documented field. Bounds (`ge`, `gt`, `le`, `lt`) are checked by `check_bounds`, and by pydantic in YAML.
+
+    expert: few users need it, and the reference lists it after the others.
+    """
+    return field(default=default, metadata={"description": description, "expert": expert, **bounds})
 
 
 _BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
@@ -37,12 +43,62 @@ _BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 
 def check_bounds(config: Any) -> None:
-    """Raise ConfigError for the first field of a dataclass whose value breaks the bounds in its metadata."""
+    """Raise ConfigError for the first field of a dataclass whose value breaks the bounds in its metadata, or is none of
+    the choices in its type."""
+    choices = choices_of(config.__class__)
     for spec in fields(config):
         value = getattr(config, spec.name)
         for key, (holds, sign) in _BOUNDS.items():
             if key in spec.metadata and value is not None and not holds(value, spec.metadata[key]):
                 raise ConfigError(f"{spec.name} must be {sign} {spec.metadata[key]}, but it is {value}.")
+        if spec.name in choices and value not in choices[spec.name]:
+            known = ", ".join(str(choice) for choice in choices[spec.name] if choice is not None)
+            raise ConfigError(f"{spec.name} must be one of {known}, but it is {value}.")
+
+
+@cache
+def choices_of(config: type) -> Mapping[str, tuple[Any, ...]]:
+    """Each field of a dataclass that is one of a few values, with these; None is among them where it may be unset."""
+    hints = get_type_hints(config)
+    found = {spec.name: _choices(hints[spec.name]) for spec in fields(config)}
+    return {name: choices for name, choices in found.items() if choices}
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    parts = [_choices(part) for part in get_args(hint) if part is not type(None)]
+    return (*parts[0], None) if len(parts) == 1 and parts[0] else ()
+
+
+_Config = TypeVar("_Config")
+
+
+def _with_presets(config: type[_Config]) -> type[_Config]:
+    """Have a config made in Python take what is not written from its preset, and a refusal name what came from there.
+
+    What is written has to be known by then: in a config that is made, a default looks like a setting. From YAML it is
+    `__get_pydantic_core_schema__` that knows it.
+    """
+    init, check = config.__init__, config.__post_init__  # type: ignore[attr-defined]
+
+    @wraps(init)
+    def with_preset(self: Any, **written: Any) -> None:
+        init(self, **over_preset(written))
+
+    def checked(self: Any) -> None:
+        try:
+            check(self)
+        except ConfigError as error:
+            told = set(re.findall(r"\w+", str(error)))
+            given = [f"{name} {value}" for name, value in self.from_preset.items() if name in told]
+            if not given:
+                raise
+            raise ConfigError(f"{error} The preset {self.preset} sets {', '.join(given)}.") from None
+
+    config.__init__ = with_preset  # type: ignore[method-assign]
+    config.__post_init__ = checked  # type: ignore[attr-defined]
+    return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +107,12 @@ class FakeConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    reply: str | None = setting(None, "Text that every request is answered with; unset gives a hash of the prefix.")
-    step_delay_ms: float = setting(0.0, "How long a step takes.", ge=0)
-    token_delay_ms: float = setting(0.0, "Added to a step for each token that it computes.", ge=0)
-    recurrent_state: bool = setting(False, "Act as a hybrid model, with recurrent state besides KV.")
+    reply: str | None = setting(
+        None, "Text that answers every request. Unset: tokens derived from a hash of what came before."
+    )
+    step_delay_ms: float = setting(0.0, "How long a step takes, in milliseconds.", ge=0)
+    token_delay_ms: float = setting(0.0, "Added to a step for each token that it computes, in milliseconds.", ge=0)
+    recurrent_state: bool = setting(False, "Act as a hybrid model, which has recurrent state besides the KV cache.")
     images: bool = setting(False, "Act as a model that takes images.")
 
     def __post_init__(self) -> None:
@@ -63,45 +121,57 @@ class FakeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Drafts: tokens that followed where the newest tokens of a text stood in it before; or what a smaller model
-    proposes."""
+    """Drafts: tokens that are guessed, and verified together in one step."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     method: Literal["auto", "none", "ngram", "suffix", "draft_model"] = setting(
         "auto",
-        "What a decode row is drafted besides what a grammar forces: the tokens after the latest place in its prompt "
-        "and answer where its newest tokens stood (`ngram`), or after the place where most of them stood (`suffix`), "
-        "or what a smaller model proposes (`draft_model`). Answers are the same with any. `auto`: `suffix` with the "
-        "native kernels, with which they are so to the bit, else `none`.",
+        "Where drafts come from, besides those that a grammar forces. `ngram`: look for the request's newest tokens "
+        "earlier in its prompt and answer, and draft what followed their latest occurrence. `suffix`: draft what "
+        "followed their longest match. `draft_model`: a smaller model proposes them. `none`: no others. Answers are "
+        "the same with each. `auto`: `suffix` with the native kernels, where answers are equal to the bit; otherwise "
+        "`none`.",
     )
     model: str | None = setting(
         None,
-        "`draft_model`: that model, named as the main one is: a directory, a hub id or a .gguf file, of the same "
-        "vocabulary. On the CPU; its K and V share kv_cache_memory_gib.",
+        "Which model drafts, for `draft_model`: a directory, a hub id or a .gguf file. It must have the main model's "
+        "vocabulary. Its KV cache shares kv_cache_memory_gib. Only on the CPU.",
     )
     model_cost: float | None = setting(
         None,
-        "`draft_model`, `adaptive`: how long its forward pass of one token takes, where the main model's takes 1. "
-        "Unset: by the weights that both read.",
+        "`draft_model` with `adaptive`: the time of its forward pass of one token, as a multiple of the main model's. "
+        "Unset: the ratio of the weights that the two read.",
+        expert=True,
         gt=0,
     )
-    min_match: int = setting(2, "Fewest newest tokens that must have stood in the text before.", ge=1, le=16)
-    max_match: int = setting(4, "`ngram`: most newest tokens that are looked for, then fewer and fewer.", ge=1, le=16)
+    min_match: int = setting(
+        2,
+        "Fewest tokens that must match before anything is drafted. Raise it for fewer and better drafts.",
+        expert=True,
+        ge=1,
+        le=16,
+    )
+    max_match: int = setting(
+        4, "`ngram`: longest match that is looked for first; shorter ones follow.", expert=True, ge=1, le=16
+    )
     num_tokens: int = setting(
         8,
-        "Most tokens that are drafted for a row; in all rows together, as many as num_speculative_tokens says.",
+        "Most tokens drafted for a row. `num_speculative_tokens` limits the drafts of all rows together.",
+        expert=True,
         ge=1,
     )
     adaptive: bool = setting(
         True,
-        "Draft as many tokens as are expected to pay, by how often a request's drafts were right and by how many rows "
-        "share the step, and so none under load. Off: always num_tokens, for measurements.",
+        "Draft only as many tokens as are expected to pay, judged by how often the request's drafts were right and by "
+        "how many rows share the step. Under load that is none. `false`: always num_tokens, for measurements.",
+        expert=True,
     )
     free_tokens: int | None = setting(
         None,
-        "`adaptive`: tokens of a step up to which another one takes little time, as the weights are read in any case. "
-        "Unset: 8 on a CPU, 4 where weights are in 8 bits, 128 on a GPU.",
+        "`adaptive`: tokens in a step up to which one more costs little time, because the weights are read anyway. "
+        "Unset: 8 on a CPU, 4 where weights have 8 bits, 128 on a GPU.",
+        expert=True,
         ge=1,
     )
 
@@ -116,142 +186,258 @@ class SpeculativeConfig:
             raise ConfigError(f"speculative.min_match ({self.min_match}) must not exceed max_match ({self.max_match}).")
 
 
+@_with_presets
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How steps are composed, memory is reserved and, when it runs out, who gives it up."""
+    """How steps are composed, memory is reserved and, when it runs out, who gives it up. What few users need is
+    marked `expert`, and comes after the rest."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    batch_mode: Literal["mixed", "prefill_first", "decode_first"] = setting(
-        "mixed",
-        "`mixed`: every step carries all decode rows, then prefill chunks. `prefill_first`: prefill alone while there "
-        "is any. `decode_first`: decode rows alone while there are any. The next two settings bound these.",
-    )
-    decode_starve_ms: float = setting(
-        200.0,
-        "Longest time without decode rows while requests decode, where prefill has steps of its own: `prefill_first`, "
-        "`chunk_owner: engine`, `prompt_logprobs_step: dedicated`. A step that has begun is not cut short.",
-        ge=0,
-    )
-    prefill_starve_ms: float = setting(
-        2000.0, "`decode_first` and decode_finish_tokens: longest time that a prompt waits for its next chunk.", ge=0
-    )
-    decode_finish_tokens: int = setting(
-        0, "Steps carry no prefill while a request has at most this many tokens left to answer. 0: off.", ge=0
+    preset: Literal["openinfer", "mminf", "openinfer_echo", "atom", "fastdeploy"] | None = setting(
+        None,
+        "A public design whose settings replace the defaults below, for comparisons; engine/DESIGNS.md says what each "
+        "sets. A setting that is written beside it wins. Unset: chunkserve's own schedule.",
     )
     reserve_mode: Literal["full", "learned", "ratio", "prompt"] = setting(
         "learned",
-        "Memory that must be free to admit a request, besides its prompt's: for its whole life; for what all answers "
-        "are expected to take at the worst, by how long those before them were; for a share of all that they may still "
-        "take, which falls until memory runs out; or none.",
+        "How much memory must be free, besides the prompt's, to admit a request. `full`: enough for its longest "
+        "possible answer, so that nothing is ever preempted and fewer requests run. `learned`: what all answers are "
+        "expected to need at their peak, judged by the lengths of earlier answers. `ratio`: a share of the tokens that "
+        "all answers may still take; the share falls until memory runs out. `prompt`: nothing more.",
     )
     preempt_policy: Literal["none", "lifo", "retract"] = setting(
         "retract",
-        "Who gives up memory when decoding runs out of it: the latest arrival, or who loses least (shortest answer, "
-        "then longest prompt). The oldest request never does.",
+        "Which request gives up its memory when decoding runs out of it. `lifo`: the latest arrival. `retract`: the "
+        "one that loses least, which has the shortest answer, and among equals the longest prompt. `none`: only with "
+        "`reserve_mode: full`, which never runs out. The oldest request is never chosen.",
+    )
+    long_prefill_token_threshold: int = setting(
+        0,
+        "Most tokens of one prompt in a step. 0: no limit. Lower it so that short prompts need not wait for a long "
+        "one: they use the rest of the step, even behind a long prompt that max_partial_prefills holds back.",
+        ge=0,
+    )
+    priority_age_ms: float = setting(
+        10_000.0,
+        "A request that has waited this long, in milliseconds, goes before all priorities and tenant shares. A prompt "
+        "that was begun and has stood still for this long continues first. If every request waits longer than this, "
+        "only the order of arrival counts, so raise it to keep priorities under overload.",
+        ge=0,
+    )
+    state_snapshot_tokens: int = setting(
+        0,
+        "Hybrid models: keep a snapshot of the recurrent state every so many tokens, so that the prefix cache can be "
+        "used. A multiple of block_size. 0: no snapshots, and no prefix hits for such models.",
+        ge=0,
+    )
+    batch_mode: Literal["mixed", "prefill_first", "decode_first"] = setting(
+        "mixed",
+        "What a step carries. `mixed`: all decode rows, then prefill chunks. `prefill_first`: prefill alone, while "
+        "there is any; `decode_starve_ms` bounds the wait of decode rows. `decode_first`: decode rows alone, while "
+        "there are any; `prefill_starve_ms` bounds the wait of prompts.",
+        expert=True,
+    )
+    decode_starve_ms: float = setting(
+        200.0,
+        "Longest time without decode rows while requests decode, in milliseconds, where prefill has steps of its own: "
+        "`batch_mode: prefill_first`, `chunk_owner: engine`, `prompt_logprobs_step: dedicated`. A step that has begun "
+        "is not cut short. Lower it for shorter gaps in streams.",
+        expert=True,
+        ge=0,
+    )
+    prefill_starve_ms: float = setting(
+        2000.0,
+        "`batch_mode: decode_first` and decode_finish_tokens: longest time that a prompt waits for its next chunk, in "
+        "milliseconds.",
+        expert=True,
+        ge=0,
+    )
+    decode_finish_tokens: int = setting(
+        0,
+        "While a request has at most this many answer tokens left, steps carry no prefill. 0: off.",
+        expert=True,
+        ge=0,
     )
     requeue: Literal["arrival", "front", "back"] = setting(
-        "arrival", "Where a preempted request waits: by its arrival, before all others, or behind them."
+        "arrival",
+        "Where a preempted request waits: in the order of arrival, before all others, or behind them.",
+        expert=True,
     )
     reserve_margin: float = setting(
-        0.5, "`learned`: standard deviations of the expected memory that are kept free besides.", ge=0, le=8
+        0.5,
+        "`reserve_mode: learned`: standard deviations of the expected memory that are kept free as a margin. Raise it "
+        "for fewer preemptions, lower it to admit more.",
+        expert=True,
+        ge=0,
+        le=8,
     )
     reserve_caution: float = setting(
         0.2,
-        "`learned`: how many more each step that preempts adds, up to 4; 300 steps without a preemption take it back.",
+        "`reserve_mode: learned`: standard deviations added to the margin by each step that preempts, up to 4 in all. "
+        "300 steps without a preemption take one such addition back.",
+        expert=True,
         ge=0,
         le=4,
     )
     reserve_prior: int = setting(
         256,
-        "`learned`: median of all answers before any was seen, in tokens; at most a sixteenth of what the KV cache "
-        "holds.",
+        "`reserve_mode: learned`: median answer length, in tokens, that is assumed before any answer was seen; at most "
+        "a sixteenth of what the KV cache holds.",
+        expert=True,
         ge=1,
     )
     reserve_window: int = setting(
-        512, "`learned`: answers after which what is known of a tenant's counts half as much.", ge=8
+        512,
+        "`reserve_mode: learned`: number of answers after which what was learned of a tenant counts half as much. "
+        "Lower it to follow changes faster.",
+        expert=True,
+        ge=8,
     )
     reserve_tenants: int = setting(
-        64, "`learned`: tenants whose answers are counted apart, those with requests last. 0: none.", ge=0
+        64,
+        "`reserve_mode: learned`: tenants whose answers are counted separately, the most recent ones. 0: none.",
+        expert=True,
+        ge=0,
     )
-    ratio_init: float = setting(0.7, "`ratio`: share of the remaining answers reserved at first.", gt=0, le=1)
-    ratio_min: float = setting(0.21, "`ratio`: the share that it falls to.", gt=0, le=1)
-    ratio_decay_steps: int = setting(600, "`ratio`: steps from the first share to the least.", ge=1)
+    ratio_init: float = setting(
+        0.7, "`reserve_mode: ratio`: share of the remaining answers reserved at first.", expert=True, gt=0, le=1
+    )
+    ratio_min: float = setting(0.21, "`reserve_mode: ratio`: share to which it falls.", expert=True, gt=0, le=1)
+    ratio_decay_steps: int = setting(
+        600, "`reserve_mode: ratio`: steps in which the share falls from ratio_init to ratio_min.", expert=True, ge=1
+    )
     ratio_decay_on: Literal["decode_only", "any_decode"] = setting(
-        "any_decode", "Steps that lower the share: those without prefill, or all that decode."
+        "any_decode",
+        "`reserve_mode: ratio`: steps that lower the share. `decode_only`: those that decode without any prefill. "
+        "`any_decode`: all that decode.",
+        expert=True,
     )
-    retract_steps: int = setting(20, "`ratio`: tokens a request is expected to go on for after a preemption.", ge=0)
-    reserve_clip: int = setting(4096, "`learned`, `ratio`: most answer tokens of one request that count.", ge=1)
-    watermark_blocks: int = setting(1, "`prompt`: blocks that stay free at an admission.", ge=0)
+    retract_steps: int = setting(
+        20,
+        "`reserve_mode: ratio`: tokens by which each running answer is expected to grow after a preemption.",
+        expert=True,
+        ge=0,
+    )
+    reserve_clip: int = setting(
+        4096,
+        "`reserve_mode: learned` and `ratio`: most answer tokens of one request that are counted.",
+        expert=True,
+        ge=1,
+    )
+    watermark_blocks: int = setting(
+        1, "`reserve_mode: prompt`: KV blocks that must stay free when a request is admitted.", expert=True, ge=0
+    )
     max_partial_prefills: int = setting(
-        1, "Most prompts of one priority that are partly computed after a step. 0: as many as there are seats.", ge=0
-    )
-    long_prefill_token_threshold: int = setting(
-        0,
-        "Most tokens of one prompt in a step. 0: no limit. Short prompts use what it leaves, also those behind a "
-        "long one that waits for max_partial_prefills.",
+        1,
+        "Most prompts of one priority that may be partly computed after a step. 0: as many as there are seats. Raise "
+        "it to spread a step over several long prompts.",
+        expert=True,
         ge=0,
     )
     chunk_halving_context: int | None = setting(
         None,
-        "Context at which a chunk has half as many tokens, at twice that a third, for attention to it takes time as "
-        "well: the last chunks of a long prompt then take as long as the first. 0: no less at any. Unset: where "
-        "attention costs as much as the model's matrix products.",
+        "Context length, in tokens, at which a chunk has half as many tokens; at twice that it has a third. Attention "
+        "to a long context takes time as well, so the last chunks of a long prompt then take as long as the first. 0: "
+        "chunks never shrink. Unset: the context at which attention costs as much as the model's matrix products.",
+        expert=True,
         ge=0,
     )
     chunk_align: int | None = setting(
-        None, "A chunk that ends inside its prompt ends at a multiple of this position. Unset: block_size.", ge=1
+        None,
+        "A chunk that ends inside its prompt ends at a position that is a multiple of this many tokens. Unset: "
+        "block_size.",
+        expert=True,
+        ge=1,
     )
     chunk_boundary: Literal["shared", "request_local"] = setting(
         "shared",
-        "`shared`: chunks take what the step has left. `request_local`: chunk ends depend on the request alone.",
+        "Where chunks end. `shared`: wherever the step's budget ends. `request_local`: at positions that depend on the "
+        "request alone, so that they are the same in any batch.",
+        expert=True,
     )
     chunk_owner: Literal["scheduler", "engine"] = setting(
         "scheduler",
-        "Who cuts a prompt that is longer than a step's prefill. `engine`: all of it in one step of its own, forward "
-        "after forward, which decode rows wait for; for offline use and comparisons.",
+        "Who cuts a prompt that is longer than a step's prefill. `scheduler`: into chunks in several steps. `engine`: "
+        "into several forward passes in one step of its own, for which decode rows wait; for offline use and "
+        "comparisons.",
+        expert=True,
     )
     atomic_policy: Literal["defer", "extend"] = setting(
         "defer",
-        "A span that must not be cut and does not fit into what is left of max_prefill_tokens: a later step takes it, "
-        "or the chunk goes on to its end, past that limit but within max_num_batched_tokens.",
+        "What to do with a span that must not be cut and does not fit into the rest of max_prefill_tokens. `defer`: "
+        "leave it to a later step. `extend`: let the chunk exceed that limit, within max_num_batched_tokens.",
+        expert=True,
     )
     prompt_logprobs_step: Literal["mixed", "dedicated"] = setting(
         "mixed",
-        "Chunks whose prompt tokens are scored share steps with decode rows, or have steps without any (bounded by "
-        "decode_starve_ms).",
+        "Steps that compute log-probabilities of prompt tokens. `mixed`: they carry decode rows, too. `dedicated`: "
+        "they carry none, and decode_starve_ms bounds the wait.",
+        expert=True,
     )
     prefill_fill_ratio: float = setting(
         0.0,
         "While requests decode, prefill waits until this share of max_prefill_tokens is queued, prefix hits included. "
-        "0: it never waits. The next two settings bound it.",
+        "coalesce_waiting_ms and coalesce_partial_ms bound the wait. 0: prefill never waits. Raise it for fewer, "
+        "fuller prefill steps and later first tokens.",
+        expert=True,
         ge=0,
         le=1,
     )
-    coalesce_waiting_ms: float = setting(300.0, "Longest time that a new prompt is held back for that.", ge=0)
-    coalesce_partial_ms: float = setting(80.0, "The same for the next chunk of a prompt that has begun.", ge=0)
-    priority_age_ms: float = setting(
-        10_000.0,
-        "A request that waited this long goes before all priorities and shares; a begun prompt that stood still for it "
-        "goes on. Where everybody waits longer, arrival alone decides.",
+    coalesce_waiting_ms: float = setting(
+        300.0,
+        "prefill_fill_ratio: longest time that a new prompt is held back, in milliseconds.",
+        expert=True,
+        ge=0,
+    )
+    coalesce_partial_ms: float = setting(
+        80.0,
+        "prefill_fill_ratio: longest time that the next chunk of a begun prompt is held back, in milliseconds.",
+        expert=True,
         ge=0,
     )
     answer_token_weight: float = setting(
-        2.0, "What an answer token counts against its tenant's share; a prompt token counts 1.", ge=0
-    )
-    state_snapshot_tokens: int = setting(
-        0,
-        "Hybrid models: a snapshot of the recurrent state at each multiple of this position, a multiple of block_size, "
-        "for prefix hits to start from. 0: none, and no prefix hits.",
+        2.0,
+        "How much an answer token counts against its tenant's share; a prompt token counts 1.",
+        expert=True,
         ge=0,
     )
-    state_snapshots: int = setting(64, "Hybrid models: snapshots that are kept.", ge=1)
+    state_snapshots: int = setting(64, "Hybrid models: most snapshots that are kept.", expert=True, ge=1)
     admission_order: Literal["strict", "bypass"] = setting(
         "strict",
-        "Whether requests for which there is memory may overtake one for which there is none yet. Either way, prompts "
-        "that a step takes whole pass one that cannot use what the step has left.",
+        "What happens behind a request that memory does not suffice for yet. `strict`: those behind it wait. `bypass`: "
+        "those that fit may overtake it. With either, prompts that a step takes whole may pass one that cannot use "
+        "what the step has left.",
+        expert=True,
     )
-    max_overtakes: int = setting(16, "`bypass`: how often a request may be overtaken.", ge=1)
+    max_overtakes: int = setting(
+        16, "`admission_order: bypass`: how often a request may be overtaken.", expert=True, ge=1
+    )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Callable[[Any], Any]) -> Mapping[str, Any]:
+        """The schema of a plain dataclass, which reads the preset's settings below those that are written."""
+
+        def read(given: Any) -> Any:
+            return over_preset(given) if isinstance(given, dict) else given
+
+        function = {"type": "no-info", "function": read}
+        return {"type": "function-before", "function": function, "schema": handler(source)}
+
+    @property
+    def from_preset(self) -> dict[str, Any]:
+        """The settings that have their preset's value; empty without one."""
+        preset = PRESETS.get(self.preset or "", {})
+        return {name: value for name, value in preset.items() if getattr(self, name) == value}
+
+    @property
+    def why(self) -> dict[str, str]:
+        """The preset in a sentence, for the reasons of a resolved config; empty without one."""
+        if self.preset is None:
+            return {}
+        kept = self.from_preset
+        others = [f"{name} {getattr(self, name)}" for name in PRESETS[self.preset] if name not in kept]
+        return {"scheduler": f"preset {self.preset}" + (f", with {', '.join(others)} instead" if others else "")}
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -292,136 +478,188 @@ class EngineConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    executor: Literal["torch", "fake"] = setting(
-        "torch", "`torch` runs the model; `fake` scripts tokens without weights, for tests and demos."
+    max_num_batched_tokens: int = setting(
+        512,
+        "Most tokens in a step, decode and prefill rows together. It bounds how long a stream pauses while another "
+        "request's prompt is computed. Lower it for shorter gaps in streams; raise it for earlier first tokens of long "
+        "prompts and more throughput.",
+        ge=2,
     )
-    load_format: Literal["auto", "dummy"] = setting(
-        "auto", "`auto` reads the checkpoint; `dummy` makes seeded random weights of its shape, for benchmarks."
-    )
-    device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto",
-        "Where steps run. `auto`: on the GPU that the replica has (engine_num_gpus), else on the CPU.",
-    )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
-        "auto",
-        "Activations, and weights and KV cache unless these are asked for in fewer bits. `auto`: bfloat16 where the "
-        "device multiplies it natively, else float32. `float16`: on a GPU alone.",
+    max_num_seqs: int = setting(
+        64,
+        "Most requests that run at a time. Raise it for more throughput; each stream then gets its tokens more slowly.",
+        ge=1,
     )
     max_model_len: int | None = setting(
-        None, "Longest prompt + answer, in tokens. Unset: what the checkpoint was trained for.", ge=1
-    )
-    block_size: int = setting(16, "Tokens in a KV block.", ge=1)
-    kv_cache_dtype: Literal["auto", "int8", "fp8_e4m3"] = setting(
-        "auto",
-        "What K and V are kept in, on a CPU. `int8`, `fp8_e4m3`: a byte a number, and a scale for each token and KV "
-        "head, so that about twice as many tokens fit in bfloat16's memory; fp8 by torch's operators alone. `auto`: "
-        "the type of `dtype`. What it costs in accuracy: docs/how-to/quantised-models.md.",
+        None,
+        "Longest prompt and answer together, in tokens; a longer request is refused. Unset: what the checkpoint was "
+        "trained for.",
+        ge=1,
     )
     kv_cache_memory_gib: float | None = setting(
         None,
-        "Memory for the KV cache, in GiB; more than is free is refused. Unset: on the CPU, 80 % of what weights leave "
-        "of the engine's share of the free memory, and no more than max_num_seqs requests of max_model_len tokens can "
-        "hold; on a GPU, what gpu_memory_utilization leaves. More: docs/explanation/memory.md.",
+        "Memory for the KV cache, in GiB. It bounds how many tokens all running requests hold together. More than is "
+        "free is refused. Unset: on the CPU, 80 % of what weights leave of the engine's share of the free memory, and "
+        "no more than max_num_seqs requests of max_model_len tokens can use; on a GPU, what gpu_memory_utilization "
+        "leaves. See docs/explanation/memory.md.",
         gt=0,
     )
-    num_kv_blocks: int | None = setting(None, "KV blocks; overrides kv_cache_memory_gib.", ge=1)
     gpu_memory_utilization: float | None = setting(
         None,
-        "Share of the GPU's memory that the engine takes: KV blocks have what weights, the largest step and captured "
-        "steps leave of it. Unset: 0.9.",
+        "Share of the GPU's memory that the engine takes. The KV cache gets what weights, the largest step and "
+        "captured steps leave of it. Unset: 0.9.",
         gt=0,
         le=1,
     )
-    max_num_seqs: int = setting(64, "Most requests that run at a time.", ge=1)
-    max_num_batched_tokens: int = setting(512, "Most tokens in a step, decode and prefill rows together.", ge=2)
-    max_prefill_tokens: int | None = setting(
-        None, "Most prefill tokens in a step. Unset: all that decode rows leave of max_num_batched_tokens.", ge=1
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto",
+        "Where steps run. `auto`: on the GPU that the replica has (engine_num_gpus), otherwise on the CPU.",
     )
-    max_queued_requests: int = setting(1024, "Most requests waiting to be admitted; one more is refused.", ge=0)
-    enable_prefix_caching: bool = setting(True, "Reuse the KV blocks of a prompt prefix that was computed before.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
+        "auto",
+        "Type of activations, and of weights and KV cache unless these have fewer bits. `auto`: bfloat16 where the "
+        "device multiplies it natively, otherwise float32. `float16`: only on a GPU.",
+    )
+    quantize: Literal["none", "int8"] = setting(
+        "none",
+        "Round weight matrices while they are loaded. `int8`: one byte for each weight and a scale for each output, so "
+        "that a token reads half as much memory; only with the native kernels. For the loss of accuracy see "
+        "docs/how-to/quantised-models.md.",
+    )
+    kv_cache_dtype: Literal["auto", "int8", "fp8_e4m3"] = setting(
+        "auto",
+        "Type of the KV cache, on a CPU. `int8` and `fp8_e4m3`: one byte for each number, and a scale for each token "
+        "and KV head, so that about twice as many tokens fit as in bfloat16. `fp8_e4m3` needs torch's operators. "
+        "`auto`: the type of `dtype`. For the loss of accuracy see docs/how-to/quantised-models.md.",
+    )
+    kernels: Literal["auto", "native", "torch_cpu", "reference"] = setting(
+        "auto",
+        "What computes a step on a CPU. `native`: C++ compiled for this processor at the first start. `torch_cpu`: "
+        "torch's operators. `reference`: slow, the definition of correct. `auto`: native where there is a compiler and "
+        "the model's shape is supported, otherwise torch_cpu; the log says why.",
+    )
+    attention: Literal["auto", "vllm_flash_attn", "triton", "torch"] = setting(
+        "auto",
+        "Attention on a GPU. `vllm_flash_attn`: the first of vllm_flash_attn, flash_attn and FlashAttention-3 that can "
+        "be imported. `triton`: chunkserve's own kernels. `torch`: slow, the definition of correct. `auto`: the first "
+        "of these that runs; the log says why.",
+    )
+    enable_prefix_caching: bool = setting(
+        True, "Reuse the KV blocks of a prompt's beginning that was computed for an earlier request."
+    )
+    max_queued_requests: int = setting(
+        1024, "Most requests that wait in the engine to be admitted; one more is refused.", ge=0
+    )
+    max_loras: int = setting(
+        0,
+        "LoRA adapters that an engine holds in memory at a time. The least recently used one makes room, unless "
+        "running requests use it. 0: no adapters are served. On the CPU adapters need torch's operators, not the "
+        "native kernels.",
+        ge=0,
+    )
+    max_lora_rank: int = setting(16, "Highest rank of an adapter; one of a higher rank is refused.", ge=1)
+    num_threads: int | None = setting(
+        None, "Threads that compute a step. Unset: the machine's cores, shared among the engine replicas.", ge=1
+    )
+    executor: Literal["torch", "fake"] = setting(
+        "torch",
+        "What runs a step. `torch`: the model. `fake`: scripted tokens without weights, for tests and demos.",
+        expert=True,
+    )
+    load_format: Literal["auto", "dummy"] = setting(
+        "auto",
+        "Where weights come from. `auto`: the checkpoint. `dummy`: seeded random weights of its shape, for benchmarks.",
+        expert=True,
+    )
+    block_size: int = setting(16, "Tokens in a KV block.", expert=True, ge=1)
+    num_kv_blocks: int | None = setting(
+        None, "Number of KV blocks. It overrides kv_cache_memory_gib.", expert=True, ge=1
+    )
+    max_prefill_tokens: int | None = setting(
+        None,
+        "Most prefill tokens in a step. Unset: all that decode rows leave of max_num_batched_tokens.",
+        expert=True,
+        ge=1,
+    )
     max_encoder_tokens: int = setting(
         512,
-        "Most prompt tokens of images that a step encodes before its rows; a single one that has more is encoded "
-        "whole, and no other beside it.",
+        "Most prompt tokens of images that are encoded before a step's rows are computed. A single image with more "
+        "tokens is encoded whole, and alone.",
+        expert=True,
         ge=1,
     )
     encoder_cache_memory_gib: float = setting(
         0.25,
-        "Memory for encoded images, in GiB: one that comes again is not encoded again. What running requests need is "
-        "kept.",
+        "Memory for encoded images, in GiB, so that an image that comes again is not encoded again. Images of running "
+        "requests are always kept.",
+        expert=True,
         gt=0,
     )
-    max_loras: int = setting(
-        0,
-        "LoRA adapters that an engine has in memory at a time; the least recently used one makes room, unless requests "
-        "that run use it. 0: none are served. On the CPU, by torch's operators: not by the native kernels.",
-        ge=0,
-    )
-    max_lora_rank: int = setting(16, "Highest rank of an adapter; one that has a higher one is refused.", ge=1)
     overlap: bool = setting(
         False,
-        "Plan and launch a step before the one before it is read back, so that the device never waits for Python.",
+        "Plan and launch a step before the previous one is read back, so that the device never waits for Python. It "
+        "excludes drafts.",
+        expert=True,
     )
     num_speculative_tokens: int | None = setting(
         None,
-        "Most tokens that a decode row carries besides its newest where a grammar forces what follows, to be verified "
-        "together; and, a seat, most drafted tokens of a step. Unset: 4, and fewer where decode rows would take more "
-        "than half of max_num_batched_tokens; 0 with overlap, and on a GPU with recurrent state.",
+        "Most tokens beside its newest that a decode row carries where a grammar forces what follows; they are "
+        "verified together. Times max_num_seqs, it is also the most drafted tokens of a step. Unset: 4, and fewer "
+        "where decode rows would take more than half of max_num_batched_tokens; 0 with overlap, and on a GPU with "
+        "recurrent state.",
+        expert=True,
         ge=0,
     )
-    max_grammar_bytes: int = setting(2**18, "Longest grammar of an answer.", ge=1)
+    max_grammar_bytes: int = setting(2**18, "Longest grammar of an answer, in bytes.", expert=True, ge=1)
     grammar_timeout_s: float = setting(
-        2.0, "How long a request waits for its grammar to be compiled before it is refused.", gt=0
+        2.0,
+        "How long a request waits for its grammar to be compiled before it is refused, in seconds.",
+        expert=True,
+        gt=0,
     )
     stall_timeout_s: float = setting(
         30.0,
-        "An engine that has not finished a step for this long, nor for ten times its slowest step lately, is "
-        "unhealthy; Serve then restarts it.",
+        "An engine is unhealthy, and Serve restarts it, if a step has taken this many seconds and ten times as long as "
+        "the slowest recent step.",
+        expert=True,
         gt=0,
-    )
-    num_threads: int | None = setting(
-        None, "Threads that compute a step. Unset: the machine's cores shared among the engine replicas.", ge=1
-    )
-    kernels: Literal["auto", "native", "torch_cpu", "reference"] = setting(
-        "auto",
-        "What a step runs on. `native`: C++ compiled for this processor at the first start; `torch_cpu`: torch's own "
-        "operators; `reference`: slow, the definition of correct. `auto`: native where there is a compiler and the "
-        "model's shape fits, else torch_cpu; the log says why.",
-    )
-    attention: Literal["auto", "vllm_flash_attn", "triton", "torch"] = setting(
-        "auto",
-        "Attention on a GPU. `vllm_flash_attn`: that package, or `flash_attn`, or FlashAttention-3, whichever imports; "
-        "`triton`: our own; `torch`: slow, the definition of correct. `auto`: the first that runs; the log says why.",
     )
     cuda_graphs: Literal["auto", "none", "decode", "all"] = setting(
         "auto",
-        "Steps that a GPU replays as captured graphs: none, those of decode rows alone, or all. `auto`: all, where the "
-        "attention can be captured.",
+        "Steps that a GPU replays as captured graphs. `none`: no steps. `decode`: those of decode rows alone. `all`: "
+        "those with prefill, too. `auto`: all, where the attention can be captured.",
+        expert=True,
     )
     cuda_graph_decode_rows: tuple[int, ...] | None = setting(
-        None, "Rows of captured decode steps, up to max_num_seqs; a step is padded to the next. Unset: chosen."
+        None,
+        "Numbers of rows for which decode steps are captured, up to max_num_seqs; a step is padded to the next of "
+        "them. Unset: chosen by the engine.",
+        expert=True,
     )
     cuda_graph_mixed_tokens: tuple[int, ...] | None = setting(
-        None, "Tokens of captured steps with prefill, up to max_num_batched_tokens. Unset: chosen."
+        None,
+        "Numbers of tokens for which steps with prefill are captured, up to max_num_batched_tokens. Unset: chosen by "
+        "the engine.",
+        expert=True,
     )
     cuda_graph_mixed_rows: tuple[int, ...] | None = setting(
-        None, "Rows of captured steps with prefill, up to max_num_seqs. Unset: chosen."
-    )
-    quantize: Literal["none", "int8"] = setting(
-        "none",
-        "Round weight matrices as they are loaded. `int8`: a byte a weight and a scale for each output, so that half "
-        "as much is read for each token; native kernels only. What it costs in accuracy: "
-        "docs/how-to/quantised-models.md.",
+        None,
+        "Numbers of rows for which steps with prefill are captured, up to max_num_seqs. Unset: chosen by the engine.",
+        expert=True,
     )
     batch_invariant: bool = setting(
         False,
-        "Refuse to start unless a request has the same tokens and log-probabilities, to the bit, alone, in any batch, "
-        "however its prompt is cut, and after a migration. The native kernels always keep that, at no cost.",
+        "Refuse to start unless a request's tokens and log-probabilities are the same, to the bit, alone and in any "
+        "batch, however its prompt is cut, and after a migration. The native kernels always guarantee that, at no "
+        "cost.",
+        expert=True,
     )
-    step_trace: bool = setting(False, "Log a line for every step: its rows, its tokens, and how long it took.")
+    step_trace: bool = setting(
+        False, "Log a line for every step: its rows, its tokens, and how long it took.", expert=True
+    )
     speculative: SpeculativeConfig = field(
         default_factory=SpeculativeConfig,
-        metadata={"description": "Drafts besides those that grammars force."},
+        metadata={"description": "Drafts, besides those that grammars force."},
     )
     scheduler: SchedulerConfig = field(
         default_factory=SchedulerConfig, metadata={"description": "How steps are composed."}
@@ -528,6 +766,7 @@ class ResolvedConfig:
             ConfigError: drafts are asked for, and there can be none.
         """
         num_drafts = _num_speculative_tokens(asked, drafts)
+        found["reasons"] = found.get("reasons", {}) | asked.scheduler.why
         return cls(
             block_size=asked.block_size,
             max_num_seqs=asked.max_num_seqs,

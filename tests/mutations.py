@@ -28,6 +28,7 @@ WORKERS = min(os.cpu_count() or 1, 4)
 """Copies of the checkout; each tries one revert at a time."""
 
 Item = TypeVar("Item")
+_CODE = re.compile(r"\b(?:S\d-R\d+|I-\d+|R\d+)\b")
 
 ANSWER_LENGTHS = "tests/engine/scheduling/test_answer_lengths.py"
 ASYNC = "tests/engine/test_async_engine.py"
@@ -75,10 +76,30 @@ class Mutation:
     new: str
     tests: tuple[str, ...]
 
+    @property
+    def codes(self) -> list[str]:
+        """The defects and invariants of the specification that its name names."""
+        return [code if "-" in code else f"{self.name.split('-')[0]}-{code}" for code in _CODE.findall(self.name)]
+
+    def tests_to_run(self) -> list[str]:
+        """Those that the specification's index names for its codes come first: they are to be what catches it."""
+        from tests.engine.test_specification import INDEX, named_by  # pytest is to rewrite it first, where it runs it
+
+        named = [f"tests/{test}" for code in self.codes if code in INDEX for test in named_by(code)]
+        return [*dict.fromkeys(test for test in named if test.startswith("tests/engine/")), *self.tests]
+
     def apply(self, text: str) -> str:
-        if (found := text.count(self.old)) != 1:
-            raise SystemExit(f"{self.name}: its text occurs {found} times in {self.file}, not once:\n{self.old}")
+        """
+        Raises:
+            StaleMutationError: `old` does not occur once.
+        """
+        if (count := text.count(self.old)) != 1:
+            raise StaleMutationError(f"its text occurs {count} times in {self.file}, not once:\n{self.old}")
         return text.replace(self.old, self.new)
+
+
+class StaleMutationError(Exception):
+    """The code that a mutation changes has been changed since: the mutation has to be written anew."""
 
 
 MUTATIONS = (
@@ -439,8 +460,8 @@ MUTATIONS = (
         "S5-R13 b",
         "A preempted request waits behind all others by default.",
         "engine/scheduling/waiting.py",
-        '        elif where == "back":\n',
-        "        else:\n",
+        '            case "back":\n',
+        '            case "back" | "arrival":\n',
         (PLANNER,),
     ),
     Mutation(
@@ -699,7 +720,7 @@ MUTATIONS = (
     Mutation(
         "S1-R10 b",
         "The random number of a sample does not depend on its position.",
-        "engine/execution/executor.py",
+        "engine/execution/answers.py",
         "row.start + place.offset + 1 for row",
         "row.start + 1 for row",
         (f"{EXECUTOR}::test_the_random_number_of_a_sample_is_that_of_the_position_it_fills",),
@@ -797,8 +818,8 @@ MUTATIONS = (
         "S2-R12 b",
         "A prefill limit that was halved for want of memory starves a span that is longer.",
         "engine/scheduling/chunk_policy.py",
-        "return room.tokens if extends or not room.has_prefill else room.budget",
-        "return room.tokens if extends else room.budget",
+        "return room.tokens if self._extends or not room.has_prefill else room.budget",
+        "return room.tokens if self._extends else room.budget",
         (SPANS,),
     ),
     Mutation(
@@ -813,7 +834,7 @@ MUTATIONS = (
         "S2-R12 d",
         "A span that is extended goes past the tokens that the step has left.",
         "engine/scheduling/chunk_policy.py",
-        "return room.tokens if extends or not room.has_prefill else room.budget",
+        "return room.tokens if self._extends or not room.has_prefill else room.budget",
         "return self._config.max_num_batched_tokens if extends or not room.has_prefill else room.budget",
         (SPANS,),
     ),
@@ -1088,8 +1109,8 @@ MUTATIONS = (
     Mutation(
         "I-33 lost token",
         "A row whose token was never sampled goes on from another one.",
-        "engine/execution/executor.py",
-        "if is_lost(row, self._newest)}",
+        "engine/execution/answers.py",
+        "if is_lost(row, self.newest)}",
         "if False}",
         (f"{EXECUTOR}::test_a_row_that_goes_on_from_a_failed_one_fails_alone",),
     ),
@@ -1521,8 +1542,8 @@ MUTATIONS = (
         "I-23 cost",
         "bypass tests the whole queue in every step.",
         "engine/scheduling/planner.py",
-        "else MAX_PASSED\n",
-        "else len(view.waiting)\n",
+        "most_passed = MOST_PASSED[self._policy.admission_order]\n",
+        'most_passed = 1 if self._policy.admission_order == "strict" else len(view.waiting)\n',
         (WAITING,),
     ),
     Mutation(
@@ -1936,7 +1957,7 @@ def try_mutation(copy: Path, mutation: Mutation) -> str | None:
     original = path.read_text(encoding="utf-8")
     path.write_text(mutation.apply(original), encoding="utf-8")
     try:
-        return first_failure(copy, mutation.tests)
+        return first_failure(copy, mutation.tests_to_run())
     finally:
         path.write_text(original, encoding="utf-8")
 
@@ -1958,6 +1979,15 @@ def spread(items: Iterable[Item], run: Callable[[Path, Item], str | None]) -> It
         pool = stack.enter_context(ThreadPoolExecutor(WORKERS))
         stack.callback(pool.shutdown, cancel_futures=True)
         yield from pool.map(work, items)
+
+
+def why_stale(mutation: Mutation) -> str | None:
+    """None: it still finds the text that it replaces."""
+    try:
+        mutation.apply((ROOT / mutation.file).read_text(encoding="utf-8"))
+    except StaleMutationError as error:
+        return str(error)
+    return None
 
 
 def known_rows() -> dict[str, str]:
@@ -1998,10 +2028,13 @@ def main(wanted: list[str]) -> int:
         chosen = [m for m in MUTATIONS if m.name not in rows]
     started = time.monotonic()
     caught: dict[str, str | None] = {}
-    for mutation in MUTATIONS:  # all of them, before minutes are spent on the first
-        mutation.apply((ROOT / mutation.file).read_text(encoding="utf-8"))
-    tests = dict.fromkeys(test for mutation in chosen for test in mutation.tests)
-    for _, broken in spread(tests, lambda copy, test: first_failure(copy, [test])):
+    stale = {mutation.name: error for mutation in chosen if (error := why_stale(mutation))}
+    for name, error in stale.items():
+        print(f"{name:18} STALE: {error}", flush=True)
+    chosen = [mutation for mutation in chosen if mutation.name not in stale]
+    tests = dict.fromkeys(test for mutation in chosen for test in mutation.tests_to_run())
+    alone = [test for test in tests if "::" not in test or test.partition("::")[0] not in tests]
+    for _, broken in spread(alone, lambda copy, test: first_failure(copy, [test])):
         if broken:
             raise SystemExit(f"without any revert, {broken} fails already")
     for mutation, catcher in spread(chosen, try_mutation):
@@ -2009,8 +2042,9 @@ def main(wanted: list[str]) -> int:
         print(f"{mutation.name:18} {catcher or 'SURVIVED'}", flush=True)
     write_table(caught)
     survivors = [name for name, catcher in caught.items() if catcher is None]
-    print(f"{len(caught) - len(survivors)} of {len(caught)} caught in {time.monotonic() - started:.0f} s")
-    return 1 if survivors else 0
+    seconds = time.monotonic() - started
+    print(f"{len(caught) - len(survivors)} of {len(caught)} caught, {len(stale)} stale, in {seconds:.0f} s")
+    return 1 if survivors or stale else 0
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations import MUTATIONS
-
 ROOT = Path(__file__).parents[1]
 PURE = [
     "config",
+    "presets",
     "protocol",
     "step",
     "multimodal_inputs",
@@ -145,9 +144,3 @@ def test_every_package_of_ours_is_installed() -> None:
         for path in (ROOT / top).rglob("__init__.py")
     ]
     assert sorted(listed) == sorted(found)
-
-
-def test_every_mutation_finds_the_text_that_it_replaces() -> None:
-    """One was left behind by a change, and nobody noticed: the table is run whole only now and then."""
-    for mutation in MUTATIONS:
-        mutation.apply((ROOT / mutation.file).read_text(encoding="utf-8"))

@@ -30,7 +30,7 @@ from engine.build.resolve import torch_dtype
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.core.core import EngineCore
 from engine.execution.device import CudaDevice, Device
-from engine.execution.executor import TorchExecutor
+from engine.execution.executor import ModelExecutor
 from engine.execution.gpu.cuda_graph_buckets import SMALLEST_MIXED_TOKENS, plan_buckets
 from engine.models.config import ModelConfig, read_model_config
 from engine.protocol import Failed, Finished, SamplingParams, Submission, Token
@@ -97,7 +97,7 @@ class DeviceBench:
         return bool(self.options.device == "cuda")
 
     @contextmanager
-    def engine(self, *, graphs: bool = True, overlap: bool = False) -> Iterator[tuple[TorchExecutor, ResolvedConfig]]:
+    def engine(self, *, graphs: bool = True, overlap: bool = False) -> Iterator[tuple[ModelExecutor, ResolvedConfig]]:
         """Made anew, and gone afterwards: two of these models may be more than the device holds."""
         load, model = self.load, read_model_config(self.model_dir)
         asked: dict[str, Any] = {"cuda_graphs": "auto" if graphs else "none"} if self.on_gpu else {}
@@ -139,7 +139,7 @@ class DeviceBench:
 
     # --- single steps, against the peaks ------------------------------------------------------------------------------
 
-    def steps(self, executor: TorchExecutor, resolved: ResolvedConfig, peak: dict[str, float]) -> Iterator[Cell]:
+    def steps(self, executor: ModelExecutor, resolved: ResolvedConfig, peak: dict[str, float]) -> Iterator[Cell]:
         """Decode against reading all weights and the cache once; prefill against its products; a mixed step against
         one without decode rows, which is worth something only if both or neither of them were captured."""
         load, model = self.load, executor.model.decoder.config  # type: ignore[attr-defined]
@@ -165,7 +165,7 @@ class DeviceBench:
         moved = dataclasses.replace(chunk, request_id="chunk", block_ids=tuple(b + first_free for b in chunk.block_ids))
         return StepPlan(0, (*decode, moved))
 
-    def _step(self, kind: str, size: int, executor: TorchExecutor, plan: StepPlan, least_ms: float) -> Cell:
+    def _step(self, kind: str, size: int, executor: ModelExecutor, plan: StepPlan, least_ms: float) -> Cell:
         graph = step_of(executor, plan)().graph
         times = measure(step_of(executor, plan), self.options.steps)
         cell = {
@@ -192,7 +192,7 @@ class DeviceBench:
 
     # --- loads --------------------------------------------------------------------------------------------------------
 
-    def host_gap(self, executor: TorchExecutor, resolved: ResolvedConfig) -> Iterator[Cell]:
+    def host_gap(self, executor: ModelExecutor, resolved: ResolvedConfig) -> Iterator[Cell]:
         """Percent of the whole loop's decode step in which the device does nothing of it."""
         rows, steps = max(self.load.decode_rows), self.options.steps
         plan = decode_plan(rows, self.load.context + steps // 2, resolved.block_size, self.token)
@@ -216,7 +216,7 @@ class DeviceBench:
         device_ms = statistics.median(own)
         yield cell | {"device_ms": device_ms, "percent": max(0.0, 100 * (1 - device_ms / loop_ms))}
 
-    def throughput(self, executor: TorchExecutor, resolved: ResolvedConfig) -> Iterator[Cell]:
+    def throughput(self, executor: ModelExecutor, resolved: ResolvedConfig) -> Iterator[Cell]:
         load = self.load
 
         def once() -> float:
@@ -233,7 +233,7 @@ class DeviceBench:
         tokens_s = load.requests * load.answer / wall_s
         yield {"cell": "throughput", "size": load.requests, "tokens_s": tokens_s, "wall_s": wall_s}
 
-    def mixed_load(self, executor: TorchExecutor, resolved: ResolvedConfig) -> Iterator[Cell]:
+    def mixed_load(self, executor: ModelExecutor, resolved: ResolvedConfig) -> Iterator[Cell]:
         """Streams beside long prompts, in chunks and whole; see benchmarks.engine.mixed."""
         for size in (self.load.traffic_chunk, WHOLE):
             load = MixedLoad(executor, with_budget(resolved, size), self.options.seed, self.load.traffic)
@@ -254,7 +254,7 @@ class DeviceBench:
                     cell = second(partial(self._one_long_prompt, executor, config))
                     yield cell | {"owner": owner, "graphs": graphs}
 
-    def _one_long_prompt(self, executor: TorchExecutor, config: ResolvedConfig) -> Cell:
+    def _one_long_prompt(self, executor: ModelExecutor, config: ResolvedConfig) -> Cell:
         streams, load = [f"stream {i}" for i in range(min(4, config.max_num_seqs - 1))], self.load
         core = _Loop(executor, config, self.token)
         for name in streams:
@@ -337,7 +337,7 @@ def device_times(
 class _Loop:
     """An engine's loop by hand: one thread submits, steps, and stamps every token."""
 
-    def __init__(self, executor: TorchExecutor, config: ResolvedConfig, token: Callable[[], int]) -> None:
+    def __init__(self, executor: ModelExecutor, config: ResolvedConfig, token: Callable[[], int]) -> None:
         self._core, self._config, self._token = EngineCore(executor, config), config, token
         self._live: list[str] = []
         self.stamps: dict[str, list[float]] = {}
@@ -490,7 +490,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = Findings(head, options.out)
 
         def on_an_engine(
-            loads: Mapping[str, Callable[[TorchExecutor, ResolvedConfig], Iterable[Cell]]], overlap: bool
+            loads: Mapping[str, Callable[[ModelExecutor, ResolvedConfig], Iterable[Cell]]], overlap: bool
         ) -> Iterator[Cell]:
             """No cells of its own: an engine that cannot be made fails as a load does."""
             with bench.engine(overlap=overlap) as (executor, resolved):

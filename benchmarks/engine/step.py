@@ -22,7 +22,7 @@ from engine.build.executor import create_executor
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig, SpeculativeConfig
 from engine.core.core import EngineCore
-from engine.execution.executor import TorchExecutor
+from engine.execution.executor import ModelExecutor
 from engine.models.native import NativeModel
 from engine.protocol import SamplingParams, Submission
 from engine.scheduling.request import create_request
@@ -102,7 +102,7 @@ ANSWER_BESIDES = 40
 
 
 def python_share(
-    executor: TorchExecutor, config: ResolvedConfig, rows: int, context: int, steps: int, draw: Callable[[], int]
+    executor: ModelExecutor, config: ResolvedConfig, rows: int, context: int, steps: int, draw: Callable[[], int]
 ) -> dict[str, Any]:
     """Percent of the time of `steps` steps of the whole engine loop, `rows` streams decoding, that no program ran."""
     core = EngineCore(executor, config)

@@ -1,5 +1,5 @@
 """A step's rows as tensors, and what is done to their logits.
 
-`row_order` puts rows into the kernels' order, `inputs` builds their tensors, `logit_controls` and `grammar` change
-logits, `sampler` draws tokens, and `logprobs` reports them.
+`row_order` puts rows into the kernels' order and makes the step's output, `inputs` builds their tensors,
+`logit_controls` and `grammar` change logits, `sampler` draws tokens, and `logprobs` reports them.
 """

@@ -1,14 +1,22 @@
-"""Owns which positions of a step are sampled, and how far a row's drafts turn out to be right.
+"""Owns which positions of a step are sampled, and what each row returns: tokens as far as its drafts were right.
 Never chooses a token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from engine.step import RowKind, ScheduledRequest, StepOutput, StepPlan
+import torch
+from torch import Tensor
+
+from engine.protocol import TokenLogprobs
+from engine.step import RowFailure, RowKind, ScheduledRequest, StepOutput, StepPlan
+
+NO_LOGIT = RowFailure("The model gave no finite logit.")
+NO_STATE = RowFailure("The model gave no finite hidden state.")
 
 
 class Place(NamedTuple):
@@ -65,4 +73,54 @@ def in_plan_order(output: StepOutput, order: Sequence[int]) -> StepOutput:
         prompt_logprobs={order[number]: found for number, found in output.prompt_logprobs.items()},
         pooled={order[number]: found for number, found in output.pooled.items()},
         drafts={order[number]: found for number, found in output.drafts.items()},
+    )
+
+
+def sum_pooled(plan: StepPlan, hidden: Tensor) -> Tensor | None:
+    """Sums of hidden states, where they are. hidden: [num_tokens, hidden], of all rows; # [pooled rows, hidden]"""
+    sums = []
+    begin = 0  # the row's first token among those of the step
+    for row in plan.rows:
+        if row.pool_from is not None:
+            sums.append(hidden[begin + row.pool_from - row.start : begin + len(row.token_ids)].float().sum(dim=0))
+        begin += len(row.token_ids)
+    return torch.stack(sums) if sums else None
+
+
+def pooled_by_row(plan: StepPlan, sums: Tensor | None) -> tuple[dict[int, tuple[float, ...]], dict[int, RowFailure]]:
+    """What `sum_pooled` found, on the host, and why rows have failed by it."""
+    if sums is None:
+        return {}, {}
+    numbers = [number for number, row in enumerate(plan.rows) if row.pool_from is not None]
+    pooled = dict(zip(numbers, map(tuple, sums.tolist()), strict=True))
+    return pooled, {number: NO_STATE for number, of in pooled.items() if not all(map(math.isfinite, of))}
+
+
+def make_output(
+    plan: StepPlan,
+    tokens: Mapping[int, Sequence[int | None]],
+    logprobs: Mapping[int, Sequence[TokenLogprobs | None]],
+    scores: Mapping[int, tuple[TokenLogprobs, ...] | None],
+    pooled: Mapping[int, tuple[float, ...]],
+    failed: dict[int, RowFailure],
+) -> StepOutput:
+    """What each row asked for, by row, as far as its drafts were right; a row that lacks any of it, or is in `failed`,
+    returns nothing else but what was pooled."""
+    sampled: dict[int, tuple[int, ...]] = {}
+    scored: dict[int, tuple[TokenLogprobs, ...]] = {}
+    failed = {number: NO_LOGIT for number, found in scores.items() if found is None} | failed
+    for number, found in tokens.items():
+        row = plan.rows[number]
+        count = num_accepted(row.token_ids[1:], found) if row.kind is RowKind.DECODE else 1
+        sampled[number] = tuple(token for token in found[:count] if token is not None)
+        scored[number] = tuple(of for of in logprobs.get(number, ())[:count] if of is not None)
+        if len(sampled[number]) < count or (number in logprobs and len(scored[number]) < count):
+            failed.setdefault(number, NO_LOGIT)
+    return StepOutput(
+        plan.step_id,
+        sampled=tuple(sampled.get(number, ()) if number not in failed else () for number in range(len(plan.rows))),
+        failed=tuple(sorted(failed.items())),
+        logprobs={number: of for number, of in scored.items() if of and number not in failed},
+        prompt_logprobs={number: of for number, of in scores.items() if of is not None and number not in failed},
+        pooled=pooled,
     )

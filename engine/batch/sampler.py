@@ -1,5 +1,8 @@
 """Owns the choice of tokens from logits: controls, temperature, top-k, top-p, min-p, one draw per row.
-Never keeps a random state: the number a row uses is a function of (seed, position), so neighbours cannot change it."""
+Never keeps a random state: the number a row uses is a function of (seed, position), so neighbours cannot change it.
+
+`sample` is for logits on the host, and waits for each result. On a GPU `engine.execution.gpu.sampler` has the draws of
+the same `draw_tokens`, which then reads nothing back."""
 
 from __future__ import annotations
 
@@ -14,12 +17,14 @@ from engine.step import RowSampling
 # Below this, logits / temperature would overflow float32; the result is greedy long before.
 SMALLEST_TEMPERATURE = 1e-5
 # top-p sorts this many of the most likely tokens, and NUCLEUS_GROWTH times as many for rows whose mass is not in them:
-# sorting 16 rows of 49,152 takes 30 ms, their 256 largest 1 ms.
+# sorting 16 rows of 49,152 takes 30 ms, their 256 largest 1 ms. Where results cannot be read back, all are sorted.
 NUCLEUS_GUESS = 256
 NUCLEUS_GROWTH = 16
 
 _MASK32 = 0xFFFFFFFF
 
+Upload = Callable[[Tensor], Tensor]
+"""Copies a tensor of the host to where the logits are, without waiting."""
 Draw = Callable[[Tensor, Sequence[int], Sequence[RowSampling], Sequence[int]], Sequence[int]]
 """(logits [rows, vocab] float32, contiguous; which rows to draw from, each with a finite largest logit and no NaN; how,
 by drawn row; the token's position, by drawn row) -> the drawn rows' tokens."""
@@ -79,64 +84,88 @@ def sample(
         if draw is not None:
             tokens[index] = torch.tensor(draw(controlled.float().contiguous(), drawn, wanted, places))
         else:
-            scores = controlled[index] - best[index].unsqueeze(1)  # [drawn, vocab], 0 at the most likely
-            tokens[index] = _draw(scores, wanted, list(map(uniform, (row.seed for row in wanted), places)))
+            tokens[index] = draw_tokens(controlled[index] - best[index].unsqueeze(1), wanted, places)
     return [int(token) if ok else None for token, ok in zip(tokens.tolist(), sound, strict=True)]
 
 
-def _draw(scores: Tensor, rows: list[RowSampling], draws: list[float]) -> Tensor:
-    """Inverse CDF over the filtered probabilities, in vocabulary order. # [rows] int64"""
-    temperature = torch.tensor([max(row.temperature, SMALLEST_TEMPERATURE) for row in rows])
-    scores = scores / temperature.unsqueeze(1)
-    _keep_top_k(scores, rows)
-    _keep_top_p(scores, rows)
+def draw_tokens(
+    scores: Tensor, rows: Sequence[RowSampling], positions: Sequence[int], upload: Upload | None = None
+) -> Tensor:
+    """One token per row by inverse CDF over the filtered probabilities, in vocabulary order. # [rows] int64
+
+    scores: [rows, vocab] float, logits less the row's largest; positions: the tokens' own; upload: for scores on a
+    device that is not to be waited for. A row whose scores are NaN gets a number that means nothing.
+    """
+    numbers = [
+        [max(row.temperature, SMALLEST_TEMPERATURE) for row in rows],
+        [row.top_p for row in rows],
+        [row.min_p for row in rows],
+        [uniform(row.seed, position) for row, position in zip(rows, positions, strict=True)],
+    ]
+    temperature, top_p, min_p, number = _put(torch.tensor(numbers, dtype=torch.float64), upload).unsqueeze(2)
+    scores = scores / temperature.float()
+    _keep_top_k(scores, rows, upload)
+    _keep_top_p(scores, rows, top_p, upload)
     mass = scores.double().exp_()  # [rows, vocab], 1 at the most likely
-    mass.masked_fill_(mass < torch.tensor([row.min_p for row in rows], dtype=torch.float64).unsqueeze(1), 0.0)
-    cumulative = mass.cumsum_(dim=-1)
+    cumulative = mass.masked_fill_(mass < min_p, 0.0).cumsum_(dim=-1)
     total = cumulative[:, -1:].clone()
     # Rounding must not reach the total itself: no token's cumulative mass exceeds that.
-    target = torch.tensor(draws, dtype=torch.float64).unsqueeze(1) * total
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    target = torch.minimum(number * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target, right=True).squeeze(1)
 
 
-def _keep_top_k(scores: Tensor, rows: list[RowSampling]) -> None:
+def _put(host: Tensor, upload: Upload | None) -> Tensor:
+    return host if upload is None else upload(host)
+
+
+def _keep_top_k(scores: Tensor, rows: Sequence[RowSampling], upload: Upload | None) -> None:
     """Set all but each row's `top_k` largest to -inf, in place."""
     vocab = scores.shape[1]
     limited = [number for number, row in enumerate(rows) if 0 < row.top_k < vocab]
     if not limited:
         return
-    index = torch.tensor(limited)
-    counts = torch.tensor([rows[number].top_k for number in limited]).unsqueeze(1)
-    largest = scores[index].topk(int(counts.max()), dim=-1).values
-    scores[index] = keep_largest(scores[index], largest.gather(1, counts - 1), counts)
+    limits = [rows[number].top_k for number in limited]
+    index, counts = _put(torch.tensor([limited, limits]), upload)
+    subset = scores[index]
+    scores[index] = _keep_largest(subset, _largest(subset, max(limits)), counts.unsqueeze(1))
 
 
-def _keep_top_p(scores: Tensor, rows: list[RowSampling]) -> None:
-    """Set all but the smallest set of tokens whose probability reaches `top_p` to -inf, in place."""
+def _keep_top_p(scores: Tensor, rows: Sequence[RowSampling], top_p: Tensor, upload: Upload | None) -> None:
+    """Set all but the smallest set of tokens whose probability reaches `top_p` to -inf, in place. top_p: [rows, 1]"""
+    vocab = scores.shape[1]
     limited = [number for number, row in enumerate(rows) if row.top_p < 1.0]
-    guess = NUCLEUS_GUESS
+    guess = NUCLEUS_GUESS if upload is None else vocab
     while limited:
-        guess = min(guess, scores.shape[1])
-        index = torch.tensor(limited)
-        top_p = torch.tensor([rows[number].top_p for number in limited], dtype=torch.float64).unsqueeze(1)
+        guess = min(guess, vocab)
+        index = _put(torch.tensor(limited), upload)
         subset = scores[index]
-        largest = subset.topk(guess, dim=-1).values  # [limited, guess], descending
-        target = top_p * subset.double().exp_().sum(dim=-1, keepdim=True)
+        largest = _largest(subset, guess)
+        target = top_p[index] * subset.double().exp_().sum(dim=-1, keepdim=True)
         reached = largest.double().exp_().cumsum_(dim=-1)
         counts = (reached < target).sum(dim=-1, keepdim=True) + 1
-        done = (counts <= guess).squeeze(1) if guess < scores.shape[1] else torch.ones(len(limited), dtype=torch.bool)
-        counts = counts.clamp_(max=guess)
-        scores[index[done]] = keep_largest(subset, largest.gather(1, counts - 1), counts)[done]
+        kept = _keep_largest(subset, largest, counts.clamp(max=guess))
+        if guess == vocab:
+            scores[index] = kept
+            return
+        done = (counts <= guess).squeeze(1)
+        scores[index[done]] = kept[done]
         limited = index[~done].tolist()
         guess *= NUCLEUS_GROWTH
 
 
-def keep_largest(scores: Tensor, threshold: Tensor, counts: Tensor) -> Tensor:
-    """The `counts` largest of each row, -inf elsewhere; of those equal to the threshold, the lowest token ids.
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """The `count` largest of each row, descending. # [rows, count]"""
+    if count == scores.shape[1]:
+        return scores.sort(dim=-1, descending=True).values
+    return scores.topk(count, dim=-1).values
 
-    scores: [rows, vocab]; threshold: [rows, 1], the counts-th largest score; counts: [rows, 1].
+
+def _keep_largest(scores: Tensor, largest: Tensor, counts: Tensor) -> Tensor:
+    """The `counts` largest of each row, -inf elsewhere; of equal ones at the edge, those with the lowest token ids.
+
+    scores: [rows, vocab]; largest: [rows, at least counts], as `_largest` has them; counts: [rows, 1].
     """
+    threshold = largest.gather(1, counts - 1)
     above, equal = scores > threshold, scores == threshold
     spare = counts - above.sum(dim=-1, keepdim=True)
     tied = equal & (equal.cumsum(dim=-1) <= spare)

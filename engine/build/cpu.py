@@ -1,4 +1,4 @@
-"""Owns the start of an engine on the CPU: first all that can be refused, then weights, KV cache and kernels.
+"""Owns the start of an engine on the CPU: first all that can be refused, then the model and its executor.
 Never schedules, and claims the machine's memory before it takes any."""
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from pathlib import Path
 from engine.batch.grammar import read_grammars
 from engine.build.draft import DraftCheckpoint, check_length, read_draft
 from engine.build.host_fit import HostBudget, host_use
-from engine.build.resolve import block_bytes, resolve, resolve_dtype, torch_dtype
+from engine.build.model import ModelBuilder, Runner
+from engine.build.resolve import block_bytes, resolve, resolve_dtype
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings, refuse_gpu_settings
 from engine.execution.device import Device
 from engine.execution.draft_model import DraftModel
@@ -20,12 +21,9 @@ from engine.host.shares import Claim, shares
 from engine.models.adapted import AdaptedModel, why_not_adapted
 from engine.models.computed import Model
 from engine.models.config import ModelConfig, read_model_config
-from engine.models.decoder import Decoder
 from engine.models.eager import EagerModel
-from engine.models.kv_cache import KVCache, cache_dtype
 from engine.models.native import NativeModel
-from engine.models.recurrent_state import RecurrentState, state_bytes
-from engine.models.weights import dummy_weights, load_weights
+from engine.models.recurrent_state import state_bytes
 from kernels.choice import NATIVE, REFERENCE, Choice, choose_kernels
 from kernels.ops import TABLES
 
@@ -44,35 +42,35 @@ class CpuStart:
     draft: tuple[DraftCheckpoint, Choice] | None
     claim: Claim
 
-    def build(self) -> TorchExecutor:
+    def build(self) -> tuple[TorchExecutor, ResolvedConfig]:
         """Load the weights; the claim is the executor's from now on.
 
         Raises:
             CheckpointError: the checkpoint is broken or not supported.
         """
-        executor = self._with_encoder() if self.model.vision is not None else self._of_text()
-        executor.claim = self.claim
-        return executor
-
-    def _with_encoder(self) -> TorchExecutor:
-        from engine.build.encoder import create_with_encoder  # which a model of text alone does not need
-
-        return create_with_encoder(self.model_dir, self.model, self.config, self.resolved)
-
-    def _of_text(self) -> TorchExecutor:
         _keep_freed_memory()
-        model = _load(self.model_dir, self.model, self.config, self.resolved, self.kernels)
-        proposes, with_torch = None, self.kernels.name != NATIVE
+        model = _builder(self.model_dir, self.model, self.config, self.resolved, self.kernels).build()
+        draft_model, with_torch = None, self.kernels.name != NATIVE
         if self.draft is not None:
-            of_draft, kernels = self.draft
+            checkpoint, kernels = self.draft
             with_torch |= kernels.name != NATIVE
-            loaded = _load(of_draft.directory, of_draft.model, _alone(self.config), self.resolved, kernels)
-            proposes = DraftModel(loaded)
-        # What torch does beside the native kernels is small: a second thread of its own would take a core that they
-        # need.
-        num_threads = self.resolved.num_threads if with_torch else 1
-        grammars = read_grammars(self.model_dir, self.resolved)
-        return TorchExecutor(model, num_threads=num_threads, grammars=grammars, draft_model=proposes)
+            config = _alone(self.config)
+            drafts = _builder(checkpoint.directory, checkpoint.model, config, self.resolved, kernels)
+            draft_model = DraftModel(drafts.build())
+        executor = TorchExecutor(
+            model,
+            # What torch does beside the native kernels is small: a second thread of its own would take a core that they
+            # need.
+            num_threads=self.resolved.num_threads if with_torch else 1,
+            grammars=read_grammars(self.model_dir, self.resolved),
+            draft_model=draft_model,
+            claim=self.claim,
+        )
+        return executor, self.resolved
+
+    def release(self) -> None:
+        """Give the claim up: the engine is not built."""
+        self.claim.release()
 
 
 def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, str], engines: int) -> CpuStart:
@@ -143,30 +141,40 @@ def _keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
-def _load(
+def _builder(
     model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig, kernels: Choice
-) -> Model:
-    """A checkpoint on `kernels`, with a KV cache of its own. resolved: of the engine, which may have another model."""
-    dtype, kept = torch_dtype(resolved.dtype), kernels.name == NATIVE
-    dummy = config.load_format == "dummy"
-    weights = dummy_weights(model, dtype) if dummy else load_weights(model_dir, model, dtype, keep_int8=kept)
-    decoder = Decoder(model, weights, resolved.max_model_len)
-    size, kv_dtype = resolved.block_size, cache_dtype(config.kv_cache_dtype, dtype)
-    cache = KVCache.allocate(model, resolved.num_kv_blocks, size, kv_dtype)
-    if kernels.name != NATIVE:
-        ops = TABLES[kernels.name]
-        if config.max_loras:
-            return AdaptedModel(decoder, ops, cache, size, max_rank=config.max_lora_rank)
-        return EagerModel(decoder, ops, cache, size, RecurrentState.allocate(model, resolved, dtype))
-    return NativeModel(
-        decoder,
-        cache,
-        block_size=size,
-        num_threads=resolved.num_threads,
-        num_tokens=resolved.max_num_batched_tokens,
-        num_sampled=resolved.max_decode_tokens,
-        quantize=config.quantize == "int8",
+) -> ModelBuilder[Model]:
+    """Of a checkpoint on `kernels`. resolved: of the engine, which may have another model."""
+    if model.vision is not None:
+        from engine.build.encoder import encoder_builder  # which a model of text alone does not need
+
+        return encoder_builder(model_dir, model, config, resolved)
+    return ModelBuilder(
+        model_dir=model_dir,
+        model=model,
+        config=config,
+        resolved=resolved,
+        runner=_runner(config, resolved, kernels),
+        keep_int8=kernels.name == NATIVE,
     )
+
+
+def _runner(config: EngineConfig, resolved: ResolvedConfig, kernels: Choice) -> Runner[Model]:
+    size = resolved.block_size
+    if kernels.name == NATIVE:
+        return lambda decoder, cache, _: NativeModel(
+            decoder,
+            cache,
+            block_size=size,
+            num_threads=resolved.num_threads,
+            num_tokens=resolved.max_num_batched_tokens,
+            num_sampled=resolved.max_decode_tokens,
+            quantize=config.quantize == "int8",
+        )
+    ops = TABLES[kernels.name]
+    if config.max_loras:
+        return lambda decoder, cache, _: AdaptedModel(decoder, ops, cache, size, max_rank=config.max_lora_rank)
+    return lambda decoder, cache, state: EagerModel(decoder, ops, cache, size, state)
 
 
 def _unfit(model: ModelConfig, config: EngineConfig) -> str | None:

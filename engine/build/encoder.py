@@ -1,57 +1,45 @@
-"""Owns the start of an engine whose model has an encoder: weights of both, and the executor over them.
+"""Owns what a model with an encoder has besides: the encoder's weights, and the limits of what it may be given.
 Never runs on a GPU, nor on the native kernels: such a model is refused there by name."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from engine.batch.grammar import read_grammars
+from engine.build.model import ModelBuilder
 from engine.build.resolve import torch_dtype
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
-from engine.execution.executor import TorchExecutor
 from engine.models.config import CheckpointError, read_json
-from engine.models.decoder import Decoder
 from engine.models.description import ModelConfig
 from engine.models.encoding import EncodingModel
-from engine.models.kv_cache import KVCache, cache_dtype
 from engine.models.vision import VisionEncoder
 from engine.models.vision_config import PixelConfig, VisionConfig, image_kind, read_pixels
 from engine.models.vision_weights import allocate_vision, vision_table
-from engine.models.weights import DUMMY_SEED, dummy_weights, load_weights
 from kernels.ops import TABLES
 
 PROCESSOR_FILE = "preprocessor_config.json"
 
 
-def create_with_encoder(
+def encoder_builder(
     model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig
-) -> TorchExecutor:
-    """Load the checkpoint of `model_dir`, decoder and encoder. resolved: see with_inputs.
+) -> ModelBuilder[EncodingModel]:
+    """Of a decoder and its encoder. resolved: see with_inputs.
 
     Raises:
-        CheckpointError: the checkpoint is broken or not supported.
+        CheckpointError: what the checkpoint says of images cannot be read.
     """
     assert model.vision is not None
-    pixels = _pixels(model_dir, model.vision)
-    dtype, ops = torch_dtype(resolved.dtype), TABLES[resolved.kernels]
-    vision = allocate_vision(model.vision, dtype)
-    table = vision_table(vision)
-    if config.load_format == "dummy":
-        weights = dummy_weights(model, dtype)
-        _fill(table, torch.Generator().manual_seed(DUMMY_SEED))
-    else:
-        weights = load_weights(model_dir, model, dtype, others=table)
-    decoder = Decoder(model, weights, resolved.max_model_len)
-    kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
-    cache = KVCache.allocate(model, resolved.num_kv_blocks, resolved.block_size, kv_dtype)
-    encoder = VisionEncoder(model.vision, pixels, vision, ops)
-    built = EncodingModel(decoder, encoder, ops, cache, resolved.block_size)
-    grammars = read_grammars(model_dir, resolved)
-    return TorchExecutor(built, num_threads=resolved.num_threads, grammars=grammars)
+    ops, vision, pixels = TABLES[resolved.kernels], model.vision, _pixels(model_dir, model.vision)
+    weights = allocate_vision(vision, torch_dtype(resolved.dtype))
+    encoder = VisionEncoder(vision, pixels, weights, ops)
+    return ModelBuilder(
+        model_dir=model_dir,
+        model=model,
+        config=config,
+        resolved=resolved,
+        runner=lambda decoder, cache, _: EncodingModel(decoder, encoder, ops, cache, resolved.block_size),
+        others=vision_table(weights),
+    )
 
 
 def _pixels(model_dir: Path, vision: VisionConfig) -> PixelConfig:
@@ -88,13 +76,3 @@ def with_inputs(model_dir: Path, model: ModelConfig, config: EngineConfig, resol
     reason = f"{kind.max_tokens} tokens, so that {why}" if kind.max_tokens < trained else "as the checkpoint says"
     reasons = resolved.reasons | {"largest image": f"{reason}; larger ones are scaled down"}
     return replace(resolved, inputs=(kind,), encoder_cache_tokens=kept, reasons=reasons)
-
-
-def _fill(table: dict[str, torch.Tensor], generator: torch.Generator) -> None:
-    """Random numbers that keep activations near one; norms are one."""
-    for name, tensor in table.items():
-        if tensor.dim() == 1 and not name.endswith(".bias"):
-            tensor.fill_(1.0)
-        else:
-            std = 0.02 if tensor.dim() == 1 else 1.0 / math.sqrt(tensor[0].numel())
-            tensor.copy_(torch.empty(tensor.shape).normal_(0.0, std, generator=generator))

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from engine.batch.grammar import read_grammars
+from engine.build.model import ModelBuilder
 from engine.build.resolve import resolve, resolve_dtype
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings
-from engine.execution.device import Device, device_faults
-from engine.execution.executor import StateLostError
+from engine.execution.device import Device, StateLostError, device_faults
 from engine.execution.gpu.cuda_graph_buckets import Buckets, plan_buckets
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.execution.gpu.memory import GIB, MemoryUse, check_blocks_fit, check_states_fit, kv_blocks_that_fit
@@ -25,7 +25,6 @@ from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache, blocks_in, bytes_per_block
 from engine.models.recurrent_state import RecurrentState, state_bytes
-from engine.models.weights import dummy_weights, load_weights
 from engine.step import (
     ExecutorOutOfMemoryError,
     LogitControls,
@@ -55,10 +54,12 @@ _CONTROLS = LogitControls(
 _DEAREST = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.0, seed=0, num_logprobs=1, controls=_CONTROLS)
 
 
-def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reason: str) -> _Start:
+def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reason: str) -> GpuStart:
     """All that can be refused and chosen before a weight is read. reason: for the device.
 
-    Raises: as create_on_device.
+    Raises:
+        CheckpointError: the checkpoint is not supported.
+        ConfigError: the config asks for more than the checkpoint or the device can give.
     """
     if config.speculative.method == "draft_model":
         raise ConfigError(
@@ -78,94 +79,94 @@ def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reaso
     measured_later = (1, "measured once the weights are loaded")
     resolved = resolve(model_dir, model, config, attention, (device, reason), measured_later)
     resolved = replace(resolved, reasons=resolved.reasons | {"cuda_graphs": why_graphs})
-    return _Start(model, config, resolved, device, ops, buckets, dtype)
+
+    def runner(decoder: Decoder, cache: KVCache, state: RecurrentState | None) -> DeviceModel:
+        size, longest = resolved.block_size, resolved.max_model_len
+        return DeviceModel(decoder, ops, cache, device, block_size=size, max_model_len=longest, state=state)
+
+    builder = ModelBuilder(
+        model_dir=model_dir,
+        model=model,
+        config=config,
+        resolved=resolved,
+        runner=runner,
+        device=device.torch_device,
+    )
+    return GpuStart(builder, device, ops, buckets, dtype)
 
 
-def create_on_device(
-    model_dir: Path, config: EngineConfig, device: Device, reason: str
-) -> tuple[DeviceExecutor, ResolvedConfig]:
-    """Load the checkpoint of `model_dir` straight to `device` and make it ready to run. reason: for the device.
-
-    Raises:
-        CheckpointError: the checkpoint is broken or not supported.
-        ConfigError: the config asks for more than the checkpoint, the device or its memory can give.
-    """
-    start = start_on_device(model_dir, config, device, reason)
-    model, resolved, buckets, dtype = start.model_config, start.resolved, start.buckets, start.dtype
-    free, total = device.memory()
-    where = device.torch_device
-    dummy = config.load_format == "dummy"
-    try:
-        with device_faults():
-            weights = (
-                dummy_weights(model, dtype, device=where) if dummy else load_weights(model_dir, model, dtype, where)
-            )
-    except ExecutorOutOfMemoryError as error:
-        raise ConfigError(
-            f"The weights of {model_dir} in {resolved.dtype} do not fit: {free / GIB:.2f} of {device.name}'s "
-            f"{total / GIB:.2f} GiB were free."
-        ) from error
-    device.release_unused()
-    decoder = Decoder(model, weights, resolved.max_model_len)
-    loaded = device.memory()[0]
-    use = start.measure(decoder, MemoryUse(total=total, others=total - free, weights=free - loaded, activations=0))
-    num_blocks, why_blocks = start.num_blocks(use)
-    resolved = replace(resolved, num_kv_blocks=num_blocks, reasons=resolved.reasons | {"num_kv_blocks": why_blocks})
-    built = start.model(decoder, num_blocks)
-    if buckets.all:
-        with start.captures_fit(use, f"the largest step and {num_blocks} KV blocks"):
-            built.capture(buckets)
-    grammars = read_grammars(model_dir, resolved)
-    return DeviceExecutor(built, device, num_threads=resolved.num_threads, grammars=grammars), resolved
-
-
-class _Start:
-    """What the steps of a start have in common."""
+class GpuStart:
+    """An engine that may start on a GPU: all is checked and chosen, and no weight is read."""
 
     def __init__(
         self,
-        model: ModelConfig,
-        config: EngineConfig,
-        resolved: ResolvedConfig,
+        builder: ModelBuilder[DeviceModel],
         device: Device,
         ops: Ops,
         buckets: Buckets,
         dtype: torch.dtype,
     ) -> None:
-        self.model_config, self._config, self.resolved = model, config, resolved
-        self._device, self._ops, self.buckets, self.dtype = device, ops, buckets, dtype
-        self._block_bytes = bytes_per_block(model, config.block_size, dtype)
+        self._builder, self._config, self.resolved = builder, builder.config, builder.resolved
+        self._device, self._ops, self.buckets, self._dtype = device, ops, buckets, dtype
+        self._block_bytes = bytes_per_block(builder.model, builder.config.block_size, dtype)
         self._spare_blocks = 1 if buckets.all else 0  # for the padding of captured steps
+
+    def build(self) -> tuple[DeviceExecutor, ResolvedConfig]:
+        """Load the weights straight to the device, measure what steps take, and give the rest to KV blocks.
+
+        Raises:
+            CheckpointError: the checkpoint is broken or not supported.
+            ConfigError: the config asks for more than the device's memory can give.
+        """
+        free, total = self._device.memory()
+        decoder = self._load(free, total)
+        loaded = self._device.memory()[0]
+        use = self.measure(decoder, MemoryUse(total=total, others=total - free, weights=free - loaded, activations=0))
+        num_blocks, why_blocks = self.num_blocks(use)
+        reasons = self.resolved.reasons | {"num_kv_blocks": why_blocks}
+        resolved = replace(self.resolved, num_kv_blocks=num_blocks, reasons=reasons)
+        model = self.model(decoder, num_blocks)
+        if self.buckets.all:
+            with self.captures_fit(use, f"the largest step and {num_blocks} KV blocks"):
+                model.capture(self.buckets)
+        grammars = read_grammars(self._builder.model_dir, resolved)
+        return DeviceExecutor(model, self._device, num_threads=resolved.num_threads, grammars=grammars), resolved
+
+    def release(self) -> None:
+        """Nothing is held: a GPU is one engine's alone."""
+
+    def _load(self, free: int, total: int) -> Decoder:
+        """free, total: the device's memory before, in bytes."""
+        try:
+            with device_faults():
+                decoder = self._builder.load()
+        except ExecutorOutOfMemoryError as error:
+            raise ConfigError(
+                f"The weights of {self._builder.model_dir} in {self.resolved.dtype} do not fit: {free / GIB:.2f} of "
+                f"{self._device.name}'s {total / GIB:.2f} GiB were free."
+            ) from error
+        self._device.release_unused()
+        return decoder
 
     def model(self, decoder: Decoder, num_blocks: int) -> DeviceModel:
         """With a KV cache of `num_blocks`, and those that are nobody's."""
-        block_size, device = self.resolved.block_size, self._device
         num_blocks += self._spare_blocks
         try:
             with device_faults():
-                cache = KVCache.allocate(self.model_config, num_blocks, block_size, self.dtype, device.torch_device)
-                state = RecurrentState.allocate(self.model_config, self.resolved, self.dtype, device.torch_device)
+                return self._builder.attach(decoder, num_blocks)
         except ExecutorOutOfMemoryError as error:
-            free, total = device.memory()
+            free, total = self._device.memory()
             raise ConfigError(
-                f"{num_blocks} KV blocks of {self._block_bytes} bytes do not fit: {free / GIB:.2f} of {device.name}'s "
-                f"{total / GIB:.2f} GiB were free. Set num_kv_blocks or gpu_memory_utilization lower."
+                f"{num_blocks} KV blocks of {self._block_bytes} bytes do not fit: {free / GIB:.2f} of "
+                f"{self._device.name}'s {total / GIB:.2f} GiB were free. Set num_kv_blocks or gpu_memory_utilization "
+                "lower."
             ) from error
-        return DeviceModel(
-            decoder,
-            self._ops,
-            cache,
-            device,
-            block_size=block_size,
-            max_model_len=self.resolved.max_model_len,
-            state=state,
-        )
 
     def measure(self, decoder: Decoder, use: MemoryUse) -> MemoryUse:
         """What the largest steps take, and what captures keep, on a KV cache that is just large enough."""
         resolved = self.resolved
         plan = largest_step(resolved)
-        use = replace(use, states=state_bytes(self.model_config, self.resolved, self.dtype))
+        use = replace(use, states=state_bytes(self._builder.model, resolved, self._dtype))
         check_states_fit(use)
         probe = self.model(decoder, len(plan.rows[0].block_ids))
         before = self._device.memory()[0]
@@ -175,7 +176,7 @@ class _Start:
         with _fits(f"{tokens}, but the GPU has no memory for a step of that many tokens", use):
             _run(executor, plan)
             with device_faults(), torch.inference_mode():
-                warm_up_sampler(self._device, self._ops, self.dtype, self.model_config.vocab_size)
+                warm_up_sampler(self._device, self._ops, self._dtype, resolved.vocab_size)
         # Before any capture: kernels choose their configurations at their first launch, for good, and a capture's own
         # first step is of padding.
         with _fits(f"{rows}, but the GPU has no memory for a decode step of such rows", use):

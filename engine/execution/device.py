@@ -3,6 +3,7 @@ Never decides anything by the answers; `engine.execution.gpu.memory` does."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,10 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError, EngineConfig
-from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError
+from engine.models.recurrent_state import RecurrentState
+from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, StepPlan
+
+LOST_STATE = "There is no memory for the step, and it cannot be run again: recurrent states may have moved on."
 
 
 class Download(Protocol):
@@ -224,3 +228,40 @@ def device_faults() -> Iterator[None]:
         if "CUDA error" in str(error):
             raise ExecutorFatalError(str(error)) from error
         raise
+
+
+class StateLostError(Exception):
+    """A step failed for want of memory, and its requests' recurrent states with it."""
+
+
+@contextmanager
+def advancing(state: RecurrentState | None, plan: StepPlan) -> Iterator[None]:
+    """Copy recurrent state around a step, as the plan says. state: the model's; None: it has none.
+
+    Raises:
+        StateLostError: the step ran out of memory. It cannot be tried again once states may have moved on in place.
+    """
+    if state is None:
+        yield
+        return
+    state.place(plan)
+    try:
+        with device_faults():
+            yield
+    except ExecutorOutOfMemoryError as error:
+        raise StateLostError(LOST_STATE) from error
+    state.save(plan)
+
+
+class TorchThreads:
+    """How many threads torch's operators use on the CPU. OpenMP keeps the number per calling thread."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._set_in: int | None = None
+
+    def use(self) -> None:
+        """To be called in the thread that runs the steps."""
+        if self._set_in != threading.get_ident():
+            torch.set_num_threads(self._count)
+            self._set_in = threading.get_ident()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch.sampler import Draw
@@ -32,6 +33,16 @@ class Computed:
     """Draws tokens in torch's stead; see engine.batch.sampler."""
     rewind: Rewind | None = None
     """Of a model with recurrent state, where rows have drafts: to be told how many of each row's tokens count."""
+
+    @classmethod
+    def by_torch(cls, hidden: Tensor, sampled: Tensor, lm_head: Tensor, rewind: Rewind | None = None) -> Computed:
+        """With the LM head as torch's operators multiply it, wherever the tensors are. hidden: [num_tokens, hidden];
+        sampled: the places' tokens, [places] int64; lm_head: [vocab, hidden]."""
+
+        def logits_at(index: Tensor) -> Tensor:
+            return F.linear(hidden[index], lm_head)
+
+        return cls(hidden, logits_at(sampled), logits_at, rewind=rewind)
 
 
 class Model(Protocol):

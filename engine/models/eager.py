@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch.inputs import StepInputs, build_inputs
@@ -49,20 +48,11 @@ class EagerModel:
             rewind=rewind,
         )
         hidden: Tensor = self.decoder.forward(run, self.cache, self.state)
-        return Computed(
-            hidden,
-            self._logits(hidden[inputs.sampled_tokens]),
-            lambda index: self._logits(hidden[index]),
-            rewind=rewind,
-        )
+        return Computed.by_torch(hidden, inputs.sampled_tokens, self.decoder.weights.lm_head.weight, rewind)
 
     def _pass(self, rows: Sequence[ScheduledRequest], **step: Any) -> EagerPass:
         """step: see EagerPass."""
         return EagerPass(self._ops, **step)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab]"""
-        return F.linear(hidden, self.decoder.weights.lm_head.weight)
 
 
 def _state_rows(inputs: StepInputs) -> StateRows | None:

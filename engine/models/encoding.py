@@ -8,7 +8,6 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch.inputs import build_inputs
@@ -61,7 +60,7 @@ class EncodingModel:
             filled=self._filled(plan),
         )
         hidden: Tensor = self.decoder.forward(run, self.cache)
-        return Computed(hidden, self._logits(hidden[inputs.sampled_tokens]), lambda index: self._logits(hidden[index]))
+        return Computed.by_torch(hidden, inputs.sampled_tokens, self.decoder.weights.lm_head.weight)
 
     def _filled(self, plan: StepPlan) -> list[Filled]:
         found = []
@@ -73,10 +72,6 @@ class EncodingModel:
                 embeddings = self.encoded[one.digest][first - one.start : last - one.start]
                 found.append(Filled(begin + first - row.start, begin + last - row.start, embeddings))
         return found
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab]"""
-        return F.linear(hidden, self.decoder.weights.lm_head.weight)
 
 
 class SectionedPass(EagerPass):

@@ -98,6 +98,17 @@ def dummy_weights(
     return weights
 
 
+def fill_randomly(tensors: Mapping[str, Tensor], seed: int = DUMMY_SEED) -> None:
+    """Seeded random numbers, on the CPU, that keep activations near one; norms are one."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 1 and not name.endswith(".bias"):
+            tensor.fill_(1.0)
+        else:
+            std = 0.02 if tensor.dim() == 1 else 1.0 / math.sqrt(tensor[0].numel())
+            tensor.copy_(torch.empty(tensor.shape).normal_(0.0, std, generator=generator))
+
+
 def _weight_files(model_dir: Path) -> list[Path]:
     index = model_dir / INDEX_FILE
     if index.exists():

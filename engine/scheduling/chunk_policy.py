@@ -8,6 +8,14 @@ from dataclasses import dataclass
 from engine.config import ResolvedConfig
 from engine.scheduling.request import Request
 
+# What the policies mean, by value: one that is missing here raises, and is not taken for another.
+CUT_BY_ENGINE = {"scheduler": False, "engine": True}
+"""By chunk_owner: a prompt has one row, which the engine cuts."""
+ENDS_BY_REQUEST = {"shared": False, "request_local": True}
+"""By chunk_boundary: where a chunk ends does not depend on the rest of the step."""
+MAY_EXTEND = {"defer": False, "extend": True}
+"""By atomic_policy: a span may take a chunk beyond the step's prefill."""
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -30,7 +38,11 @@ class ChunkRule:
         self._policy = config.scheduler
         self._limit = prefill_limit
         self._halving = self._policy.chunk_halving_context or 0
-        self.is_whole = self._policy.chunk_boundary == "request_local" or self._policy.chunk_owner == "engine"
+        self._extends = MAY_EXTEND[self._policy.atomic_policy]
+        self._ends_by_request = ENDS_BY_REQUEST[self._policy.chunk_boundary]
+        self.is_cut_by_engine = CUT_BY_ENGINE[self._policy.chunk_owner]
+        """A prompt that is longer than a step's prefill has a step to itself."""
+        self.is_whole = self._ends_by_request or self.is_cut_by_engine
         """A chunk's end is the request's own: it is taken whole or not at all."""
 
     def cost(self, start: int, count: int) -> int:
@@ -44,9 +56,9 @@ class ChunkRule:
     def size(self, request: Request, start: int, target: int, room: Room) -> int:
         """Tokens of the chunk from `start`. 0: not in this step."""
         remaining = target - start
-        if self._policy.chunk_owner == "engine":  # a longer one than fits has the step to itself
+        if self.is_cut_by_engine:  # a longer one than fits has the step to itself
             return remaining if remaining <= room.budget or room.is_empty else 0
-        if self._policy.chunk_boundary == "request_local":
+        if self._ends_by_request:
             return self._local_size(request, start, remaining, room)
         most = self._affordable(start, room.budget)
         if not room.has_prefill:  # a prompt goes on, however long its context
@@ -75,8 +87,7 @@ class ChunkRule:
     def _span_room(self, room: Room) -> int:
         """Tokens that a span may have. What is first in its step may have all of it, lest a limit that was halved for
         want of memory starves it."""
-        extends = self._policy.atomic_policy == "extend"
-        return room.tokens if extends or not room.has_prefill else room.budget
+        return room.tokens if self._extends or not room.has_prefill else room.budget
 
     def to_snapshot(self, start: int, remaining: int) -> int:
         """Tokens to the next position at which the recurrent state is kept; `remaining` where none is."""
@@ -90,13 +101,13 @@ class ChunkRule:
         if span is None:
             return end
         begin, finish = span
-        if (begin <= start or self._policy.atomic_policy == "extend") and finish - start <= most:
+        if (begin <= start or self._extends) and finish - start <= most:
             return finish
         return max(begin, start)
 
     def cuts(self, request: Request, start: int, target: int) -> tuple[int, ...]:
         """Where the engine cuts a prompt that is longer than a step's prefill (`chunk_owner: engine`)."""
-        if self._policy.chunk_owner == "scheduler":
+        if not self.is_cut_by_engine:
             return ()
         cuts = []
         most = self._config.max_num_batched_tokens

@@ -30,7 +30,17 @@ LOSES_LEAST: dict[str, Callable[[Request], tuple[int, ...]]] = {
     "lifo": lambda request: (-request.ticket,),
     "retract": lambda request: (request.num_output, -request.prompt_len, -request.ticket),
 }
-"""By preempt_policy: the first of those that are equally urgent gives up its memory."""
+"""By preempt_policy: the first of those that are equally urgent gives up its memory. `none` goes with full reservation,
+which never runs out."""
+# What the other policies mean, by value: one that is missing here raises, and is not taken for another.
+PREFILL_ALONE = {"mixed": False, "prefill_first": True, "decode_first": False}
+"""By batch_mode: steps with prefill carry no decode rows."""
+DECODES_ALONE = {"mixed": False, "prefill_first": False, "decode_first": True}
+"""By batch_mode: steps with decode rows carry no prefill."""
+SCORED_APART = {"mixed": False, "dedicated": True}
+"""By prompt_logprobs_step: steps that score a prompt carry no decode rows."""
+MOST_PASSED = {"strict": 1, "bypass": MAX_PASSED}
+"""By admission_order: requests that do not fit before a plan admits nobody else; the last one is not passed."""
 
 
 class DeferReason(StrEnum):
@@ -183,7 +193,7 @@ class _Planner:
         budget = self._view.prefill_limit
         if not self._view.decoding:
             return False, budget
-        decode_first = self._policy.batch_mode == "decode_first" or self._someone_is_about_to_finish()
+        decode_first = DECODES_ALONE[self._policy.batch_mode] or self._someone_is_about_to_finish()
         if (decode_first and not self._prompt_starves()) or self._gathers():
             return True, 0
         if (self._view.prefilling or self._view.waiting) and self._prefill_runs_alone():
@@ -193,9 +203,9 @@ class _Planner:
 
     def _prefill_runs_alone(self) -> bool:
         policy = self._policy
-        if policy.batch_mode == "prefill_first":
+        if PREFILL_ALONE[policy.batch_mode]:
             return True
-        if policy.prompt_logprobs_step == "mixed" and policy.chunk_owner == "scheduler":
+        if not (SCORED_APART[policy.prompt_logprobs_step] or self._chunks.is_cut_by_engine):
             return False  # before the queue is put in order for nothing
         first = self._first_prompt()
         return self._is_dedicated(first) or self._is_cut_by_engine(first)
@@ -204,10 +214,10 @@ class _Planner:
         return next(chain(self._begun_prompts(), self._view.waiting.in_order(self._view.now)))
 
     def _is_dedicated(self, request: Request) -> bool:
-        return self._policy.prompt_logprobs_step == "dedicated" and request.prompt_logprobs is not None
+        return SCORED_APART[self._policy.prompt_logprobs_step] and request.prompt_logprobs is not None
 
     def _is_cut_by_engine(self, request: Request) -> bool:
-        if self._policy.chunk_owner == "scheduler":
+        if not self._chunks.is_cut_by_engine:
             return False
         begun = request.request_id in self._view.prefilling
         start = request.scheduled if begun else len(self._match_prefix(request)) * self._block_size
@@ -424,7 +434,7 @@ class _Planner:
         """First chunks of waiting requests, in their order; return the budget that is left."""
         view = self._view
         seats = self._config.max_num_seqs - len(view.decoding) - len(view.prefilling) - self._num_admitted()
-        most_passed = 1 if self._policy.admission_order == "strict" else MAX_PASSED
+        most_passed = MOST_PASSED[self._policy.admission_order]
         for request in self._candidates(more_urgent_than):
             if len(self._passed) >= most_passed or len(self._skipped) >= MAX_PASSED:
                 break

@@ -6,10 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from operator import add
+from typing import assert_never
 
 from engine.config import ResolvedConfig, SchedulerConfig
 from engine.scheduling.forecast import Forecast
 from engine.scheduling.request import Request
+
+FALLS_BESIDE_PREFILL = {"decode_only": False, "any_decode": True}
+"""By ratio_decay_on: a step that decodes lowers the share if it prefills, too."""
 
 
 class ReserveRatio:
@@ -26,7 +30,7 @@ class ReserveRatio:
 
     def after_step(self, *, decoded: bool, prefilled: bool) -> None:
         """Lower the share after a step without a preemption. From below the least, it snaps back up to it (S5-R8)."""
-        if decoded and (not prefilled or self._config.ratio_decay_on == "any_decode"):
+        if decoded and (not prefilled or FALLS_BESIDE_PREFILL[self._config.ratio_decay_on]):
             self.value = max(self.value - self._decay, self._config.ratio_min)
 
     def after_preemption(self, decoding: Iterable[Request]) -> None:
@@ -86,11 +90,18 @@ class Admission:
     @property
     def reserved(self) -> int:
         """Blocks that admission keeps for requests that run: the rest of their prompts, and of their answers."""
-        if self._mode == "full":
-            return self._promised
-        if self._forecast is not None:
-            return self._outstanding + self._forecast.peak(self._growth, self._variance)
-        return self._outstanding + math.ceil(self._answer_tokens / self._block_size)
+        match self._mode:
+            case "full":
+                return self._promised
+            case "learned":
+                assert self._forecast is not None
+                return self._outstanding + self._forecast.peak(self._growth, self._variance)
+            case "ratio":
+                return self._outstanding + math.ceil(self._answer_tokens / self._block_size)
+            case "prompt":
+                return self._outstanding
+            case mode:
+                assert_never(mode)
 
     def grow_answers(self, blocks: int) -> None:
         """Decoding requests take blocks that they were promised."""
@@ -115,16 +126,21 @@ class Admission:
         if alone:
             return needed <= self.available
         needed += self._outstanding
-        if self._mode == "prompt":
-            return needed + self._watermark <= self.available
-        if self._forecast is not None:
-            if needed > self.available:
-                return False
-            growth, variance = self._forecast.candidate(request, shared_blocks)
-            peak = self._forecast.peak(map(add, self._growth, growth), map(add, self._variance, variance))
-            return needed + peak <= self.available
-        tokens = reserved_tokens(request, self._clip) + self._answer_tokens
-        return needed + math.ceil(tokens / self._block_size) <= self.available
+        match self._mode:
+            case "prompt":
+                return needed + self._watermark <= self.available
+            case "learned":
+                assert self._forecast is not None
+                if needed > self.available:
+                    return False
+                growth, variance = self._forecast.candidate(request, shared_blocks)
+                peak = self._forecast.peak(map(add, self._growth, growth), map(add, self._variance, variance))
+                return needed + peak <= self.available
+            case "ratio":
+                tokens = reserved_tokens(request, self._clip) + self._answer_tokens
+                return needed + math.ceil(tokens / self._block_size) <= self.available
+            case mode:
+                assert_never(mode)
 
     def admit(self, request: Request, hits_taken: int, num_prefix_blocks: int, end: int) -> None:
         """The plan admits a request whose first chunk ends at `end`; `hits_taken` of its hits were evictable."""

@@ -7,7 +7,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Literal, assert_never
 
 from engine.config import SchedulerConfig
 from engine.scheduling.request import Request
@@ -103,10 +103,15 @@ class WaitingQueue:
     def put_back(self, request: Request, where: Literal["arrival", "front", "back"]) -> None:
         """Have a preempted request wait again: by its arrival, before all others, or behind all that have arrived."""
         self._num_put_back += 1
-        if where == "front":
-            request.place = (-self._num_put_back, 0)
-        elif where == "back":
-            request.place = (self._newest, self._num_put_back)
+        match where:
+            case "front":
+                request.place = (-self._num_put_back, 0)
+            case "back":
+                request.place = (self._newest, self._num_put_back)
+            case "arrival":
+                pass  # the place that it had
+            case _:
+                assert_never(where)
         self.add(request)
 
     def remove(self, request: Request) -> bool:

@@ -134,6 +134,8 @@ def engine_lines(application: Application, resolved: ResolvedConfig) -> list[str
         f"KV cache {resolved.num_kv_blocks:,} blocks hold {tokens:,} tokens, {contexts:.1f} full contexts "
         f"({reasons.get('num_kv_blocks', 'num_kv_blocks')})",
     ]
+    if "scheduler" in reasons:
+        lines.append(f"schedule {reasons['scheduler']}")
     if resolved.max_request_tokens < resolved.max_model_len:
         lines.append(
             f"warning  a request may have {resolved.max_request_tokens:,} tokens, as many as the KV cache holds: raise "

@@ -60,53 +60,62 @@ _ingress_counter = partial(Metric, "ingress", "counter")
 _ingress_histogram = partial(Metric, "ingress", "histogram")
 
 ENGINE = (
-    _engine_gauge("vllm:num_requests_running", "Requests that run."),
-    _engine_gauge("vllm:num_requests_waiting", "Requests that wait in the engine."),
+    _engine_gauge("vllm:num_requests_running", "Requests that are running."),
+    _engine_gauge("vllm:num_requests_waiting", "Requests that are waiting in the engine."),
     _engine_gauge(
         "vllm:num_requests_waiting_by_reason",
-        "Of those, `capacity`: for memory, a seat or their turn; `deferred`: for their prompt to be made.",
+        "Requests that are waiting in the engine, by reason. `capacity`: for memory, a seat or their turn. "
+        "`deferred`: for their prompt to be prepared.",
         ("reason",),
     ),
     _engine_gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that requests hold, 0 to 1."),
-    _engine_gauge("vllm:cache_config_info", "1; the labels are the KV cache's settings.", CACHE_CONFIG),
+    _engine_gauge("vllm:cache_config_info", "Always 1. The labels are the KV cache's settings.", CACHE_CONFIG),
     _engine_gauge(
         "vllm:lora_requests_info",
-        "When it was measured, in seconds since 1970; only where `max_loras` is set, which `max_lora` is. The other "
-        "labels are the adapters of requests that run and that wait, by commas.",
+        "Time of the measurement, in seconds since 1970; present only if `max_loras` is set. The label "
+        "`max_lora` is that setting. The other labels list the adapters of running and of waiting requests, separated "
+        "by commas.",
         LORA_REQUESTS,
     ),
     _engine_counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    _engine_counter("vllm:prefix_cache_hits", "Of those, tokens that were there."),
-    _engine_counter("vllm:num_preemptions", "Times that a running request lost its memory."),
-    _engine_counter("vllm:prompt_tokens", "Tokens of prompts that are computed, cached ones included."),
-    _engine_counter("vllm:prompt_tokens_cached", "Of those, tokens from the prefix cache."),
+    _engine_counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    _engine_counter("vllm:num_preemptions", "Times that a running request lost its memory and had to wait again."),
+    _engine_counter("vllm:prompt_tokens", "Prompt tokens that were processed, cached ones included."),
+    _engine_counter("vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache."),
     _engine_counter("vllm:generation_tokens", "Sampled tokens, stop tokens included."),
     _engine_counter(
         "vllm:request_success",
-        "Requests that ended, by how: `stop` (a token or string), `length`, `abort` (also if a client left), `error`.",
+        "Requests that ended, by how they ended: `stop` (a stop token or string), `length`, `abort` (which "
+        "includes clients that left) or `error`.",
         ("finished_reason",),
     ),
     _engine_counter(
-        "vllm:admission_rejections", "Requests that the engine did not take: `queue_full` or `draining`.", ("reason",)
+        "vllm:admission_rejections",
+        "Requests that the engine refused, by reason: `queue_full` or `draining`.",
+        ("reason",),
     ),
-    _engine_counter("vllm:spec_decode_num_drafts", "Decode rows that carried drafted tokens."),
-    _engine_counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were verified."),
-    _engine_counter("vllm:spec_decode_num_accepted_tokens", "Of those, tokens that were right."),
+    _engine_counter("vllm:spec_decode_num_drafts", "Decode rows that carried draft tokens."),
+    _engine_counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified."),
+    _engine_counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
     _engine_counter(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "The same by their place in the draft, from 0 on.",
+        "Draft tokens that were accepted, by position in the draft, from 0.",
         ("position",),
     ),
-    _engine_counter("chunkserve:encoded_tokens", "Prompt tokens of images that were encoded; others had been before."),
+    _engine_counter(
+        "chunkserve:encoded_tokens",
+        "Prompt tokens of images that were encoded. Images found in the encoder's cache do not count.",
+    ),
     _engine_counter(
         "chunkserve:draft_tokens",
-        "Drafted tokens by where they are from (`grammar`: forced; `ngram`, `suffix`: looked up; `draft_model`: "
-        "proposed), and whether they were `accepted` or `rejected`.",
+        "Draft tokens by their source (`grammar`: forced; `ngram` or `suffix`: looked up; `draft_model`: "
+        "proposed by a smaller model) and by result, `accepted` or `rejected`.",
         ("method", "result"),
     ),
     _engine_counter(
         "chunkserve:graph_steps",
-        "Steps on a GPU with captured steps: `hit` and which one, or `miss` and why none fitted.",
+        "Steps on a GPU that has captured graphs. `hit`: replayed, with the graph's name. `miss`: not "
+        "replayed, with the reason why no graph fitted.",
         ("result", "graph"),
     ),
     _engine_histogram(
@@ -116,7 +125,7 @@ ENGINE = (
     ),
     _engine_histogram(
         "vllm:inter_token_latency_seconds",
-        "Between the tokens of a request; tokens of one step count as one.",
+        "Time between consecutive tokens of a request. Tokens of one step count as one.",
         buckets=TOKENS_PER_GAP,
     ),
     _engine_histogram(
@@ -125,37 +134,51 @@ ENGINE = (
     # From here on: of requests that ended by `stop` or `length`, observed at their end.
     _engine_histogram(
         "vllm:request_time_per_output_token_seconds",
-        "Mean time between a request's tokens, where it has two or more.",
+        "Mean time between a request's tokens, for answers of two tokens or more.",
         buckets=TOKENS_PER_GAP,
     ),
-    _engine_histogram("vllm:e2e_request_latency_seconds", "From arrival to end.", buckets=LATENCY),
-    _engine_histogram("vllm:request_queue_time_seconds", "From arrival to the first step.", buckets=LATENCY),
-    _engine_histogram("vllm:request_prefill_time_seconds", "From the first step to the first token.", buckets=LATENCY),
-    _engine_histogram("vllm:request_decode_time_seconds", "From the first token to the last.", buckets=LATENCY),
-    _engine_histogram("vllm:request_inference_time_seconds", "From the first step to the last token.", buckets=LATENCY),
+    _engine_histogram(
+        "vllm:e2e_request_latency_seconds", "From a request's arrival in the engine to its end.", buckets=LATENCY
+    ),
+    _engine_histogram(
+        "vllm:request_queue_time_seconds", "From a request's arrival in the engine to its first step.", buckets=LATENCY
+    ),
+    _engine_histogram(
+        "vllm:request_prefill_time_seconds", "From a request's first step to its first token.", buckets=LATENCY
+    ),
+    _engine_histogram("vllm:request_decode_time_seconds", "From a request's first token to its last.", buckets=LATENCY),
+    _engine_histogram(
+        "vllm:request_inference_time_seconds", "From a request's first step to its last token.", buckets=LATENCY
+    ),
     _engine_histogram("vllm:request_prompt_tokens", "Tokens of the prompt.", buckets=TOKENS),
     _engine_histogram(
-        "vllm:request_prefill_kv_computed_tokens", "Of those, tokens that were not in the prefix cache.", buckets=TOKENS
+        "vllm:request_prefill_kv_computed_tokens",
+        "Tokens of the prompt that were not in the prefix cache.",
+        buckets=TOKENS,
     ),
     _engine_histogram("vllm:request_generation_tokens", "Tokens of the answer.", buckets=TOKENS),
     _engine_histogram(
         "vllm:request_params_max_tokens",
-        "`max_tokens`; where a client gave none, what the ingress put in its place.",
+        "`max_tokens` of the request, or the value that the ingress chose where the client gave none.",
         buckets=TOKENS,
     ),
     _engine_histogram(
-        "chunkserve:request_accepted_draft_tokens", "Tokens of the answer that were drafted.", buckets=TOKENS
+        "chunkserve:request_accepted_draft_tokens",
+        "Tokens of the answer that came from accepted drafts.",
+        buckets=TOKENS,
     ),
     _engine_histogram("vllm:request_num_preemptions", "Times that the request lost its memory.", buckets=COUNTS),
 )
 
 INGRESS = (
-    _ingress_gauge("chunkserve:num_requests_live", "Requests from their arrival to their answer's end."),
-    _ingress_gauge("chunkserve:num_requests_waiting", "Of those, requests that wait at the gate."),
+    _ingress_gauge("chunkserve:num_requests_live", "Requests that have arrived and whose answer has not ended."),
+    _ingress_gauge(
+        "chunkserve:num_requests_waiting", "Requests that are waiting at the gate, in front of the engines."
+    ),
     _ingress_counter(
         "chunkserve:requests",
-        "Requests for generated text, by outcome: `complete`; `error`, an error status; `incomplete`, an error in a "
-        "stream; `client_gone`.",
+        "Requests for generated text, by outcome. `complete`: a whole answer. `error`: an error status. "
+        "`incomplete`: an error inside a stream. `client_gone`: the client left.",
         ("outcome",),
     ),
     _ingress_counter(
@@ -164,46 +187,48 @@ INGRESS = (
     _ingress_counter(
         "chunkserve:ignored_fields", "Requests with a hint that had no effect, by the hint's name.", ("field",)
     ),
-    _ingress_counter("chunkserve:deadline_misses", "Requests that had no whole answer at their deadline."),
+    _ingress_counter("chunkserve:deadline_misses", "Requests that had no complete answer at their deadline."),
     _ingress_histogram(
         "chunkserve:time_to_first_token_seconds",
-        "From a request's arrival in the ingress to its first token, sent if it is streamed.",
+        "From a request's arrival in the ingress to its first token; for a stream, until that token was sent.",
         buckets=FIRST_TOKEN,
     ),
     # The next five: of requests whose answer is complete. The second to the fourth add up to the first.
     _ingress_histogram(
         "chunkserve:e2e_request_latency_seconds",
-        "From arrival to the last byte that the HTTP server took.",
+        "From a request's arrival in the ingress to the last byte that the HTTP server accepted.",
         buckets=LATENCY,
     ),
     _ingress_histogram("chunkserve:request_gate_time_seconds", "Wait for a place with the engines.", buckets=LATENCY),
     _ingress_histogram(
         "chunkserve:request_engine_time_seconds",
-        "With the engines, the way there and back and moves between them included.",
+        "Time with the engines, including the way there and back and moves between engines.",
         buckets=LATENCY,
     ),
     _ingress_histogram(
         "chunkserve:request_overhead_seconds",
-        "The rest: reading, parsing, tokenizing before the engine; encoding and sending after it.",
+        "All other time: reading, parsing and tokenizing before the engine, encoding and sending after it.",
         buckets=FIRST_TOKEN,
     ),
-    _ingress_histogram("vllm:request_params_n", "`n`: answers to each prompt.", buckets=(1, 2, 5, 10, 20)),
-    _ingress_counter("chunkserve:migrations", "Times that an answer went on at another engine."),
-    _ingress_counter("chunkserve:migrations_failed", "Answers that lost their engine and got no other."),
-    _ingress_counter("chunkserve:channel_frames", "Frames that came by the token channel."),
+    _ingress_histogram(
+        "vllm:request_params_n", "`n` of the request: the number of answers to each prompt.", buckets=(1, 2, 5, 10, 20)
+    ),
+    _ingress_counter("chunkserve:migrations", "Times that an answer continued at another engine."),
+    _ingress_counter("chunkserve:migrations_failed", "Answers that lost their engine and found no other."),
+    _ingress_counter("chunkserve:channel_frames", "Frames received through the token channel."),
     _ingress_counter("chunkserve:channel_gaps", "Answers of which the token channel lost a frame."),
     _ingress_counter(
         "chunkserve:channel_completions",
-        "Answers that ended with what the call returned, before the channel brought it.",
+        "Answers that were completed from the call's result before the channel had delivered them.",
     ),
-    _ingress_counter("chunkserve:router_prompt_tokens", "Prompt tokens of the calls that were routed."),
+    _ingress_counter("chunkserve:router_prompt_tokens", "Prompt tokens of routed calls."),
     _ingress_counter(
         "chunkserve:router_overlap_tokens",
-        "Of those, tokens that the router expected in the prefix cache of the engine it chose.",
+        "Prompt tokens that the router expected in the prefix cache of the engine that it chose.",
     ),
 )
 
 MISSING = "chunkserve:replicas_missing"
-MISSING_HELP = "Replicas that did not answer this scrape, by deployment; their series are not in it."
+MISSING_HELP = "Replicas that did not answer this scrape, by deployment. Their series are missing from it."
 
 BY_NAME = {metric.name: metric for metric in (*ENGINE, *INGRESS)}

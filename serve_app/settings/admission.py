@@ -14,25 +14,30 @@ class AdmissionSettings(BaseModel):
 
     max_concurrent_requests: int | None = Field(
         default=None,
-        description="Most requests at a time, running and waiting; one more is a 503. Unset: max_num_seqs + "
+        description="Most requests at a time, running and waiting; one more gets a 503. Unset: max_num_seqs + "
         "max_queued_requests for each engine.",
         ge=1,
     )
     max_queued_tokens: int | None = Field(
         default=None,
-        description="Most prompt tokens of requests that have not begun; more are a 503, except for a request that is "
-        "alone. Unset: no limit.",
+        description="Most prompt tokens of requests that have not begun; a request that would exceed them gets a 503, "
+        "unless it is the only one. Unset: no limit.",
         ge=1,
     )
     tenant_max_concurrent_requests: int | None = Field(
-        default=None, description="The same for each tenant; one more is a 429. Unset: no limit.", ge=1
+        default=None,
+        description="Most requests of one tenant at a time, running and waiting; one more gets a 429. Unset: no limit.",
+        ge=1,
     )
     tenant_max_queued_tokens: int | None = Field(
-        default=None, description="The same for each tenant; more are a 429. Unset: no limit.", ge=1
+        default=None,
+        description="Most prompt tokens of one tenant's requests that have not begun; a request that would exceed them "
+        "gets a 429, unless it is the only one. Unset: no limit.",
+        ge=1,
     )
     dispatch_backlog: int = Field(
         default=16,
-        description="Requests beyond max_num_seqs that are with each engine, so that no seat waits for the next one to "
-        "come from the ingress, where the others wait. At most max_queued_requests.",
+        description="Requests beyond max_num_seqs that are sent ahead to each engine, so that a free seat need not "
+        "wait for the ingress. All others wait in the ingress. At most max_queued_requests.",
         ge=0,
     )

@@ -20,7 +20,8 @@ from serve_app.settings.scaling import AutoscalingSettings, SignalSettings
 from serve_app.settings.tracing import TracingSettings
 
 CONTROL_CALLS = 8
-"""Calls besides requests (health, load, drain) that a replica takes while it is full."""
+"""Calls besides requests (health, load, drain) that a replica answers while it is full."""
+
 
 FernetKey = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{43}=$")]
 
@@ -33,73 +34,89 @@ class AppSettings(NameSettings):
     engine: EngineConfig = Field(default_factory=EngineConfig, description="Settings of each engine.")
     strict: bool = Field(
         False,
-        description="Refuse hints, such as `verbosity`: fields that ask for no other answer than this server gives. "
+        description="Refuse hints, which are fields such as `verbosity` that cannot change this server's answer. "
         "Otherwise the header `x-chunkserve-ignored` names those of a request that had no effect.",
     )
     drop_billing_header: bool = Field(
         True,
-        description="Keep the line `x-anthropic-billing-header: ...`, with which Claude Code begins its system prompt, "
-        "out of the prompt. A part of it changes, so that no conversation would find another's prefix in the cache.",
+        description="Remove the line `x-anthropic-billing-header: ...`, with which Claude Code begins its system "
+        "prompt. A part of that line changes, so no conversation would find another's prefix in the cache.",
     )
     engine_replicas: int = Field(
         1,
-        description="Engines, each in a process of its own. With `autoscaling`: how many to start with, at each change "
-        "of the deployment; unset, as many as run, and at first min_replicas.",
+        description="Number of engines, each a process of its own. With `autoscaling`: how many to start with whenever "
+        "the deployment changes; unset, as many as are running, and min_replicas at first.",
         ge=1,
     )
     autoscaling: AutoscalingSettings | None = Field(
         None, description="Let the number of engines follow the load. Unset: it is engine_replicas."
     )
     engine_num_cpus: float = Field(
-        0.5, description="CPUs that Ray reserves for an engine replica; it does not bound its threads.", ge=0
+        0.5, description="CPUs that Ray reserves for an engine replica. They do not limit its threads.", ge=0
     )
     engine_num_gpus: float = Field(
-        0, description="GPUs that Ray reserves for an engine replica, which then sees no other: 0 or 1.", ge=0
+        0, description="GPUs that Ray reserves for an engine replica, 0 or 1. The replica sees no other GPU.", ge=0
     )
     engine_accelerator_type: str | None = Field(
-        None, description="The kind of GPU that an engine replica needs, as Ray names it, such as `H100`. Unset: any."
+        None, description="Kind of GPU that an engine replica needs, by Ray's name for it, such as `H100`. Unset: any."
     )
-    ingress_replicas: int = Field(1, description="HTTP replicas: tokenization, templates, streaming.", ge=1)
+    ingress_replicas: int = Field(
+        1,
+        description="Number of HTTP replicas, which tokenize, apply chat templates and stream. Raise it when they use "
+        "their CPUs up.",
+        ge=1,
+    )
     ingress_num_cpus: float = Field(0.25, description="CPUs that Ray reserves for an ingress replica.", ge=0)
     drain_timeout_s: float = Field(
         120,
-        description="How long running requests may go on at shutdown; what is left then ends with an error.",
+        description="How long running requests may continue at shutdown, in seconds; the rest then end with an error.",
         gt=0,
     )
     health_check_period_s: float = Field(
-        5, description="How often Serve asks an engine replica how it is; three bad answers restart it.", gt=0
+        5,
+        description="How often Serve checks an engine replica's health, in seconds. Three failed checks restart it.",
+        gt=0,
     )
-    health_check_timeout_s: float = Field(10, description="How long it waits for the answer.", gt=0)
+    health_check_timeout_s: float = Field(
+        10, description="How long Serve waits for the answer to a health check, in seconds.", gt=0
+    )
     engine_silence_s: float = Field(
         2,
-        description="An engine that was not heard of for this long, or whose step takes this long and four times its "
-        "slowest lately, gets no new requests until it is heard of again, and its streams move to another engine.",
+        description="After this many seconds without news of an engine, it gets no new requests until it is heard of "
+        "again, and its streams move to another engine. The same holds for a step that takes this long and four times "
+        "as long as the slowest recent step.",
         ge=0.5,
     )
     hang_timeout_s: float = Field(
         20,
-        description="A replica whose process does nothing for this long is killed. A step is not nothing: an engine "
-        "has stall_timeout_s besides.",
+        description="A replica whose process stands still for this many seconds is killed. A long step does not count; "
+        "stall_timeout_s bounds those.",
         ge=1,
     )
     max_migrations: int = Field(
-        3, description="How often a request moves to another engine replica when its own fails.", ge=0
+        3, description="How often a request may move to another engine replica when its own fails. 0: never.", ge=0
     )
     migration_timeout_s: float = Field(
-        60, description="How long a stream waits for the first token of the next replica before it fails.", gt=0
+        60,
+        description="How long a stream that moved waits for the next replica's first token before it fails, in "
+        "seconds.",
+        gt=0,
     )
     routing: RoutingSettings = Field(
         default_factory=RoutingSettings, description="How requests are spread over the engines."
     )
     max_unread_tokens: int = Field(
-        2048, description="Tokens that may wait for a client that reads too slowly; its request then ends.", ge=1
+        2048,
+        description="Most tokens that may wait for a client that reads too slowly; its request is then ended.",
+        ge=1,
     )
     client_stall_timeout_s: float = Field(
-        60, description="A client that takes nothing of its answer for this long is disconnected.", gt=0
+        60, description="A client that reads nothing of its answer for this many seconds is disconnected.", gt=0
     )
     sse_keep_alive_s: float = Field(
         15,
-        description="A stream that was silent this long gets a comment, so that no proxy takes it for dead. 0: none.",
+        description="A stream that has been silent for this many seconds gets a comment, so that proxies do not close "
+        "it. 0: none.",
         ge=0,
     )
     tool_parser: Literal[
@@ -116,34 +133,40 @@ class AppSettings(NameSettings):
         "glm45",
         "kimi_k2",
         "phi4_mini_json",
-    ] = Field("auto", description="How the model writes tool calls; `auto` looks at its chat template.")
+    ] = Field(
+        "auto",
+        description="Format in which the model writes tool calls. `auto`: detected from its chat template. `none`: "
+        "calls are not parsed.",
+    )
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "kimi_k2", "mistral", "openai_gptoss"] = Field(
         "auto",
-        description="How the model marks what it thinks, which answers then tell apart; `auto` looks at its chat "
-        "template.",
+        description="Format in which the model marks its reasoning, which answers then carry separately. `auto`: "
+        "detected from its chat template. `none`: reasoning stays in the text.",
     )
     pooling: Literal["none", "mean", "last"] = Field(
         "none",
-        description="What /v1/embeddings answers with: the mean of a text's final hidden states, or the last one, as "
-        "the model was trained for. `none`: it is refused.",
+        description="What /v1/embeddings returns, as the model was trained for it. `mean`: the mean of a text's final "
+        "hidden states. `last`: the last one. `none`: the route is refused.",
     )
     admission: AdmissionSettings = Field(
-        default_factory=AdmissionSettings, description="What is let in, and what waits in the ingress."
+        default_factory=AdmissionSettings, description="How many requests are let in, and how many wait in the ingress."
     )
     tracing: TracingSettings = Field(default_factory=TracingSettings, description="OpenTelemetry spans of requests.")
     images: ImageSettings = Field(
-        default_factory=ImageSettings, description="Images in requests, for models that take any."
+        default_factory=ImageSettings, description="Images in requests, for models that take them."
     )
     reasoning_keys: tuple[FernetKey, ...] = Field(
         (),
-        description="Keys that seal the thoughts in a response's `encrypted_content`, so that a client can send them "
-        "back to any replica: 32 random bytes each in URL-safe base64, which is what `openssl rand -base64 32` writes "
-        "with `-` for each `+` and `_` for each `/`. The first seals, all of them open. Unset: one that the ingress "
-        "replica draws when it starts; with more than one replica, thoughts are not sealed.",
+        description="Keys that encrypt a response's reasoning in `encrypted_content`, so that a client can send it "
+        "back to any replica. Each is 32 random bytes in URL-safe base64: the output of `openssl rand -base64 32` with "
+        "`-` for each `+` and `_` for each `/`. The first key encrypts, and all of them decrypt. Unset: an ingress "
+        "replica makes a key when it starts; with more than one replica, reasoning is not encrypted.",
     )
     auth: AuthSettings = Field(default_factory=AuthSettings, description="API keys and the admin key.")
     cors: CorsSettings = Field(default_factory=CorsSettings, description="Web pages that may use the API.")
-    max_body_bytes: int = Field(4 * 1024 * 1024, description="Largest request body; a larger one is a 413.", ge=1024)
+    max_body_bytes: int = Field(
+        4 * 1024 * 1024, description="Largest request body, in bytes; a larger one gets a 413.", ge=1024
+    )
 
     @model_validator(mode="after")
     def _adapters_have_room(self) -> Self:

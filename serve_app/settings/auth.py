@@ -15,12 +15,16 @@ class ApiKey(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    tenant: str = Field(description="Whose key this is; keys of one tenant share its limits.", min_length=1)
-    sha256: _Sha256 = Field(description="SHA-256 of the key, in hexadecimal; the key itself is written nowhere.")
-    max_concurrent_requests: int | None = Field(
-        default=None, description="Instead of admission.tenant_max_concurrent_requests.", ge=1
+    tenant: str = Field(
+        description="The tenant that the key belongs to. All keys of a tenant share its limits.", min_length=1
     )
-    max_queued_tokens: int | None = Field(None, description="Instead of admission.tenant_max_queued_tokens.", ge=1)
+    sha256: _Sha256 = Field(description="SHA-256 of the key, in hexadecimal. The key itself is stored nowhere.")
+    max_concurrent_requests: int | None = Field(
+        default=None, description="Replaces admission.tenant_max_concurrent_requests for this tenant.", ge=1
+    )
+    max_queued_tokens: int | None = Field(
+        None, description="Replaces admission.tenant_max_queued_tokens for this tenant.", ge=1
+    )
 
 
 class AuthSettings(BaseModel):
@@ -30,11 +34,12 @@ class AuthSettings(BaseModel):
 
     keys: tuple[ApiKey, ...] = Field(
         default=(),
-        description="API keys. None here and in keys_file: everybody may use the server, as one tenant.",
+        description="API keys. With none here or in keys_file, everybody may use the server, as one tenant.",
     )
     keys_file: str | None = Field(
         default=None,
-        description="More of them: a YAML or JSON list on the ingress replicas' machines, read when they start.",
+        description="File with further API keys, a YAML or JSON list. Every ingress replica reads it on its own "
+        "machine when it starts.",
     )
     admin_sha256: _Sha256 | None = Field(
         default=None, description="SHA-256 of the admin key, in hexadecimal. Unset: the admin routes are closed."

@@ -15,13 +15,14 @@ class CorsSettings(BaseModel):
 
     allow_origins: tuple[str, ...] | None = Field(
         default=None,
-        description="Origins of pages that may, such as `https://chat.example.com`; `*` is all of them. Unset: all "
-        "where API keys are needed, else pages of the browser's own machine (`localhost`). Empty: none.",
+        description="Origins of web pages that may use the API, such as `https://chat.example.com`; `*` allows all. "
+        "Unset: all if API keys are required, otherwise only pages of the browser's own machine (`localhost`). Empty: "
+        "none.",
     )
     allow_origin_regex: str | None = Field(
-        default=None, description="A regular expression of further origins, which must match as a whole."
+        default=None, description="Regular expression for further origins. It must match the whole origin."
     )
-    max_age: int = Field(default=600, description="Seconds for which a browser may remember a preflight.", ge=0)
+    max_age: int = Field(default=600, description="How long a browser may remember a preflight, in seconds.", ge=0)
 
     @field_validator("allow_origin_regex")
     @classmethod

@@ -31,28 +31,29 @@ class NameSettings(BaseModel):
 
     model: str = Field(
         DEFAULT_MODEL,
-        description="The packaged default, a local Hugging Face directory, a hub id, or a GGUF file.",
+        description="The model: `smollm2-135m-instruct`, which is packaged, a local Hugging Face directory, a hub id, "
+        "or a GGUF file.",
     )
     served_model_name: _Names | None = Field(
         None,
-        description="The `model` that clients ask for: a name, or several, of which answers, metrics and traces have "
-        "the first. Unset: `model` itself.",
+        description="The `model` that clients ask for, one name or several. Answers, metrics and traces show the "
+        "first. Unset: the value of `model`.",
     )
     model_aliases: dict[_Name, str] = Field(
         default_factory=dict,
-        description="Other names for what is served, such as `claude-*: qwen3-8b`: patterns as a shell has them for "
-        "file names, each with a served name or a LoRA adapter. A served name goes before a pattern, and the first of "
-        "several patterns counts. Answers say which model they are from, and not the alias.",
+        description="Further names, each a pattern such as `claude-*` with the served name or LoRA adapter that it "
+        "stands for: `claude-*: qwen3-8b`. Patterns are a shell's patterns for file names. Served names go before "
+        "patterns, and the first pattern that matches counts. Answers name the model and not the alias.",
     )
     lora_adapters: dict[AdapterName, str] = Field(
         default_factory=dict,
-        description="LoRA adapters that are served from the start, name: directory as PEFT writes it, on the engines' "
-        "machines. Clients ask for `name`, or `<model>:name`. They need engine.max_loras.",
+        description="LoRA adapters that are served from the start. Each name has a directory as PEFT writes it, on the "
+        "engines' machines. Clients ask for `name` or `<model>:name`. They need engine.max_loras.",
     )
     allow_lora_updates: bool = Field(
         False,
-        description="Let whoever has the admin key load and unload adapters while the server runs, from any directory "
-        "that an engine can read.",
+        description="Let the holder of the admin key load and unload adapters while the server runs, from any "
+        "directory that an engine can read.",
     )
 
     @model_validator(mode="after")

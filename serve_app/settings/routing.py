@@ -12,31 +12,43 @@ class RoutingSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     prefix_blocks: int = Field(
-        default=256, description="Most KV blocks of a prompt that are looked for in the engines' caches. 0: none.", ge=0
+        default=256,
+        description="Most KV blocks of a prompt that are looked up in the engines' prefix caches. 0: none, so that "
+        "prefixes do not affect routing.",
+        ge=0,
     )
     index_blocks: int = Field(
-        default=16384, description="Most cached blocks that an ingress replica remembers of each engine.", ge=1
+        default=16384, description="Most cached KV blocks that an ingress replica remembers for each engine.", ge=1
     )
     published_blocks: int = Field(
         default=1024,
-        description="Most cached blocks that an engine reports. 0: an ingress replica knows only what it sent.",
+        description="Most cached KV blocks that an engine reports. 0: an ingress replica knows only of prompts that it "
+        "sent itself.",
         ge=0,
     )
-    stats_period_s: float = Field(default=1, description="How often Serve collects the engines' reports.", gt=0)
+    stats_period_s: float = Field(
+        default=1, description="How often Serve collects the engines' reports, in seconds.", gt=0
+    )
     load_factor: float = Field(
-        default=1.25, description="A replica whose load is above the mean times this is chosen after the others.", ge=1
+        default=1.25,
+        description="An engine whose load exceeds the mean load times this is chosen only after the others. Lower it "
+        "to spread load more evenly; raise it to hit prefix caches more often.",
+        ge=1,
     )
     slack_tokens: int = Field(
-        default=2048, description="Load above that which is let pass, in prompt tokens to compute.", ge=0
+        default=2048,
+        description="Load that an engine may have beyond load_factor times the mean and still be preferred, in prompt "
+        "tokens to compute.",
+        ge=0,
     )
     request_tokens: int = Field(
         default=64,
-        description="What a running or waiting request adds to a load, besides its prompt tokens to compute.",
+        description="Load of a running or waiting request besides its prompt, in prompt tokens to compute.",
         ge=0,
     )
     adapter_tokens: int = Field(
         default=512,
-        description="What it counts that an engine has to read a request's LoRA adapter first, in prompt tokens to "
-        "compute: engines that have it are chosen while they have no more to do than that.",
+        description="Cost of reading a LoRA adapter that an engine does not have in memory, in prompt tokens to "
+        "compute. Engines that have the adapter are preferred while they have no more to do than this.",
         ge=0,
     )

@@ -15,19 +15,19 @@ class TracingSettings(BaseModel):
 
     exporter: Literal["none", "console", "otlp"] = Field(
         default="none",
-        description="Where spans go: nowhere; to the ingress replicas' output, a JSON line each; or to a collector, by "
-        "OTLP over HTTP, which needs the extra `tracing`.",
+        description="Where spans go. `none`: nowhere. `console`: to the ingress replicas' output, one JSON line each. "
+        "`otlp`: to a collector, by OTLP over HTTP; this needs the extra `tracing`.",
     )
     endpoint: str | None = Field(
         default=None,
-        description="`otlp`: the collector's URL for traces, such as `http://collector:4318/v1/traces`. Unset: what "
-        "OpenTelemetry's own environment variables say, and without them this machine's port 4318.",
+        description="`otlp`: the collector's URL for traces, such as `http://collector:4318/v1/traces`. Unset: "
+        "OpenTelemetry's own environment variables, and without them port 4318 of this machine.",
         pattern="^https?://.",
     )
     sample_ratio: float = Field(
         default=1,
-        description="Share of the requests that get a span, 0 to 1. One that comes with a `traceparent` has it if its "
-        "caller's was sampled, and only then.",
+        description="Share of requests that get a span, 0 to 1. A request with a `traceparent` gets one exactly if its "
+        "caller was sampled.",
         ge=0,
         le=1,
     )

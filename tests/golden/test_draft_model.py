@@ -398,7 +398,7 @@ def test_kernels_that_a_draft_model_cannot_have_are_refused_by_its_name_and_not_
     asked = EngineConfig(**ASKED | {"kernels": "auto"}, batch_invariant=True, speculative=drafted_by(tmp_path))
     executor, _ = create_executor(checkpoints["itself"], dataclasses.replace(asked, load_format="dummy"))
     executor.shutdown()
-    monkeypatch.setattr("engine.build.cpu.load_weights", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("engine.build.model.load_weights", lambda *_, **__: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=r"speculative\.model is .*, for which kernels is native.*head_dim is 10"):
         create_executor(checkpoints["itself"], dataclasses.replace(asked, kernels="native"))
 

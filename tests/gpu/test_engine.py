@@ -173,7 +173,7 @@ def test_a_thousand_cancels_at_any_moment_leave_nothing_behind(
     serve(executor, resolved, seed=2, count=100, cancels=50)
     free, _ = device.memory()
     serve(executor, resolved, seed=3, count=1200, cancels=1000)
-    assert (executor._newest, executor._flying, list(executor._launched)) == ({}, {}, [])
+    assert (executor._answers.newest, executor._flying, list(executor._launched)) == ({}, {}, [])
     assert device.memory()[0] >= free - 2**26, "64 MiB: pieces that the allocator keeps, and no request's"
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.execution.executor import TorchExecutor
+from engine.execution.executor import ModelExecutor
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.protocol import TokenLogprobs
 from engine.step import GraphUse, PromptScoring, RowKind, RowSampling, ScheduledRequest, StateUse, StepPlan
@@ -32,7 +32,7 @@ def decode(name: str, token: int, position: int, blocks: Sequence[int]) -> Sched
     return ScheduledRequest(name, RowKind.DECODE, position, (token,), tuple(blocks), greedy())
 
 
-def stateful(executor: TorchExecutor, row: ScheduledRequest, slot: int = 0) -> ScheduledRequest:
+def stateful(executor: ModelExecutor, row: ScheduledRequest, slot: int = 0) -> ScheduledRequest:
     """The row with a state slot, where the model has recurrent state."""
     return replace(row, state=StateUse(slot)) if executor.capabilities.recurrent_state else row
 
@@ -46,7 +46,7 @@ def scored(
 
 
 def prompt_scores(
-    executor: TorchExecutor, tokens: Sequence[int], blocks: Sequence[int], ends: Sequence[int], num_logprobs: int = 0
+    executor: ModelExecutor, tokens: Sequence[int], blocks: Sequence[int], ends: Sequence[int], num_logprobs: int = 0
 ) -> list[TokenLogprobs]:
     """Log-probabilities of a prompt fed in chunks that end at `ends`, one after another as each chunk returns them."""
     found: list[TokenLogprobs] = []
@@ -58,13 +58,13 @@ def prompt_scores(
     return found
 
 
-def run(executor: TorchExecutor, *rows: ScheduledRequest, step_id: int = 0) -> tuple[tuple[int, ...], ...]:
+def run(executor: ModelExecutor, *rows: ScheduledRequest, step_id: int = 0) -> tuple[tuple[int, ...], ...]:
     executor.launch(StepPlan(step_id, rows))
     return executor.collect().sampled
 
 
 def forced_logits(
-    executor: TorchExecutor, tokens: Sequence[int], blocks: Sequence[int], chunk_size: int | None = None
+    executor: ModelExecutor, tokens: Sequence[int], blocks: Sequence[int], chunk_size: int | None = None
 ) -> Tensor:
     """Logits at each position of one sequence, fed in chunks. # [len(tokens), vocab] float32"""
     size = chunk_size or len(tokens)
@@ -74,7 +74,7 @@ def forced_logits(
 
 
 def forced_logits_together(
-    executor: TorchExecutor, sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]], chunk_size: int
+    executor: ModelExecutor, sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]], chunk_size: int
 ) -> list[Tensor]:
     """As `forced_logits` for several sequences that share every step."""
     parts: list[list[Tensor]] = [[] for _ in sequences]
@@ -114,7 +114,7 @@ def forced_steps(
 
 
 def greedy_text(
-    executor: TorchExecutor, prompt: Sequence[int], blocks: Sequence[int], count: int, chunk_size: int | None = None
+    executor: ModelExecutor, prompt: Sequence[int], blocks: Sequence[int], count: int, chunk_size: int | None = None
 ) -> list[int]:
     """`count` greedy tokens of one request that has the executor to itself."""
     tokens = list(prompt)

@@ -4,7 +4,7 @@ Never reads a value back in `launch`, but for a row whose controls look back at 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from engine.batch.grammar import Grammars
-from engine.batch.inputs import is_lost
 from engine.batch.logit_controls import Within
 from engine.batch.logprobs import (
     SCORED_POSITIONS,
@@ -23,9 +22,17 @@ from engine.batch.logprobs import (
     scores_by_row,
     wanted_scores,
 )
-from engine.batch.row_order import Place, in_kernel_order, in_plan_order, sampled_places
-from engine.execution.device import Device, Download, device_faults
-from engine.execution.executor import LOST_TOKEN, StateLostError, TorchExecutor, make_output, pooled_by_row, sum_pooled
+from engine.batch.row_order import (
+    Place,
+    in_kernel_order,
+    in_plan_order,
+    make_output,
+    pooled_by_row,
+    sampled_places,
+    sum_pooled,
+)
+from engine.execution.answers import Answers
+from engine.execution.device import Device, Download, StateLostError, TorchThreads, advancing, device_faults
 from engine.execution.gpu.model import DeviceModel, Pending
 from engine.execution.gpu.sampler import NO_TOKEN, choose_on_device
 from engine.models.computed import Computed
@@ -71,7 +78,7 @@ class _Launched:
     """In kernel order."""
     order: list[int] | None
     places: list[Place]
-    failed: dict[int, RowFailure]
+    without_mask: Mapping[int, RowFailure]
     limited: bool
     """Grammars limit some row."""
     graph: GraphUse | None
@@ -81,16 +88,17 @@ class _Launched:
     output: StepOutput | None = None
 
 
-class DeviceExecutor(TorchExecutor):
-    """An engine.step.Executor that launches a step while the one before still runs."""
-
-    model: DeviceModel
+class DeviceExecutor:
+    """An engine.execution.executor.ModelExecutor that launches a step while the one before still runs."""
 
     def __init__(
         self, model: DeviceModel, device: Device, *, num_threads: int, grammars: Grammars | None = None
     ) -> None:
-        super().__init__(model, num_threads=num_threads, grammars=grammars)
+        """`num_threads`: of torch's operators on the host. `grammars`: see Answers."""
+        self.model = model
         self._device = device
+        self._answers = Answers(grammars)
+        self._threads = TorchThreads(num_threads)
         self._launched: deque[_Launched] = deque()
         self._flying: dict[str, tuple[Tensor, int | None]] = {}
         """Request -> the tokens of the last step that samples for it, and which is its own; None: it has drafts, and
@@ -98,7 +106,14 @@ class DeviceExecutor(TorchExecutor):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, drafts=self.model.state is None)
+        grammars, has_state = self._answers.grammars, self.model.state is not None
+        return Capabilities(
+            mixed_rows=True,
+            overlap=True,
+            drafts=not has_state,
+            recurrent_state=has_state,
+            compile_grammar=None if grammars is None else grammars.compile,
+        )
 
     # --- launch -------------------------------------------------------------------------------------------------------
 
@@ -114,7 +129,7 @@ class DeviceExecutor(TorchExecutor):
         """
         try:
             with device_faults():
-                with self._advancing(plan):
+                with advancing(self.model.state, plan):
                     launched = self._start(plan)
                 self._launched.append(launched)
         except (ExecutorOutOfMemoryError, StateLostError):
@@ -126,14 +141,14 @@ class DeviceExecutor(TorchExecutor):
         if self._must_know(plan):
             self._read_all()
         places = sampled_places(plan.rows)
-        self._set_threads()
-        with self._masks(plan, places) as masks:
-            computed, graph = self.model.start(plan, self._newest, self._pending(plan))
-        within, failed = masks.result()
+        self._threads.use()
+        with self._answers.masks(plan, places) as masks:
+            computed, graph = self.model.start(plan, self._answers.newest, self._pending(plan))
+        within, without_mask = masks.result()
         queued = self._queue(plan, places, computed, within)
         download = self._device.download(queued.tensors())
         self._note_flying(plan, places, queued.tokens)
-        return _Launched(plan, order, places, failed, within is not None, graph, queued, download)
+        return _Launched(plan, order, places, without_mask, within is not None, graph, queued, download)
 
     def _must_know(self, plan: StepPlan) -> bool:
         """Whether a row depends on a token in flight by more than feeding it."""
@@ -157,19 +172,14 @@ class DeviceExecutor(TorchExecutor):
         queued = _Queued(scores=self._queue_scores(plan, computed), pooled=sum_pooled(plan, computed.hidden))
         if not places:
             return queued
-        rows = [plan.rows[place.number] for place in places]
-        wanted = [row.sampling for row in rows if row.sampling is not None]
+        how = self._answers.sampled(plan, places)
         logits = computed.logits  # [places, vocab]
-        positions = [row.start + place.offset + 1 for row, place in zip(rows, places, strict=True)]
-        answers = [self._answer(row, place.offset) for row, place in zip(rows, places, strict=True)]
-        tokens = queued.tokens = choose_on_device(
-            self._device, self.model.ops, logits, wanted, positions, answers, within
-        )
-        asking = [number for number, row in enumerate(wanted) if row.num_logprobs is not None]
+        tokens = queued.tokens = choose_on_device(self._device, self.model.ops, logits, *how, within)
+        asking = [number for number, row in enumerate(how.rows) if row.num_logprobs is not None]
         for first in range(0, len(asking), SCORED_POSITIONS):
             piece = asking[first : first + SCORED_POSITIONS]
             numbers = self._device.upload(torch.tensor(piece))
-            most = max(wanted[number].num_logprobs or 0 for number in piece)
+            most = max(how.rows[number].num_logprobs or 0 for number in piece)
             queued.logprobs.append(self._logprobs(logits[numbers], tokens[numbers].clamp(min=0), most))
         return queued
 
@@ -224,16 +234,12 @@ class DeviceExecutor(TorchExecutor):
             tokens.setdefault(place.number, []).append(None if token == NO_TOKEN else token)
         logprobs = self._read_sampled(launched, sampled, parts)
         scores = self._read_scores(launched, parts)
-        failed = launched.failed
-        failed |= {number: LOST_TOKEN for number, row in enumerate(plan.rows) if is_lost(row, self._newest)}
-        failed |= without_state
-        output = make_output(plan, tokens, logprobs, scores, failed)
-        if launched.limited:
-            output = replace(output, drafts=self._forced(plan, output))
-        self._keep_newest(plan, output)
+        failed = {**launched.without_mask, **self._answers.lost(plan), **without_state}
+        output = make_output(plan, tokens, logprobs, scores, pooled, failed)
+        output = self._answers.keep(plan, output, limited=launched.limited)
         for request_id in launched.forgotten:
-            self._newest.pop(request_id, None)
-        output = replace(output, graph=launched.graph, pooled=pooled)
+            self._answers.newest.pop(request_id, None)
+        output = replace(output, graph=launched.graph)
         launched.output = output if launched.order is None else in_plan_order(output, launched.order)
 
     def _read_sampled(
@@ -266,7 +272,7 @@ class DeviceExecutor(TorchExecutor):
     # --- requests that are gone ---------------------------------------------------------------------------------------
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        super().forget(request_ids)
+        self._answers.forget(request_ids)
         for request_id in request_ids:
             self._flying.pop(request_id, None)
         for launched in self._launched:
@@ -276,15 +282,16 @@ class DeviceExecutor(TorchExecutor):
         """Drop weights and cache. No step can run afterwards; a second call finds nothing to drop."""
         self._launched.clear()
         self._flying.clear()
-        super().shutdown()
+        self._answers.shutdown()
         with suppress(AttributeError):
+            del self.model
             del self._device
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
-        """Run the step and return the logits of every token, on the CPU. # [num_tokens, vocab]"""
-        every = torch.arange(plan.num_tokens, device=self._device.torch_device)
-        return self._forward(plan).logits_at(every).cpu()
+        self._threads.use()
+        computed = self.model.forward(plan, self._answers.newest)
+        return computed.logits_at(torch.arange(plan.num_tokens, device=self._device.torch_device)).cpu()
 
 
 def _three(parts: deque[Tensor]) -> _Found:

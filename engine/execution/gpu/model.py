@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch.inputs import StepInputs, build_inputs, int_tensor
@@ -163,7 +162,7 @@ class DeviceModel:
         bucket = self._bucket(inputs)
         sampled, places = self._loose(inputs, pending)
         hidden = self._replay(bucket, inputs, places) if isinstance(bucket, Bucket) else self._eager(inputs, places)
-        computed = Computed(hidden, self._logits(hidden[sampled]), lambda index: self._logits(hidden[index]))
+        computed = Computed.by_torch(hidden, sampled, self.decoder.weights.lm_head.weight)
         use = GraphUse(True, bucket.name) if isinstance(bucket, Bucket) else GraphUse(False, bucket)
         return computed, use if self._captured else None
 
@@ -239,10 +238,6 @@ class DeviceModel:
         )
         hidden: Tensor = self.decoder.forward(run, self.cache, self.state)
         return hidden
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab]"""
-        return F.linear(hidden, self.decoder.weights.lm_head.weight)
 
 
 def _put(token_ids: Tensor, places: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.batch.logit_controls import Within, control_logits
 from engine.batch.logprobs import find_logprobs
-from engine.batch.sampler import SMALLEST_TEMPERATURE, keep_largest, uniform
+from engine.batch.sampler import SMALLEST_TEMPERATURE, draw_tokens
 from engine.execution.device import Device
 from engine.step import LogitControls, RowSampling
 from kernels.ops import Ops
@@ -87,58 +87,18 @@ def _sampled_row(row: RowSampling, position: int, answer: Sequence[int]) -> Samp
 def sample_on_device(device: Device, logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int]) -> Tensor:
     """One token per row, the one at positions[row]; NO_TOKEN for a row without a finite largest logit. # [rows] int64
 
-    logits: [rows, vocab] float32, controls applied. The same tokens as `engine.batch.sampler.sample`, which
-    guesses how many of a row's tokens top-p needs and looks whether they were enough; here all are sorted.
+    logits: [rows, vocab] float32, controls applied. The tokens of `engine.batch.sampler.sample`, which knows which rows
+    have a finite largest logit before it draws. To know it here would be to wait: every row is drawn, and those without
+    an answer are marked afterwards.
     """
     best, tokens = logits.max(dim=-1)  # [rows]
     drawn = [number for number, row in enumerate(rows) if row.temperature > 0]
     if drawn:
-        wanted = [rows[number] for number in drawn]
-        numbers = device.upload(torch.tensor(drawn))
-        scores = logits[numbers] - best[numbers].unsqueeze(1)  # [drawn, vocab], 0 at the most likely
-        draws = [uniform(row.seed, positions[number]) for number, row in zip(drawn, wanted, strict=True)]
-        tokens = tokens.index_copy(0, numbers, _draw(device, scores, wanted, draws))
-    return torch.where(best.isfinite(), tokens, NO_TOKEN)
-
-
-def _draw(device: Device, scores: Tensor, rows: Sequence[RowSampling], draws: Sequence[float]) -> Tensor:
-    """Inverse CDF over the filtered probabilities, in vocabulary order. # [rows] int64"""
-    vocab = scores.shape[1]
-    # Exact in float64: top_k is below 2^53, and a temperature in float32 is what the sampler divides by.
-    packed = device.upload(
-        torch.tensor(
-            [
-                [max(row.temperature, SMALLEST_TEMPERATURE) for row in rows],
-                [row.top_k if 0 < row.top_k < vocab else vocab for row in rows],
-                [row.top_p for row in rows],
-                [row.min_p for row in rows],
-                draws,
-            ],
-            dtype=torch.float64,
+        index, wanted, places = (
+            device.upload(torch.tensor(drawn)),
+            [rows[i] for i in drawn],
+            [positions[i] for i in drawn],
         )
-    ).unsqueeze(2)
-    temperature, top_k, top_p, min_p, target = packed  # each [rows, 1]
-    scores = scores / temperature.float()
-    if any(0 < row.top_k < vocab for row in rows):
-        counts = top_k.long()
-        largest = scores.sort(dim=-1, descending=True).values
-        scores = keep_largest(scores, largest.gather(1, counts - 1), counts)
-    if any(row.top_p < 1.0 for row in rows):
-        scores = torch.where(top_p < 1.0, _nucleus(scores, top_p), scores)
-    mass = scores.double().exp_()  # [rows, vocab], 1 at the most likely
-    mass = mass.masked_fill_(mass < min_p, 0.0)
-    cumulative = mass.cumsum_(dim=-1)
-    total = cumulative[:, -1:].clone()
-    # Rounding must not reach the total itself: no token's cumulative mass exceeds that.
-    target = torch.minimum(target * total, torch.nextafter(total, torch.zeros_like(total)))
-    # A row without a finite logit has NaN for a mass, and what is found for it is no index.
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=vocab - 1)
-
-
-def _nucleus(scores: Tensor, top_p: Tensor) -> Tensor:
-    """All but the smallest set of tokens whose probability reaches `top_p` at -inf. top_p: [rows, 1] float64"""
-    largest = scores.sort(dim=-1, descending=True).values
-    target = top_p * scores.double().exp_().sum(dim=-1, keepdim=True)
-    counts = (largest.double().exp_().cumsum_(dim=-1) < target).sum(dim=-1, keepdim=True) + 1
-    counts = counts.clamp_(max=scores.shape[1])
-    return keep_largest(scores, largest.gather(1, counts - 1), counts)
+        scores = logits[index] - best[index].unsqueeze(1)  # [drawn, vocab], 0 at the most likely
+        tokens = tokens.index_copy(0, index, draw_tokens(scores, wanted, places, device.upload))
+    return torch.where(best.isfinite(), tokens, NO_TOKEN)

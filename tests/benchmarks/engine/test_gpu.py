@@ -30,7 +30,7 @@ from benchmarks.engine.gpu import (
     second,
     targets,
 )
-from engine.build.gpu import create_on_device
+from engine.build.gpu import start_on_device
 from engine.config import EngineConfig
 from engine.execution.device import TimingEvent
 from engine.execution.gpu.cuda_graph_buckets import plan_buckets
@@ -178,7 +178,7 @@ def test_decode_rows_and_a_chunk_are_a_captured_step(tmp_path: Path, monkeypatch
     )
     bench = DeviceBench(options_of("--model", str(model)))
     bench.device = device
-    executor, resolved = create_on_device(model, load, device, "a test")
+    executor, resolved = start_on_device(model, load, device, "a test").build()
     cells = list(bench.steps(executor, resolved, {"copy_gb_s": 1.0, "matrix_gflop_s": 1.0}))
     assert [(cell["cell"], cell["captured"], cell["graph"]) for cell in cells] == [
         ("decode", True, "decode 1"),
@@ -204,7 +204,7 @@ def test_whole_prompts_beside_streams_are_a_captured_step_of_little_padding(
     monkeypatch.setattr("kernels.flash.DTYPES", (torch.float32,))
     monkeypatch.setattr(
         "benchmarks.engine.gpu.create_executor",
-        lambda model, config: create_on_device(model, config, device, "a test"),
+        lambda model, config: start_on_device(model, config, device, "a test").build(),
     )
     bench = DeviceBench(options_of("--model", str(write_model(tmp_path, max_position_embeddings=1200))))
     bench.options.device, short = "cuda", bench.load

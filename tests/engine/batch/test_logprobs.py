@@ -17,9 +17,10 @@ from torch import Tensor
 
 from engine.batch import logprobs
 from engine.batch.logprobs import SCORED_POSITIONS, sampled_logprobs, token_logprobs
+from engine.batch.row_order import NO_LOGIT
 from engine.build.executor import create_executor
 from engine.config import EngineConfig
-from engine.execution.executor import NO_LOGIT, TorchExecutor
+from engine.execution.executor import TorchExecutor
 from engine.models.computed import Computed
 from engine.protocol import MAX_LOGPROBS, TokenLogprobs
 from engine.step import PromptScoring, StepOutput, StepPlan

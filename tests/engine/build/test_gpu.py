@@ -17,7 +17,7 @@ from engine.batch.inputs import check_plan
 from engine.batch.logit_controls import control_logits
 from engine.build.engine import build_engine
 from engine.build.executor import create_executor
-from engine.build.gpu import DECODE_CONTEXT, create_on_device, largest_step, longest_decode_step
+from engine.build.gpu import DECODE_CONTEXT, largest_step, longest_decode_step, start_on_device
 from engine.config import GPU_ONLY, ConfigError, EngineConfig, ResolvedConfig
 from engine.execution.device import HostDevice, choose_device, device_faults
 from engine.execution.gpu.executor import DeviceExecutor
@@ -48,7 +48,7 @@ def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def create(model: Path, device: FakeDevice | None = None, **settings: Any) -> tuple[DeviceExecutor, ResolvedConfig]:
     engine = {"load_format": "dummy", "num_threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 40}
-    return create_on_device(model, EngineConfig(**engine | settings), device or FakeDevice(), "a test")
+    return start_on_device(model, EngineConfig(**engine | settings), device or FakeDevice(), "a test").build()
 
 
 MIB = 1 / 1024
@@ -91,7 +91,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> CachingDevice:
         device.use(len(args[0]._token_ids) * OF_A_TOKEN)
         return forward(self, *args)
 
-    monkeypatch.setattr("engine.build.gpu.dummy_weights", weights)
+    monkeypatch.setattr("engine.build.model.dummy_weights", weights)
     monkeypatch.setattr(KVCache, "allocate", cache)
     monkeypatch.setattr(Decoder, "forward", run)
     monkeypatch.setattr(FakeFlash, "_record", lambda *_: None)  # it would keep the caches
@@ -238,7 +238,7 @@ def test_a_step_that_does_not_fit_beside_the_weights_is_refused_at_the_start(
 @pytest.mark.parametrize(
     ("place", "why"),
     [
-        ("engine.build.gpu.dummy_weights", r"weights of .* in bfloat16 do not fit: 0\.01 of fake GPU's 0\.02 GiB"),
+        ("engine.build.model.dummy_weights", r"weights of .* in bfloat16 do not fit: 0\.01 of fake GPU's 0\.02 GiB"),
         ("engine.execution.gpu.model.DeviceModel.capture", r"cuda_graphs is auto, but .* no memory for its \d+ sizes"),
     ],
 )

@@ -117,7 +117,7 @@ def test_an_engine_is_refused_before_it_reads_a_weight(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_model("llama", tmp_path)
-    monkeypatch.setattr("engine.build.cpu.load_weights", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("engine.build.model.load_weights", lambda *_, **__: pytest.fail("weights were read"))
     for name, value in {"kv_cache_memory_gib": 1e6, "num_kv_blocks": 10**12}.items():
         with pytest.raises(ConfigError, match=f"{name} is {value}, which takes"):
             start(tmp_path, settings(**{name: value}))

@@ -8,6 +8,7 @@ from collections import Counter
 from engine.config import ResolvedConfig, SchedulerConfig
 from engine.protocol import Failed, SamplingParams, Scheduled, Submission
 from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.forecast import Forecast
 from engine.scheduling.planner import View, make_plan
 from engine.scheduling.request import Request, create_request
 from engine.scheduling.waiting import WaitingQueue
@@ -41,6 +42,7 @@ def chunks_planned(config: ResolvedConfig, blocks: BlockManager, *prompts: Reque
         prefill_limit=config.max_prefill_tokens,
         last_decode=0.0,
         num_queued_tokens=0,
+        forecast=Forecast(config),
     )
     return [(row.request.request_id, row.num_tokens) for row in make_plan(view, config).rows]
 

@@ -17,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch.inputs import build_inputs
+from engine.batch.row_order import NO_LOGIT
 from engine.batch.sampler import uniform
 from engine.build.executor import create_executor
 from engine.config import ConfigError, EngineConfig, SchedulerConfig
-from engine.execution.executor import LOST_TOKEN, NO_LOGIT, TorchExecutor
+from engine.execution.answers import LOST_TOKEN
+from engine.execution.executor import TorchExecutor
 from engine.models.weights import CheckpointError
 from engine.step import (
     DRAFT_TOKEN,
@@ -247,7 +249,7 @@ def test_what_is_kept_of_a_request_goes_when_it_is_forgotten(executor: TorchExec
     output = executor.collect()
     assert (output.failed, output.logprobs) == (((0, LOST_TOKEN),), {})
     executor.forget(["b"])
-    assert not executor._newest
+    assert not executor._answers.newest
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import torch
 from engine.build.executor import create_executor
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig, SpeculativeConfig
 from engine.core.core import EngineCore
-from engine.execution.executor import LOST_STATE, StateLostError, TorchExecutor
+from engine.execution.device import LOST_STATE, StateLostError
+from engine.execution.executor import TorchExecutor
 from engine.models.config import read_model_config
 from engine.models.kv_cache import bytes_per_block
 from engine.models.recurrent_state import RecurrentState, bytes_per_slot

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 import engine
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
+from engine.presets import PRESETS
 from engine.step import RowKind, StepPlan
 from serve_app.settings.application import AppSettings
 from tests.support.engines import RecordingCore, answer_alone
@@ -80,6 +81,11 @@ def test_every_design_has_one_snippet_and_it_is_a_valid_config() -> None:
     for name in DESIGNS:
         assert list(snippets()[name]) == ["engine"]
         assert isinstance(design(name), EngineConfig)
+
+
+def test_a_snippet_sizes_the_engine_and_its_preset_is_the_whole_schedule() -> None:
+    schedules = [snippet["engine"]["scheduler"] for snippet in snippets().values()]
+    assert schedules == [{"preset": name} for name in PRESETS]
 
 
 @pytest.mark.parametrize("name", DESIGNS)

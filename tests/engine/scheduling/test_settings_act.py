@@ -1,4 +1,4 @@
-"""I-34: every setting of the scheduler changes what some step computes; one that does not is a promise not kept.
+"""I-34: every setting of the scheduler, and every value of one that has a few, changes what some step computes.
 Never says which step: a witness is one trace whose plans differ."""
 
 from __future__ import annotations
@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import pytest
 
-from engine.config import SchedulerConfig, SpeculativeConfig
+from engine.config import SchedulerConfig, SpeculativeConfig, choices_of
 from engine.step import StepPlan
 from tests.support.engines import RecordingCore
 
@@ -20,13 +21,14 @@ GATHERING = {"prefill_fill_ratio": 1.0}
 
 # setting -> (base of both runs, the other value)
 WITNESSES: dict[str, tuple[dict[str, Any], Any]] = {
+    "preset": ({}, "atom"),
     "batch_mode": ({}, "prefill_first"),
     "decode_starve_ms": ({"batch_mode": "prefill_first"}, 0.0),
     "prefill_starve_ms": ({"batch_mode": "decode_first"}, 0.0),
     "decode_finish_tokens": ({}, 4),
     "reserve_mode": ({}, "prompt"),
     "preempt_policy": (PROMPT_ONLY, "lifo"),
-    "requeue": (PROMPT_ONLY, "back"),
+    "requeue": ({**PROMPT_ONLY, "max_partial_prefills": 0}, "back"),
     "reserve_margin": ({}, 3.0),
     "reserve_caution": ({"reserve_margin": 0.0}, 4.0),
     "reserve_prior": ({}, 2),
@@ -57,6 +59,13 @@ WITNESSES: dict[str, tuple[dict[str, Any], Any]] = {
     "admission_order": (PROMPT_ONLY, "bypass"),
     "max_overtakes": ({**PROMPT_ONLY, "admission_order": "bypass"}, 1),
 }
+
+GOES_WITH: dict[tuple[str, str], dict[str, Any]] = {
+    ("reserve_mode", "full"): {"preempt_policy": "none"},
+    ("preempt_policy", "none"): {"reserve_mode": "full"},
+    ("chunk_boundary", "request_local"): {"max_partial_prefills": 0},
+}
+"""What a value is refused without."""
 
 LEARNING = ("reserve_margin", "reserve_caution", "reserve_prior", "reserve_window", "reserve_tenants")
 """Settings of what is learned from answers that end by themselves."""
@@ -92,7 +101,12 @@ HYBRID = {"recurrent_state": True, "enable_prefix_caching": True}
 
 
 def plans(engine: dict[str, Any] | None = None, ends: bool = False, **settings: Any) -> list[StepPlan]:
-    """Every step of a trace with long and short prompts, arrivals while others decode, and too little memory. It has
+    """Every step of the trace."""
+    return core_after_trace(engine, ends, **settings).plans
+
+
+def core_after_trace(engine: dict[str, Any] | None = None, ends: bool = False, **settings: Any) -> RecordingCore:
+    """What ran a trace with long and short prompts, arrivals while others decode, and too little memory. It has
     two priorities of three tenants, prompts that share prefixes, spans that must not be cut, and scored prompts.
     `ends`: answers end by themselves, too."""
     core = RecordingCore(
@@ -122,7 +136,7 @@ def plans(engine: dict[str, Any] | None = None, ends: bool = False, **settings: 
         for _ in range(i % 3 == 0 if i < 24 else 6):  # a burst, and then one after another
             core.keep(core.step())
     core.run()
-    return core.plans
+    return core
 
 
 @cache
@@ -142,10 +156,49 @@ def test_i34_a_setting_changes_a_plan(name: str) -> None:
     assert base_plans(tuple(engine.items()), tuple(base.items()), ends) != plans(engine, ends, **{**base, name: other})
 
 
+@pytest.mark.parametrize("name", choices_of(SchedulerConfig))
+def test_i34_each_value_of_a_setting_has_plans_of_its_own(name: str) -> None:
+    """A value that the code does not know was taken for another: anything but `lifo` was `retract`."""
+    base, _ = WITNESSES[name]
+    found = {
+        value: plans(**{**base, name: value, **GOES_WITH.get((name, value), {})})
+        for value in choices_of(SchedulerConfig)[name]
+    }
+    alike = [(one, other) for one, other in combinations(found, 2) if found[one] == found[other]]
+    assert not alike
+
+
+def test_i34_no_request_gives_up_memory_where_none_may_and_some_does_otherwise() -> None:
+    """`preempt_policy: none` goes with a reservation of its own, which alone would change plans."""
+
+    def preemptions(**settings: Any) -> int:
+        core = core_after_trace(**settings)
+        return core.load().num_preemptions
+
+    assert preemptions(preempt_policy="none", reserve_mode="full") == 0
+    assert all(preemptions(**PROMPT_ONLY, preempt_policy=how) for how in ("lifo", "retract"))
+
+
 @pytest.mark.parametrize("name", ENGINE_WITNESSES)
 def test_i34_a_setting_of_the_engine_changes_a_plan(name: str) -> None:
     base, other = ENGINE_WITNESSES[name]
     assert base_plans(tuple(base.items()), ()) != plans({**base, name: other})
+
+
+def test_i34_each_source_of_drafts_has_plans_of_its_own() -> None:
+    """But `auto`, which is none of its own: it is resolved before anything is planned."""
+    engine = {"max_num_seqs": 4, "num_speculative_tokens": 3}
+    methods = [method for method in choices_of(SpeculativeConfig)["method"] if method != "auto"]
+    found = {
+        method: plans(
+            {
+                **engine,
+                "speculative": replace(PROPOSED if method == "draft_model" else LOOKING, method=method, max_match=1),
+            }
+        )
+        for method in methods
+    }
+    assert not [pair for pair in combinations(methods, 2) if found[pair[0]] == found[pair[1]]]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.batch.logit_controls import Within
-from engine.build.gpu import create_on_device
+from engine.build.gpu import start_on_device
 from engine.config import EngineConfig
 from engine.execution.gpu.sampler import choose_on_device
 from engine.step import LogitControls, RowSampling, StepPlan
@@ -86,7 +86,7 @@ def test_no_step_compiles_a_kernel_of_the_sampler(vocab: int, tmp_path: Path, la
     model = write_model(tmp_path, vocab_size=vocab)
     config = EngineConfig(load_format="dummy", attention="triton", max_num_seqs=4, max_num_batched_tokens=40)
     device, draw = FakeDevice(), random.Random(vocab)
-    create_on_device(model, config, device, "a test")
+    start_on_device(model, config, device, "a test").build()
     at_start = set(launches)
     assert {name: count for name, count in Counter(name for name, _ in at_start).items() if name in SAMPLER} == SAMPLER
     for count in (*range(1, 71), ROWS_AT_A_TIME + 1):
@@ -120,7 +120,7 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
         max_num_batched_tokens=40,
         num_kv_blocks=40,
     )
-    executor, _ = create_on_device(model, config, FakeDevice(), "a test")
+    executor, _ = start_on_device(model, config, FakeDevice(), "a test").build()
     at_start = set(launches)
     for num_decode in range(4):
         for count in (0, 1, 2, 3, 5, 8, 16, 17):

@@ -31,6 +31,11 @@ def config_with(tmp_path: Path, args: Any, import_path: str = "serve_app.app:bui
             {"engine": {"dtype": "int4"}},
             "args.engine.dtype: Input should be 'auto', 'bfloat16', 'float16' or 'float32'",
         ),
+        (
+            {"engine": {"scheduler": {"preset": "vllm"}}},
+            "args.engine.scheduler.preset: Input should be 'openinfer', 'mminf', 'openinfer_echo', 'atom' or 'fastdep"
+            "loy' (given: 'vllm')",
+        ),
         ({"engine": {"max_num_seqs": 600}}, "max_num_batched_tokens (512) must be at least max_num_seqs + 1 (601)"),
         ({"modle": "x"}, "args.modle: Extra inputs are not permitted (given: 'x')"),
         ({"model": "/no/such/model"}, "args.model: No model '/no/such/model': expected"),

@@ -187,6 +187,13 @@ def test_the_lines_say_what_the_engine_chose_and_what_it_holds(tmp_path: Path) -
     ]
 
 
+def test_a_preset_of_the_scheduler_is_among_the_lines_and_the_default_schedule_is_not(tmp_path: Path) -> None:
+    engine = {"executor": "fake", "scheduler": {"preset": "atom", "requeue": "back"}}
+    app = written(tmp_path, {"engine": engine})
+    *_, last = engine_lines(app, check_engine("m", app.settings.engine))
+    assert last == "schedule preset atom, with requeue back instead"
+
+
 def test_a_context_that_the_kv_cache_does_not_hold_is_a_warning(tmp_path: Path) -> None:
     app = written(tmp_path, {"engine": {"executor": "fake", "num_kv_blocks": 4, "max_model_len": 1024}})
     *_, last = engine_lines(app, check_engine("m", app.settings.engine))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build.gpu import create_on_device
+from engine.build.gpu import start_on_device
 from engine.config import EngineConfig
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.step import GraphUse
@@ -26,7 +26,7 @@ BEGINS = (1, 15, 16, 17, 31, 48)
 def make(model: Path, **options: Any) -> DeviceExecutor:
     engine = {"load_format": "dummy", "dtype": "float32", "num_kv_blocks": 30, "num_threads": 1}
     config = EngineConfig(**engine | {"max_num_seqs": 6, "max_num_batched_tokens": 96} | options)
-    return create_on_device(model, config, FakeDevice(), "a test")[0]
+    return start_on_device(model, config, FakeDevice(), "a test").build()[0]
 
 
 def test_decode_rows_of_known_tokens_have_the_same_logits_in_every_captured_size(

@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from engine.batch.grammar import Grammars
-from engine.build.gpu import create_on_device
+from engine.batch.row_order import NO_LOGIT
+from engine.build.gpu import start_on_device
 from engine.config import EngineConfig, ResolvedConfig, SpeculativeConfig
 from engine.core.core import EngineCore
-from engine.execution.executor import LOST_TOKEN, NO_LOGIT, TorchExecutor
+from engine.execution.answers import LOST_TOKEN
+from engine.execution.executor import TorchExecutor
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.models.eager import EagerModel
 from engine.models.kv_cache import KVCache
@@ -52,8 +54,8 @@ def config(**settings: Any) -> EngineConfig:
 
 
 def make(model: Path, **settings: Any) -> tuple[DeviceExecutor, ResolvedConfig]:
-    executor, resolved = create_on_device(model, config(**settings), FakeDevice(), "a test")
-    executor._grammars = Grammars.of_bytes(VOCAB, EOS)
+    executor, resolved = start_on_device(model, config(**settings), FakeDevice(), "a test").build()
+    executor._answers.grammars = Grammars.of_bytes(VOCAB, EOS)
     return executor, resolved
 
 
@@ -241,7 +243,7 @@ def test_nothing_is_left_of_requests_that_end_at_any_moment(model: Path, overlap
     executor, resolved = make(model, overlap=overlap, num_speculative_tokens=0)
     for seed in range(10, 16):
         serve(executor, resolved, seed, cancel=0.5)
-        assert (executor._newest, executor._flying, list(executor._launched)) == ({}, {}, [])
+        assert (executor._answers.newest, executor._flying, list(executor._launched)) == ({}, {}, [])
 
 
 def test_a_pending_token_is_taken_on_the_device_from_the_step_before(executor: DeviceExecutor) -> None:
@@ -272,7 +274,7 @@ def test_a_request_that_is_forgotten_in_flight_leaves_no_token_behind(executor: 
     executor.launch(StepPlan(0, (chunk("a", TOKENS[:5], 0, 5, BLOCKS),)))
     executor.forget(["a"])
     executor.collect()
-    assert executor._newest == {}
+    assert executor._answers.newest == {}
     executor.launch(StepPlan(1, (decode("a", PENDING_TOKEN, 5, BLOCKS),)))
     assert executor.collect().failed == ((0, LOST_TOKEN),)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from engine.batch.inputs import build_inputs
 from engine.build.executor import create_executor
-from engine.build.gpu import create_on_device
+from engine.build.gpu import start_on_device
 from engine.config import ConfigError, EngineConfig
 from engine.core.core import EngineCore
 from engine.execution.gpu.cuda_graph_buckets import Bucket, plan_buckets
@@ -60,7 +60,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> FakeFlash:
 def make(model: Path, **options: Any) -> DeviceExecutor:
     engine = {"load_format": "dummy", "dtype": "float32", "num_kv_blocks": 20, "num_threads": 1}
     config = EngineConfig(**engine | {"max_num_seqs": 6, "max_num_batched_tokens": 96} | options)
-    return create_on_device(model, config, FakeDevice(), "a test")[0]
+    return start_on_device(model, config, FakeDevice(), "a test").build()[0]
 
 
 @pytest.fixture
@@ -135,11 +135,11 @@ def on_cpu(directory: Path, **options: Any) -> tuple[EngineConfig, torch.Tensor]
 def test_experts_by_torch_are_not_captured_and_compute_what_the_cpu_computes(tmp_path: Path) -> None:
     directory, why = write_model(tmp_path, **EXPERTS), "mixtures of experts by torch's operators wait for the device"
     config, want = on_cpu(directory)
-    executor, resolved = create_on_device(directory, replace(config, device="auto"), FakeDevice(), "a test")
+    executor, resolved = start_on_device(directory, replace(config, device="auto"), FakeDevice(), "a test").build()
     assert resolved.reasons["cuda_graphs"] == f"none: {why}; 0 sizes"
     torch.testing.assert_close(forced_logits(executor, TOKENS, BLOCKS, 17), want, atol=2e-4, rtol=1e-4)
     with pytest.raises(ConfigError, match=f"cuda_graphs is all, but {why}"):
-        create_on_device(directory, replace(config, device="auto", cuda_graphs="all"), FakeDevice(), "a test")
+        start_on_device(directory, replace(config, device="auto", cuda_graphs="all"), FakeDevice(), "a test").build()
 
 
 @pytest.mark.usefixtures("flash")
@@ -301,7 +301,7 @@ def test_each_step_says_which_capture_it_was_or_why_none(model: Path, captured: 
 def test_hits_and_misses_of_captures_add_up_to_the_steps(captured: DeviceExecutor, model: Path) -> None:
     engine = {"load_format": "dummy", "dtype": "float32", "num_kv_blocks": 20, "num_threads": 1}
     config = EngineConfig(**engine, max_num_seqs=6, max_num_batched_tokens=96, cuda_graphs="decode")
-    executor, resolved = create_on_device(model, config, FakeDevice(), "a test")
+    executor, resolved = start_on_device(model, config, FakeDevice(), "a test").build()
     core = EngineCore(executor, resolved)
     for number in range(3):
         sampling = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.0)

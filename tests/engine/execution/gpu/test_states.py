@@ -15,10 +15,10 @@ import torch
 
 from engine.batch.inputs import check_plan
 from engine.build.executor import create_executor
-from engine.build.gpu import create_on_device, largest_step
+from engine.build.gpu import largest_step, start_on_device
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig, SpeculativeConfig
 from engine.core.core import EngineCore
-from engine.execution.executor import StateLostError
+from engine.execution.device import StateLostError
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.execution.gpu.memory import MemoryUse, check_states_fit
 from engine.protocol import SamplingParams, Submission, Token
@@ -60,7 +60,7 @@ def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def create(model: Path, device: FakeDevice | None = None, **settings: Any) -> tuple[DeviceExecutor, ResolvedConfig]:
-    return create_on_device(model, EngineConfig(**SETTINGS | settings), device or FakeDevice(), "a test")
+    return start_on_device(model, EngineConfig(**SETTINGS | settings), device or FakeDevice(), "a test").build()
 
 
 def serve(core: EngineCore, rounds: int, prompts: Sequence[list[int]] = PROMPTS) -> list[list[int]]:

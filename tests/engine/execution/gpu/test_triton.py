@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.build.executor import create_executor
-from engine.build.gpu import create_on_device
+from engine.build.gpu import start_on_device
 from engine.config import EngineConfig
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.step import GraphUse, ScheduledRequest, StepPlan
@@ -54,7 +54,7 @@ def executors(model: Path) -> Iterator[dict[str, DeviceExecutor]]:
         }.items():
             limits: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 12, "attention": "triton"}
             config = EngineConfig(**SETTINGS | limits | graphs)
-            made[name], resolved = create_on_device(model, config, FakeDevice(), "a test")
+            made[name], resolved = start_on_device(model, config, FakeDevice(), "a test").build()
             assert resolved.kernels == made[name].model.ops.name == "triton"
     yield made
     for executor in made.values():
@@ -111,7 +111,7 @@ def test_float16_by_triton_gives_the_logits_of_the_reference_to_its_own_digits(
     monkeypatch.setattr("kernels.choice.TRITON_TABLE", TRITON_TABLE)
     limits: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 12, "attention": "triton"}
     config = EngineConfig(**SETTINGS | limits | {"dtype": "float16", "cuda_graphs": "none"})
-    executor, resolved = create_on_device(model, config, FakeDevice(), "a test")
+    executor, resolved = start_on_device(model, config, FakeDevice(), "a test").build()
     assert (resolved.dtype, executor.model.cache.layers[0][0].dtype) == ("float16", torch.float16)
     got = forced_logits(executor, TOKENS, BLOCKS, 7)
     executor.shutdown()

@@ -1,0 +1,134 @@
+"""Owns what an executor keeps of answers from step to step: each one's newest token, and how far its grammar is.
+Never runs a model, and never holds more than one token of an answer: plans bring the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from engine.batch.grammar import Grammars
+from engine.batch.inputs import is_lost
+from engine.batch.logit_controls import Within
+from engine.batch.row_order import Place
+from engine.step import (
+    GrammarRow,
+    RowFailure,
+    RowKind,
+    RowSampling,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+    answer_tokens,
+    grammar_rows,
+)
+
+LOST_TOKEN = RowFailure("The token to go on from was not sampled: its row failed in the step before.")
+
+_Masks = tuple[Within | None, Mapping[int, RowFailure]]
+"""What grammars allow, and why rows have no mask, by row."""
+_NO_MASKS: Future[_Masks] = Future()
+"""Of every step without grammars."""
+_NO_MASKS.set_result((None, MappingProxyType({})))
+
+
+class Sampled(NamedTuple):
+    """How the token after each place is chosen; see engine.batch.sampler.sample."""
+
+    rows: list[RowSampling]
+    positions: list[int]
+    """The chosen tokens' own."""
+    answers: list[tuple[int, ...]]
+    """The answer up to there; () where no control looks back."""
+
+
+class Answers:
+    """The answers of the requests that an executor has seen and not forgotten. One thread runs the steps."""
+
+    def __init__(self, grammars: Grammars | None) -> None:
+        """`grammars`: None where the model's directory has no tokenizer, or no token that ends an answer."""
+        self.grammars = grammars
+        self.newest: dict[str, int] = {}
+        """Request id -> the token it sampled last, which is what PENDING_TOKEN stands for in the next step."""
+        self._masker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-masks")
+
+    # --- before a step's tokens are chosen ----------------------------------------------------------------------------
+
+    @contextmanager
+    def masks(self, plan: StepPlan, places: Sequence[Place]) -> Iterator[Future[_Masks]]:
+        """What grammars allow at `places`, and rows that have no mask: found while the body runs, there at its end."""
+        rows = grammar_rows(plan, self.newest)
+        if not rows:
+            yield _NO_MASKS
+            return
+        assert self.grammars is not None
+        found = self._masker.submit(_fill_masks, self.grammars, rows, places)
+        try:
+            yield found
+        finally:
+            wait([found])  # the matchers are nobody else's until then
+
+    def sampled(self, plan: StepPlan, places: Sequence[Place]) -> Sampled:
+        rows = [plan.rows[place.number] for place in places]
+        return Sampled(
+            [row.sampling for row in rows if row.sampling is not None],
+            [row.start + place.offset + 1 for row, place in zip(rows, places, strict=True)],
+            [self._up_to(row, place.offset) for row, place in zip(rows, places, strict=True)],
+        )
+
+    def _up_to(self, row: ScheduledRequest, offset: int) -> tuple[int, ...]:
+        """What the answer holds once token `offset` of the row is part of it; () where no control looks back."""
+        answer = answer_tokens(row, self.newest)
+        return (*answer, *row.token_ids[1 : offset + 1]) if answer and row.kind is RowKind.DECODE else answer
+
+    # --- once they are ------------------------------------------------------------------------------------------------
+
+    def lost(self, plan: StepPlan) -> dict[int, RowFailure]:
+        """Rows that go on from a token which was never sampled. To be asked before `keep`."""
+        return {number: LOST_TOKEN for number, row in enumerate(plan.rows) if is_lost(row, self.newest)}
+
+    def keep(self, plan: StepPlan, output: StepOutput, *, limited: bool) -> StepOutput:
+        """Note the newest tokens; the output with what grammars force to follow. limited: grammars limit some row.
+
+        Where a row failed nothing is noted, so that the next step cannot go on from an older token.
+        """
+        if limited:
+            output = replace(output, drafts=self._forced(plan, output))
+        for number, _ in output.failed:
+            self.newest.pop(plan.rows[number].request_id, None)
+        for row, tokens in zip(plan.rows, output.sampled, strict=True):
+            if tokens:
+                self.newest[row.request_id] = tokens[-1]
+        return output
+
+    def _forced(self, plan: StepPlan, output: StepOutput) -> dict[int, tuple[int, ...]]:
+        assert self.grammars is not None
+        return {
+            number: forced
+            for number, row in grammar_rows(plan, self.newest)
+            if output.sampled[number] and (forced := self.grammars.forced(row.request_id, output.sampled[number]))
+        }
+
+    # --- requests that are gone ---------------------------------------------------------------------------------------
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.newest.pop(request_id, None)
+            if self.grammars is not None:
+                self.grammars.forget(request_id)
+
+    def shutdown(self) -> None:
+        self.newest.clear()
+        self._masker.shutdown()
+
+
+def _fill_masks(grammars: Grammars, rows: Sequence[tuple[int, GrammarRow]], places: Sequence[Place]) -> _Masks:
+    words, failed = grammars.masks([row for _, row in rows])
+    numbers = {number for number, _ in rows}
+    limited = torch.tensor([i for i, place in enumerate(places) if place.number in numbers])
+    return Within(limited, torch.from_numpy(words)), {rows[i][0]: why for i, why in failed.items()}
