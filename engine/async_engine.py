@@ -86,7 +86,7 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[Callable[[], list[Event]]] = queue.SimpleQueue()
         # A stream stays here until its terminal event, also when its reader has left: its id is taken until then.
         self._streams: dict[str, EventSink] = {}
-        self._tickets = itertools.count()
+        self._arrivals = itertools.count()
         self._load = core.load()
         self._observer: EngineObserver | None = None
         self._fault: str | None = None
@@ -214,7 +214,7 @@ class AsyncEngine:
     def _open(self, submission: Submission, sink: EventSink, *, prepared: bool) -> None:
         try:
             self._check_open(submission)
-            request = create_request(submission, self.config, next(self._tickets))
+            request = create_request(submission, self.config, next(self._arrivals))
             if submission.adapter is not None:
                 self.adapters.hold(submission.adapter, submission.request_id)
         except RequestRejected as error:

@@ -27,8 +27,8 @@ MAX_PASSED = 64
 2,000 took 4.6 ms of every step."""
 
 LOSES_LEAST: dict[str, Callable[[Request], tuple[int, ...]]] = {
-    "lifo": lambda request: (-request.ticket,),
-    "retract": lambda request: (request.num_output, -request.prompt_len, -request.ticket),
+    "lifo": lambda request: (-request.arrival_index,),
+    "retract": lambda request: (request.num_output, -request.prompt_len, -request.arrival_index),
 }
 """By preempt_policy: the first of those that are equally urgent gives up its memory."""
 
@@ -139,7 +139,7 @@ class _Planner:
         self._tokens_left = config.max_num_batched_tokens
         # The oldest request that holds memory is never a victim, so that somebody always gets on.
         running = chain(view.decoding.values(), view.prefilling.values())
-        self._elder = min(running, key=attrgetter("ticket"), default=None)
+        self._elder = min(running, key=attrgetter("arrival_index"), default=None)
         self._memory = self._admission()
 
     def _admission(self) -> Admission:
@@ -164,7 +164,7 @@ class _Planner:
         elif not self._preempted:
             self._defer(DeferReason.MODE)
         if not self._rows:
-            self._go_on_somehow()
+            self._force_progress()
         if self._preempted:
             self._defer(DeferReason.PREEMPTION)
         return Plan(
@@ -216,7 +216,7 @@ class _Planner:
 
     def _someone_is_about_to_finish(self) -> bool:
         few = self._policy.decode_finish_tokens
-        return bool(few) and any(r.max_new - r.num_output <= few for r in self._view.decoding.values())
+        return bool(few) and any(r.max_tokens - r.num_output <= few for r in self._view.decoding.values())
 
     def _prompt_starves(self) -> bool:
         first = next(iter(self._view.prefilling.values()), None)
@@ -237,7 +237,7 @@ class _Planner:
             not view.prefilling or (view.now - partial_since) * 1000 < policy.coalesce_partial_ms
         )
 
-    def _go_on_somehow(self) -> None:
+    def _force_progress(self) -> None:
         """The mode's own choice came to nothing: decode, or else make room for the oldest prompt."""
         self._decode()
         awaits_results = any(not r.num_decode_tokens for r in self._view.decoding.values())
@@ -337,7 +337,7 @@ class _Planner:
 
     def _youngest_prompt(self) -> Request | None:
         prompts = [r for r in _without(self._preempted, self._view.prefilling.values()) if r is not self._elder]
-        return max(prompts, key=lambda request: request.ticket, default=None)
+        return max(prompts, key=lambda request: request.arrival_index, default=None)
 
     def _make_room_for_elder(self, budget: int) -> None:
         """Prompts hold all memory and none can go on: take it from the youngest until the oldest can."""

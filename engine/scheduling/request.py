@@ -29,11 +29,11 @@ class Request:
     """
 
     request_id: str
-    ticket: int
+    arrival_index: int
     """Arrival order, kept for life."""
     token_ids: list[int]
     prompt_len: int
-    max_new: int
+    max_tokens: int
     """Most tokens to sample."""
     sampling: SamplingParams
     row_sampling: RowSampling
@@ -65,8 +65,8 @@ class Request:
     """What the hash of the first block builds on."""
     num_published: int = 0
     place: tuple[int, int] = (0, 0)
-    """Among the requests of one priority and tenant, the lowest is served first. (ticket, 0), which is the arrival's,
-    unless a preemption put it elsewhere. No two are equal, and it stays while the request waits."""
+    """Among the requests of one priority and tenant, the lowest is served first. It is (arrival_index, 0), unless a
+    preemption put it elsewhere. No two are equal, and it stays while the request waits."""
     was_scheduled: bool = False
     """The Scheduled event was sent; a preemption does not send it again."""
     num_overtakes: int = 0
@@ -97,26 +97,26 @@ class Request:
     @property
     def lifetime_tokens(self) -> int:
         """Positions whose KV is ever written: the last sampled token is not fed back."""
-        return self.prompt_len + max(self.max_new, 1) - 1
+        return self.prompt_len + max(self.max_tokens, 1) - 1
 
     @property
     def num_decode_tokens(self) -> int:
         """Tokens of the next decode row; 0 when the tokens in flight are the last."""
-        left = self.prompt_len + self.max_new - len(self.token_ids) - self.num_pending
+        left = self.prompt_len + self.max_tokens - len(self.token_ids) - self.num_pending
         return 1 + len(self.drafts) if left > 0 else 0
 
     @property
     def most_drafts(self) -> int:
         """How far drafts may go: as far as the answer may, but for its last token, which needs none after it."""
         early = self.num_output < self.sampling.min_tokens  # stop tokens are banned at one position a row
-        return 0 if early else self.max_new - self.num_output - 1
+        return 0 if early else self.max_tokens - self.num_output - 1
 
     def usage(self, *, stop_token: bool) -> Usage:
         return Usage(self.prompt_len, self.num_output + stop_token, self.cached)
 
     def next_sampling(self) -> RowSampling | None:
         """How the next token is chosen; None for a request that only has its prompt computed."""
-        if not self.max_new:
+        if not self.max_tokens:
             return None
         early = self.num_output + self.num_pending < self.sampling.min_tokens
         return self.early_sampling if early else self.row_sampling
@@ -160,7 +160,7 @@ class Request:
         )
 
 
-def create_request(submission: Submission, config: ResolvedConfig, ticket: int) -> Request:
+def create_request(submission: Submission, config: ResolvedConfig, arrival_index: int) -> Request:
     """Check a submission against what this engine can ever serve, and make its request.
 
     The prompt is hashed here, by whoever submits it: that takes milliseconds, and a step must not wait for it.
@@ -174,7 +174,7 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
     spans = tuple(sorted((*submission.atomic_spans, *atomic_spans(inputs, config))))
     _check_spans(spans, config)
     _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
-    max_new = _resolve_max_new(len(prompt), params.max_tokens, config)
+    max_tokens = _resolve_max_tokens(len(prompt), params.max_tokens, config)
     stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos_token_ids))
     _check_controls(params, stops, config.vocab_size)
     adapter = "" if submission.adapter is None else submission.adapter.digest
@@ -190,11 +190,11 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
     )
     request = Request(
         request_id=submission.request_id,
-        ticket=ticket,
+        arrival_index=arrival_index,
         token_ids=list(prompt),
         prompt_len=len(prompt),
-        max_new=max_new,
-        place=(ticket, 0),
+        max_tokens=max_tokens,
+        place=(arrival_index, 0),
         timeout_s=submission.timeout_s,
         queue_timeout_s=submission.queue_timeout_s,
         sampling=params,
@@ -299,27 +299,28 @@ def _check_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def _resolve_max_new(prompt_len: int, max_tokens: int | None, config: ResolvedConfig) -> int:
-    max_new = config.max_request_tokens - prompt_len if max_tokens is None else max_tokens
-    if prompt_len + max_new > config.max_model_len:
+def _resolve_max_tokens(prompt_len: int, asked: int | None, config: ResolvedConfig) -> int:
+    max_tokens = config.max_request_tokens - prompt_len if asked is None else asked
+    if prompt_len + max_tokens > config.max_model_len:
         raise RequestRejected(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             f"This model's maximum context length is {config.max_model_len} tokens. However, you requested "
-            f"{prompt_len + max_new} tokens: {prompt_len} in the prompt and {max_new} for the answer (max_tokens).",
+            f"{prompt_len + max_tokens} tokens: {prompt_len} in the prompt and {max_tokens} for the answer "
+            "(max_tokens).",
             "max_tokens",
             config.max_model_len - prompt_len,
-            max_new,
+            max_tokens,
         )
-    answer = max(max_new, 0 if max_tokens == 0 else 1)
+    answer = max(max_tokens, 0 if asked == 0 else 1)
     kept = prompt_len + max(answer, 1) - 1  # the last token's KV is never written
-    longest = config.max_request_tokens - (max_tokens == 0)  # and without an answer there is no such token
-    if max_new < answer or kept > config.num_kv_blocks * config.block_size:
+    longest = config.max_request_tokens - (asked == 0)  # and without an answer there is no such token
+    if max_tokens < answer or kept > config.num_kv_blocks * config.block_size:
         raise RequestRejected(
             ErrorCode.KV_CAPACITY_EXCEEDED,
             f"The KV cache of this engine holds requests of up to {longest} tokens. However, you "
             f"requested {prompt_len + answer}: {prompt_len} in the prompt and {answer} for the answer (max_tokens).",
-            "prompt" if max_tokens == 0 else "max_tokens",
-            longest if max_tokens == 0 else longest - prompt_len,
-            prompt_len if max_tokens == 0 else max_new,
+            "prompt" if asked == 0 else "max_tokens",
+            longest if asked == 0 else longest - prompt_len,
+            prompt_len if asked == 0 else max_tokens,
         )
-    return max_new
+    return max_tokens

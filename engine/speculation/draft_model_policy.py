@@ -163,7 +163,7 @@ class ModelDrafts:
         reader.num_read = self._read_for(request, reader.num_read)
         chance = reader.record.chance(0, self._common.chance(0, FIRST_GUESS, COMMON_WEIGHT), COMMON_WEIGHT)
         found = _Candidate(request, reader, chance, most)
-        num_left = request.max_new - request.num_output
+        num_left = request.max_tokens - request.num_output
         if self._asked.adaptive and not reading_pays(found.num_unread, num_left, chance, self._drafter):
             return None
         return found

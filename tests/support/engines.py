@@ -70,7 +70,7 @@ class RecordingCore(EngineCore):
         config = resolved_config(**overrides)
         self.plans: list[StepPlan] = []
         self.events: dict[str, list[Event]] = defaultdict(list)
-        self._tickets = count()
+        self._arrivals = count()
         self._hook = before_step
         executor = FakeExecutor(
             config.num_kv_blocks,
@@ -115,7 +115,7 @@ class RecordingCore(EngineCore):
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, *, prepared: bool = True, **fields: Any
     ) -> None:
         submission = Submission(request_id, prompt, params, **fields)
-        request = create_request(submission, self.config, next(self._tickets))
+        request = create_request(submission, self.config, next(self._arrivals))
         self.keep(self.submit(request, prepared=prepared))
 
     def keep(self, events: Sequence[Event]) -> Sequence[Event]:

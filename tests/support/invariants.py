@@ -44,7 +44,7 @@ class CheckedCore(RecordingCore):
         self.live: dict[str, Request] = {}
         self._next_start: dict[str, tuple[int, int]] = {}  # request id -> (least, most) start of its next row
         self._last_ratio, self._last_preemptions = self._scheduler.reserve_ratio, 0
-        self._progress = (-1, -1, 0)  # (the elder's ticket, its cursor, steps since it moved)
+        self._progress = (-1, -1, 0)  # (the elder's arrival index, its cursor, steps since it moved)
         self._give_up = self._scheduler.discard
         self._scheduler.discard = self._discard  # type: ignore[method-assign]
         self._make_plan = self._scheduler.plan
@@ -197,7 +197,7 @@ class CheckedCore(RecordingCore):
         assert len(victims) == len(plan.preempted), "I-4"
         assert not victims & {row.request for row in plan.rows}, "I-4"
         if victims:
-            assert min(running, key=lambda request: request.ticket) not in victims, "I-18"
+            assert min(running, key=lambda request: request.arrival_index) not in victims, "I-18"
             assert not any(row.prefix_blocks is not None for row in plan.rows), "no admission after a preemption"
 
     def _check_decodes(self, plan: Plan, now: float) -> None:
@@ -355,9 +355,9 @@ class CheckedCore(RecordingCore):
         if not running:
             self._progress = (-1, -1, 0)
             return
-        elder, policy = min(running, key=lambda request: request.ticket), self.config.scheduler
-        if self._progress[:2] != (elder.ticket, elder.computed):
-            self._progress = (elder.ticket, elder.computed, -1)
+        elder, policy = min(running, key=lambda request: request.arrival_index), self.config.scheduler
+        if self._progress[:2] != (elder.arrival_index, elder.computed):
+            self._progress = (elder.arrival_index, elder.computed, -1)
         self._progress = (*self._progress[:2], self._progress[2] + 1)
         bound_ms = policy.decode_starve_ms + policy.prefill_starve_ms + policy.priority_age_ms
         bound_ms += policy.coalesce_partial_ms + policy.coalesce_waiting_ms
