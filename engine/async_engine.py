@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
-from engine.adapter_cache import AdapterShelf
+from engine.adapter_cache import AdapterCache
 from engine.compilation import Compilation
 from engine.config import ResolvedConfig
 from engine.core.core import EngineCore
@@ -94,7 +94,7 @@ class AsyncEngine:
         self._draining = False
         self._stopping = False
         self._compilation = Compilation(core.compile_grammar, core.config)
-        self.adapters = AdapterShelf(core.adapters, core.config.max_loras)
+        self.adapters = AdapterCache(core.adapters, core.config.max_loras)
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from engine.multimodal_inputs import Encode, PlacedInput
+from engine.multimodal_inputs import EncodeJob, PlacedInput
 from engine.protocol import ErrorCode, TokenLogprobs
 
 PENDING_TOKEN = -1
@@ -104,7 +104,7 @@ class StateUse:
     """Where to copy the state to when all rows of the step have run."""
 
 
-class Reading(NamedTuple):
+class DraftContext(NamedTuple):
     """What the draft model reads of a request's text in a step; its K and V of all that is before are there.
 
         0 ......... start .............. end          end = start + len(token_ids)
@@ -152,7 +152,7 @@ class ScheduledRequest:
     """The rotary position of `start` less `start`, where no input covers it."""
     adapter: str = ""
     """The digest of the adapter that computes it, which the executor keeps; "": the model as it is."""
-    reading: Reading | None = None
+    draft_context: DraftContext | None = None
     """Of a decode row, for the draft model, before the row is computed; with DRAFT_TOKENs, up to the newest token."""
 
     @property
@@ -170,7 +170,7 @@ class StepPlan:
     """(from, to) state slots to copy, in this order, before anything else of the step."""
     dropped: tuple[bytes, ...] = ()
     """Digests of contents whose embeddings are not needed any more; they may be encoded again by this step."""
-    encodes: tuple[Encode, ...] = ()
+    encodes: tuple[EncodeJob, ...] = ()
     """Contents to have embeddings ready of, after `dropped` and before the rows; kept until they are dropped."""
 
     @property
@@ -304,7 +304,7 @@ class Capabilities:
     drafts: bool = False
     """Verifies several tokens in one row, and proposes those that a grammar forces."""
     draft_model: bool = False
-    """Has a draft model, which follows `ScheduledRequest.reading` and proposes what stands for DRAFT_TOKEN."""
+    """Has a draft model, which follows `ScheduledRequest.draft_context` and proposes what stands for DRAFT_TOKEN."""
     recurrent_state: bool = False
     """The model has state besides KV, which follows `StateUse`."""
     compile_grammar: Callable[[str], None] | None = None

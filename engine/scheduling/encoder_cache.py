@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import prod
 
-from engine.multimodal_inputs import Encode, PlacedInput, overlapping
+from engine.multimodal_inputs import EncodeJob, PlacedInput, overlapping
 from engine.scheduling.request import Request
 
 
@@ -81,14 +81,14 @@ class EncoderCache:
             self.hold(one.digest, request.request_id)
         return needed
 
-    def encodes(self, requests: Iterable[tuple[Request, tuple[PlacedInput, ...]]]) -> tuple[Encode, ...]:
+    def encodes(self, requests: Iterable[tuple[Request, tuple[PlacedInput, ...]]]) -> tuple[EncodeJob, ...]:
         """What has to be encoded for rows that have begun."""
         found = []
         for request, needed in requests:
             for one in needed:
                 if self.use(one.digest, prod(one.grid)):
                     given = next(given for given in request.inputs if given.start == one.start)
-                    found.append(Encode(one.digest, given.grid, given.data))
+                    found.append(EncodeJob(one.digest, given.grid, given.data))
         return tuple(found)
 
     def advance(self, request: Request, end: int) -> None:

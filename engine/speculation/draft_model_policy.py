@@ -12,7 +12,7 @@ from engine.scheduling.planner import Plan
 from engine.scheduling.request import Request
 from engine.speculation.draft_budget import Beside, Costs, ModelCosts, Wish, choose_model_lengths, reading_pays
 from engine.speculation.speculation import COMMON_MEMORY, COMMON_WEIGHT, OWN_MEMORY, Probes, Record, Turns
-from engine.step import DRAFT_TOKEN, Reading, RowKind, ScheduledRequest, StepPlan
+from engine.step import DRAFT_TOKEN, DraftContext, RowKind, ScheduledRequest, StepPlan
 
 FIRST_GUESS = 0.6
 """How often a token of the draft model is right, before any was judged."""
@@ -212,14 +212,14 @@ class ModelDrafts:
             if page := self._pages.pop(row.block_ids[number], None):
                 kept = page.token_ids[: max(0, start - number * self._block_size)]
                 self._pages[row.block_ids[number]] = Page(page.root, kept)
-        return replace(row, reading=Reading(start, tuple(request.token_ids[start:end])))
+        return replace(row, draft_context=DraftContext(start, tuple(request.token_ids[start:end])))
 
     def has_read(self, request: Request, row: ScheduledRequest, num_sampled: int) -> None:
         """The row was computed, and gave so many tokens: the K and V of accepted drafts are good, but for the last of
         the proposed ones, which was not read."""
-        if row.reading is None:
+        if row.draft_context is None:
             return
-        reader, end = self._readers[request.request_id], row.reading.end
+        reader, end = self._readers[request.request_id], row.draft_context.end
         if DRAFT_TOKEN in row.token_ids:
             end += min(num_sampled - 1, len(row.token_ids) - 2)
         for number in range(reader.num_read // self._block_size, -(-end // self._block_size)):
