@@ -4,7 +4,7 @@ Never holds a tensor or a reference to a live request: a plan is a frozen pictur
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -104,6 +104,16 @@ class StateUse:
     """Where to copy the state to when all rows of the step have run."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """What stands in a row besides text, and before it."""
+
+    placed: tuple[PlacedInput, ...]
+    """Those with tokens in the row, in order; each was encoded by this step or one before, and not dropped."""
+    shift: int = 0
+    """The rotary position of the row's start less the start, where no input covers it."""
+
+
 class DraftContext(NamedTuple):
     """What the draft model reads of a request's text in a step; its K and V of all that is before are there.
 
@@ -140,16 +150,16 @@ class ScheduledRequest:
     block_ids: tuple[int, ...]
     sampling: RowSampling | None
     """None: nothing is sampled, as for every MIDDLE row."""
+    _: KW_ONLY
+    # What few rows have.
     scoring: PromptScoring | None = None
     state: StateUse | None = None
     pool_from: int | None = None
     """Return the sum of the final hidden states at positions [pool_from, end); None: of none."""
     answer: tuple[int, ...] = ()
     """The answer's tokens before this row's drafts, where its controls look back; the last may be PENDING_TOKEN."""
-    inputs: tuple[PlacedInput, ...] = ()
-    """What stands in the row besides text, in order; each was encoded by this step or one before, and not dropped."""
-    position_shift: int = 0
-    """The rotary position of `start` less `start`, where no input covers it."""
+    inputs: RowInputs | None = None
+    """None: the row is text, and so is all before it."""
     adapter: str = ""
     """The digest of the adapter that computes it, which the executor keeps; "": the model as it is."""
     draft_context: DraftContext | None = None

@@ -101,7 +101,9 @@ class ModelDrafts:
         """Places for drafted tokens, by request; of those for which no grammar forces any, and () where places that no
         step has used are taken back."""
         self._due = {}
-        places = dict.fromkeys((r.request_id for r in decoding if r.drafts and r.draft_method == self.method), 0)
+        places = dict.fromkeys(
+            (r.request_id for r in decoding if r.drafts is not None and r.drafts.method == self.method), 0
+        )
         if decoding and self._pays_beside(len(decoding)):
             places |= self._choose(decoding)
         return [(r, (DRAFT_TOKEN,) * places[r.request_id]) for r in decoding if r.request_id in places]
@@ -122,8 +124,8 @@ class ModelDrafts:
         """How many tokens each request is drafted, where it is any; and what has to be read for that."""
         candidates, num_forced, num_bare = [], 0, 0
         for request in decoding:
-            if request.drafts and request.draft_method != self.method:
-                num_forced += len(request.drafts)
+            if request.drafts is not None and request.drafts.method != self.method:
+                num_forced += len(request.drafts.token_ids)
             elif candidate := self._candidate(request):
                 candidates.append(candidate)
             else:

@@ -141,8 +141,8 @@ class Speculation:
         found: list[_Found] = []
         num_forced, num_bare, to_index = 0, 0, MOST_INDEXED
         for request in decoding:
-            if request.drafts:
-                num_forced += len(request.drafts)
+            if request.drafts is not None:
+                num_forced += len(request.drafts.token_ids)
                 continue
             lookup = self._lookups.get(request.request_id)
             if lookup is None:

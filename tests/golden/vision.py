@@ -11,7 +11,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from engine.execution.executor import TorchExecutor
 from engine.multimodal_inputs import EncodeJob, overlapping, place_inputs, shift_at
-from engine.step import RowKind, ScheduledRequest, StepPlan
+from engine.step import RowInputs, RowKind, ScheduledRequest, StepPlan
 from tests.support.image_files import make_image
 from tests.support.plans import greedy
 from tests.support.tiny_vision import TEXT_VOCAB, Shown, show
@@ -63,8 +63,7 @@ def forced_logits(executor: TorchExecutor, prompt: Shown, chunk_size: int | None
             tuple(tokens[start:end]),
             blocks,
             greedy() if last else None,
-            inputs=overlapping(placed, start, end),
-            position_shift=shift_at(placed, start),
+            inputs=RowInputs(overlapping(placed, start, end), shift_at(placed, start)),
         )
         parts.append(executor.logits(StepPlan(start, (row,), encodes=() if start else encodes)).float())
     return torch.cat(parts)

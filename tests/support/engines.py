@@ -7,7 +7,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.config import FakeConfig, ResolvedConfig, SchedulerConfig
 from engine.core.core import EngineCore
@@ -16,10 +16,12 @@ from engine.fake.draft_model import FakeDraftModel
 from engine.fake.executor import FakeExecutor
 from engine.protocol import Event, Finished, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
+from engine.scheduling.resources import Resource
 from engine.step import ScheduledRequest, StepPlan, TokenMasks
 
 EOS = 0
 VOCAB = 32
+Held = TypeVar("Held", bound=Resource)
 
 
 def resolved_config(**overrides: Any) -> ResolvedConfig:
@@ -153,6 +155,12 @@ class RecordingCore(EngineCore):
         last = self.events[request_id][-1]
         assert isinstance(last, Finished), last
         return last
+
+
+def resource_of(core: EngineCore, kind: type[Held]) -> Held:
+    """The resource of this kind that the core's requests hold. ValueError: they hold none."""
+    (found,) = (resource for resource in core._scheduler.resources if isinstance(resource, kind))
+    return found
 
 
 def answer_alone(prompt: Sequence[int], **sampling: Any) -> list[int]:

@@ -34,7 +34,7 @@ def chunks_planned(config: ResolvedConfig, blocks: BlockManager, *prompts: Reque
         prefilling={request.request_id: request for request in prompts},
         decoding={},
         blocks=blocks,
-        snapshots=None,
+        resources=(),
         promised_blocks=0,
         ratio=0.5,
         now=0.0,

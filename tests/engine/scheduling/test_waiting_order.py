@@ -150,16 +150,15 @@ def long_queue(num_tenants: int = 1, requeue: str = "arrival") -> tuple[WaitingQ
     requests = []
     for arrival_index in range(MANY + 16):
         request = Request(
-            str(arrival_index),
-            arrival_index,
-            template.token_ids,
-            3,
-            9,
-            template.sampling,
-            template.row_sampling,
-            template.early_sampling,
-            template.stop_token_ids,
-            3,
+            request_id=str(arrival_index),
+            arrival_index=arrival_index,
+            token_ids=template.token_ids,
+            prompt_len=3,
+            max_tokens=9,
+            sampling=template.sampling,
+            row_sampling=template.row_sampling,
+            stop_token_ids=template.stop_token_ids,
+            answer_start=3,
             tenant=f"t{arrival_index % num_tenants}",
             place=(Key(arrival_index), 0),
         )

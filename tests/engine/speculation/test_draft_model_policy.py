@@ -314,7 +314,7 @@ def test_drafts_are_given_up_before_anybodys_memory_is() -> None:
         core.send(f"r{i}", [1 + i] * 4, max_tokens=30, ignore_eos=True)
     gave_up = 0
     while core.has_work:
-        asked = sum(len(request.drafts) for request in core._scheduler.decoding.values())
+        asked = sum(len(r.drafts.token_ids) for r in core._scheduler.decoding.values() if r.drafts is not None)
         core.keep(core.step())
         decodes = [row for row in core.plans[-1].rows if row.kind is RowKind.DECODE]
         if core.last_step.preempted:
