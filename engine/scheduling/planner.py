@@ -415,6 +415,9 @@ class _Planner:
                 count = allowance.reach(request, start, start + count, gone) - start
         return count
 
+    def _is_kept_from(self, request: Request) -> bool:
+        return any(allowance.is_kept_from(request) for allowance in self._allowances)
+
     def _put_off(self, request: Request) -> None:
         for allowance in self._allowances:
             allowance.put_off(request)
@@ -432,7 +435,7 @@ class _Planner:
             if seats <= 0 or budget <= 0:
                 self._defer(DeferReason.SEATS if seats <= 0 else DeferReason.TOKENS)
                 break
-            if any(allowance.is_kept_from(request) for allowance in self._allowances):
+            if self._allowances and self._is_kept_from(request):
                 self._skipped[request] = None
                 continue
             prefix = self._match_prefix(request)
