@@ -778,8 +778,8 @@ MUTATIONS = (
         "I-13 hit",
         "A prefix hit ends inside a span.",
         "engine/scheduling/planner.py",
-        "if request.spans is not None and (cut :=",
-        "if request.spans is None and (cut :=",
+        "request.spans.cut_at(num_blocks * self._block_size)",
+        "request.spans.cut_at(-1)",
         (SPANS,),
     ),
     Mutation(

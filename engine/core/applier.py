@@ -91,13 +91,13 @@ class Applier:
     def _score(self, request: Request, row: PlannedRow, scores: tuple[TokenLogprobs, ...]) -> list[Event]:
         """Add to the prompt's log-probabilities; they are sent once, with the prompt's last chunk."""
         assert request.scoring is not None
-        found = request.scoring.logprobs
-        found += scores
+        logprobs = request.scoring.logprobs
+        logprobs += scores
         if row.kind is not RowKind.LAST:
             return []
-        assert len(found) == request.prompt_len - 1, "every prompt token but the first has one"
+        assert len(logprobs) == request.prompt_len - 1, "every prompt token but the first has one"
         request.scoring = None
-        return [PromptLogprobs(request.request_id, tuple(found))]
+        return [PromptLogprobs(request.request_id, tuple(logprobs))]
 
     def _accept(
         self,

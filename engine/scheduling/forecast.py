@@ -32,10 +32,10 @@ Share = tuple[Sequence[int], Sequence[int]]
 
 def horizons_up_to(clip: int) -> tuple[int, ...]:
     """Tokens from now at which memory is looked at: 16, twice that and so on, and `clip`."""
-    found = [FIRST_HORIZON]
-    while found[-1] < clip:
-        found.append(found[-1] * 2)
-    return (*(horizon for horizon in found if horizon < clip), clip)
+    horizons = [FIRST_HORIZON]
+    while horizons[-1] < clip:
+        horizons.append(horizons[-1] * 2)
+    return (*(horizon for horizon in horizons if horizon < clip), clip)
 
 
 @dataclass(slots=True)

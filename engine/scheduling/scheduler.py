@@ -23,6 +23,7 @@ from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind, ScheduledRequest, StepPlan
 
 NO_PARTS = RowParts()
+"""For all rows of a model whose requests hold nothing but blocks; never changed."""
 
 
 class Scheduler:

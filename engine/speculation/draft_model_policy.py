@@ -164,11 +164,11 @@ class ModelDrafts:
             reader.epoch, reader.num_read = request.epoch, 0
         reader.num_read = self._read_for(request, reader.num_read)
         chance = reader.record.chance(0, self._common.chance(0, FIRST_GUESS, COMMON_WEIGHT), COMMON_WEIGHT)
-        found = _Candidate(request, reader, chance, most)
+        candidate = _Candidate(request, reader, chance, most)
         num_left = request.max_tokens - request.num_output
-        if self._asked.adaptive and not reading_pays(found.num_unread, num_left, chance, self._drafter):
+        if self._asked.adaptive and not reading_pays(candidate.num_unread, num_left, chance, self._drafter):
             return None
-        return found
+        return candidate
 
     def _read_for(self, request: Request, num_read: int) -> int:
         """How many of a request's tokens are read: `num_read`, and what was for others who share its blocks. The newest
@@ -187,10 +187,10 @@ class ModelDrafts:
     def _lengths(self, candidates: list[_Candidate], beside: Beside) -> list[int]:
         room = max(0, self._most_tokens - beside.num_rows - beside.num_forced)
         if not self._asked.adaptive:
-            return [max(0, min(each.most, room // len(candidates))) for each in candidates]
-        wishes = [Wish(each.chance, each.most) for each in candidates]
+            return [max(0, min(candidate.most, room // len(candidates))) for candidate in candidates]
+        wishes = [Wish(candidate.chance, candidate.most) for candidate in candidates]
         lengths = choose_model_lengths(wishes, beside, room, self._costs, self._drafter)
-        self._probes.add([each.reader.turns for each in candidates], lengths, room)
+        self._probes.add([candidate.reader.turns for candidate in candidates], lengths, room)
         return lengths
 
     # --- what is read for it ----------------------------------------------------------------------------------------
