@@ -1342,7 +1342,7 @@ MUTATIONS = (
         "A prefix hit of a hybrid model starts where no state was kept.",
         "engine/scheduling/state_slots.py",
         "        while num_blocks and self.snapshots.find(",
-        "        while not num_blocks and self.snapshots.find(",
+        "        while num_blocks < 0 and self.snapshots.find(",
         (STATES,),
     ),
     Mutation(
