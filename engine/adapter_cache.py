@@ -12,7 +12,7 @@ from engine.protocol import AdapterRef, ErrorCode, RequestRejected
 from engine.step import AdapterError, AdapterHost
 
 
-class AdapterShelf:
+class AdapterCache:
     """Of one engine; any thread may use it. Adapters are told apart by the digest of their files, never by a name.
 
     At most `most` are in memory. One that is not held by a live request makes room, the least recently used first, and

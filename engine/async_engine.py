@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
-from engine.adapter_cache import AdapterShelf
+from engine.adapter_cache import AdapterCache
 from engine.compilation import Compilation
 from engine.config import ResolvedConfig
 from engine.core.core import EngineCore
@@ -86,7 +86,7 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[Callable[[], list[Event]]] = queue.SimpleQueue()
         # A stream stays here until its terminal event, also when its reader has left: its id is taken until then.
         self._streams: dict[str, EventSink] = {}
-        self._tickets = itertools.count()
+        self._arrivals = itertools.count()
         self._load = core.load()
         self._observer: EngineObserver | None = None
         self._fault: str | None = None
@@ -94,7 +94,7 @@ class AsyncEngine:
         self._draining = False
         self._stopping = False
         self._compilation = Compilation(core.compile_grammar, core.config)
-        self.adapters = AdapterShelf(core.adapters, core.config.max_loras)
+        self.adapters = AdapterCache(core.adapters, core.config.max_loras)
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
 
@@ -214,7 +214,7 @@ class AsyncEngine:
     def _open(self, submission: Submission, sink: EventSink, *, prepared: bool) -> None:
         try:
             self._check_open(submission)
-            request = create_request(submission, self.config, next(self._tickets))
+            request = create_request(submission, self.config, next(self._arrivals))
             if submission.adapter is not None:
                 self.adapters.hold(submission.adapter, submission.request_id)
         except RequestRejected as error:

@@ -90,7 +90,7 @@ class PlacedInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Encode:
+class EncodeJob:
     """Work of a step besides its rows: have a content's embeddings ready, before the rows run."""
 
     digest: bytes

@@ -4,11 +4,11 @@ Never holds a tensor or a reference to a live request: a plan is a frozen pictur
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from engine.multimodal_inputs import Encode, PlacedInput
+from engine.multimodal_inputs import EncodeJob, PlacedInput
 from engine.protocol import ErrorCode, TokenLogprobs
 
 PENDING_TOKEN = -1
@@ -104,7 +104,17 @@ class StateUse:
     """Where to copy the state to when all rows of the step have run."""
 
 
-class Reading(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """What stands in a row besides text, and before it."""
+
+    placed: tuple[PlacedInput, ...]
+    """Those with tokens in the row, in order; each was encoded by this step or one before, and not dropped."""
+    shift: int = 0
+    """The rotary position of the row's start less the start, where no input covers it."""
+
+
+class DraftContext(NamedTuple):
     """What the draft model reads of a request's text in a step; its K and V of all that is before are there.
 
         0 ......... start .............. end          end = start + len(token_ids)
@@ -140,19 +150,19 @@ class ScheduledRequest:
     block_ids: tuple[int, ...]
     sampling: RowSampling | None
     """None: nothing is sampled, as for every MIDDLE row."""
+    _: KW_ONLY
+    # What few rows have.
     scoring: PromptScoring | None = None
     state: StateUse | None = None
     pool_from: int | None = None
     """Return the sum of the final hidden states at positions [pool_from, end); None: of none."""
     answer: tuple[int, ...] = ()
     """The answer's tokens before this row's drafts, where its controls look back; the last may be PENDING_TOKEN."""
-    inputs: tuple[PlacedInput, ...] = ()
-    """What stands in the row besides text, in order; each was encoded by this step or one before, and not dropped."""
-    position_shift: int = 0
-    """The rotary position of `start` less `start`, where no input covers it."""
+    inputs: RowInputs | None = None
+    """None: the row is text, and so is all before it."""
     adapter: str = ""
     """The digest of the adapter that computes it, which the executor keeps; "": the model as it is."""
-    reading: Reading | None = None
+    draft_context: DraftContext | None = None
     """Of a decode row, for the draft model, before the row is computed; with DRAFT_TOKENs, up to the newest token."""
 
     @property
@@ -170,7 +180,7 @@ class StepPlan:
     """(from, to) state slots to copy, in this order, before anything else of the step."""
     dropped: tuple[bytes, ...] = ()
     """Digests of contents whose embeddings are not needed any more; they may be encoded again by this step."""
-    encodes: tuple[Encode, ...] = ()
+    encodes: tuple[EncodeJob, ...] = ()
     """Contents to have embeddings ready of, after `dropped` and before the rows; kept until they are dropped."""
 
     @property
@@ -304,7 +314,7 @@ class Capabilities:
     drafts: bool = False
     """Verifies several tokens in one row, and proposes those that a grammar forces."""
     draft_model: bool = False
-    """Has a draft model, which follows `ScheduledRequest.reading` and proposes what stands for DRAFT_TOKEN."""
+    """Has a draft model, which follows `ScheduledRequest.draft_context` and proposes what stands for DRAFT_TOKEN."""
     recurrent_state: bool = False
     """The model has state besides KV, which follows `StateUse`."""
     compile_grammar: Callable[[str], None] | None = None

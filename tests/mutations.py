@@ -116,8 +116,8 @@ MUTATIONS = (
         "S1-R8 a",
         "A lifetime counts the KV of the last token, which is never written.",
         "engine/scheduling/request.py",
-        "return self.prompt_len + max(self.max_new, 1) - 1",
-        "return self.prompt_len + max(self.max_new, 1)",
+        "return self.prompt_len + max(self.max_tokens, 1) - 1",
+        "return self.prompt_len + max(self.max_tokens, 1)",
         (CORE, PLANNER),
     ),
     Mutation(
@@ -321,8 +321,8 @@ MUTATIONS = (
         "S5-R1 a",
         "An answer counts in full for admission, whatever the clip.",
         "engine/scheduling/reservation.py",
-        "return min(request.max_new - request.num_output, clip)",
-        "return request.max_new - request.num_output",
+        "return min(request.max_tokens - request.num_output, clip)",
+        "return request.max_tokens - request.num_output",
         (PLANNER,),
     ),
     Mutation(
@@ -346,8 +346,8 @@ MUTATIONS = (
         "S5-R12",
         "A preempted request reserves its whole answer again, not what is left of it.",
         "engine/scheduling/reservation.py",
-        "return min(request.max_new - request.num_output, clip)",
-        "return min(request.max_new, clip)",
+        "return min(request.max_tokens - request.num_output, clip)",
+        "return min(request.max_tokens, clip)",
         (PLANNER,),
     ),
     Mutation(
@@ -468,8 +468,8 @@ MUTATIONS = (
         "I-18",
         "Retraction takes the longest answer, which loses most.",
         "engine/scheduling/planner.py",
-        "lambda request: (request.num_output, -request.prompt_len, -request.ticket)",
-        "lambda request: (-request.num_output, -request.prompt_len, -request.ticket)",
+        "lambda request: (request.num_output, -request.prompt_len, -request.arrival_index)",
+        "lambda request: (-request.num_output, -request.prompt_len, -request.arrival_index)",
         (PLANNER,),
     ),
     Mutation(
@@ -521,16 +521,16 @@ MUTATIONS = (
     Mutation(
         "S4-R12",
         "The last block of a prompt counts as a hit, so that no token is left to compute.",
-        "engine/scheduling/planner.py",
-        "most = (len(request.token_ids) - 1) // self._block_size",
-        "most = len(request.token_ids) // self._block_size",
+        "engine/scheduling/request.py",
+        "count = len(self.token_ids) - 1",
+        "count = len(self.token_ids)",
         (CORE,),
     ),
     Mutation(
         "S5-R18",
         "A request that waits looks its prefix up in every step.",
         "engine/scheduling/planner.py",
-        "        if epoch != caches:\n",
+        "        if epoch != self._cache_epoch:\n",
         "        if epoch is not None:\n",
         (SCHEDULER,),
     ),
@@ -542,18 +542,15 @@ MUTATIONS = (
             if row.prefix_blocks is not None:  # all claims first: an allocation below must not evict them
                 self._admit(row.request, row.prefix_blocks)
         self._keep_ratio(plan)
-        moves = self._states.take_moves() if self._states else ()
-        restores = [self._snapshot(row) for row in plan.rows]  # all of them first: a save below may overwrite one
-        rows = tuple(self._schedule(row, restore, now) for row, restore in zip(plan.rows, restores, strict=True))
-        step = StepPlan(self._next_step_id, rows, moves)
+        rows = tuple(self._schedule(row, now) for row in plan.rows)
 """,
         """        self._keep_ratio(plan)
         scheduled = []
         for row in plan.rows:
             if row.prefix_blocks is not None:
                 self._admit(row.request, row.prefix_blocks)
-            scheduled.append(self._schedule(row, self._snapshot(row), now))
-        step = StepPlan(self._next_step_id, tuple(scheduled), self._states.take_moves() if self._states else ())
+            scheduled.append(self._schedule(row, now))
+        rows = tuple(scheduled)
 """,
         (GAPS,),
     ),
@@ -712,8 +709,8 @@ MUTATIONS = (
         "S1-R10 a",
         "One random seed is drawn a step, so that a sample depends on who else was there before.",
         "engine/scheduling/scheduler.py",
-        "sampling = None if row.kind is RowKind.MIDDLE else request.next_sampling()\n",
-        "sampling = None if row.kind is RowKind.MIDDLE else request.next_sampling()\n"
+        "sampling = None if kind is RowKind.MIDDLE else request.next_sampling()\n",
+        "sampling = None if kind is RowKind.MIDDLE else request.next_sampling()\n"
         "        sampling = sampling and __import__('dataclasses').replace(sampling, seed=self._next_step_id)\n",
         (CORE,),
     ),
@@ -777,7 +774,7 @@ MUTATIONS = (
         "S2-R5",
         "A chunk that leaves part of its prompt asks for a sample.",
         "engine/scheduling/scheduler.py",
-        "sampling = None if row.kind is RowKind.MIDDLE else request.next_sampling()",
+        "sampling = None if kind is RowKind.MIDDLE else request.next_sampling()",
         "sampling = request.next_sampling()",
         (CORE,),
     ),
@@ -786,8 +783,8 @@ MUTATIONS = (
         "S2-R8 a",
         "A chunk ends inside a span that must not be cut.",
         "engine/scheduling/chunk_policy.py",
-        "        if span is None:\n            return end\n",
-        "        if span is None or span:\n            return end\n",
+        "        if cut is None:\n            return end\n",
+        "        if cut is None or cut:\n            return end\n",
         (SPANS,),
     ),
     Mutation(
@@ -802,8 +799,8 @@ MUTATIONS = (
         "I-13 hit",
         "A prefix hit ends inside a span.",
         "engine/scheduling/planner.py",
-        "            if cut is not None:\n",
-        "            if cut is not None and cut < 0:\n",
+        "request.spans.cut_at(num_blocks * self._block_size)",
+        "request.spans.cut_at(-1)",
         (SPANS,),
     ),
     Mutation(
@@ -882,9 +879,9 @@ MUTATIONS = (
     Mutation(
         "S2-B16",
         "Positions go on after an image as if each of its tokens took one.",
-        "engine/scheduling/scheduler.py",
-        "shift_at(request.placed_inputs, row.start) if request.inputs else 0,",
-        "0,",
+        "engine/scheduling/request_parts.py",
+        "overlapping(self.placed, start, end), shift_at(self.placed, start))",
+        "overlapping(self.placed, start, end), 0)",
         (INPUTS,),
     ),
     Mutation(
@@ -907,16 +904,16 @@ MUTATIONS = (
         "encoder c",
         "What a failed step was to encode is taken for encoded.",
         "engine/core/core.py",
-        "            self._scheduler.lose_encoded(launched.step)\n",
+        "            self._scheduler.lose(launched.step)\n",
         "",
         (INPUTS,),
     ),
     Mutation(
         "encoder d",
         "A request that ends before its images are computed holds them for ever.",
-        "engine/scheduling/scheduler.py",
-        "            self.encoder.leave(request)\n",
-        "            pass\n",
+        "engine/scheduling/encoder_cache.py",
+        "    def release(self, request: Request) -> None:\n        for placed in _placed(request):\n",
+        "    def release(self, request: Request) -> None:\n        for placed in ():\n",
         (INPUTS,),
     ),
     Mutation(
@@ -988,17 +985,17 @@ MUTATIONS = (
     Mutation(
         "S3-R2 a",
         "The last position of each chunk is not scored: the seam loses a token.",
-        "engine/scheduling/request.py",
-        "min(self.scheduled + count + 1, self.prompt_len)",
-        "min(self.scheduled + count, self.prompt_len)",
+        "engine/scheduling/request_parts.py",
+        "min(end + 1, prompt_len)",
+        "min(end, prompt_len)",
         (SCORING,),
     ),
     Mutation(
         "S3-R2 b",
         "A position is scored for the token that stands at it, not for the next.",
-        "engine/scheduling/request.py",
-        "self.token_ids[first + 1 :",
-        "self.token_ids[first:",
+        "engine/scheduling/request_parts.py",
+        "tuple(token_ids[first + 1 :",
+        "tuple(token_ids[first:",
         (SCORING,),
     ),
     Mutation(
@@ -1013,24 +1010,24 @@ MUTATIONS = (
         "S3-R3 a",
         "Log-probabilities of the prompt are sent again after a preemption.",
         "engine/core/applier.py",
-        "        request.prompt_logprobs = None\n",
+        "        request.scoring = None\n",
         "",
         (SCORING,),
     ),
     Mutation(
         "S3-R3 b",
         "A preempted prompt scores its positions again, onto what it has.",
-        "engine/scheduling/request.py",
-        "first = max(self.scheduled, len(self.prompt_logprobs))",
-        "first = self.scheduled",
+        "engine/scheduling/request_parts.py",
+        "first = max(start, len(self.logprobs))",
+        "first = start",
         (SCORING,),
     ),
     Mutation(
         "S3-R7",
         "A prefix hit covers positions that must be scored.",
-        "engine/scheduling/planner.py",
-        "            if request.prompt_logprobs is not None:  #",
-        "            if request.prompt_logprobs == ():  #",
+        "engine/scheduling/request.py",
+        "        if self.scoring is not None:\n            count",
+        "        if self.scoring == ():\n            count",
         (SCORING,),
     ),
     Mutation(
@@ -1070,8 +1067,8 @@ MUTATIONS = (
         "S4-R8 a",
         "A request is launched beyond the end of its answer, whose last token is in flight.",
         "engine/scheduling/request.py",
-        "return 1 + len(self.drafts) if left > 0 else 0",
-        "return 1 + len(self.drafts)",
+        "        if left <= 0:\n            return 0\n",
+        "",
         (OVERLAP,),
     ),
     Mutation(
@@ -1159,15 +1156,15 @@ MUTATIONS = (
         "I-35 c",
         "Drafts reach beyond the last token that may be sampled.",
         "engine/scheduling/request.py",
-        "return 0 if early else self.max_new - self.num_output - 1",
-        "return 0 if early else self.max_new",
+        "return 0 if early else self.max_tokens - self.num_output - 1",
+        "return 0 if early else self.max_tokens",
         (DRAFTS,),
     ),
     Mutation(
         "I-35 d",
         "A preempted request keeps its drafts.",
         "engine/scheduling/scheduler.py",
-        "        request.drafts = ()\n",
+        "        request.drafts = None\n",
         "",
         (DRAFTS,),
     ),
@@ -1183,8 +1180,8 @@ MUTATIONS = (
         "I-30 b",
         "A row whose stop tokens are banned carries drafts beyond min_tokens, where they are not.",
         "engine/scheduling/request.py",
-        "return 0 if early else self.max_new - self.num_output - 1",
-        "return self.max_new - self.num_output - 1",
+        "return 0 if early else self.max_tokens - self.num_output - 1",
+        "return self.max_tokens - self.num_output - 1",
         (DRAFTS,),
     ),
     # --- drafts that are looked up ------------------------------------------------------------------------------------
@@ -1200,8 +1197,8 @@ MUTATIONS = (
         "I-35 e",
         "A row that gives up some of its drafts gives up none.",
         "engine/scheduling/request.py",
-        "return (known + self.drafts)[:count] if known",
-        "return known + self.drafts if known",
+        "(known + self.drafts.token_ids)[:count]",
+        "known + self.drafts.token_ids",
         (DRAFTS,),
     ),
     Mutation(
@@ -1296,8 +1293,8 @@ MUTATIONS = (
         "Proposed f",
         "Places for drafts that a step did not use stay, and nothing is read for them.",
         "engine/speculation/draft_model_policy.py",
-        "if r.drafts and r.draft_method == self.method), 0)",
-        "if False), 0)",
+        "if r.drafts is not None and r.drafts.method == self.method),",
+        "if False),",
         (MODEL_DRAFTS,),
     ),
     Mutation(
@@ -1346,9 +1343,11 @@ MUTATIONS = (
     Mutation(
         "I-9 e",
         "A save takes the snapshot that a later row of the step starts from.",
-        "engine/scheduling/scheduler.py",
-        "rows = tuple(self._schedule(row, restore, now) for row, restore in zip(plan.rows, restores, strict=True))",
-        "rows = tuple(self._schedule(row, self._snapshot(row), now) for row in plan.rows)",
+        "engine/scheduling/state_slots.py",
+        "        due = self._stride and end",
+        "        if restore is not None:\n"
+        "            restore = self.snapshots.use(request.block_hashes[start // self._block_size - 1])\n"
+        "        due = self._stride and end",
         (STATES,),
     ),
     Mutation(
@@ -1362,9 +1361,9 @@ MUTATIONS = (
     Mutation(
         "I-9 g",
         "A prefix hit of a hybrid model starts where no state was kept.",
-        "engine/scheduling/planner.py",
-        "            elif self._view.snapshots and self._view",
-        "            elif self._view.snapshots and not self._view.blocks and self._view",
+        "engine/scheduling/state_slots.py",
+        "        while num_blocks and self.snapshots.find(",
+        "        while num_blocks < 0 and self.snapshots.find(",
         (STATES,),
     ),
     Mutation(
@@ -1379,8 +1378,8 @@ MUTATIONS = (
         "I-9 i",
         "A waiting request does not look its prefix up again when a snapshot was overwritten.",
         "engine/scheduling/planner.py",
-        "caches = view.blocks.epoch + (view.snapshots.epoch if view.snapshots else 0)",
-        "caches = view.blocks.epoch",
+        "self._cache_epoch = view.blocks.epoch + sum(resource.epoch for resource in view.resources)",
+        "self._cache_epoch = view.blocks.epoch",
         (GAPS,),
     ),
     Mutation(
@@ -1394,9 +1393,9 @@ MUTATIONS = (
     Mutation(
         "I-9 k",
         "The state after a rejected draft is published as that of the text.",
-        "engine/scheduling/scheduler.py",
-        "            if end == scheduled.end:\n",
-        "            if end:\n",
+        "engine/scheduling/state_slots.py",
+        "        if end == row.end:\n",
+        "        if end:\n",
         (STATES,),
     ),
     Mutation(
@@ -1622,7 +1621,7 @@ MUTATIONS = (
         "deadline heap",
         "Deadlines outlive their requests: they pile up, and end what has ended.",
         "engine/scheduling/deadlines.py",
-        "for deadline in self._of.pop(request.ticket, ()):",
+        "for deadline in self._by_arrival.pop(request.arrival_index, ()):",
         "for deadline in ():",
         (CORE, OVERLAP),
     ),

@@ -81,7 +81,7 @@ class MixedLoad:
         self._core = EngineCore(self._watched, config)
         self._draw = random.Random(seed)
         self._vocab = config.vocab_size
-        self._tickets = 0
+        self._arrivals = 0
         self._stamps: dict[str, list[float]] = defaultdict(list)
         self._submitted: dict[str, float] = {}
         self._finished: set[str] = set()
@@ -114,9 +114,9 @@ class MixedLoad:
     def _submit(self, request_id: str, prompt: int, answer: int) -> None:
         ids = tuple(self._draw.randrange(self._vocab) for _ in range(prompt))
         params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
-        self._core.submit(create_request(Submission(request_id, ids, params), self._core.config, self._tickets))
+        self._core.submit(create_request(Submission(request_id, ids, params), self._core.config, self._arrivals))
         self._submitted[request_id] = time.perf_counter()
-        self._tickets += 1
+        self._arrivals += 1
 
     def _step(self) -> None:
         events = self._core.step()

@@ -50,7 +50,7 @@ class Applier:
         assert bool(tokens) == samples, f"{row.kind} row returned {len(tokens)} tokens"
         request.num_pending -= samples
         events: list[Event] = []
-        if request.prompt_logprobs is not None:
+        if request.scoring is not None:
             events += self._score(request, row, output.prompt_logprobs.get(number, ()))
         logprobs = output.logprobs.get(number) if output.logprobs else None
         stop = self._accept(request, tokens, logprobs, events)
@@ -60,10 +60,11 @@ class Applier:
                 self._judge(request, row.num_tokens - 1, len(tokens) - 1)
             # The KV of accepted drafts is good; what was computed after them is written over.
             computed = min(row.start + len(tokens), len(request.token_ids))
-        if scheduled.pool_from is not None:
-            request.add_pooled(output.pooled[number], scheduled.end)
-        if request.pooling is not None and row.kind is RowKind.LAST:
-            events.append(self._pool(request))
+        if request.pooling is not None:
+            if scheduled.pool_from is not None:
+                request.pooling.add(output.pooled[number], scheduled.end)
+            if row.kind is RowKind.LAST:
+                events.append(Pooled(request.request_id, request.pooling.vector(request.prompt_len)))
         self._scheduler.advance(request, scheduled, computed)
         if isinstance(self._speculation, ModelDrafts):
             self._speculation.has_read(request, scheduled, len(tokens))
@@ -81,24 +82,22 @@ class Applier:
         return taken
 
     def _judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        self._verified.append(Verified(request.request_id, request.draft_method, num_drafted, num_accepted))
-        if self._speculation is not None and request.draft_method != "grammar":
+        assert request.drafts is not None
+        method = request.drafts.method
+        self._verified.append(Verified(request.request_id, method, num_drafted, num_accepted))
+        if self._speculation is not None and method != "grammar":
             self._speculation.judge(request, num_drafted, num_accepted)
 
     def _score(self, request: Request, row: PlannedRow, scores: tuple[TokenLogprobs, ...]) -> list[Event]:
         """Add to the prompt's log-probabilities; they are sent once, with the prompt's last chunk."""
-        assert request.prompt_logprobs is not None
-        request.prompt_logprobs += scores
+        assert request.scoring is not None
+        logprobs = request.scoring.logprobs
+        logprobs += scores
         if row.kind is not RowKind.LAST:
             return []
-        assert len(request.prompt_logprobs) == request.prompt_len - 1, "every prompt token but the first has one"
-        event = PromptLogprobs(request.request_id, tuple(request.prompt_logprobs))
-        request.prompt_logprobs = None
-        return [event]
-
-    def _pool(self, request: Request) -> Event:
-        count = request.prompt_len if request.pooling == "mean" else 1
-        return Pooled(request.request_id, tuple(value / count for value in request.pooled))
+        assert len(logprobs) == request.prompt_len - 1, "every prompt token but the first has one"
+        request.scoring = None
+        return [PromptLogprobs(request.request_id, tuple(logprobs))]
 
     def _accept(
         self,

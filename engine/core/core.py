@@ -238,7 +238,7 @@ class EngineCore:
             failed = dict(output.failed)
             self._scheduler.went_well(launched.plan)
         else:
-            self._scheduler.lose_encoded(launched.step)
+            self._scheduler.lose(launched.step)
             output, failed = (
                 StepOutput(launched.step.step_id, ()),
                 dict.fromkeys(range(len(launched.epochs)), RowFailure(str(output))),

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from engine.batch.row_order import in_kernel_order
 from engine.models.computed import Model
-from engine.step import DRAFT_TOKEN, Reading, RowKind, RowSampling, ScheduledRequest, StepPlan
+from engine.step import DRAFT_TOKEN, DraftContext, RowKind, RowSampling, ScheduledRequest, StepPlan
 
 GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
@@ -33,14 +33,14 @@ class DraftModel:
         """
         counts = [row.token_ids.count(DRAFT_TOKEN) for row in plan.rows]
         for row, count in zip(plan.rows, counts, strict=True):
-            if count and (row.reading is None or row.reading.end != row.start + 1):
-                raise ValueError(f"Row {row.request_id}: drafts of a text that is read to {row.reading}.")
-        reading = {number: row.reading for number, row in enumerate(plan.rows) if row.reading is not None}
-        if not reading:
+            if count and (row.draft_context is None or row.draft_context.end != row.start + 1):
+                raise ValueError(f"Row {row.request_id}: drafts of a text that is read to {row.draft_context}.")
+        contexts = {number: row.draft_context for number, row in enumerate(plan.rows) if row.draft_context is not None}
+        if not contexts:
             return plan
-        rows = [_reads(plan.rows[number], read, counts[number] > 0) for number, read in reading.items()]
-        found = dict(zip(reading, self._pass(plan.step_id, rows), strict=True))
-        drafts = {number: [token] for number, token in found.items() if token is not None}
+        rows = [_reads(plan.rows[number], context, counts[number] > 0) for number, context in contexts.items()]
+        proposed = dict(zip(contexts, self._pass(plan.step_id, rows), strict=True))
+        drafts = {number: [token] for number, token in proposed.items() if token is not None}
         for length in range(1, max(counts)):
             going_on = [number for number in drafts if counts[number] > length]
             rows = [_goes_on(plan.rows[number], length, drafts[number][-1]) for number in going_on]
@@ -64,11 +64,11 @@ class DraftModel:
         return back
 
 
-def _reads(row: ScheduledRequest, reading: Reading, drafted: bool) -> ScheduledRequest:
+def _reads(row: ScheduledRequest, context: DraftContext, drafted: bool) -> ScheduledRequest:
     """As a row of the draft model: the end of a prompt where something is drafted after it, else a piece of one."""
-    kind = RowKind.MIDDLE if not drafted else RowKind.LAST if len(reading.token_ids) > 1 else RowKind.DECODE
+    kind = RowKind.MIDDLE if not drafted else RowKind.LAST if len(context.token_ids) > 1 else RowKind.DECODE
     sampling = GREEDY if drafted else None
-    return ScheduledRequest(row.request_id, kind, reading.start, reading.token_ids, row.block_ids, sampling)
+    return ScheduledRequest(row.request_id, kind, context.start, context.token_ids, row.block_ids, sampling)
 
 
 def _goes_on(row: ScheduledRequest, length: int, token: int) -> ScheduledRequest:

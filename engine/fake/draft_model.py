@@ -41,13 +41,14 @@ class FakeDraftModel:
 
     def _fill_row(self, row: ScheduledRequest, propose: Propose) -> ScheduledRequest:
         count = row.token_ids.count(DRAFT_TOKEN)
-        if row.reading is not None:
-            self._read(row, row.reading.start, row.reading.token_ids)
-            self.num_read += len(row.reading.token_ids)
+        context = row.draft_context
+        if context is not None:
+            self._read(row, context.start, context.token_ids)
+            self.num_read += len(context.token_ids)
         if not count:
             return row
-        if row.reading is None or row.reading.end != row.start + 1:
-            raise UnreadTextError(f"{row.request_id}: {row.reading} does not end with the newest token, at {row.start}")
+        if context is None or context.end != row.start + 1:
+            raise UnreadTextError(f"{row.request_id}: {context} does not end with the newest token, at {row.start}")
         drafts = propose(row, count)
         self._read(row, row.start + 1, drafts[:-1])
         return replace(row, token_ids=(row.token_ids[0], *drafts))

@@ -28,10 +28,10 @@ class FakeEncoder:
 
     def numbers(self, row: ScheduledRequest, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Of each token of a row; those of a prompt without inputs are their ids."""
-        if not row.inputs and not row.position_shift:
+        if row.inputs is None:
             return token_ids
-        numbers = [_shifted(token_id, row.position_shift) for token_id in token_ids]
-        for one in row.inputs:
+        numbers = [_shifted(token_id, row.inputs.shift) for token_id in token_ids]
+        for one in row.inputs.placed:
             content = self._content(row, one)
             for index in range(max(one.start, row.start), min(one.end, row.end)):
                 numbers[index - row.start] = _shifted(content + index - one.start, one.position)

@@ -65,7 +65,7 @@ class EncodingModel:
     def _filled(self, plan: StepPlan) -> list[Filled]:
         found = []
         for row, begin in zip(plan.rows, _row_begins(plan), strict=True):
-            for one in row.inputs:
+            for one in row.inputs.placed if row.inputs else ():
                 if one.digest not in self.encoded:
                     raise ValueError(f"Row {row.request_id}: its input at {one.start} was not encoded.")
                 first, last = max(one.start, row.start), min(one.end, row.end)
@@ -96,10 +96,10 @@ def rotary_positions(plan: StepPlan, indices: Tensor) -> Tensor:
     """Frame, row and column of each token: those of text are all its index, shifted by what stands before it.
     indices: [num_tokens], of each token in its request; # [3, num_tokens] int64"""
     counts = torch.tensor([len(row.token_ids) for row in plan.rows])
-    shifts = torch.tensor([row.position_shift for row in plan.rows]).repeat_interleave(counts)
+    shifts = torch.tensor([row.inputs.shift if row.inputs else 0 for row in plan.rows]).repeat_interleave(counts)
     positions = (indices + shifts).repeat(3, 1)
     for row, begin in zip(plan.rows, _row_begins(plan), strict=True):
-        for one in row.inputs:
+        for one in row.inputs.placed if row.inputs else ():
             first, last = max(one.start, row.start), min(one.end, row.end)
             place, end = begin - row.start, begin + len(row.token_ids)
             of_input = _grid_positions(one.grid)[:, first - one.start : last - one.start]

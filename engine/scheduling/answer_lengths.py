@@ -101,12 +101,12 @@ class LifeTable:
 
     def row(self, number: int) -> tuple[int, ...]:
         """The same for each horizon, in ONEths, from the middle of an interval. Kept until the chances change."""
-        found = self._rows.get(number)
-        if found is None:
+        row = self._rows.get(number)
+        if row is None:
             middle = (self._edges[number] + self._edges[number + 1]) // 2
-            found = tuple(round(ONE * self.survival(middle, more)) for more in self._horizons)
-            self._rows[number] = found  # a memo, not a decision
-        return found
+            row = tuple(round(ONE * self.survival(middle, more)) for more in self._horizons)
+            self._rows[number] = row  # a memo, not a decision
+        return row
 
 
 class AnswerLengths:

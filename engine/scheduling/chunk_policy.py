@@ -97,10 +97,10 @@ class ChunkRule:
     def outside_spans(self, request: Request, start: int, end: int, *, most: int) -> int:
         """`end`, moved out of the span that it would cut: on to where the span ends if the chunk then has no more than
         `most` tokens and either begins with it or may be extended; else back to where it begins."""
-        span = next(((a, b) for a, b in request.atomic_spans if a < end < b), None)
-        if span is None:
+        cut = None if request.spans is None else request.spans.cut_at(end)
+        if cut is None:
             return end
-        begin, finish = span
+        begin, finish = cut
         if (begin <= start or self._extends) and finish - start <= most:
             return finish
         return max(begin, start)

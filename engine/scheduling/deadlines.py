@@ -9,7 +9,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.sorted_list import SortedList
 
 _Deadline = tuple[float, int, bool, Request]
-"""(when, ticket, also if it runs, request): the first three differ from every other's."""
+"""(when, arrival index, also if it runs, request): the first three differ from every other's."""
 
 
 class Deadlines:
@@ -17,7 +17,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._by_time: SortedList[_Deadline] = SortedList()
-        self._of: dict[int, list[_Deadline]] = {}  # by ticket: an id may be another's by now
+        self._by_arrival: dict[int, list[_Deadline]] = {}  # by arrival index: an id may be another's by now
 
     def __len__(self) -> int:
         return len(self._by_time)
@@ -30,13 +30,13 @@ class Deadlines:
     def add(self, request: Request, now: float) -> None:
         for running_too, timeout_s in ((False, request.queue_timeout_s), (True, request.timeout_s)):
             if timeout_s is not None:
-                deadline = (now + timeout_s, request.ticket, running_too, request)
+                deadline = (now + timeout_s, request.arrival_index, running_too, request)
                 self._by_time.add(deadline)
-                self._of.setdefault(request.ticket, []).append(deadline)
+                self._by_arrival.setdefault(request.arrival_index, []).append(deadline)
 
     def remove(self, request: Request) -> None:
         """The request has ended. Ignored for one that has no deadline."""
-        for deadline in self._of.pop(request.ticket, ()):
+        for deadline in self._by_arrival.pop(request.arrival_index, ()):
             self._by_time.remove(deadline)
 
     def passed(self, now: float) -> Iterator[tuple[Request, str]]:
@@ -44,10 +44,10 @@ class Deadlines:
         while self._by_time and self._by_time.first[0] <= now:
             deadline = self._by_time.first
             self._by_time.remove(deadline)
-            _, ticket, running_too, request = deadline
-            self._of[ticket].remove(deadline)
-            if not self._of[ticket]:
-                del self._of[ticket]
+            _, arrival_index, running_too, request = deadline
+            self._by_arrival[arrival_index].remove(deadline)
+            if not self._by_arrival[arrival_index]:
+                del self._by_arrival[arrival_index]
             if running_too:
                 yield request, f"{request.timeout_s} s"
             elif not request.was_scheduled:

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import prod
 
-from engine.multimodal_inputs import Encode, PlacedInput, overlapping
+from engine.multimodal_inputs import EncodeJob, PlacedInput, SpanInput, overlapping
 from engine.scheduling.request import Request
+from engine.scheduling.resources import Resource, RowParts, StepParts
+from engine.step import ScheduledRequest, StepPlan
 
 
 class EncoderCache:
@@ -72,38 +74,53 @@ class EncoderCache:
         dropped, self._dropped = tuple(dict.fromkeys(self._dropped)), []
         return dropped
 
-    # --- requests ------------------------------------------------------------------------------------------------
 
-    def begin(self, request: Request, start: int, end: int) -> tuple[PlacedInput, ...]:
-        """A row computes [start, end): the inputs that it needs, which are held from now on."""
-        needed = overlapping(request.placed_inputs, start, end)
-        for one in needed:
-            self.hold(one.digest, request.request_id)
-        return needed
+class EncodedInputs(Resource):
+    """What requests with inputs hold: their contents, encoded, from the first row that needs them to the last."""
 
-    def encodes(self, requests: Iterable[tuple[Request, tuple[PlacedInput, ...]]]) -> tuple[Encode, ...]:
-        """What has to be encoded for rows that have begun."""
-        found = []
-        for request, needed in requests:
-            for one in needed:
-                if self.use(one.digest, prod(one.grid)):
-                    given = next(given for given in request.inputs if given.start == one.start)
-                    found.append(Encode(one.digest, given.grid, given.data))
-        return tuple(found)
+    def __init__(self, capacity: int, step_tokens: int) -> None:
+        """capacity: tokens that can be kept; step_tokens: that a step encodes."""
+        self.cache = EncoderCache(capacity)
+        self._step_tokens = step_tokens
+        self._needed: list[tuple[SpanInput, PlacedInput]] = []  # by the rows of the step that is being made
 
-    def advance(self, request: Request, end: int) -> None:
-        """Positions below `end` are computed."""
-        for one in request.placed_inputs:
-            if one.end <= end:
-                self.let_go(one.digest, request.request_id)
+    def allowance(self) -> EncoderAllowance:
+        return EncoderAllowance(self.cache, self._step_tokens)
 
-    def leave(self, request: Request) -> None:
-        """The request gives everything back."""
-        for one in request.placed_inputs:
-            self.let_go(one.digest, request.request_id)
+    def take(self, request: Request, start: int, end: int, parts: RowParts) -> None:
+        """All that the rows of a step need is held before any of it is encoded, which may drop what nobody holds."""
+        if request.spans is None or not request.spans.inputs:
+            return
+        parts.inputs = request.spans.of_row(start, end)
+        for given, placed in zip(request.spans.inputs, request.spans.placed, strict=True):
+            if placed.start < end and start < placed.end:
+                self.cache.hold(placed.digest, request.request_id)
+                self._needed.append((given, placed))
+
+    def finish(self, parts: StepParts) -> None:
+        parts.encodes = tuple(
+            EncodeJob(placed.digest, given.grid, given.data)
+            for given, placed in self._needed
+            if self.cache.use(placed.digest, given.num_tokens)
+        )
+        self._needed.clear()
+        parts.dropped = self.cache.take_dropped()
+
+    def advance(self, request: Request, row: ScheduledRequest, end: int) -> None:
+        for placed in _placed(request):
+            if placed.end <= end:
+                self.cache.let_go(placed.digest, request.request_id)
+
+    def lose(self, step: StepPlan) -> None:
+        """What was to be encoded may be there or not."""
+        self.cache.lose(job.digest for job in step.encodes)
+
+    def release(self, request: Request) -> None:
+        for placed in _placed(request):
+            self.cache.let_go(placed.digest, request.request_id)
 
 
-class EncoderRoom:
+class EncoderAllowance:
     """What one plan may still have encoded."""
 
     def __init__(self, cache: EncoderCache, budget: int) -> None:
@@ -112,25 +129,36 @@ class EncoderRoom:
         self._budget = budget
         self._cost = 0
         self._needed: dict[bytes, int] = {}
+        # A prompt with inputs got no tokens. Later ones would take the room in the cache that becomes free.
+        self._is_awaited = False
 
     def reach(self, request: Request, start: int, end: int, gone: Iterable[str] = ()) -> int:
-        """How far a row from `start` may go: to `end`, or to where an input begins that has to wait."""
+        """To where an input begins that has to wait."""
         needed, cost = dict(self._needed), self._cost
-        for one in overlapping(request.placed_inputs, start, end):
-            if one.digest in needed:
+        for placed in overlapping(_placed(request), start, end):
+            if placed.digest in needed:
                 continue
-            size = needed[one.digest] = prod(one.grid)
-            if one.digest not in self._cache:
+            size = needed[placed.digest] = prod(placed.grid)
+            if placed.digest not in self._cache:
                 if cost and cost + size > self._budget:
-                    return max(one.start, start)
+                    return max(placed.start, start)
                 cost += size
             if not self._cache.has_room(needed, gone):
-                return max(one.start, start)
+                return max(placed.start, start)
         return end
 
     def take(self, request: Request, start: int, end: int) -> None:
-        """A row computes [start, end), within what `reach` allows."""
-        for one in overlapping(request.placed_inputs, start, end):
-            if one.digest not in self._needed:
-                size = self._needed[one.digest] = prod(one.grid)
-                self._cost += size * (one.digest not in self._cache)
+        for placed in overlapping(_placed(request), start, end):
+            if placed.digest not in self._needed:
+                size = self._needed[placed.digest] = prod(placed.grid)
+                self._cost += size * (placed.digest not in self._cache)
+
+    def put_off(self, request: Request) -> None:
+        self._is_awaited |= bool(_placed(request))
+
+    def is_kept_from(self, request: Request) -> bool:
+        return self._is_awaited and bool(_placed(request))
+
+
+def _placed(request: Request) -> tuple[PlacedInput, ...]:
+    return () if request.spans is None else request.spans.placed

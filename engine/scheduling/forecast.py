@@ -32,10 +32,10 @@ Share = tuple[Sequence[int], Sequence[int]]
 
 def horizons_up_to(clip: int) -> tuple[int, ...]:
     """Tokens from now at which memory is looked at: 16, twice that and so on, and `clip`."""
-    found = [FIRST_HORIZON]
-    while found[-1] < clip:
-        found.append(found[-1] * 2)
-    return (*(horizon for horizon in found if horizon < clip), clip)
+    horizons = [FIRST_HORIZON]
+    while horizons[-1] < clip:
+        horizons.append(horizons[-1] * 2)
+    return (*(horizon for horizon in horizons if horizon < clip), clip)
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ class Forecast:
         answered, clip = _answered(request), self.horizons[-1]
         middle = (answered + until) // 2
         held = max(own + middle, 0)
-        left = max(request.max_new - request.num_output - (middle - answered), 1) if request.max_new else 0
+        left = max(request.max_tokens - request.num_output - (middle - answered), 1) if request.max_tokens else 0
         mortal = _ends_by_itself(request)
         row: Sequence[int] = table.row(self._lengths.interval(answered)) if mortal else (ONE,) * len(self.horizons)
         more: Sequence[int] = self.horizons
@@ -211,4 +211,4 @@ def _answered(request: Request) -> int:
 
 def _ends_by_itself(request: Request) -> bool:
     """Whether the model may end it, so that its length says something of others'. (A benchmark's `ignore_eos`.)"""
-    return bool(request.stop_token_ids and request.max_new)
+    return bool(request.stop_token_ids and request.max_tokens)

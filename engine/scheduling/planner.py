@@ -4,7 +4,7 @@ Never changes a request, a block or a queue: a plan is a proposal, and making it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -14,11 +14,10 @@ from typing import NamedTuple
 from engine.config import ResolvedConfig
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.chunk_policy import ChunkRule, Room
-from engine.scheduling.encoder_cache import EncoderCache, EncoderRoom
 from engine.scheduling.forecast import Forecast
 from engine.scheduling.request import Request
 from engine.scheduling.reservation import Admission
-from engine.scheduling.state_slots import Snapshots
+from engine.scheduling.resources import Resource
 from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind
 
@@ -27,8 +26,8 @@ MAX_PASSED = 64
 2,000 took 4.6 ms of every step."""
 
 LOSES_LEAST: dict[str, Callable[[Request], tuple[int, ...]]] = {
-    "lifo": lambda request: (-request.ticket,),
-    "retract": lambda request: (request.num_output, -request.prompt_len, -request.ticket),
+    "lifo": lambda request: (-request.arrival_index,),
+    "retract": lambda request: (request.num_output, -request.prompt_len, -request.arrival_index),
 }
 """By preempt_policy: the first of those that are equally urgent gives up its memory. `none` goes with full reservation,
 which never runs out."""
@@ -97,8 +96,8 @@ class View:
     prefilling: Mapping[str, Request]
     decoding: Mapping[str, Request]
     blocks: BlockManager
-    snapshots: Snapshots | None
-    """None: the model has no recurrent state."""
+    resources: Sequence[Resource]
+    """What requests hold besides blocks."""
     promised_blocks: int
     """`reserve_mode: full`: blocks that admitted requests may still allocate."""
     ratio: float
@@ -110,8 +109,6 @@ class View:
     """When a step last carried decode rows, or the first decoding request was promoted."""
     num_queued_tokens: int
     """Prompt tokens that are in no step yet."""
-    encoder: EncoderCache | None = None
-    """None: the model takes text alone."""
     forecast: Forecast | None = None
     """`reserve_mode: learned`; None: another."""
 
@@ -130,7 +127,8 @@ class _Planner:
         self._policy = config.scheduler
         self._block_size = config.block_size
         self._chunks = ChunkRule(config, view.prefill_limit)
-        self._encoder = EncoderRoom(view.encoder, config.max_encoder_tokens) if view.encoder else None
+        self._allowances = [own for resource in view.resources if (own := resource.allowance()) is not None]
+        self._cache_epoch = view.blocks.epoch + sum(resource.epoch for resource in view.resources)
         self._rows: list[PlannedRow] = []
         self._preempted: dict[Request, None] = {}
         self._gone: Counter[int] = Counter()  # by block: how many of its holders are among them
@@ -143,13 +141,11 @@ class _Planner:
         self._passed: list[Request] = []  # requests that did not fit, and may be overtaken `_slack` more times
         self._slack = self._policy.max_overtakes
         self._skipped: dict[Request, None] = {}
-        # A prompt with images got no tokens. Later ones would take the room in the encoder cache that becomes free.
-        self._awaits_encoder = False
         self._taken: set[int] = set()  # cached blocks that nobody held before this plan
         self._tokens_left = config.max_num_batched_tokens
         # The oldest request that holds memory is never a victim, so that somebody always gets on.
         running = chain(view.decoding.values(), view.prefilling.values())
-        self._elder = min(running, key=attrgetter("ticket"), default=None)
+        self._elder = min(running, key=attrgetter("arrival_index"), default=None)
         self._memory = self._admission()
 
     def _admission(self) -> Admission:
@@ -174,7 +170,7 @@ class _Planner:
         elif not self._preempted:
             self._defer(DeferReason.MODE)
         if not self._rows:
-            self._go_on_somehow()
+            self._force_progress()
         if self._preempted:
             self._defer(DeferReason.PREEMPTION)
         return Plan(
@@ -214,7 +210,7 @@ class _Planner:
         return next(chain(self._begun_prompts(), self._view.waiting.in_order(self._view.now)))
 
     def _is_dedicated(self, request: Request) -> bool:
-        return SCORED_APART[self._policy.prompt_logprobs_step] and request.prompt_logprobs is not None
+        return SCORED_APART[self._policy.prompt_logprobs_step] and request.scoring is not None
 
     def _is_cut_by_engine(self, request: Request) -> bool:
         if not self._chunks.is_cut_by_engine:
@@ -226,7 +222,7 @@ class _Planner:
 
     def _someone_is_about_to_finish(self) -> bool:
         few = self._policy.decode_finish_tokens
-        return bool(few) and any(r.max_new - r.num_output <= few for r in self._view.decoding.values())
+        return bool(few) and any(r.max_tokens - r.num_output <= few for r in self._view.decoding.values())
 
     def _prompt_starves(self) -> bool:
         first = next(iter(self._view.prefilling.values()), None)
@@ -247,7 +243,7 @@ class _Planner:
             not view.prefilling or (view.now - partial_since) * 1000 < policy.coalesce_partial_ms
         )
 
-    def _go_on_somehow(self) -> None:
+    def _force_progress(self) -> None:
         """The mode's own choice came to nothing: decode, or else make room for the oldest prompt."""
         self._decode()
         awaits_results = any(not r.num_decode_tokens for r in self._view.decoding.values())
@@ -347,7 +343,7 @@ class _Planner:
 
     def _youngest_prompt(self) -> Request | None:
         prompts = [r for r in _without(self._preempted, self._view.prefilling.values()) if r is not self._elder]
-        return max(prompts, key=lambda request: request.ticket, default=None)
+        return max(prompts, key=lambda request: request.arrival_index, default=None)
 
     def _make_room_for_elder(self, budget: int) -> None:
         """Prompts hold all memory and none can go on: take it from the youngest until the oldest can."""
@@ -386,7 +382,7 @@ class _Planner:
                 count = self._next_chunk(request, budget)
             if not count:
                 self._num_partial[request.priority] += 1
-                self._awaits_encoder |= bool(request.inputs)
+                self._put_off(request)
                 continue
             self._memory.grow_prompt(self._missing(request, request.scheduled + count))
             self._add_chunk(request, request.scheduled, request.target, count)
@@ -416,17 +412,25 @@ class _Planner:
         self._chunk_ends[request.request_id] = end
         self._tokens_left -= count
         cuts = self._chunks.cuts(request, start, target)
-        if self._encoder:
-            self._encoder.take(request, start, end)
+        for allowance in self._allowances:
+            allowance.take(request, start, end)
         self._rows.append(PlannedRow(request, kind, start, count, prefix, cuts))
 
     def _chunk_size(self, request: Request, start: int, target: int, budget: int) -> int:
         room = Room(budget, self._tokens_left, bool(self._chunk_ends), not self._rows)
         count = self._chunks.size(request, start, target, room)
-        if self._encoder is None or not request.inputs:
-            return count
-        gone = [request.request_id for request in self._preempted]
-        return self._encoder.reach(request, start, start + count, gone) - start
+        if self._allowances:
+            gone = [victim.request_id for victim in self._preempted]
+            for allowance in self._allowances:
+                count = allowance.reach(request, start, start + count, gone) - start
+        return count
+
+    def _is_kept_from(self, request: Request) -> bool:
+        return any(allowance.is_kept_from(request) for allowance in self._allowances)
+
+    def _put_off(self, request: Request) -> None:
+        for allowance in self._allowances:
+            allowance.put_off(request)
 
     # --- admission ------------------------------------------------------------------------------------------------
 
@@ -441,7 +445,7 @@ class _Planner:
             if seats <= 0 or budget <= 0:
                 self._defer(DeferReason.SEATS if seats <= 0 else DeferReason.TOKENS)
                 break
-            if self._awaits_encoder and request.inputs:
+            if self._allowances and self._is_kept_from(request):
                 self._skipped[request] = None
                 continue
             prefix = self._match_prefix(request)
@@ -461,7 +465,7 @@ class _Planner:
                 if not self._may_be_skipped(request, reason):
                     break
                 self._skipped[request] = None
-                self._awaits_encoder |= bool(request.inputs)
+                self._put_off(request)
                 continue
             self._memory.admit(request, len(prefix) - shared, len(prefix), start + count)
             self._add_chunk(request, start, target, count, prefix)
@@ -498,7 +502,7 @@ class _Planner:
         neither a place among partial prompts nor the beginning of a later step, which is all that it waits for. What
         is left of a step that a prompt could be cut to fit is less than a block, and not worth a search.
         """
-        may_be_cut = not (request.atomic_spans or request.inputs or self._chunks.is_whole)
+        may_be_cut = not (request.spans or self._chunks.is_whole)
         return bool(self._skipped) or reason is not DeferReason.TOKENS or not may_be_cut
 
     def _defer(self, reason: DeferReason) -> None:
@@ -508,32 +512,22 @@ class _Planner:
 
     def _match_prefix(self, request: Request) -> tuple[int, ...]:
         """Cached blocks to start from. At least one token is always computed, for its logits."""
-        view = self._view
-        caches = view.blocks.epoch + (view.snapshots.epoch if view.snapshots else 0)
         epoch, matched = request.prefix_match
-        if epoch != caches:
-            most = (len(request.token_ids) - 1) // self._block_size
-            if request.prompt_logprobs is not None:  # what predicts a token without a log-probability is computed
-                most = min(most, len(request.prompt_logprobs) // self._block_size)
-            if request.pooling == "mean":  # and so is what is not summed
-                most = min(most, request.num_pooled // self._block_size)
-            matched = view.blocks.match(request.block_hashes[:most])
+        if epoch != self._cache_epoch:
+            most = request.num_reusable // self._block_size
+            matched = self._view.blocks.match(request.block_hashes[:most])
             matched = matched[: self._usable(request, len(matched))]
-            request.prefix_match = (caches, matched)  # a memo, not a decision
+            request.prefix_match = (self._cache_epoch, matched)  # a memo, not a decision
         return matched
 
     def _usable(self, request: Request, num_blocks: int) -> int:
-        """How many matched blocks end outside every span and, for a hybrid model, at a snapshot of the state."""
-        while num_blocks:
-            end = num_blocks * self._block_size
-            cut = next((begin for begin, finish in request.atomic_spans if begin < end < finish), None)
-            if cut is not None:
-                num_blocks = cut // self._block_size
-            elif self._view.snapshots and self._view.snapshots.find(request.block_hashes[num_blocks - 1]) is None:
-                num_blocks -= 1
-            else:
-                break
-        return num_blocks
+        """How many matched blocks end outside every span, and where every resource has what the request starts from."""
+        usable = num_blocks
+        if request.spans is not None and (cut := request.spans.cut_at(num_blocks * self._block_size)):
+            usable = cut[0] // self._block_size
+        for resource in self._view.resources:
+            usable = resource.usable_prefix(request, usable)
+        return usable if usable == num_blocks else self._usable(request, usable)
 
 
 def _without(gone: Collection[Request], requests: Iterable[Request]) -> Iterable[Request]:

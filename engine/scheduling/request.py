@@ -1,23 +1,23 @@
-"""Owns one request's progress: its tokens, its cursors, its blocks, and the checks it passed to get in.
+"""Owns one request's progress: its tokens, its cursors, its blocks, and the checks it passed to get in. What few
+requests have hangs on it in one object each (`request_parts`).
 Never decides what runs next; the planner does."""
 
 from __future__ import annotations
 
-import operator
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from engine.config import ResolvedConfig
-from engine.multimodal_inputs import PlacedInput, SpanInput, place_inputs
+from engine.multimodal_inputs import SpanInput, place_inputs
 from engine.prefix import ROOT, extend_chain, root_of
-from engine.protocol import DraftMethod, ErrorCode, RequestRejected, SamplingParams, Submission, TokenLogprobs, Usage
+from engine.protocol import ErrorCode, RequestRejected, SamplingParams, Submission, Usage
 from engine.scheduling.input_checks import atomic_spans, check_inputs
+from engine.scheduling.request_parts import Drafts, Pooling, PromptSpans, Scoring
 from engine.step import PENDING_TOKEN, LogitControls, PromptScoring, RowSampling
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """A live request.
 
@@ -29,22 +29,21 @@ class Request:
     """
 
     request_id: str
-    ticket: int
+    arrival_index: int
     """Arrival order, kept for life."""
     token_ids: list[int]
     prompt_len: int
-    max_new: int
+    max_tokens: int
     """Most tokens to sample."""
     sampling: SamplingParams
     row_sampling: RowSampling
-    early_sampling: RowSampling
-    """Before `min_tokens`: stop tokens are banned."""
+    early_sampling: RowSampling | None = None
+    """Before `min_tokens`: stop tokens are banned. None where there is no such limit."""
     stop_token_ids: frozenset[int]
     answer_start: int
     """Where the answer begins in `token_ids`: before `prompt_len` if another engine began it."""
     priority: int = 0
     tenant: str = ""
-    atomic_spans: tuple[tuple[int, int], ...] = ()
     target: int = 0
     """len(token_ids), frozen at admission."""
     cached: int = 0
@@ -55,18 +54,14 @@ class Request:
     """Sampled tokens in flight: 1 between a step that samples and its results."""
     epoch: int = 0
     """Changes when the request loses its memory: results of rows that were launched before are not its own any more."""
-    drafts: tuple[int, ...] = ()
-    """Tokens that may follow, for the next decode row to verify."""
-    draft_method: DraftMethod = "grammar"
-    """Where they are from."""
     block_ids: tuple[int, ...] = ()
     block_hashes: list[bytes] = field(default_factory=list)
     prefix_root: bytes = ROOT
     """What the hash of the first block builds on."""
     num_published: int = 0
     place: tuple[int, int] = (0, 0)
-    """Among the requests of one priority and tenant, the lowest is served first. (ticket, 0), which is the arrival's,
-    unless a preemption put it elsewhere. No two are equal, and it stays while the request waits."""
+    """Among the requests of one priority and tenant, the lowest is served first. It is (arrival_index, 0), unless a
+    preemption put it elsewhere. No two are equal, and it stays while the request waits."""
     was_scheduled: bool = False
     """The Scheduled event was sent; a preemption does not send it again."""
     num_overtakes: int = 0
@@ -79,16 +74,13 @@ class Request:
     """(epoch of the caches, matched blocks): a waiting request looks its prefix up once an epoch, not once a step."""
     adapter: str = ""
     """The digest of the adapter that computes it; "": none does."""
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    """Entry i is of the prompt's token i + 1; grows chunk by chunk, and is None where nobody asked or it was sent."""
 
-    pooling: Literal["mean", "last"] | None = None
-    pooled: tuple[float, ...] = ()
-    """The sum of the final hidden states below `num_pooled`, or of the last position's alone. A preemption keeps it."""
-    num_pooled: int = 0
-    inputs: tuple[SpanInput, ...] = ()
-    placed_inputs: tuple[PlacedInput, ...] = ()
-    """The same, with their positions."""
+    # What few requests have.
+    spans: PromptSpans | None = None
+    scoring: Scoring | None = None
+    """None where nobody asked for it, and once it was sent."""
+    pooling: Pooling | None = None
+    drafts: Drafts | None = None
 
     @property
     def num_output(self) -> int:
@@ -97,27 +89,31 @@ class Request:
     @property
     def lifetime_tokens(self) -> int:
         """Positions whose KV is ever written: the last sampled token is not fed back."""
-        return self.prompt_len + max(self.max_new, 1) - 1
+        return self.prompt_len + max(self.max_tokens, 1) - 1
 
     @property
     def num_decode_tokens(self) -> int:
         """Tokens of the next decode row; 0 when the tokens in flight are the last."""
-        left = self.prompt_len + self.max_new - len(self.token_ids) - self.num_pending
-        return 1 + len(self.drafts) if left > 0 else 0
+        left = self.prompt_len + self.max_tokens - len(self.token_ids) - self.num_pending
+        if left <= 0:
+            return 0
+        return 1 if self.drafts is None else 1 + len(self.drafts.token_ids)
 
     @property
     def most_drafts(self) -> int:
         """How far drafts may go: as far as the answer may, but for its last token, which needs none after it."""
         early = self.num_output < self.sampling.min_tokens  # stop tokens are banned at one position a row
-        return 0 if early else self.max_new - self.num_output - 1
+        return 0 if early else self.max_tokens - self.num_output - 1
 
     def usage(self, *, stop_token: bool) -> Usage:
         return Usage(self.prompt_len, self.num_output + stop_token, self.cached)
 
     def next_sampling(self) -> RowSampling | None:
         """How the next token is chosen; None for a request that only has its prompt computed."""
-        if not self.max_new:
+        if not self.max_tokens:
             return None
+        if self.early_sampling is None:
+            return self.row_sampling
         early = self.num_output + self.num_pending < self.sampling.min_tokens
         return self.early_sampling if early else self.row_sampling
 
@@ -130,37 +126,34 @@ class Request:
         known = tuple(self.token_ids[self.scheduled : self.scheduled + count])
         if len(known) == count:
             return known
-        return (known + self.drafts)[:count] if known else (PENDING_TOKEN,)
+        if not known:
+            return (PENDING_TOKEN,)
+        return known if self.drafts is None else (known + self.drafts.token_ids)[:count]
 
-    def scoring(self, count: int) -> PromptScoring | None:
-        """The prompt tokens that the next `count` positions predict and that have no log-probability yet."""
-        if self.prompt_logprobs is None:
+    @property
+    def num_reusable(self) -> int:
+        """Tokens that a prefix hit may cover. The last one is computed for its logits, and so is what is not scored or
+        summed yet."""
+        count = len(self.token_ids) - 1
+        if self.scoring is not None:
+            count = min(count, len(self.scoring.logprobs))
+        if self.pooling is not None and self.pooling.method == "mean":
+            count = min(count, self.pooling.num_summed)
+        return count
+
+    def to_score(self, end: int) -> PromptScoring | None:
+        """The prompt tokens that the next positions, up to `end`, predict and that have no log-probability yet."""
+        if self.scoring is None:
             return None
-        first = max(self.scheduled, len(self.prompt_logprobs))
-        tokens = tuple(self.token_ids[first + 1 : min(self.scheduled + count + 1, self.prompt_len)])
-        return PromptScoring(first, tokens, self.sampling.prompt_logprobs or 0) if tokens else None
-
-    def pool_from(self, count: int) -> int | None:
-        """The first of the next `count` positions whose hidden states are still to be summed."""
-        end = self.scheduled + count
-        if self.pooling == "mean":
-            first = max(self.scheduled, self.num_pooled)
-            return first if first < end else None
-        return end - 1 if self.pooling == "last" and end == self.prompt_len else None
-
-    def add_pooled(self, values: tuple[float, ...], end: int) -> None:
-        """Positions below `end` are summed."""
-        self.pooled = tuple(map(operator.add, self.pooled, values)) if self.pooled else values
-        self.num_pooled = end
+        return self.scoring.of_chunk(self.token_ids, self.prompt_len, self.scheduled, end)
 
     def extend_hashes(self, num_tokens: int, block_size: int) -> None:
         """Hash the full blocks among the first `num_tokens` tokens that are not hashed yet."""
-        extend_chain(
-            self.block_hashes, self.token_ids, num_tokens // block_size, block_size, self.prefix_root, self.inputs
-        )
+        inputs = () if self.spans is None else self.spans.inputs
+        extend_chain(self.block_hashes, self.token_ids, num_tokens // block_size, block_size, self.prefix_root, inputs)
 
 
-def create_request(submission: Submission, config: ResolvedConfig, ticket: int) -> Request:
+def create_request(submission: Submission, config: ResolvedConfig, arrival_index: int) -> Request:
     """Check a submission against what this engine can ever serve, and make its request.
 
     The prompt is hashed here, by whoever submits it: that takes milliseconds, and a step must not wait for it.
@@ -171,10 +164,10 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
     prompt, params = submission.prompt_token_ids, submission.sampling
     _check_prompt(prompt, params, config)
     inputs = check_inputs(submission, config)
-    spans = tuple(sorted((*submission.atomic_spans, *atomic_spans(inputs, config))))
-    _check_spans(spans, config)
+    atomic = tuple(sorted((*submission.atomic_spans, *atomic_spans(inputs, config))))
+    _check_spans(atomic, config)
     _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
-    max_new = _resolve_max_new(len(prompt), params.max_tokens, config)
+    max_tokens = _resolve_max_tokens(len(prompt), params.max_tokens, config)
     stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos_token_ids))
     _check_controls(params, stops, config.vocab_size)
     adapter = "" if submission.adapter is None else submission.adapter.digest
@@ -190,30 +183,33 @@ def create_request(submission: Submission, config: ResolvedConfig, ticket: int) 
     )
     request = Request(
         request_id=submission.request_id,
-        ticket=ticket,
+        arrival_index=arrival_index,
         token_ids=list(prompt),
         prompt_len=len(prompt),
-        max_new=max_new,
-        place=(ticket, 0),
+        max_tokens=max_tokens,
+        place=(arrival_index, 0),
         timeout_s=submission.timeout_s,
         queue_timeout_s=submission.queue_timeout_s,
         sampling=params,
         row_sampling=row_sampling,
-        early_sampling=replace(row_sampling, banned_token_ids=tuple(sorted(stops))),
+        early_sampling=replace(row_sampling, banned_token_ids=tuple(sorted(stops))) if params.min_tokens else None,
         stop_token_ids=stops,
         answer_start=len(prompt) - submission.num_answer_tokens,
         priority=submission.priority,
         tenant=submission.tenant,
-        atomic_spans=spans,
         prefix_root=root,
         adapter=adapter,
-        prompt_logprobs=None if params.prompt_logprobs is None else [],
-        pooling=submission.pooling,
-        inputs=inputs,
-        placed_inputs=place_inputs(inputs, root),
+        spans=_spans(atomic, inputs, root),
+        scoring=None if params.prompt_logprobs is None else Scoring(params.prompt_logprobs),
+        pooling=None if submission.pooling is None else Pooling(submission.pooling),
     )
     request.extend_hashes(len(prompt), config.block_size)
     return request
+
+
+def _spans(atomic: tuple[tuple[int, int], ...], inputs: tuple[SpanInput, ...], root: bytes) -> PromptSpans | None:
+    """None for a prompt that is text alone, to be cut anywhere."""
+    return PromptSpans(atomic, inputs, place_inputs(inputs, root)) if atomic or inputs else None
 
 
 def _check_prompt(prompt: Sequence[int], params: SamplingParams, config: ResolvedConfig) -> None:
@@ -299,27 +295,28 @@ def _check_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def _resolve_max_new(prompt_len: int, max_tokens: int | None, config: ResolvedConfig) -> int:
-    max_new = config.max_request_tokens - prompt_len if max_tokens is None else max_tokens
-    if prompt_len + max_new > config.max_model_len:
+def _resolve_max_tokens(prompt_len: int, asked: int | None, config: ResolvedConfig) -> int:
+    max_tokens = config.max_request_tokens - prompt_len if asked is None else asked
+    if prompt_len + max_tokens > config.max_model_len:
         raise RequestRejected(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             f"This model's maximum context length is {config.max_model_len} tokens. However, you requested "
-            f"{prompt_len + max_new} tokens: {prompt_len} in the prompt and {max_new} for the answer (max_tokens).",
+            f"{prompt_len + max_tokens} tokens: {prompt_len} in the prompt and {max_tokens} for the answer "
+            "(max_tokens).",
             "max_tokens",
             config.max_model_len - prompt_len,
-            max_new,
+            max_tokens,
         )
-    answer = max(max_new, 0 if max_tokens == 0 else 1)
+    answer = max(max_tokens, 0 if asked == 0 else 1)
     kept = prompt_len + max(answer, 1) - 1  # the last token's KV is never written
-    longest = config.max_request_tokens - (max_tokens == 0)  # and without an answer there is no such token
-    if max_new < answer or kept > config.num_kv_blocks * config.block_size:
+    longest = config.max_request_tokens - (asked == 0)  # and without an answer there is no such token
+    if max_tokens < answer or kept > config.num_kv_blocks * config.block_size:
         raise RequestRejected(
             ErrorCode.KV_CAPACITY_EXCEEDED,
             f"The KV cache of this engine holds requests of up to {longest} tokens. However, you "
             f"requested {prompt_len + answer}: {prompt_len} in the prompt and {answer} for the answer (max_tokens).",
-            "prompt" if max_tokens == 0 else "max_tokens",
-            longest if max_tokens == 0 else longest - prompt_len,
-            prompt_len if max_tokens == 0 else max_new,
+            "prompt" if asked == 0 else "max_tokens",
+            longest if asked == 0 else longest - prompt_len,
+            prompt_len if asked == 0 else max_tokens,
         )
-    return max_new
+    return max_tokens

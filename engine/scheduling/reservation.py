@@ -38,7 +38,7 @@ class ReserveRatio:
         remaining = list(decoding)
         if remaining:
             used = sum(request.num_output for request in remaining) + self._config.retract_steps * len(remaining)
-            share = used / (sum(request.max_new for request in remaining) + 1)
+            share = used / (sum(request.max_tokens for request in remaining) + 1)
             self.value = min(max(share, 1e-6), 1.0)
 
     def reset(self) -> None:
@@ -48,7 +48,7 @@ class ReserveRatio:
 
 def reserved_tokens(request: Request, clip: int) -> int:
     """Answer tokens still to come that count for admission; clipped once."""
-    return min(request.max_new - request.num_output, clip)
+    return min(request.max_tokens - request.num_output, clip)
 
 
 class Admission:
@@ -79,7 +79,7 @@ class Admission:
         if self._mode == "ratio":
             # `reserved_tokens` written out: a call for each of hundreds of requests is a tenth of a plan's time
             clip = self._clip
-            tokens = sum(min(r.max_new + r.prompt_len - len(r.token_ids), clip) for r in decoding)
+            tokens = sum(min(r.max_tokens + r.prompt_len - len(r.token_ids), clip) for r in decoding)
             self._answer_tokens = tokens * ratio
         self._outstanding = sum(self.blocks_for(r.target) - len(r.block_ids) for r in prefilling)
         self.available = available_blocks

@@ -3,24 +3,27 @@ Never chooses: `engine.scheduling.planner` does, from a view of these queues, an
 
 from __future__ import annotations
 
-from dataclasses import replace
 from operator import attrgetter
 
 from engine.config import ResolvedConfig
-from engine.multimodal_inputs import shift_at
 from engine.protocol import DraftMethod
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.chunk_policy import ChunkRule
 from engine.scheduling.deadlines import Deadlines
-from engine.scheduling.encoder_cache import EncoderCache
+from engine.scheduling.encoder_cache import EncodedInputs
 from engine.scheduling.forecast import Forecast
 from engine.scheduling.planner import Plan, PlannedRow, View, make_plan
 from engine.scheduling.prefill_limit import PrefillLimit
 from engine.scheduling.request import Request
+from engine.scheduling.request_parts import Drafts
 from engine.scheduling.reservation import ReserveRatio
-from engine.scheduling.state_slots import Snapshots, StateSlots
+from engine.scheduling.resources import Resource, RowParts, StepParts
+from engine.scheduling.state_slots import RecurrentStates
 from engine.scheduling.waiting import WaitingQueue
-from engine.step import RowKind, ScheduledRequest, StateUse, StepPlan
+from engine.step import RowKind, ScheduledRequest, StepPlan
+
+NO_PARTS = RowParts()
+"""For all rows of a model whose requests hold nothing but blocks; never changed."""
 
 
 class Scheduler:
@@ -36,9 +39,7 @@ class Scheduler:
         self._blocks = blocks
         self._ratio = ReserveRatio(config.scheduler)
         self._forecast = Forecast(config) if config.scheduler.reserve_mode == "learned" else None
-        self._states = StateSlots() if config.recurrent_state else None
-        self._snapshots = Snapshots(config.scheduler.state_snapshots) if config.recurrent_state else None
-        self.encoder = EncoderCache(config.encoder_cache_tokens) if config.inputs else None
+        self.resources = _resources(config)
         self._promised = 0  # blocks that admitted requests may still allocate in their lives
         self._next_step_id = 0
         self._last_decode = 0.0
@@ -96,14 +97,13 @@ class Scheduler:
             prefilling=self.prefilling,
             decoding=self.decoding,
             blocks=self._blocks,
-            snapshots=self._snapshots,
+            resources=self.resources,
             promised_blocks=self._promised,
             ratio=self._ratio.value,
             now=now,
             prefill_limit=self._prefill_limit.value,
             last_decode=self._last_decode,
             num_queued_tokens=self.num_queued_tokens,
-            encoder=self.encoder,
             forecast=self._forecast,
         )
         return make_plan(view, self._config)
@@ -121,17 +121,10 @@ class Scheduler:
             if row.prefix_blocks is not None:  # all claims first: an allocation below must not evict them
                 self._admit(row.request, row.prefix_blocks)
         self._keep_ratio(plan)
-        moves = self._states.take_moves() if self._states else ()
-        restores = [self._snapshot(row) for row in plan.rows]  # all of them first: a save below may overwrite one
-        rows = tuple(self._schedule(row, restore, now) for row, restore in zip(plan.rows, restores, strict=True))
-        step = StepPlan(self._next_step_id, rows, moves)
-        if self.encoder is not None:
-            encodes = self.encoder.encodes(
-                (row.request, done.inputs) for row, done in zip(plan.rows, rows, strict=True)
-            )
-            step = replace(step, dropped=self.encoder.take_dropped(), encodes=encodes)
-        self._next_step_id += 1
-        return step
+        rows = tuple(self._schedule(row, now) for row in plan.rows)
+        parts = self._finish()
+        step_id, self._next_step_id = self._next_step_id, self._next_step_id + 1
+        return StepPlan(step_id, rows, state_moves=parts.state_moves, dropped=parts.dropped, encodes=parts.encodes)
 
     def _keep_ratio(self, plan: Plan) -> None:
         if self._forecast is not None:
@@ -157,39 +150,40 @@ class Scheduler:
                 self.waiting.serve(request, prompt_tokens=request.prompt_len - request.cached)
         request.target = len(request.token_ids)
         self._promised += self._still_promised(request)
-        if self._states is not None:
-            self._states.take(request.request_id)
+        for resource in self.resources:
+            resource.admit(request, len(prefix))
 
     def _still_promised(self, request: Request) -> int:
         return self._blocks.blocks_for(request.lifetime_tokens) - len(request.block_ids)
 
-    def _schedule(self, row: PlannedRow, restore: int | None, now: float) -> ScheduledRequest:
-        request, end = row.request, row.start + row.num_tokens
-        assert row.start == request.scheduled, f"{request.request_id}: at {request.scheduled}, not {row.start}"
+    def _schedule(self, row: PlannedRow, now: float) -> ScheduledRequest:
+        request, kind, start, num_tokens, _, _ = row
+        end = start + num_tokens
+        assert start == request.scheduled, f"{request.request_id}: at {request.scheduled}, not {start}"
         self._grow(request, end)
-        sampling = None if row.kind is RowKind.MIDDLE else request.next_sampling()
+        sampling = None if kind is RowKind.MIDDLE else request.next_sampling()
+        parts = self._take(request, start, end) if self.resources else NO_PARTS
         scheduled = ScheduledRequest(
-            request.request_id,
-            row.kind,
-            row.start,
-            request.next_tokens(row.num_tokens),
-            request.block_ids,
-            sampling,
-            None if row.kind is RowKind.DECODE else request.scoring(row.num_tokens),
-            self._state_use(row, restore) if self._states is not None else None,
-            request.pool_from(row.num_tokens) if request.pooling is not None else None,
-            request.answer() if sampling and sampling.controls and sampling.controls.looks_back else (),
-            self.encoder.begin(request, row.start, end) if self.encoder and request.inputs else (),
-            shift_at(request.placed_inputs, row.start) if request.inputs else 0,
-            request.adapter,
+            request_id=request.request_id,
+            kind=kind,
+            start=start,
+            token_ids=request.next_tokens(num_tokens),
+            block_ids=request.block_ids,
+            sampling=sampling,
+            scoring=None if kind is RowKind.DECODE else request.to_score(end),
+            state=parts.state,
+            pool_from=request.pooling.first_of(start, end, request.prompt_len) if request.pooling else None,
+            answer=request.answer() if sampling and sampling.controls and sampling.controls.looks_back else (),
+            inputs=parts.inputs,
+            adapter=request.adapter,
         )
         request.scheduled = end
         request.num_pending += sampling is not None
         request.was_scheduled = True
         request.waiting_since = now
-        if row.kind is RowKind.DECODE:
+        if kind is RowKind.DECODE:
             self._last_decode = now
-        elif row.kind is RowKind.LAST:
+        elif kind is RowKind.LAST:
             self._promote(request, now)
         return scheduled
 
@@ -206,26 +200,23 @@ class Scheduler:
             if self._forecast is not None:
                 self._forecast.follow(request)
 
-    def _snapshot(self, row: PlannedRow) -> int | None:
-        """What an admission from a prefix starts from: the state after it was kept with it."""
-        if self._snapshots is None or not row.prefix_blocks:
-            return None
-        return self._snapshots.use(row.request.block_hashes[len(row.prefix_blocks) - 1])
+    def _finish(self) -> StepParts:
+        parts = StepParts()
+        for resource in self.resources:
+            resource.finish(parts)
+        return parts
 
-    def _state_use(self, row: PlannedRow, restore: int | None) -> StateUse:
-        assert self._states is not None
-        assert self._snapshots is not None
-        stride = self._config.scheduler.state_snapshot_tokens
-        due = stride and (row.start + row.num_tokens) % stride == 0
-        return StateUse(
-            self._states.slot_of(row.request.request_id), restore, self._snapshots.reserve() if due else None
-        )
+    def _take(self, request: Request, start: int, end: int) -> RowParts:
+        parts = RowParts()
+        for resource in self.resources:
+            resource.take(request, start, end, parts)
+        return parts
 
     def _preempt(self, request: Request, now: float) -> None:
         """Give everything back and wait again. What it computed stays in the prefix cache until it is evicted."""
         self._leave(request)
         request.computed = request.scheduled = request.target = request.num_pending = 0
-        request.drafts = ()
+        request.drafts = None
         request.waiting_since = now
         self.waiting.put_back(request, self._config.scheduler.requeue)
 
@@ -235,7 +226,7 @@ class Scheduler:
         The requests keep the blocks that they took, and their seats.
         """
         prompts = list(self.prefilling.values())
-        self.lose_encoded(step)
+        self.lose(step)
         for row, scheduled in zip(plan.rows, step.rows, strict=True):
             request = row.request
             request.scheduled = row.start
@@ -262,10 +253,8 @@ class Scheduler:
     # --- after the step --------------------------------------------------------------------------------------------
 
     def advance(self, request: Request, scheduled: ScheduledRequest, end: int) -> None:
-        """Positions below `end` are computed: publish the blocks they fill, and the state that was kept at it."""
+        """Positions below `end` are computed: publish the blocks they fill, and tell the resources."""
         request.computed = end
-        if self.encoder is not None and request.inputs:
-            self.encoder.advance(request, end)
         if self.waiting.shares and scheduled.sampling is not None:
             decoded = scheduled.kind is RowKind.DECODE  # with drafts, several in one row
             self.waiting.serve(request, answer_tokens=end - scheduled.start if decoded else 1)
@@ -275,27 +264,24 @@ class Scheduler:
             for i in range(request.num_published, num_full):
                 self._blocks.publish(request.block_ids[i], request.block_hashes[i])
             request.num_published = num_full
-        if scheduled.state is not None and scheduled.state.save is not None and self._snapshots is not None:
-            if end == scheduled.end:
-                self._snapshots.publish(scheduled.state.save, request.block_hashes[num_full - 1])
-            else:  # a draft was rejected before the position at which the state was to be kept
-                self._snapshots.cancel(scheduled.state.save)
+        for resource in self.resources:
+            resource.advance(request, scheduled, end)
 
     def draft(self, request: Request, drafts: tuple[int, ...], method: DraftMethod) -> None:
         """Keep what is drafted to follow, as far as the answer may still go; what was not accepted is taken back."""
         request.scheduled = request.computed
-        request.drafts = drafts[: request.most_drafts]
-        request.draft_method = method
+        kept = drafts[: request.most_drafts]
+        request.drafts = Drafts(kept, method) if kept else None
 
     def discard(self, scheduled: ScheduledRequest) -> None:
-        """A row's results are nobody's: its request has ended or was preempted, or the row failed."""
-        if scheduled.state is not None and scheduled.state.save is not None and self._snapshots is not None:
-            self._snapshots.cancel(scheduled.state.save)
+        """Drop a row's results: its request has ended or was preempted, or the row failed."""
+        for resource in self.resources:
+            resource.discard(scheduled)
 
-    def lose_encoded(self, step: StepPlan) -> None:
-        """The step failed, and nobody knows what it has encoded of what it was to encode."""
-        if self.encoder is not None:
-            self.encoder.lose(work.digest for work in step.encodes)
+    def lose(self, step: StepPlan) -> None:
+        """The step failed, and nobody knows how far it got. Its rows are discarded one by one."""
+        for resource in self.resources:
+            resource.lose(step)
 
     def release(self, request: Request, *, by_itself: bool = False) -> None:
         """The one way out, for stop, length, abort and error alike: leave the queues and give everything back.
@@ -320,10 +306,25 @@ class Scheduler:
         if self._forecast is not None:
             self._forecast.leave(request)
         self._blocks.release(request.block_ids)
-        if self._states is not None:
-            self._states.give_back(request.request_id)
-        if self.encoder is not None:
-            self.encoder.leave(request)
+        for resource in self.resources:
+            resource.release(request)
         request.block_ids = ()
         request.num_published = 0
         request.epoch += 1
+
+
+def _resources(config: ResolvedConfig) -> tuple[Resource, ...]:
+    """What requests of this model hold besides KV blocks."""
+    resources: list[Resource] = []
+    if config.recurrent_state:
+        policy = config.scheduler
+        resources.append(
+            RecurrentStates(
+                num_snapshots=policy.state_snapshots,
+                stride=policy.state_snapshot_tokens,
+                block_size=config.block_size,
+            )
+        )
+    if config.inputs:
+        resources.append(EncodedInputs(config.encoder_cache_tokens, config.max_encoder_tokens))
+    return tuple(resources)

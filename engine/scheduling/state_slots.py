@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from engine.scheduling.request import Request
+from engine.scheduling.resources import Resource, RowParts, StepParts
+from engine.step import ScheduledRequest, StateUse
+
 
 class StateSlots:
     """n running requests hold slots 0 to n-1, so that a captured graph sees one range; the last one takes the place of
@@ -72,3 +76,54 @@ class Snapshots:
 
     def cancel(self, slot: int) -> None:
         self._free.append(slot)
+
+
+class RecurrentStates(Resource):
+    """What requests of a hybrid model hold: a slot each, and now and then a snapshot that a later prefix hit needs."""
+
+    def __init__(self, *, num_snapshots: int, stride: int, block_size: int) -> None:
+        """stride: the state is kept after every so many tokens; 0: never."""
+        self.slots = StateSlots()
+        self.snapshots = Snapshots(num_snapshots)
+        self._stride = stride
+        self._block_size = block_size
+        self._restores: dict[str, int] = {}  # request id -> the snapshot that it starts from, until its first row
+
+    @property
+    def epoch(self) -> int:
+        return self.snapshots.epoch
+
+    def usable_prefix(self, request: Request, num_blocks: int) -> int:
+        """Up to the last snapshot."""
+        while num_blocks and self.snapshots.find(request.block_hashes[num_blocks - 1]) is None:
+            num_blocks -= 1
+        return num_blocks
+
+    def admit(self, request: Request, num_prefix_blocks: int) -> None:
+        """What it starts from is chosen before any row of the step may have its snapshot overwritten by a save."""
+        self.slots.take(request.request_id)
+        if num_prefix_blocks:
+            self._restores[request.request_id] = self.snapshots.use(request.block_hashes[num_prefix_blocks - 1])
+
+    def take(self, request: Request, start: int, end: int, parts: RowParts) -> None:
+        slot, restore = self.slots.slot_of(request.request_id), self._restores.pop(request.request_id, None)
+        due = self._stride and end % self._stride == 0
+        parts.state = StateUse(slot, restore, self.snapshots.reserve() if due else None)
+
+    def finish(self, parts: StepParts) -> None:
+        parts.state_moves = self.slots.take_moves()
+
+    def advance(self, request: Request, row: ScheduledRequest, end: int) -> None:
+        if row.state is None or row.state.save is None:
+            return
+        if end == row.end:
+            self.snapshots.publish(row.state.save, request.block_hashes[end // self._block_size - 1])
+        else:  # a draft was rejected before the position at which the state was to be kept
+            self.snapshots.cancel(row.state.save)
+
+    def discard(self, row: ScheduledRequest) -> None:
+        if row.state is not None and row.state.save is not None:
+            self.snapshots.cancel(row.state.save)
+
+    def release(self, request: Request) -> None:
+        self.slots.give_back(request.request_id)

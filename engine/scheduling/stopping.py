@@ -16,5 +16,5 @@ def is_stop_token(request: Request, token_id: int) -> bool:
 def is_complete(request: Request) -> bool:
     """Whether the answer has as many tokens as were asked for."""
     num_output = request.num_output
-    assert num_output <= request.max_new, f"{request.request_id}: {num_output} tokens of {request.max_new}"
-    return num_output == request.max_new
+    assert num_output <= request.max_tokens, f"{request.request_id}: {num_output} tokens of {request.max_tokens}"
+    return num_output == request.max_tokens

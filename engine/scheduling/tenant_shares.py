@@ -9,7 +9,7 @@ MAX_PAST = 1024
 """Tenants of a priority that are remembered although they have no request. Beyond it, the one that is least ahead of
 the others is forgotten: no other loses less by it."""
 
-Line = tuple[int, str]
+LaneKey = tuple[int, str]
 """A priority and a tenant."""
 
 
@@ -91,26 +91,26 @@ class Shares:
         """Tenants that are remembered, those of each priority apart."""
         return sum(len(tenants.served) for tenants in self._classes.values())
 
-    def enter(self, line: Line) -> None:
+    def enter(self, key: LaneKey) -> None:
         """The tenant has one more request."""
-        priority, tenant = line
+        priority, tenant = key
         self._classes.setdefault(priority, _Class()).enter(tenant)
         self._look()
 
-    def leave(self, line: Line) -> None:
+    def leave(self, key: LaneKey) -> None:
         """The tenant has one less. Once nobody of its priority is left, nothing is to be shared and all start over."""
-        priority, tenant = line
+        priority, tenant = key
         self._classes[priority].leave(tenant)
         if not self._classes[priority]:
             del self._classes[priority]
         self._look()
 
-    def serve(self, line: Line, prompt_tokens: int, answer_tokens: int) -> None:
+    def serve(self, key: LaneKey, prompt_tokens: int, answer_tokens: int) -> None:
         """Count what was computed for a request of the tenant."""
-        self._classes[line[0]].served[line[1]] += prompt_tokens + self._answer_weight * answer_tokens
+        self._classes[key[0]].served[key[1]] += prompt_tokens + self._answer_weight * answer_tokens
 
-    def served(self, line: Line) -> float:
-        return self._classes[line[0]].served[line[1]]
+    def served(self, key: LaneKey) -> float:
+        return self._classes[key[0]].served[key[1]]
 
     def _look(self) -> None:
         self.count = len(self._classes) > 1 or any(len(tenants.served) > 1 for tenants in self._classes.values())

@@ -12,23 +12,23 @@ from typing import Literal, assert_never
 from engine.config import SchedulerConfig
 from engine.scheduling.request import Request
 from engine.scheduling.sorted_list import SortedList
-from engine.scheduling.tenant_shares import Line, Shares
+from engine.scheduling.tenant_shares import LaneKey, Shares
 
 Rank = tuple[float, ...]
-"""Of a line among the others: the lowest is served first."""
+"""Of a lane among the others: the lowest is served first."""
 
 
-class _Queued:
-    """Requests of one priority and one tenant, in the order of their places, and where the line stands among others."""
+class Lane:
+    """Requests of one priority and one tenant, in the order of their places, and where the lane stands among others."""
 
-    __slots__ = ("age_key", "aged", "line", "rank", "requests")
+    __slots__ = ("age_key", "aged", "key", "rank", "requests")
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
+    def __init__(self, key: LaneKey) -> None:
+        self.key = key
         self.requests: SortedList[tuple[tuple[int, int], Request]] = SortedList()
         self.aged = False
         self.rank: Rank | None = None  # None: in no order yet
-        self.age_key: tuple[float, Line] = (math.inf, line)
+        self.age_key: tuple[float, LaneKey] = (math.inf, key)
 
     def __iter__(self) -> Iterator[Request]:
         for _, request in self.requests:
@@ -39,7 +39,7 @@ class WaitingQueue:
     """First whoever waited for `priority_age_ms`, then the lowest priority number; among tenants of one priority the
     one that was served least; for one tenant, in order of arrival.
 
-    Every change costs O(log n) comparisons. A line whose rank a change may have altered is only noted, and takes its
+    Every change costs O(log n) comparisons. A lane whose rank a change may have altered is only noted, and takes its
     new place when somebody looks.
     """
 
@@ -47,10 +47,10 @@ class WaitingQueue:
         self._age_s = config.priority_age_ms / 1000
         self._shares = Shares(config.answer_token_weight)
         self._requests: dict[str, Request] = {}
-        self._lines: dict[Line, _Queued] = {}
-        self._ranks: SortedList[tuple[Rank, _Queued]] = SortedList()
-        self._by_age: dict[bool, SortedList[tuple[float, Line]]] = {False: SortedList(), True: SortedList()}
-        self._changed: dict[Line, _Queued] = {}  # their ranks and ages are to be looked at
+        self._lanes: dict[LaneKey, Lane] = {}
+        self._ranks: SortedList[tuple[Rank, Lane]] = SortedList()
+        self._by_age: dict[bool, SortedList[tuple[float, LaneKey]]] = {False: SortedList(), True: SortedList()}
+        self._changed: dict[LaneKey, Lane] = {}  # their ranks and ages are to be looked at
         self._newest = 0
         self._num_put_back = 0
         self.num_preempted = 0
@@ -62,8 +62,8 @@ class WaitingQueue:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        for queued in self._lines.values():
-            yield from queued
+        for lane in self._lanes.values():
+            yield from lane
 
     @property
     def shares(self) -> bool:
@@ -80,22 +80,22 @@ class WaitingQueue:
 
     def enter(self, request: Request) -> None:
         """A request that is new to the engine; `leave` ends what this begins."""
-        self._newest = max(self._newest, request.ticket)
-        self._shares.enter(_line_of(request))
+        self._newest = max(self._newest, request.arrival_index)
+        self._shares.enter(_lane_key(request))
         self.add(request)
 
     def leave(self, request: Request) -> None:
         """The request has ended."""
-        self._shares.leave(_line_of(request))
+        self._shares.leave(_lane_key(request))
 
     def add(self, request: Request) -> None:
         """Have a request wait in its place."""
-        line = _line_of(request)
-        queued = self._lines.get(line)
-        if queued is None:
-            queued = self._lines[line] = _Queued(line)
-        queued.requests.add((request.place, request))
-        self._changed[line] = queued
+        key = _lane_key(request)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = Lane(key)
+        lane.requests.add((request.place, request))
+        self._changed[key] = lane
         self._requests[request.request_id] = request
         self.num_preempted += request.was_scheduled
         self.num_tokens += len(request.token_ids)
@@ -118,13 +118,13 @@ class WaitingQueue:
         """Whether it was waiting."""
         if self._requests.get(request.request_id) is not request:
             return False
-        line = _line_of(request)
-        queued = self._lines[line]
-        queued.requests.remove((request.place, request))
-        self._changed[line] = queued
-        if not queued.requests:
-            self._unrank(queued)
-            del self._lines[line], self._changed[line]
+        key = _lane_key(request)
+        lane = self._lanes[key]
+        lane.requests.remove((request.place, request))
+        self._changed[key] = lane
+        if not lane.requests:
+            self._unrank(lane)
+            del self._lanes[key], self._changed[key]
         del self._requests[request.request_id]
         self.num_preempted -= request.was_scheduled
         self.num_tokens -= len(request.token_ids)
@@ -132,38 +132,38 @@ class WaitingQueue:
 
     def serve(self, request: Request, prompt_tokens: int = 0, answer_tokens: int = 0) -> None:
         """Count what was computed for a request against its tenant."""
-        line = _line_of(request)
-        self._shares.serve(line, prompt_tokens, answer_tokens)
-        if (queued := self._lines.get(line)) is not None:
-            self._changed[line] = queued
+        key = _lane_key(request)
+        self._shares.serve(key, prompt_tokens, answer_tokens)
+        if (lane := self._lanes.get(key)) is not None:
+            self._changed[key] = lane
 
     def oldest_since(self) -> float | None:
         """Since when the request that has waited longest does, in monotonic seconds."""
-        if len(self._lines) < 2:
-            return min(map(_since, self._lines.values()), default=None)
+        if len(self._lanes) < 2:
+            return min(map(_since, self._lanes.values()), default=None)
         self._look_at_changed()
         return min(by_age.first[0] for by_age in self._by_age.values() if by_age)
 
     def in_order(self, now: float) -> Iterator[Request]:
         """Waiting requests as they should be admitted, if each of them is: a tenant's turn counts before its next."""
-        if len(self._lines) < 2:
+        if len(self._lanes) < 2:
             yield from self
             return
         self._look(now)
-        lines = iter(self._ranks)
-        first = next(lines, None)
-        under_way: list[tuple[Rank, _Walk]] = []  # lines of which this walk has seen requests
+        lanes = iter(self._ranks)
+        first = next(lanes, None)
+        under_way: list[tuple[Rank, _Walk]] = []  # lanes of which this walk has seen requests
         while first or under_way:
             if first and (not under_way or first[0] < under_way[0][0]):
-                walk = _Walk(first[1], self._shares.served(first[1].line))
-                first = next(lines, None)
+                walk = _Walk(first[1], self._shares.served(first[1].key))
+                first = next(lanes, None)
             else:
                 walk = heapq.heappop(under_way)[1]
             yield walk.take()
             if walk.rest:
                 heapq.heappush(under_way, (self._rank(walk.rest[0], _since(walk.rest), walk.served, now), walk))
 
-    # --- the order among lines ------------------------------------------------------------------------------------
+    # --- the order among lanes ------------------------------------------------------------------------------------
 
     def _rank(self, head: Request, since: float, served: float, now: float) -> Rank:
         if now - since >= self._age_s:
@@ -171,41 +171,41 @@ class WaitingQueue:
         return (1, head.priority, served, *head.place)
 
     def _look(self, now: float) -> None:
-        """Bring the order of the lines up to date."""
+        """Bring the order of the lanes up to date."""
         self._look_at_changed()
         young, aged = self._by_age[False], self._by_age[True]
         while young and now - young.first[0] >= self._age_s:
-            self._place(self._lines[young.first[1]], aged=True)
+            self._place(self._lanes[young.first[1]], aged=True)
         while aged and now - aged.last[0] < self._age_s:
-            self._place(self._lines[aged.last[1]], aged=False)
+            self._place(self._lanes[aged.last[1]], aged=False)
 
     def _look_at_changed(self) -> None:
-        for queued in self._changed.values():
-            self._place(queued, aged=queued.aged)
+        for lane in self._changed.values():
+            self._place(lane, aged=lane.aged)
         self._changed.clear()
 
-    def _place(self, queued: _Queued, *, aged: bool) -> None:
-        self._unrank(queued)
-        since, head = _since(queued), queued.requests.first[1]
-        queued.aged, queued.age_key = aged, (since, queued.line)
-        queued.rank = self._rank(head, since, self._shares.served(queued.line), math.inf if aged else -math.inf)
-        self._by_age[aged].add(queued.age_key)
-        self._ranks.add((queued.rank, queued))
+    def _place(self, lane: Lane, *, aged: bool) -> None:
+        self._unrank(lane)
+        since, head = _since(lane), lane.requests.first[1]
+        lane.aged, lane.age_key = aged, (since, lane.key)
+        lane.rank = self._rank(head, since, self._shares.served(lane.key), math.inf if aged else -math.inf)
+        self._by_age[aged].add(lane.age_key)
+        self._ranks.add((lane.rank, lane))
 
-    def _unrank(self, queued: _Queued) -> None:
-        if queued.rank is not None:
-            self._ranks.remove((queued.rank, queued))
-            self._by_age[queued.aged].remove(queued.age_key)
-            queued.rank = None
+    def _unrank(self, lane: Lane) -> None:
+        if lane.rank is not None:
+            self._ranks.remove((lane.rank, lane))
+            self._by_age[lane.aged].remove(lane.age_key)
+            lane.rank = None
 
 
 class _Walk:
-    """A line from which one look at the queue has taken requests."""
+    """A lane from which one look at the queue has taken requests."""
 
-    def __init__(self, queued: _Queued, served: float) -> None:
-        self._coming = iter(queued)
+    def __init__(self, lane: Lane, served: float) -> None:
+        self._coming = iter(lane)
         self.rest: deque[Request] = deque()
-        """What comes next, as far as it tells since when the line waits; empty at the line's end."""
+        """What comes next, as far as it tells since when the lane waits; empty at its end."""
         self.served = served
         self._look_ahead()
 
@@ -220,15 +220,15 @@ class _Walk:
             self.rest.append(coming)
 
 
-def _since(line: Iterable[Request]) -> float:
-    """When the oldest request of a line began to wait. Preempted ones stand in front of others that wait longer."""
+def _since(lane: Iterable[Request]) -> float:
+    """When the oldest request of a lane began to wait. Preempted ones stand in front of others that wait longer."""
     oldest = math.inf
-    for request in line:
+    for request in lane:
         oldest = min(oldest, request.waiting_since)
         if not request.was_scheduled:
             break
     return oldest
 
 
-def _line_of(request: Request) -> Line:
+def _lane_key(request: Request) -> LaneKey:
     return (request.priority, request.tenant)

@@ -12,7 +12,7 @@ from engine.scheduling.planner import Plan
 from engine.scheduling.request import Request
 from engine.speculation.draft_budget import Beside, Costs, ModelCosts, Wish, choose_model_lengths, reading_pays
 from engine.speculation.speculation import COMMON_MEMORY, COMMON_WEIGHT, OWN_MEMORY, Probes, Record, Turns
-from engine.step import DRAFT_TOKEN, Reading, RowKind, ScheduledRequest, StepPlan
+from engine.step import DRAFT_TOKEN, DraftContext, RowKind, ScheduledRequest, StepPlan
 
 FIRST_GUESS = 0.6
 """How often a token of the draft model is right, before any was judged."""
@@ -101,7 +101,9 @@ class ModelDrafts:
         """Places for drafted tokens, by request; of those for which no grammar forces any, and () where places that no
         step has used are taken back."""
         self._due = {}
-        places = dict.fromkeys((r.request_id for r in decoding if r.drafts and r.draft_method == self.method), 0)
+        places = dict.fromkeys(
+            (r.request_id for r in decoding if r.drafts is not None and r.drafts.method == self.method), 0
+        )
         if decoding and self._pays_beside(len(decoding)):
             places |= self._choose(decoding)
         return [(r, (DRAFT_TOKEN,) * places[r.request_id]) for r in decoding if r.request_id in places]
@@ -122,8 +124,8 @@ class ModelDrafts:
         """How many tokens each request is drafted, where it is any; and what has to be read for that."""
         candidates, num_forced, num_bare = [], 0, 0
         for request in decoding:
-            if request.drafts and request.draft_method != self.method:
-                num_forced += len(request.drafts)
+            if request.drafts is not None and request.drafts.method != self.method:
+                num_forced += len(request.drafts.token_ids)
             elif candidate := self._candidate(request):
                 candidates.append(candidate)
             else:
@@ -162,11 +164,11 @@ class ModelDrafts:
             reader.epoch, reader.num_read = request.epoch, 0
         reader.num_read = self._read_for(request, reader.num_read)
         chance = reader.record.chance(0, self._common.chance(0, FIRST_GUESS, COMMON_WEIGHT), COMMON_WEIGHT)
-        found = _Candidate(request, reader, chance, most)
-        num_left = request.max_new - request.num_output
-        if self._asked.adaptive and not reading_pays(found.num_unread, num_left, chance, self._drafter):
+        candidate = _Candidate(request, reader, chance, most)
+        num_left = request.max_tokens - request.num_output
+        if self._asked.adaptive and not reading_pays(candidate.num_unread, num_left, chance, self._drafter):
             return None
-        return found
+        return candidate
 
     def _read_for(self, request: Request, num_read: int) -> int:
         """How many of a request's tokens are read: `num_read`, and what was for others who share its blocks. The newest
@@ -185,10 +187,10 @@ class ModelDrafts:
     def _lengths(self, candidates: list[_Candidate], beside: Beside) -> list[int]:
         room = max(0, self._most_tokens - beside.num_rows - beside.num_forced)
         if not self._asked.adaptive:
-            return [max(0, min(each.most, room // len(candidates))) for each in candidates]
-        wishes = [Wish(each.chance, each.most) for each in candidates]
+            return [max(0, min(candidate.most, room // len(candidates))) for candidate in candidates]
+        wishes = [Wish(candidate.chance, candidate.most) for candidate in candidates]
         lengths = choose_model_lengths(wishes, beside, room, self._costs, self._drafter)
-        self._probes.add([each.reader.turns for each in candidates], lengths, room)
+        self._probes.add([candidate.reader.turns for candidate in candidates], lengths, room)
         return lengths
 
     # --- what is read for it ----------------------------------------------------------------------------------------
@@ -212,14 +214,14 @@ class ModelDrafts:
             if page := self._pages.pop(row.block_ids[number], None):
                 kept = page.token_ids[: max(0, start - number * self._block_size)]
                 self._pages[row.block_ids[number]] = Page(page.root, kept)
-        return replace(row, reading=Reading(start, tuple(request.token_ids[start:end])))
+        return replace(row, draft_context=DraftContext(start, tuple(request.token_ids[start:end])))
 
     def has_read(self, request: Request, row: ScheduledRequest, num_sampled: int) -> None:
         """The row was computed, and gave so many tokens: the K and V of accepted drafts are good, but for the last of
         the proposed ones, which was not read."""
-        if row.reading is None:
+        if row.draft_context is None:
             return
-        reader, end = self._readers[request.request_id], row.reading.end
+        reader, end = self._readers[request.request_id], row.draft_context.end
         if DRAFT_TOKEN in row.token_ids:
             end += min(num_sampled - 1, len(row.token_ids) - 2)
         for number in range(reader.num_read // self._block_size, -(-end // self._block_size)):

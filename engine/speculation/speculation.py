@@ -68,9 +68,9 @@ class Probes:
         """Count a step. Now and then, add one token for whoever has gone without for longest."""
         self._steps_to_next -= 1
         waiting = -1
-        for number, (each, length) in enumerate(zip(turns, lengths, strict=True)):
-            each.passed = 0 if length else each.passed + 1
-            if each.passed >= each.wait and (waiting < 0 or each.passed > turns[waiting].passed):
+        for number, (turn, length) in enumerate(zip(turns, lengths, strict=True)):
+            turn.passed = 0 if length else turn.passed + 1
+            if turn.passed >= turn.wait and (waiting < 0 or turn.passed > turns[waiting].passed):
                 waiting = number
         if waiting >= 0 and self._steps_to_next <= 0 and sum(lengths) < room:
             lengths[waiting] = 1
@@ -89,7 +89,7 @@ class Lookup:
     """Of the match that the drafts which are being verified came from."""
 
 
-class _Found(NamedTuple):
+class _Candidate(NamedTuple):
     request: Request
     lookup: Lookup
     match: Match
@@ -129,20 +129,22 @@ class Speculation:
         """
         if not decoding or (self._asked.adaptive and not may_pay(len(decoding), self._costs)):
             return []
-        found, beside = self._search(decoding)
-        if not found:
+        candidates, beside = self._search(decoding)
+        if not candidates:
             return []
-        lengths = self._lengths(found, beside)
+        lengths = self._lengths(candidates, beside)
         return [
-            (each.request, self._taken(each, length)) for each, length in zip(found, lengths, strict=True) if length
+            (candidate.request, self._taken(candidate, length))
+            for candidate, length in zip(candidates, lengths, strict=True)
+            if length
         ]
 
-    def _search(self, decoding: Collection[Request]) -> tuple[list[_Found], Beside]:
-        found: list[_Found] = []
+    def _search(self, decoding: Collection[Request]) -> tuple[list[_Candidate], Beside]:
+        candidates: list[_Candidate] = []
         num_forced, num_bare, to_index = 0, 0, MOST_INDEXED
         for request in decoding:
-            if request.drafts:
-                num_forced += len(request.drafts)
+            if request.drafts is not None:
+                num_forced += len(request.drafts.token_ids)
                 continue
             lookup = self._lookups.get(request.request_id)
             if lookup is None:
@@ -153,28 +155,28 @@ class Speculation:
             if match is None:
                 num_bare += 1
             else:
-                found.append(_Found(request, lookup, match, grade_of(match), most))
-        return found, Beside(len(decoding), num_forced, num_bare)
+                candidates.append(_Candidate(request, lookup, match, grade_of(match), most))
+        return candidates, Beside(len(decoding), num_forced, num_bare)
 
-    def _lengths(self, found: list[_Found], beside: Beside) -> list[int]:
+    def _lengths(self, candidates: list[_Candidate], beside: Beside) -> list[int]:
         room = max(0, self._most_tokens - beside.num_rows - beside.num_forced)
         if not self._asked.adaptive:
-            return [max(0, min(each.most, room // len(found))) for each in found]
-        wishes = [Wish(self._chance(each), each.most) for each in found]
+            return [max(0, min(candidate.most, room // len(candidates))) for candidate in candidates]
+        wishes = [Wish(self._chance(candidate), candidate.most) for candidate in candidates]
         lengths = choose_lengths(wishes, beside, room, self._costs)
-        self._probes.add([each.lookup.turns for each in found], lengths, room)
+        self._probes.add([candidate.lookup.turns for candidate in candidates], lengths, room)
         return lengths
 
-    def _chance(self, found: _Found) -> float:
-        grade = found.grade
+    def _chance(self, candidate: _Candidate) -> float:
+        grade = candidate.grade
         common = self._common.chance(grade, FIRST_GUESSES[grade], COMMON_WEIGHT)
-        return found.lookup.record.chance(grade, common, COMMON_WEIGHT)
+        return candidate.lookup.record.chance(grade, common, COMMON_WEIGHT)
 
-    def _taken(self, found: _Found, length: int) -> tuple[int, ...]:
+    def _taken(self, candidate: _Candidate, length: int) -> tuple[int, ...]:
         """Up to a token that would end the answer: what came after it would be for nothing."""
-        found.lookup.grade = found.grade
-        drafts = continuation(found.request.token_ids, found.match.start, length)
-        stops = found.request.stop_token_ids
+        candidate.lookup.grade = candidate.grade
+        drafts = continuation(candidate.request.token_ids, candidate.match.start, length)
+        stops = candidate.request.stop_token_ids
         return next((drafts[:end] for end, token in enumerate(drafts) if token in stops), drafts)
 
 

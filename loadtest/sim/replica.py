@@ -69,7 +69,7 @@ class Replica:
             clock=self._loop.time,
         )
         self._sinks: dict[str, Sink] = {}
-        self._tickets = count()
+        self._arrivals = count()
         self._step: asyncio.Handle | None = None
         self._on_empty = on_empty
         self.is_draining = False
@@ -91,7 +91,7 @@ class Replica:
             raise RequestRejected(ErrorCode.DRAINING, f"{self.name} is draining.")
         if len(self._sinks) >= limit:
             raise RequestRejected(ErrorCode.QUEUE_FULL, f"{self.name} holds {limit} requests.", limit=limit)
-        request = create_request(submission, self.config, next(self._tickets))
+        request = create_request(submission, self.config, next(self._arrivals))
         num_tokens = len(submission.prompt_token_ids)
         self._signals.submitted(submission.request_id, num_tokens, "ingress", num_waiting_outside)
         self._sinks[submission.request_id] = sink

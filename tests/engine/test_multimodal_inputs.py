@@ -17,8 +17,9 @@ from engine.config import ConfigError, SchedulerConfig
 from engine.multimodal_inputs import Grid, InputKind, PlacedInput, SpanInput, overlapping, place_inputs, shift_at
 from engine.prefix import extend_chain
 from engine.protocol import Failed, RequestRejected, SamplingParams, Submission
+from engine.scheduling.encoder_cache import EncodedInputs
 from engine.step import ExecutorOutOfMemoryError, RowKind, StepPlan
-from tests.support.engines import RecordingCore
+from tests.support.engines import RecordingCore, resource_of
 
 PAD = 31
 WHOLE = InputKind(name="image", token_id=PAD, side=2, min_pixels=4, max_pixels=4000, chunkable=False)
@@ -128,8 +129,7 @@ def test_answers_are_those_of_a_request_alone_in_any_schedule(data: st.DataObjec
     core.run()
     for number, parts in enumerate(prompts):
         assert core.tokens(str(number)) == alone(parts, max_tokens=6)
-    cache = core._scheduler.encoder
-    assert cache is not None
+    cache = resource_of(core, EncodedInputs).cache
     assert (cache.num_held, core.load().num_held_blocks) == (0, 0)
 
 
@@ -238,8 +238,7 @@ def test_after_a_step_that_failed_its_contents_are_encoded_again(fault: Exceptio
     core.show("b", [(1, (1, 2, 4)), 3])
     core.run()
     assert core.tokens("b") == alone([(1, (1, 2, 4)), 3])
-    assert core._scheduler.encoder is not None
-    assert core._scheduler.encoder.num_held == 0
+    assert resource_of(core, EncodedInputs).cache.num_held == 0
 
 
 def test_a_request_that_ends_while_it_waits_or_runs_holds_nothing() -> None:
@@ -250,8 +249,7 @@ def test_a_request_that_ends_while_it_waits_or_runs_holds_nothing() -> None:
     core.keep(core.abort("a"))
     core.keep(core.abort("b"))
     core.run()
-    assert core._scheduler.encoder is not None
-    assert core._scheduler.encoder.num_held == 0
+    assert resource_of(core, EncodedInputs).cache.num_held == 0
 
 
 def test_a_burst_of_contents_leaves_no_growth_after_it_ends() -> None:

@@ -24,7 +24,7 @@ from engine.execution.executor import TorchExecutor
 from engine.observer import Verified
 from engine.protocol import Failed, Finished, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
-from engine.step import DRAFT_TOKEN, Reading, RowSampling, StepPlan
+from engine.step import DRAFT_TOKEN, DraftContext, RowSampling, StepPlan
 from tests.golden.test_speculation import CONTEXT, KEPT, MOST_CHI_SQUARE, ROWS, SEEDS, chi_square, distribution
 from tests.support.compiler import needs_compiler
 from tests.support.fake_device import FakeDevice
@@ -282,7 +282,7 @@ def test_sampled_tokens_have_the_models_distribution_whatever_is_proposed(bench:
         executor.launch(StepPlan(number, (chunk("c", CONTEXT, 0, len(CONTEXT), table),)))
         executor.collect()
     asked = RowSampling(temperature=1.0, top_k=KEPT, top_p=1.0, min_p=0.0, seed=0)
-    whole, newest = Reading(0, (*CONTEXT, 5)), Reading(len(CONTEXT), (5,))
+    whole, newest = DraftContext(0, (*CONTEXT, 5)), DraftContext(len(CONTEXT), (5,))
     counts: dict[tuple[int, ...], torch.Tensor] = {}
     for begin in range(0, SEEDS, len(blocks)):
         rows = [
@@ -290,7 +290,7 @@ def test_sampled_tokens_have_the_models_distribution_whatever_is_proposed(bench:
                 decode(str(number), 5, len(CONTEXT), table),
                 token_ids=(5, DRAFT_TOKEN, DRAFT_TOKEN),
                 sampling=dataclasses.replace(asked, seed=begin + number),
-                reading=newest if begin else whole,
+                draft_context=newest if begin else whole,
             )
             for number, table in enumerate(blocks)
         ]
@@ -412,8 +412,10 @@ def test_a_gpu_engine_has_no_draft_model(checkpoints: dict[str, Path], monkeypat
 
 
 def test_a_row_whose_newest_token_is_not_read_is_refused(bench: DraftBench) -> None:
-    row = dataclasses.replace(decode("a", 5, 3, (0,)), token_ids=(5, DRAFT_TOKEN), reading=Reading(0, (1, 2)))
-    with pytest.raises(ValueError, match="drafts of a text that is read to Reading"):
+    row = dataclasses.replace(
+        decode("a", 5, 3, (0,)), token_ids=(5, DRAFT_TOKEN), draft_context=DraftContext(0, (1, 2))
+    )
+    with pytest.raises(ValueError, match="drafts of a text that is read to DraftContext"):
         bench.executor.launch(StepPlan(0, (row,)))
 
 

@@ -30,11 +30,11 @@ def test_means_and_last_states_equal_those_of_transformers(budget: int) -> None:
     model = AutoModel.from_pretrained(directory, dtype=torch.float32)
     prompts = tokenized_prompts()[:2]
     vectors: dict[str, tuple[float, ...]] = {}
-    tickets = itertools.count()
+    arrivals = itertools.count()
     for number, prompt in enumerate(prompts):
         for pooling in ("mean", "last"):
             submission = Submission(f"{number} {pooling}", tuple(prompt), NO_ANSWER, pooling=pooling)
-            core.submit(create_request(submission, core.config, next(tickets)))
+            core.submit(create_request(submission, core.config, next(arrivals)))
     while core.has_work:
         vectors |= {event.request_id: event.values for event in core.step() if isinstance(event, Pooled)}
     for number, prompt in enumerate(prompts):

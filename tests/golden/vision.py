@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from engine.execution.executor import TorchExecutor
-from engine.multimodal_inputs import Encode, overlapping, place_inputs, shift_at
-from engine.step import RowKind, ScheduledRequest, StepPlan
+from engine.multimodal_inputs import EncodeJob, overlapping, place_inputs, shift_at
+from engine.step import RowInputs, RowKind, ScheduledRequest, StepPlan
 from tests.support.image_files import make_image
 from tests.support.plans import greedy
 from tests.support.tiny_vision import TEXT_VOCAB, Shown, show
@@ -49,7 +49,7 @@ def logits_of_transformers(model: Qwen2_5_VLForConditionalGeneration, prompts: S
 def forced_logits(executor: TorchExecutor, prompt: Shown, chunk_size: int | None) -> Tensor:
     """At each position, fed in chunks. # [len(token_ids), vocab] float32"""
     tokens, placed = prompt.token_ids, place_inputs(prompt.inputs)
-    encodes = tuple(Encode(one.digest, one.grid, one.data) for one in prompt.inputs)
+    encodes = tuple(EncodeJob(one.digest, one.grid, one.data) for one in prompt.inputs)
     size = chunk_size or len(tokens)
     blocks = tuple(range(-(-len(tokens) // 16)))
     parts = []
@@ -63,8 +63,7 @@ def forced_logits(executor: TorchExecutor, prompt: Shown, chunk_size: int | None
             tuple(tokens[start:end]),
             blocks,
             greedy() if last else None,
-            inputs=overlapping(placed, start, end),
-            position_shift=shift_at(placed, start),
+            inputs=RowInputs(overlapping(placed, start, end), shift_at(placed, start)),
         )
         parts.append(executor.logits(StepPlan(start, (row,), encodes=() if start else encodes)).float())
     return torch.cat(parts)

@@ -7,7 +7,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.config import FakeConfig, ResolvedConfig, SchedulerConfig
 from engine.core.core import EngineCore
@@ -16,10 +16,12 @@ from engine.fake.draft_model import FakeDraftModel
 from engine.fake.executor import FakeExecutor
 from engine.protocol import Event, Finished, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
+from engine.scheduling.resources import Resource
 from engine.step import ScheduledRequest, StepPlan, TokenMasks
 
 EOS = 0
 VOCAB = 32
+Held = TypeVar("Held", bound=Resource)
 
 
 def resolved_config(**overrides: Any) -> ResolvedConfig:
@@ -70,7 +72,7 @@ class RecordingCore(EngineCore):
         config = resolved_config(**overrides)
         self.plans: list[StepPlan] = []
         self.events: dict[str, list[Event]] = defaultdict(list)
-        self._tickets = count()
+        self._arrivals = count()
         self._hook = before_step
         executor = FakeExecutor(
             config.num_kv_blocks,
@@ -115,7 +117,7 @@ class RecordingCore(EngineCore):
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, *, prepared: bool = True, **fields: Any
     ) -> None:
         submission = Submission(request_id, prompt, params, **fields)
-        request = create_request(submission, self.config, next(self._tickets))
+        request = create_request(submission, self.config, next(self._arrivals))
         self.keep(self.submit(request, prepared=prepared))
 
     def keep(self, events: Sequence[Event]) -> Sequence[Event]:
@@ -153,6 +155,12 @@ class RecordingCore(EngineCore):
         last = self.events[request_id][-1]
         assert isinstance(last, Finished), last
         return last
+
+
+def resource_of(core: EngineCore, kind: type[Held]) -> Held:
+    """The resource of this kind that the core's requests hold. ValueError: they hold none."""
+    (found,) = (resource for resource in core._scheduler.resources if isinstance(resource, kind))
+    return found
 
 
 def answer_alone(prompt: Sequence[int], **sampling: Any) -> list[int]:

@@ -24,8 +24,9 @@ from engine.protocol import (
 )
 from engine.scheduling.planner import Plan, PlannedRow
 from engine.scheduling.request import Request
+from engine.scheduling.state_slots import RecurrentStates
 from engine.step import ExecutorOutOfMemoryError, RowKind, ScheduledRequest, StepPlan
-from tests.support.engines import RecordingCore
+from tests.support.engines import RecordingCore, resource_of
 from tests.support.oracle import answer_of, logprobs_of, pooled_of, prompt_logprobs_of
 
 
@@ -44,7 +45,7 @@ class CheckedCore(RecordingCore):
         self.live: dict[str, Request] = {}
         self._next_start: dict[str, tuple[int, int]] = {}  # request id -> (least, most) start of its next row
         self._last_ratio, self._last_preemptions = self._scheduler.reserve_ratio, 0
-        self._progress = (-1, -1, 0)  # (the elder's ticket, its cursor, steps since it moved)
+        self._progress = (-1, -1, 0)  # (the elder's arrival index, its cursor, steps since it moved)
         self._give_up = self._scheduler.discard
         self._scheduler.discard = self._discard  # type: ignore[method-assign]
         self._make_plan = self._scheduler.plan
@@ -181,15 +182,15 @@ class CheckedCore(RecordingCore):
         else:
             assert row.start == len(row.prefix_blocks) * self.config.block_size, "I-5"
             assert row.start <= len(request.token_ids) - 1, "I-6, I-11"
-            assert not any(a < row.start < b for a, b in request.atomic_spans), "I-13"
+            assert not any(a < row.start < b for a, b in atomic_spans(request)), "I-13"
         target = len(request.token_ids) if row.prefix_blocks is not None else request.target
         if row.kind is RowKind.DECODE:
             assert row.start >= target, "I-8"
             assert end <= request.lifetime_tokens, "I-35"
         else:
             assert (row.kind is RowKind.LAST) == (end == target), "I-7, I-8"
-            assert not any(a < end < b for a, b in request.atomic_spans), "I-13"
-            assert not any(a < cut < b for a, b in request.atomic_spans for cut in row.cuts), "I-13"
+            assert not any(a < end < b for a, b in atomic_spans(request)), "I-13"
+            assert not any(a < cut < b for a, b in atomic_spans(request) for cut in row.cuts), "I-13"
 
     def _check_victims(self, plan: Plan) -> None:
         victims = set(plan.preempted)
@@ -197,7 +198,7 @@ class CheckedCore(RecordingCore):
         assert len(victims) == len(plan.preempted), "I-4"
         assert not victims & {row.request for row in plan.rows}, "I-4"
         if victims:
-            assert min(running, key=lambda request: request.ticket) not in victims, "I-18"
+            assert min(running, key=lambda request: request.arrival_index) not in victims, "I-18"
             assert not any(row.prefix_blocks is not None for row in plan.rows), "no admission after a preemption"
 
     def _check_decodes(self, plan: Plan, now: float) -> None:
@@ -239,7 +240,7 @@ class CheckedCore(RecordingCore):
         middle = row.kind is RowKind.MIDDLE
         happened = {
             "prompt in chunks": middle,
-            "span kept whole": middle and self.live[row.request_id].atomic_spans,
+            "span kept whole": middle and atomic_spans(self.live[row.request_id]),
             "prompt scored in chunks": middle and row.scoring,
             "prompt pooled in chunks": middle and row.pool_from is not None,
             "draft accepted": accepted,
@@ -255,7 +256,7 @@ class CheckedCore(RecordingCore):
         assert plan.num_tokens <= config.max_num_batched_tokens, "I-2"
         assert len(names) <= config.max_num_seqs, "I-2"
         extends = config.scheduler.atomic_policy == "extend"
-        spans = any(request.atomic_spans for name in names if (request := self.live.get(name)))
+        spans = any(atomic_spans(request) for name in names if (request := self.live.get(name)))
         assert prefill <= config.max_prefill_tokens or (extends and spans), "I-2"
         assert len(set(names)) == len(names), "I-4"
         decodes = sum(len(row.token_ids) for row in plan.rows if row.kind is RowKind.DECODE)
@@ -263,7 +264,7 @@ class CheckedCore(RecordingCore):
         assert decodes <= max(rows, config.max_drafting_tokens), "I-35: all together"
         drafts = any(row.kind is RowKind.DECODE and len(row.token_ids) > 1 and row.state for row in plan.rows)
         if drafts and any(
-            row.kind is not RowKind.DECODE and self.live[row.request_id].atomic_spans for row in plan.rows
+            row.kind is not RowKind.DECODE and atomic_spans(self.live[row.request_id]) for row in plan.rows
         ):
             self._reached.add("drafts, states and spans in a step")
         most_drafts = config.speculative.num_tokens if config.speculates else config.num_speculative_tokens
@@ -285,8 +286,9 @@ class CheckedCore(RecordingCore):
         self._check_ratio()
         self._check_progress(running)
         self.check_what_is_read()
-        if self._scheduler._states is not None:
-            slots = sorted(self._scheduler._states.slot_of(request.request_id) for request in running)
+        if self.config.recurrent_state:
+            states = resource_of(self, RecurrentStates)
+            slots = sorted(states.slots.slot_of(request.request_id) for request in running)
             assert slots == list(range(len(running))), "I-9"
 
     def _check_cursors(self, running: list[Request]) -> None:
@@ -355,9 +357,9 @@ class CheckedCore(RecordingCore):
         if not running:
             self._progress = (-1, -1, 0)
             return
-        elder, policy = min(running, key=lambda request: request.ticket), self.config.scheduler
-        if self._progress[:2] != (elder.ticket, elder.computed):
-            self._progress = (elder.ticket, elder.computed, -1)
+        elder, policy = min(running, key=lambda request: request.arrival_index), self.config.scheduler
+        if self._progress[:2] != (elder.arrival_index, elder.computed):
+            self._progress = (elder.arrival_index, elder.computed, -1)
         self._progress = (*self._progress[:2], self._progress[2] + 1)
         bound_ms = policy.decode_starve_ms + policy.prefill_starve_ms + policy.priority_age_ms
         bound_ms += policy.coalesce_partial_ms + policy.coalesce_waiting_ms
@@ -444,3 +446,7 @@ class CheckedCore(RecordingCore):
         for i, entry in enumerate(given, len(prompt)):
             expected = None if params.logprobs is None else logprobs_of(text[:i], text[i], params.logprobs)
             assert entry == expected, "I-1: log-probabilities"
+
+
+def atomic_spans(request: Request) -> tuple[tuple[int, int], ...]:
+    return () if request.spans is None else request.spans.atomic

@@ -18,58 +18,58 @@ class PlainQueue:
         self._served: defaultdict[tuple[int, str], float] = defaultdict(float)
 
     def enter(self, request: Request) -> None:
-        line = _line(request)
-        if not self._live[line]:
-            present = [self._served[other] for other, live in self._live.items() if live and other[0] == line[0]]
-            self._served[line] = max(self._served[line], min(present, default=0.0))
-        self._live[line] += 1
+        lane = _lane_key(request)
+        if not self._live[lane]:
+            present = [self._served[other] for other, live in self._live.items() if live and other[0] == lane[0]]
+            self._served[lane] = max(self._served[lane], min(present, default=0.0))
+        self._live[lane] += 1
         self.waiting.append(request)
 
     def leave(self, request: Request) -> None:
-        self._live[_line(request)] -= 1
-        if not any(live for line, live in self._live.items() if line[0] == request.priority):
-            for line in [line for line in self._served if line[0] == request.priority]:
-                del self._served[line]
+        self._live[_lane_key(request)] -= 1
+        if not any(live for lane, live in self._live.items() if lane[0] == request.priority):
+            for lane in [lane for lane in self._served if lane[0] == request.priority]:
+                del self._served[lane]
 
     def serve(self, request: Request, prompt_tokens: int, answer_tokens: int) -> None:
-        self._served[_line(request)] += prompt_tokens + self._answer_weight * answer_tokens
+        self._served[_lane_key(request)] += prompt_tokens + self._answer_weight * answer_tokens
 
     def oldest_since(self) -> float | None:
-        return min((_since(line) for line in self._lines()), default=None)
+        return min((_since(lane) for lane in self._lanes()), default=None)
 
     def in_order(self, now: float) -> list[Request]:
-        lines, served, order = self._lines(), dict(self._served), []
-        while lines:
-            line = min(lines, key=lambda line: self._rank(line, served, now))
-            order.append(line.pop(0))
-            served[_line(order[-1])] += len(order[-1].token_ids)
-            lines = [line for line in lines if line]
+        lanes, served, order = self._lanes(), dict(self._served), []
+        while lanes:
+            lane = min(lanes, key=lambda lane: self._rank(lane, served, now))
+            order.append(lane.pop(0))
+            served[_lane_key(order[-1])] += len(order[-1].token_ids)
+            lanes = [lane for lane in lanes if lane]
         return order
 
-    def _lines(self) -> list[list[Request]]:
-        lines: defaultdict[tuple[int, str], list[Request]] = defaultdict(list)
+    def _lanes(self) -> list[list[Request]]:
+        lanes: defaultdict[tuple[int, str], list[Request]] = defaultdict(list)
         for request in sorted(self.waiting, key=lambda request: request.place):
-            lines[_line(request)].append(request)
-        return list(lines.values())
+            lanes[_lane_key(request)].append(request)
+        return list(lanes.values())
 
-    def _rank(self, line: list[Request], served: dict[tuple[int, str], float], now: float) -> tuple[float, ...]:
-        head = line[0]
-        if now - _since(line) >= self._age_s:
+    def _rank(self, lane: list[Request], served: dict[tuple[int, str], float], now: float) -> tuple[float, ...]:
+        head = lane[0]
+        if now - _since(lane) >= self._age_s:
             return (0, *head.place)
-        return (1, head.priority, served[_line(head)], *head.place)
+        return (1, head.priority, served[_lane_key(head)], *head.place)
 
 
-def _since(line: Iterable[Request]) -> float:
+def _since(lane: Iterable[Request]) -> float:
     """Of those that ran before, and the first one behind them that did not."""
-    return min(_told_by(line), default=math.inf)
+    return min(_told_by(lane), default=math.inf)
 
 
-def _told_by(line: Iterable[Request]) -> Iterator[float]:
-    for request in line:
+def _told_by(lane: Iterable[Request]) -> Iterator[float]:
+    for request in lane:
         yield request.waiting_since
         if not request.was_scheduled:
             return
 
 
-def _line(request: Request) -> tuple[int, str]:
+def _lane_key(request: Request) -> tuple[int, str]:
     return (request.priority, request.tenant)

@@ -264,7 +264,7 @@ def test_a_preemption_drops_the_drafts_and_never_shortens_the_prompt(preempt_pol
     while core.has_work:
         core.keep(core.step())
         for request in core._scheduler.waiting:
-            assert request.drafts == ()
+            assert request.drafts is None
             assert request.token_ids == [*prompts[request.request_id], *core.tokens(request.request_id)]
     assert core.load().num_preemptions
     for name, prompt in prompts.items():

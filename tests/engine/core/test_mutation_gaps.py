@@ -20,10 +20,10 @@ PREFIX = [5, 6, 7, 8, 9, 10, 11, 12]
 FULL = SchedulerConfig(reserve_mode="full", preempt_policy="none")
 
 
-def prompt_of(request_id: str, ticket: int, length: int, config: ResolvedConfig, **fields: object) -> Request:
+def prompt_of(request_id: str, arrival_index: int, length: int, config: ResolvedConfig, **fields: object) -> Request:
     """A prompt that was admitted and has nothing computed yet."""
     submission = Submission(request_id, tuple(range(1, length + 1)), SamplingParams(max_tokens=1), **fields)
-    request = create_request(submission, config, ticket)
+    request = create_request(submission, config, arrival_index)
     request.target = length
     return request
 
@@ -35,7 +35,7 @@ def chunks_planned(config: ResolvedConfig, blocks: BlockManager, *prompts: Reque
         prefilling={request.request_id: request for request in prompts},
         decoding={},
         blocks=blocks,
-        snapshots=None,
+        resources=(),
         promised_blocks=0,
         ratio=0.5,
         now=0.0,
@@ -61,7 +61,7 @@ def test_blocks_that_a_prompt_holds_ahead_of_its_progress_are_not_lent_to_the_ne
     policy = SchedulerConfig(long_prefill_token_threshold=8, max_partial_prefills=0)
     config = resolved_config(num_kv_blocks=6, scheduler=policy)
     blocks = BlockManager(6, 4)
-    ahead, behind = (prompt_of(name, ticket, 16, config) for ticket, name in enumerate(("ahead", "behind")))
+    ahead, behind = (prompt_of(name, index, 16, config) for index, name in enumerate(("ahead", "behind")))
     ahead.block_ids = blocks.allocate(4)
     behind.block_ids = blocks.allocate(2)
     behind.computed = behind.scheduled = 8

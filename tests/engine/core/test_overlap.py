@@ -10,6 +10,7 @@ import pytest
 
 from engine.config import SchedulerConfig
 from engine.protocol import ErrorCode, Failed, Finished, FinishReason, Scheduled, Token
+from engine.scheduling.state_slots import RecurrentStates
 from engine.step import (
     PENDING_TOKEN,
     ExecutorFatalError,
@@ -19,7 +20,7 @@ from engine.step import (
     StepOutput,
     StepPlan,
 )
-from tests.support.engines import EOS, RecordingCore, answer_alone
+from tests.support.engines import EOS, RecordingCore, answer_alone, resource_of
 
 PROMPT = list(range(1, 20))
 TIGHT = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0)
@@ -60,8 +61,8 @@ def check_nothing_is_left(core: RecordingCore) -> None:
     executor: Any = core._executor
     assert not executor._outputs, "every launched step is read back"
     assert not executor._newest, "the executor remembers nobody"
-    snapshots = core._scheduler._snapshots
-    if snapshots is not None:
+    if core.config.recurrent_state:
+        snapshots = resource_of(core, RecurrentStates).snapshots
         assert len(snapshots._free) + len(snapshots._slots) == core.config.scheduler.state_snapshots
 
 

@@ -191,7 +191,8 @@ def test_a_prompt_that_is_preempted_in_the_middle_goes_on_from_what_is_scored() 
         core.keep(core.step())
     request = core._scheduler.find("a")
     assert request is not None
-    assert len(request.prompt_logprobs or ()) == 12
+    assert request.scoring is not None
+    assert len(request.scoring.logprobs) == 12
     core._scheduler._preempt(request, core.now)
     core._executor.forget(["a"])
     core.run()
@@ -211,7 +212,8 @@ def test_a_hit_does_not_reach_beyond_what_is_scored_after_a_preemption() -> None
         core.keep(core.step())
     request = core._scheduler.find("a")
     assert request is not None
-    assert len(request.prompt_logprobs or ()) == 8
+    assert request.scoring is not None
+    assert len(request.scoring.logprobs) == 8
     core._scheduler._preempt(request, core.now)
     core._executor.forget(["a"])
     core.run()

@@ -33,18 +33,18 @@ class ImageCore:
         )
         executor, config = _build_fake(asked)
         self._core = EngineCore(executor, config)
-        self._tickets = itertools.count()
+        self._arrivals = itertools.count()
         self._num_small = 0
         self.ended: list[str] = []
 
     def send(self, name: str, *, rows: int, text: int = 0) -> None:
-        ticket, num_tokens = next(self._tickets), rows * 8
-        pixels = ticket.to_bytes(4, "big").ljust(num_tokens * 28 * 28 * 3, b"\0")
+        arrival_index, num_tokens = next(self._arrivals), rows * 8
+        pixels = arrival_index.to_bytes(4, "big").ljust(num_tokens * 28 * 28 * 3, b"\0")
         image = SpanInput.of("image", text, (1, rows, 8), pixels)
         prompt = (LETTER,) * text + (PAD,) * num_tokens + (LETTER,)
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         submission = Submission(name, prompt, params, inputs=(image,))
-        self._core.submit(create_request(submission, self._core.config, ticket))
+        self._core.submit(create_request(submission, self._core.config, arrival_index))
 
     def step(self) -> None:
         while self._num_small < 20 + sum(name != "large" for name in self.ended):

@@ -26,9 +26,9 @@ def scheduler_with(prompts: list[int], **overrides: object) -> Scheduler:
     return scheduler
 
 
-def request_of(request_id: str, length: int, ticket: int, config: object, max_tokens: int = 8) -> Request:
-    prompt = tuple((ticket * 7 + i) % 31 for i in range(length))
-    return create_request(Submission(request_id, prompt, SamplingParams(max_tokens=max_tokens)), config, ticket)
+def request_of(request_id: str, length: int, arrival_index: int, config: object, max_tokens: int = 8) -> Request:
+    prompt = tuple((arrival_index * 7 + i) % 31 for i in range(length))
+    return create_request(Submission(request_id, prompt, SamplingParams(max_tokens=max_tokens)), config, arrival_index)
 
 
 @pytest.mark.parametrize(

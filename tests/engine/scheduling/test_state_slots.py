@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from engine.config import ConfigError, EngineConfig, SchedulerConfig
 from engine.core.core import check_capabilities
 from engine.protocol import ErrorCode, Failed, Finished
-from engine.scheduling.state_slots import Snapshots, StateSlots
+from engine.scheduling.state_slots import RecurrentStates, Snapshots, StateSlots
 from engine.step import Capabilities, ExecutorOutOfMemoryError, RowKind, ScheduledRequest, StepPlan
-from tests.support.engines import RecordingCore, answer_alone, resolved_config
+from tests.support.engines import RecordingCore, answer_alone, resolved_config, resource_of
 
 PROMPT = list(range(1, 20))
 
@@ -35,11 +35,10 @@ def rows_of(core: RecordingCore, request_id: str) -> list[ScheduledRequest]:
 def check_nothing_is_left(core: RecordingCore) -> None:
     load = core.load()
     assert (load.num_running, load.num_waiting, load.num_held_blocks) == (0, 0, 0)
-    states, snapshots = core._scheduler._states, core._scheduler._snapshots
-    assert states is not None
-    assert snapshots is not None
-    assert len(states) == 0
-    slots = sorted([*snapshots._free, *snapshots._slots.values()])
+    states = resource_of(core, RecurrentStates)
+    assert len(states.slots) == 0
+    assert not states._restores
+    slots = sorted([*states.snapshots._free, *states.snapshots._slots.values()])
     assert slots == list(range(core.config.scheduler.state_snapshots)), "every snapshot is free or kept, once"
 
 
@@ -448,8 +447,7 @@ def test_a_row_ends_where_its_state_is_to_be_kept_and_keeps_it_if_its_drafts_wer
 def test_the_snapshot_of_a_row_whose_drafts_were_wrong_is_given_back_and_nobody_starts_from_it() -> None:
     core = drafting(8, 5)
     cancelled = []
-    snapshots = core._scheduler._snapshots
-    assert snapshots is not None
+    snapshots = resource_of(core, RecurrentStates).snapshots
     cancel = snapshots.cancel
     snapshots.cancel = lambda slot: (cancelled.append(slot), cancel(slot))[1]  # type: ignore[method-assign]
     core.send("a", PROMPT[:6], max_tokens=60, ignore_eos=True)

@@ -23,11 +23,11 @@ class Line:
 
     def __init__(self, **settings: object) -> None:
         self.queue = WaitingQueue(SchedulerConfig(**settings))
-        self._tickets = count()
+        self._arrivals = count()
 
     def enter(self, name: str, *, priority: int = 0, tenant: str = "", since: float = 0.0, tokens: int = 4) -> Request:
         submission = Submission(name, (1,) * tokens, SamplingParams(max_tokens=1), priority=priority, tenant=tenant)
-        request = create_request(submission, resolved_config(), next(self._tickets))
+        request = create_request(submission, resolved_config(), next(self._arrivals))
         request.waiting_since = since
         self.queue.enter(request)
         return request

@@ -21,10 +21,10 @@ from tests.support.waiting_oracle import PlainQueue
 MANY = 20_000
 
 
-def request_of(ticket: int, *, tenant: str = "", priority: int = 0, tokens: int = 3) -> Request:
+def request_of(arrival_index: int, *, tenant: str = "", priority: int = 0, tokens: int = 3) -> Request:
     params = SamplingParams(max_tokens=9)
-    submission = Submission(str(ticket), (1,) * tokens, params, tenant=tenant, priority=priority)
-    return create_request(submission, resolved_config(), ticket)
+    submission = Submission(str(arrival_index), (1,) * tokens, params, tenant=tenant, priority=priority)
+    return create_request(submission, resolved_config(), arrival_index)
 
 
 # --- the same order as by definition ---------------------------------------------------------------------------------
@@ -38,14 +38,14 @@ class Life:
         self.queue = WaitingQueue(SchedulerConfig(priority_age_ms=500))
         self.plain = PlainQueue(0.5, SchedulerConfig().answer_token_weight)
         self.running: list[Request] = []
-        self.now, self._tickets = 0.0, count()
+        self.now, self._arrivals = 0.0, count()
         self.tenants = [f"t{i}" for i in range(self.draw.choice([1, 2, 9]))]
         self.priorities = list(range(self.draw.choice([1, 2, 4])))
         self.where = self.draw.choice(["arrival", "front", "back"])
 
     def arrive(self) -> None:
         tenant, priority = self.draw.choice(self.tenants), self.draw.choice(self.priorities)
-        request = request_of(next(self._tickets), tenant=tenant, priority=priority, tokens=self.draw.randint(1, 9))
+        request = request_of(next(self._arrivals), tenant=tenant, priority=priority, tokens=self.draw.randint(1, 9))
         request.waiting_since = self.now
         self.queue.enter(request)
         self.plain.enter(request)
@@ -111,7 +111,7 @@ def test_the_order_is_that_of_a_queue_which_is_sorted_anew_each_time(seed: int) 
 @pytest.mark.parametrize("where", ["front", "back"])
 def test_whom_a_preemption_puts_elsewhere_stands_there_and_nobody_who_arrives_later_is_held_up(where: str) -> None:
     queue = WaitingQueue(SchedulerConfig())
-    requests = [request_of(ticket) for ticket in range(8)]
+    requests = [request_of(arrival_index) for arrival_index in range(8)]
     for request in requests[:5]:
         queue.enter(request)
     for victim in requests[:3]:
@@ -121,7 +121,7 @@ def test_whom_a_preemption_puts_elsewhere_stands_there_and_nobody_who_arrives_la
     for request in requests[5:]:
         queue.enter(request)
     order = {"front": [2, 1, 0, 3, 4, 5, 6, 7], "back": [3, 4, 0, 1, 2, 5, 6, 7]}
-    assert [request.ticket for request in queue.in_order(0.0)] == order[where]
+    assert [request.arrival_index for request in queue.in_order(0.0)] == order[where]
 
 
 # --- what it costs ---------------------------------------------------------------------------------------------------
@@ -148,20 +148,19 @@ def long_queue(num_tenants: int = 1, requeue: str = "arrival") -> tuple[WaitingQ
     queue = WaitingQueue(SchedulerConfig())
     template = request_of(0)
     requests = []
-    for ticket in range(MANY + 16):
+    for arrival_index in range(MANY + 16):
         request = Request(
-            str(ticket),
-            ticket,
-            template.token_ids,
-            3,
-            9,
-            template.sampling,
-            template.row_sampling,
-            template.early_sampling,
-            template.stop_token_ids,
-            3,
-            tenant=f"t{ticket % num_tenants}",
-            place=(Key(ticket), 0),
+            request_id=str(arrival_index),
+            arrival_index=arrival_index,
+            token_ids=template.token_ids,
+            prompt_len=3,
+            max_tokens=9,
+            sampling=template.sampling,
+            row_sampling=template.row_sampling,
+            stop_token_ids=template.stop_token_ids,
+            answer_start=3,
+            tenant=f"t{arrival_index % num_tenants}",
+            place=(Key(arrival_index), 0),
         )
         queue.enter(request)
         requests.append(request)
@@ -193,8 +192,8 @@ def test_an_abort_among_twenty_thousand_costs_a_search(num_tenants: int) -> None
     queue, _ = long_queue(num_tenants)
     list(islice(queue.in_order(0.0), 1))
     Key.compared = 0
-    for ticket in (19_999, 10_000, 17_123, 20):
-        request = queue.find(str(ticket))
+    for arrival_index in (19_999, 10_000, 17_123, 20):
+        request = queue.find(str(arrival_index))
         assert request is not None
         assert queue.remove(request)
         queue.leave(request)
@@ -252,8 +251,8 @@ def test_five_thousand_tenants_that_came_and_went_leave_nothing_while_another_st
     stays = request_of(0, tenant="stays")
     queue.enter(stays)
     most = 0
-    for ticket in range(1, 5_001):
-        request = request_of(ticket, tenant=f"t{ticket}")
+    for arrival_index in range(1, 5_001):
+        request = request_of(arrival_index, tenant=f"t{arrival_index}")
         queue.enter(request)
         queue.serve(request, prompt_tokens=100)
         queue.serve(stays, answer_tokens=1)

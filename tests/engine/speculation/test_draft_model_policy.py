@@ -35,7 +35,7 @@ from engine.speculation.draft_budget import (
 )
 from engine.speculation.draft_model_policy import ModelDrafts
 from engine.speculation.speculation import LONGEST_WAIT, PROBE_STEPS
-from engine.step import DRAFT_TOKEN, Reading, RowKind, ScheduledRequest, StepPlan
+from engine.step import DRAFT_TOKEN, DraftContext, RowKind, ScheduledRequest, StepPlan
 from tests.engine.batch.test_grammar import PERSON, grammar_core
 from tests.support.drafting import (
     FEW,
@@ -181,7 +181,7 @@ def test_a_prompt_is_read_once_and_then_what_was_sampled() -> None:
     core = DraftingCore(reply=list(range(1, 31)) * 2)
     core.send("a", PROMPT, max_tokens=40, ignore_eos=True)
     core.run()
-    readings = [row.reading for row in decode_rows(core) if row.reading is not None]
+    readings = [row.draft_context for row in decode_rows(core) if row.draft_context is not None]
     assert readings[0].start == 0
     assert readings[0].token_ids[: len(PROMPT)] == tuple(PROMPT)
     for before, after in pairwise(readings):
@@ -194,7 +194,7 @@ def test_a_long_text_is_read_a_step_s_worth_at_a_time_and_drafted_for_once_it_is
     core.send("a", [3] * 150, max_tokens=40, ignore_eos=True)
     core.run()
     rows = decode_rows(core)
-    read = [0 if row.reading is None else len(row.reading.token_ids) for row in rows]
+    read = [0 if row.draft_context is None else len(row.draft_context.token_ids) for row in rows]
     assert (read[:2], max(read)) == ([64, 64], 64)
     assert [DRAFT_TOKEN in row.token_ids for row in rows[:3]] == [False, False, True]
     assert core.tokens("a") == answer_alone([3] * 150, max_tokens=40, ignore_eos=True)
@@ -205,7 +205,10 @@ def test_what_is_read_in_a_step_is_bounded_for_all_requests_together() -> None:
     for i in range(5):
         core.send(f"r{i}", [3 + i] * 60, max_tokens=60, ignore_eos=True)
     core.run()
-    read = [sum(len(row.reading.token_ids) for row in plan.rows if row.reading is not None) for plan in core.plans]
+    read = [
+        sum(len(row.draft_context.token_ids) for row in plan.rows if row.draft_context is not None)
+        for plan in core.plans
+    ]
     assert 32 < max(read) <= 64
 
 
@@ -215,7 +218,7 @@ def test_a_prefix_that_was_read_for_another_is_not_read_again() -> None:
     core.run()
     core.send("b", [*PROMPT, 8], max_tokens=20, ignore_eos=True)
     core.run()
-    first = next(row.reading for row in decode_rows(core, "b") if row.reading is not None)
+    first = next(row.draft_context for row in decode_rows(core, "b") if row.draft_context is not None)
     assert first.start == len(PROMPT) // 4 * 4
     assert core.finished("b").usage.cached_tokens == first.start
 
@@ -229,7 +232,7 @@ def test_a_prefix_that_only_the_model_has_computed_is_read() -> None:
     core.send("b", [*PROMPT, 8], max_tokens=20, ignore_eos=True)
     core.run()
     assert core.finished("b").usage.cached_tokens == 16
-    assert next(row.reading for row in decode_rows(core, "b") if row.reading is not None).start == 0
+    assert next(row.draft_context for row in decode_rows(core, "b") if row.draft_context is not None).start == 0
 
 
 def test_blocks_that_others_have_written_over_are_read_again() -> None:
@@ -238,7 +241,7 @@ def test_blocks_that_others_have_written_over_are_read_again() -> None:
         core.send(name, text, max_tokens=12, ignore_eos=True)
         core.run()
     assert core.finished("c").usage.cached_tokens < 16
-    assert next(row.reading for row in decode_rows(core, "c") if row.reading is not None).start < 16
+    assert next(row.draft_context for row in decode_rows(core, "c") if row.draft_context is not None).start < 16
     assert core.tokens("c") == core.tokens("a")
 
 
@@ -256,11 +259,11 @@ def test_what_two_share_is_read_by_one_of_them_at_a_time(budget: int) -> None:
         written = [
             block
             for row in core.plans[-1].rows
-            if row.reading is not None
-            for block in row.block_ids[row.reading.start // 16 : -(-row.reading.end // 16)]
+            if row.draft_context is not None
+            for block in row.block_ids[row.draft_context.start // 16 : -(-row.draft_context.end // 16)]
         ]
         assert len(written) == len(set(written))
-        together += sum(row.reading is not None for row in core.plans[-1].rows) > 1
+        together += sum(row.draft_context is not None for row in core.plans[-1].rows) > 1
     assert core.finished("b").usage.cached_tokens == 48
     assert together
     assert core.reads.num_read < 48 + 22 + 1 + 2 * 40, "once for both"
@@ -268,12 +271,16 @@ def test_what_two_share_is_read_by_one_of_them_at_a_time(budget: int) -> None:
 
 def test_a_row_that_is_drafted_for_says_what_leads_to_its_newest_token() -> None:
     """The seam's contract, as the scripted draft model holds it."""
-    row = ScheduledRequest("a", RowKind.DECODE, 5, (7, DRAFT_TOKEN), (0, 1), None, reading=Reading(0, (1, 2, 3)))
+    row = ScheduledRequest(
+        "a", RowKind.DECODE, 5, (7, DRAFT_TOKEN), (0, 1), None, draft_context=DraftContext(0, (1, 2, 3))
+    )
     model = FakeDraftModel(4, 4)
     with pytest.raises(UnreadTextError, match=r"does not end with the newest token, at 5"):
         model.fill(StepPlan(0, (row,)), lambda row, count: (1,) * count)
     with pytest.raises(UnreadTextError, match="position 0 holds None"):
-        FakeDraftModel(4, 4).fill(StepPlan(0, (replace(row, reading=Reading(1, (2,))),)), lambda row, count: ())
+        FakeDraftModel(4, 4).fill(
+            StepPlan(0, (replace(row, draft_context=DraftContext(1, (2,))),)), lambda row, count: ()
+        )
 
 
 # --- what it saves, and what it may cost -----------------------------------------------------------------------------
@@ -307,7 +314,7 @@ def test_drafts_are_given_up_before_anybodys_memory_is() -> None:
         core.send(f"r{i}", [1 + i] * 4, max_tokens=30, ignore_eos=True)
     gave_up = 0
     while core.has_work:
-        asked = sum(len(request.drafts) for request in core._scheduler.decoding.values())
+        asked = sum(len(r.drafts.token_ids) for r in core._scheduler.decoding.values() if r.drafts is not None)
         core.keep(core.step())
         decodes = [row for row in core.plans[-1].rows if row.kind is RowKind.DECODE]
         if core.last_step.preempted:
@@ -397,7 +404,7 @@ def test_a_row_with_drafts_that_fails_alone_leaves_its_neighbours_untouched() ->
 def test_what_a_step_without_memory_was_to_read_is_read_by_the_next() -> None:
     core = DraftingCore(before_step=no_room_beyond_thirty)
     row = row_through_a_retry(core)
-    assert row.reading is not None
+    assert row.draft_context is not None
     assert DRAFT_TOKEN in row.token_ids
     core.check_nothing_is_left()
 

@@ -129,11 +129,12 @@ def test_rows_carry_no_more_drafts_than_asked_and_all_together_what_a_full_engin
 def test_drafts_are_given_up_before_anybodys_memory_is() -> None:
     scheduler = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0, preempt_policy="lifo")
     core = looking(replace(EAGER, num_tokens=8), block_size=2, num_kv_blocks=26, scheduler=scheduler, reply=[1, 2] * 40)
-    plans: list[tuple[Plan, dict[str, int]]] = []
+    plans: list[tuple[Plan, dict[str, bool]]] = []
     plan_of = core._scheduler.plan
 
     def watched(now: float) -> Plan:
-        plans.append((plan_of(now), {name: len(r.drafts) for name, r in core._scheduler.decoding.items()}))
+        drafted = {name: r.drafts is not None for name, r in core._scheduler.decoding.items()}
+        plans.append((plan_of(now), drafted))
         return plans[-1][0]
 
     core._scheduler.plan = watched  # type: ignore[method-assign]

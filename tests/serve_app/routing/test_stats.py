@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from engine.adapter_cache import AdapterShelf
+from engine.adapter_cache import AdapterCache
 from engine.async_engine import AsyncEngine
 from engine.core.core import EngineCore
 from engine.fake.executor import FakeExecutor
@@ -29,7 +29,7 @@ class Engine:
         self.digests: list[bytes] = []
         self.snapshot = snapshot()
         self.dead = False
-        self.adapters = AdapterShelf(None, 0)
+        self.adapters = AdapterCache(None, 0)
 
     async def cached_digests(self, limit: int) -> list[bytes]:
         if self.dead:

@@ -175,12 +175,12 @@ def serve(executor: Any, resolved: ResolvedConfig, seed: int, cancel: float = 0.
         for event in found:
             events[event.request_id].append(event)
 
-    for ticket, (submission, steps) in enumerate(traffic(seed)):
-        keep(core.submit(create_request(submission, resolved, ticket)))
+    for arrival_index, (submission, steps) in enumerate(traffic(seed)):
+        keep(core.submit(create_request(submission, resolved, arrival_index)))
         for _ in range(steps):
             keep(core.step())
         if draw.random() < cancel:
-            keep(core.abort(f"r{draw.randint(0, ticket)}"))
+            keep(core.abort(f"r{draw.randint(0, arrival_index)}"))
     for _ in range(2000):
         if not core.has_work:
             break
