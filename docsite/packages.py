@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE = ROOT / "engine"
 FRONT_DOOR = ("async_engine", "adapter_cache", "compilation")
-CONTRACT = ("config", "protocol", "step", "multimodal_inputs", "observer", "prefix")
+CONTRACT = ("config", "features", "protocol", "step", "multimodal_inputs", "observer", "prefix")
 OWNS = {
     "front door": "What callers use: an engine that streams tokens, its adapters, the wait for grammars.",
     "contract": "What all packages share: settings, requests and events, the plan of a step, spans of other inputs.",

@@ -34,8 +34,8 @@ from serve_app.channel.roll_call import call_the_roll
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.channel.token_sender import TokenSender
 from serve_app.engine_client import ServedModel
+from serve_app.features import refused_images
 from serve_app.images.intake import ImageIntake
-from serve_app.images.settings import ImageSettings
 from serve_app.interpreter import spare_garbage_collections, take_short_turns
 from serve_app.metrics.activity import IngressActivity
 from serve_app.metrics.engine_recorder import EngineRecorder
@@ -329,8 +329,8 @@ class IngressReplica:
 
 def _image_intake(settings: AppSettings, resolved: ResolvedConfig) -> ImageIntake | None:
     kind = next((kind for kind in resolved.inputs if kind.name == "image"), None)
-    if kind is None and settings.images != ImageSettings():
-        raise ValueError(f"images is set in the settings, but {settings.model_id} takes none: leave it out.")
+    if kind is None and (refusal := refused_images(settings.images, settings.model_id)):
+        raise ValueError(refusal)
     return None if kind is None else ImageIntake(kind, settings.images)
 
 
