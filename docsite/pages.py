@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from docsite import commands, diagram, highlights, packages, refusals, routes, rules, stalls
+from docsite import commands, diagram, features, highlights, packages, refusals, routes, rules, stalls
 from loadtest.marks import with_text
 from serve_app import error_reference, field_reference, reference
 
@@ -20,6 +20,8 @@ SETTINGS = """\
 Written by `make docs`. `config.yaml` is Ray Serve's; `args:` of the application is ours, and this page is all of it.
 Unknown keys are refused. What the machine made of the settings (dtype, KV blocks, threads, kernels, and why) is
 logged when an engine starts.
+
+Settings that do not go together are refused: [Features](features.md) says what goes with what, and why.
 
 Most settings need no thought. [The settings that matter](../how-to/tuning.md) has the handful that decides latency
 and memory.
@@ -82,6 +84,7 @@ WHOLE: dict[str, Callable[[], str]] = {
     "reference/routes.md": routes.render,
     "reference/command-line.md": commands.render,
     "reference/refusals.md": refusals_page,
+    "reference/features.md": features.render,
     "explanation/rules.md": rules.render,
     "explanation/packages.md": packages.page,
     "packages.svg": packages.picture,
