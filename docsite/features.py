@@ -66,9 +66,9 @@ class Notes:
     def __init__(self) -> None:
         self._told: list[tuple[Feature, Rule]] = []
 
-    @property
-    def rules(self) -> list[Rule]:
-        return [rule for _, rule in self._told]
+    def untold(self, rule: Rule) -> tuple[Feature, ...]:
+        """The features of a rule that no cell has named."""
+        return tuple(feature for feature in rule.features if (feature, rule) not in self._told)
 
     def marks(self, conflicts: Iterable[Conflict]) -> str:
         """The numbers of these, raised."""
@@ -119,11 +119,12 @@ def render() -> str:
     lines += ["Of a dense model. *or*: two values of one setting.", "", *_pairs(notes), "", "## Reasons", ""]
     lines += [*notes.lines(), "", "## Other settings", ""]
     lines += ["| this | does not go with | because |", "|---|---|---|"]
-    lines += [_row(rule) for rule in (*RULES, *APP_RULES) if rule not in notes.rules and not _of_executor(rule)]
+    rest = [(notes.untold(rule), rule) for rule in (*RULES, *APP_RULES) if not _of_executor(rule)]
+    lines += [_row(features, rule) for features, rule in rest if features]
     lines += ["", "## What an executor may lack", ""]
     lines += ["Whoever adds a device says what its executor can do; the start refuses the rest.", ""]
     lines += ["| this | is refused beside an executor with | because |", "|---|---|---|"]
-    return "\n".join([*lines, *(_row(rule) for rule in RULES if _of_executor(rule))]) + "\n"
+    return "\n".join([*lines, *(_row(rule.features, rule) for rule in RULES if _of_executor(rule))]) + "\n"
 
 
 def _models(notes: Notes) -> Iterator[str]:
@@ -150,8 +151,8 @@ def _of_executor(rule: Rule) -> bool:
     return any(term.group is Group.EXECUTOR for term in rule.against)
 
 
-def _row(rule: Rule) -> str:
-    return f"| {_listed(rule.features)} | {_beside(rule)} | {rule.reason} |"
+def _row(features: Iterable[Feature], rule: Rule) -> str:
+    return f"| {_listed(features)} | {_beside(rule)} | {rule.reason} |"
 
 
 def _beside(rule: Rule) -> str:

@@ -1,4 +1,4 @@
-"""Says which features go with which others, devices, kernels and kinds of models: one table, with the reasons.
+"""Says which features go with which others, devices, kernels and kinds of models. Long: one table, with each reason.
 Never raises and never looks at a machine: whoever refuses tells it what is on, and takes the text from here."""
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ RULES = (
     Rule((DRAFTS,), (NOTHING_VERIFIED,), "drafts have to be verified"),
     Rule((DRAFT_MODEL,), (NO_SECOND_MODEL,), "a second model has to be computed"),
     Rule((LORA,), (NO_ADAPTERS,), "adapters have to be computed"),
-    Rule((GRAPHS,), (NO_CAPTURES,), "graphs are captured steps"),
+    Rule((GRAPHS,), (NO_CAPTURES,), "steps cannot be captured there"),
 )
 """First come rules that need the fewest facts: the first that is broken is told."""
 
