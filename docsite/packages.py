@@ -48,7 +48,7 @@ The contract is what all but `host` import, so no arrow to it is drawn.
     picture="packages.svg",
     modules={
         "front door": ("async_engine", "adapter_cache", "compilation"),
-        "contract": ("config", "presets", "protocol", "step", "multimodal_inputs", "observer", "prefix"),
+        "contract": ("config", "features", "presets", "protocol", "step", "multimodal_inputs", "observer", "prefix"),
     },
     owns={
         "front door": "What callers use: an engine that streams tokens, its adapters, the wait for grammars.",

@@ -12,6 +12,7 @@ from docsite import (
     commands,
     diagram,
     error_reference,
+    features,
     field_reference,
     highlights,
     packages,
@@ -32,6 +33,8 @@ SETTINGS = """\
 Written by `make docs`. `config.yaml` is a Ray Serve config. This page has every setting under `args:` of the
 application; all other keys are Ray Serve's. Unknown keys are refused. An engine logs at its start what it made of the
 settings on this machine (dtype, KV blocks, threads, kernels), and why.
+
+Settings that do not go together are refused: [Features](features.md) says what goes with what, and why.
 
 Most settings need no thought. This page begins with the handful that does, and [The settings that
 matter](../how-to/tuning.md) says how to choose it.
@@ -94,6 +97,7 @@ WHOLE: dict[str, Callable[[], str]] = {
     "reference/routes.md": routes.render,
     "reference/command-line.md": commands.render,
     "reference/refusals.md": refusals_page,
+    "reference/features.md": features.render,
     "explanation/rules.md": rules.render,
     "explanation/packages.md": packages.page,
     **{tree.picture: partial(packages.picture, tree) for tree in packages.TREES},

@@ -1,12 +1,15 @@
-"""Lists what a start may refuse, read from the code that refuses it: the message of each `raise`, with … for values.
+"""Lists what a start may refuse: the message of each `raise`, read from the code, and those made of a table, with … for
+values.
 Never runs that code, and never rewords a message."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from docsite import features
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST_PROBLEMS = ("config_file.py",)
@@ -30,6 +33,8 @@ class Group:
     remedy: str
     files: tuple[str, ...]
     kinds: frozenset[str] = frozenset(_KINDS)
+    more: Callable[[], Iterator[str]] | None = None
+    """Messages that are made of a table."""
 
 
 GROUPS = (
@@ -44,15 +49,15 @@ GROUPS = (
         ("serve_app/front/haproxy.py", "serve_app/edge/*.py"),
     ),
     Group(
-        "Settings that exclude each other",
-        "The message names both settings. Change either.",
-        (
-            "engine/config.py",
-            "engine/build/engine.py",
-            "engine/core/core.py",
-            "engine/build/resolve.py",
-            "engine/execution/gpu/cuda_graph_buckets.py",
-        ),
+        "Features that do not go together",
+        "The message names both. Change either: [Features](features.md) says what goes with what, and why.",
+        ("engine/features.py", "serve_app/settings/features.py"),
+        more=features.sentences,
+    ),
+    Group(
+        "Numbers that contradict each other",
+        "The message has both, or the limit and the value.",
+        ("engine/config.py", "engine/build/resolve.py", "engine/execution/gpu/cuda_graph_buckets.py"),
     ),
     Group(
         "Memory of this machine",
@@ -113,6 +118,8 @@ def messages(group: Group) -> Iterator[str]:
     paths = {path for pattern in group.files for path in ROOT.glob(pattern)}
     if group.title != "HAProxy":
         paths.discard(ROOT / "serve_app/front/haproxy.py")
+    for text in group.more() if group.more else ():
+        yield _escaped(text)
     for path in sorted(paths):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for text in _told_by(node, group.kinds, lists_problems=path.name in LIST_PROBLEMS):

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, wraps
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from engine.features import RULES, Facts, Rule, find_conflict, turned_on
 from engine.multimodal_inputs import InputKind
 from engine.presets import PRESETS, over_preset
 
@@ -101,6 +102,12 @@ def _with_presets(config: type[_Config]) -> type[_Config]:
     return config
 
 
+def refuse_conflicts(on: Facts, rules: Iterable[Rule] = RULES) -> None:
+    """Raise ConfigError for the first rule that features which are on break: they do not go together."""
+    if conflict := find_conflict(on, rules):
+        raise ConfigError(conflict.text(on))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeConfig:
     """The scripted executor's behaviour: no weights, deterministic tokens."""
@@ -179,9 +186,7 @@ class SpeculativeConfig:
         check_bounds(self)
         if self.method == "draft_model" and not self.model:
             raise ConfigError("speculative.method is draft_model, and speculative.model does not say which.")
-        for name in ("model", "model_cost"):
-            if self.method != "draft_model" and (value := getattr(self, name)) is not None:
-                raise ConfigError(f"speculative.{name} is {value}, but speculative.method is {self.method}.")
+        refuse_conflicts(turned_on(self, prefix="speculative."))
         if self.method == "ngram" and self.max_match < self.min_match:
             raise ConfigError(f"speculative.min_match ({self.min_match}) must not exceed max_match ({self.max_match}).")
 
@@ -441,33 +446,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.reserve_mode == "full" and self.preempt_policy != "none":
-            raise ConfigError(
-                f"reserve_mode full promises every request its whole memory, so preempt_policy {self.preempt_policy} "
-                "would never act: use preempt_policy none, or reserve_mode learned, ratio or prompt."
-            )
-        if self.reserve_mode != "full" and self.preempt_policy == "none":
-            raise ConfigError(
-                f"reserve_mode {self.reserve_mode} admits more than fits for ever, so preempt_policy must be lifo or "
-                "retract; with none, use reserve_mode full."
-            )
-        if self.chunk_boundary == "request_local" and self.max_partial_prefills == 1:
-            raise ConfigError(
-                "chunk_boundary request_local cuts prompts by their own length, so several may be partial at a time: "
-                "set max_partial_prefills to 0 or more than 1."
-            )
-        if self.chunk_owner == "engine" and (
-            self.chunk_boundary == "request_local" or self.long_prefill_token_threshold
-        ):
-            raise ConfigError(
-                "chunk_owner engine computes a prompt in one call, so chunk_boundary request_local and "
-                "long_prefill_token_threshold, which cut it, would never act."
-            )
-        if self.chunk_owner == "engine" and self.chunk_halving_context:
-            raise ConfigError(
-                f"chunk_halving_context {self.chunk_halving_context} would never act with chunk_owner engine, which "
-                "computes a prompt in one call: leave it unset."
-            )
+        refuse_conflicts(turned_on(self, prefix="scheduler."))
         if self.ratio_min > self.ratio_init:
             raise ConfigError(f"ratio_min ({self.ratio_min}) must not exceed ratio_init ({self.ratio_init}).")
 
@@ -675,27 +654,7 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs{a_row} + 1 "
                 f"({least}): decode rows would leave no room for prefill, which would starve."
             )
-        if self.overlap and self.num_speculative_tokens:
-            raise ConfigError(
-                "overlap plans a step before it is known how many tokens the one before gave: set "
-                "num_speculative_tokens to 0, or overlap to false."
-            )
-        if (method := self.speculative.method) not in ("auto", "none") and (
-            self.overlap or self.num_speculative_tokens == 0
-        ):
-            why = "overlap is true" if self.overlap else "num_speculative_tokens is 0"
-            raise ConfigError(f"speculative.method is {method}, but no token is drafted where {why}.")
-        if self.overlap and self.scheduler.chunk_owner == "engine":
-            raise ConfigError(
-                "chunk_owner engine runs several forwards in one step; overlap launches one: choose either."
-            )
-        if self.gpu_memory_utilization is not None:
-            for name in ("num_kv_blocks", "kv_cache_memory_gib"):
-                if (asked := getattr(self, name)) is not None:
-                    raise ConfigError(
-                        f"{name} is {asked}, which says how many KV blocks there are, so gpu_memory_utilization "
-                        f"({self.gpu_memory_utilization:g}) would never act: set one of the two."
-                    )
+        refuse_conflicts(turned_on(self))
         if self.scheduler.state_snapshot_tokens % self.block_size:
             raise ConfigError(
                 f"state_snapshot_tokens ({self.scheduler.state_snapshot_tokens}) must be a multiple of block_size "
@@ -834,35 +793,6 @@ class ResolvedConfig:
         return min(self.max_model_len, self.num_kv_blocks * self.block_size + 1)
 
 
-GPU_ONLY = (
-    "gpu_memory_utilization",
-    "attention",
-    "cuda_graphs",
-    "cuda_graph_decode_rows",
-    "cuda_graph_mixed_tokens",
-    "cuda_graph_mixed_rows",
-)
-
-
-def refuse_gpu_settings(config: EngineConfig, why: str) -> None:
-    """Raise ConfigError for a setting that only a GPU could follow. `why`: there is none for the engine."""
-    for spec in fields(config):
-        value = getattr(config, spec.name)
-        if spec.name in GPU_ONLY and value != spec.default:
-            raise ConfigError(f"{spec.name} is {value}, which is for a GPU, and this engine runs on none: {why}.")
-
-
-ENCODER_ONLY = ("max_encoder_tokens", "encoder_cache_memory_gib")
-
-
-def refuse_encoder_settings(config: EngineConfig, why: str) -> None:
-    """Raise ConfigError for a setting that only an encoder could follow. `why`: the engine has none."""
-    for spec in fields(config):
-        value = getattr(config, spec.name)
-        if spec.name in ENCODER_ONLY and value != spec.default:
-            raise ConfigError(f"{spec.name} is {value}, which is for models that take images: {why}.")
-
-
 def _num_speculative_tokens(asked: EngineConfig, can_draft: bool) -> int:
     if asked.num_speculative_tokens is not None:
         return asked.num_speculative_tokens
@@ -886,8 +816,8 @@ def _speculative(
         method = "suffix" if unseen and num_drafts else "none"
     if method != "none" and not num_drafts:
         raise ConfigError(
-            f"speculative.method is {method}, but a step has no room for drafts, or on a GPU the model's recurrent "
-            "state is not taken back: raise max_num_batched_tokens or num_speculative_tokens, or set method none."
+            f"speculative.method is {method}, but a step has no room for drafts where max_num_batched_tokens is "
+            f"{asked.max_num_batched_tokens}: raise it, or set method none."
         )
     if method == "draft_model":
         wished = replace(wished, model_cost=wished.model_cost or model_cost)

@@ -8,23 +8,26 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine import features
 from engine.batch.grammar import read_grammars
 from engine.build.draft import DraftCheckpoint, check_length, read_draft
+from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, host_use
 from engine.build.model import ModelBuilder, Runner
 from engine.build.resolve import block_bytes, resolve, resolve_dtype
-from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings, refuse_gpu_settings
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.execution.device import Device
 from engine.execution.draft_model import DraftModel
 from engine.execution.executor import TorchExecutor
+from engine.features import CPU, Facts, find_conflict, turned_on
 from engine.host.shares import Claim, shares
-from engine.models.adapted import AdaptedModel, why_not_adapted
+from engine.models.adapted import AdaptedModel
 from engine.models.computed import Model
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.eager import EagerModel
 from engine.models.native import NativeModel
 from engine.models.recurrent_state import state_bytes
-from kernels.choice import NATIVE, REFERENCE, Choice, choose_kernels
+from kernels.choice import KERNELS, NATIVE, Choice, choose_kernels
 from kernels.ops import TABLES
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
@@ -81,12 +84,10 @@ def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, st
         ModelError: the draft model cannot be found or read.
         ConfigError: the config asks for more than the checkpoint, the device or the memory can give.
     """
-    refuse_gpu_settings(config, device[1])
+    on = {**turned_on(config), CPU: f"this engine runs on the CPU ({device[1]})"}
+    refuse_conflicts(on)
     model = read_model_config(model_dir)
-    if config.max_loras and (why := why_not_adapted(model)):
-        raise ConfigError(f"max_loras is {config.max_loras}, but {why}.")
-    if model.vision is None:
-        refuse_encoder_settings(config, f"{model.architecture} takes text alone")
+    refuse_conflicts(on | facts_of(model))
     kernels = _kernels(model, config)
     draft = read_draft(model_dir, model, config)
     resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines)
@@ -177,36 +178,31 @@ def _runner(config: EngineConfig, resolved: ResolvedConfig, kernels: Choice) -> 
     return lambda decoder, cache, state: EagerModel(decoder, ops, cache, size, state)
 
 
-def _unfit(model: ModelConfig, config: EngineConfig) -> str | None:
-    """Why the native kernels cannot run this model, whatever its shape."""
-    if config.max_loras:
-        return f"max_loras is {config.max_loras}, and they compute no adapters"
-    if config.kv_cache_dtype not in ("auto", "int8"):
-        return f"they keep no K and V in {config.kv_cache_dtype}"
-    if model.needs_linear_attention_pass:
-        return "linear attention and its gates are not among them"
-    return None if model.vision is None else "they have no encoder, and one position for each token"
+_KERNELS = dict(zip(KERNELS, (features.NATIVE, features.TORCH_CPU, features.REFERENCE), strict=True))
 
 
 def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
+    on = turned_on(config) | facts_of(model)
     try:
-        inputs = (model.hidden_size, model.intermediate_size, *model.expert_sizes)
         choice = choose_kernels(
             config.kernels,
             head_dim=model.head_dim,
             block_size=config.block_size,
-            inputs=inputs,
-            unfit=_unfit(model, config),
+            inputs=(model.hidden_size, model.intermediate_size, *model.expert_sizes),
+            unfit=_unfit(on),
         )
     except ValueError as error:
         raise ConfigError(f"kernels is {config.kernels}. {error}") from error
-    if config.kv_cache_dtype != "auto" and choice.name == REFERENCE:
-        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype}, and kernels reference keep K and V as they are.")
-    needs_native = {"batch_invariant": config.batch_invariant, f"quantize {config.quantize}": config.quantize != "none"}
-    for setting, asked in needs_native.items():
-        if asked and choice.name != NATIVE:
-            raise ConfigError(f"{setting} needs the native kernels, and these are chosen: {choice.reason}.")
+    refuse_conflicts(on | {_KERNELS[choice.name]: f"the kernels are {choice.reason}"})
     return choice
+
+
+def _unfit(on: Facts) -> str | None:
+    """Why the native kernels cannot run this model with these settings, whatever its shape."""
+    conflict = find_conflict(on, feature=features.NATIVE)
+    if conflict is None:
+        return None
+    return f"{on[conflict.feature]}, and {conflict.rule.reason}"
 
 
 def _draft_kernels(draft: DraftCheckpoint, config: EngineConfig, max_model_len: int) -> Choice:

@@ -9,7 +9,8 @@ from pathlib import Path
 from engine.build.resolve import weights_read
 from engine.checkpoints.model_cache import ModelError
 from engine.checkpoints.prepare import prepare_model
-from engine.config import ConfigError, EngineConfig
+from engine.config import ConfigError, EngineConfig, refuse_conflicts
+from engine.features import DRAFT_HAS_STATE, DRAFT_MODEL, DRAFT_TAKES_IMAGES
 from engine.models.config import ModelConfig, read_model_config
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -37,18 +38,12 @@ def read_draft(model_dir: Path, model: ModelConfig, config: EngineConfig) -> Dra
     name = config.speculative.model
     if config.speculative.method != "draft_model" or name is None:
         return None
-    if model.vision is not None:
-        raise ConfigError(
-            f"speculative.model is {name}, but {model.architecture} takes images, which no draft model reads."
-        )
     try:
         directory = prepare_model(name, weights=config.load_format != "dummy")
         draft = read_model_config(directory)
     except ModelError as error:  # which names a model, and there are two
         raise ModelError(f"speculative.model is {name}: {error}") from error
-    if draft.vision is not None or draft.linear_layers:
-        why = "takes images" if draft.vision is not None else "has a recurrent state, which cannot be taken back"
-        raise ConfigError(f"speculative.model is {name}, but {draft.architecture} {why}: it cannot be a draft model.")
+    _check_kind(name, draft)
     if draft.vocab_size != model.vocab_size:
         raise ConfigError(
             f"speculative.model is {name}, whose vocabulary has {draft.vocab_size} tokens, but the model's has "
@@ -59,6 +54,15 @@ def read_draft(model_dir: Path, model: ModelConfig, config: EngineConfig) -> Dra
             f"speculative.model is {name}, whose tokenizer is another: {differs}. Drafts need a checkpoint of the same."
         )
     return DraftCheckpoint(directory, draft, max(LEAST_COST, weights_read(draft) / weights_read(model)))
+
+
+def _check_kind(name: str, draft: ModelConfig) -> None:
+    on = {DRAFT_MODEL: f"speculative.model is {name}"}
+    if draft.vision is not None:
+        on[DRAFT_TAKES_IMAGES] = f"{draft.architecture} takes images"
+    if draft.linear_layers:
+        on[DRAFT_HAS_STATE] = f"{draft.architecture} has a recurrent state"
+    refuse_conflicts(on)
 
 
 def check_length(draft: DraftCheckpoint, max_model_len: int) -> None:

@@ -9,11 +9,12 @@ import os
 from engine.async_engine import AsyncEngine
 from engine.batch.grammar import Grammars
 from engine.checkpoints.prepare import prepare_model
-from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings, refuse_gpu_settings
+from engine.config import EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.core.core import EngineCore, check_capabilities
 from engine.fake.adapters import FakeAdapters
 from engine.fake.draft_model import FakeDraftModel
 from engine.fake.executor import FakeExecutor
+from engine.features import FAKE, TEXT, turned_on
 from engine.multimodal_inputs import InputKind
 from engine.step import Executor
 
@@ -73,13 +74,8 @@ def _build_torch(model: str, config: EngineConfig, engines: int) -> tuple[Execut
 
 
 def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
-    refuse_gpu_settings(config, "executor is fake")
-    if not config.fake.images:
-        refuse_encoder_settings(config, "the fake executor takes text alone unless fake.images is true")
-    if config.device == "cuda":
-        raise ConfigError("device is cuda, but executor is fake, which computes nothing.")
-    if config.kv_cache_dtype != "auto":
-        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype}, but executor is fake, which keeps no K and V.")
+    text = {} if config.fake.images else {TEXT: "the fake executor takes text alone unless fake.images is true"}
+    refuse_conflicts({**turned_on(config), FAKE: "executor is fake", **text})
     resolved = ResolvedConfig.of(
         config,
         drafts=True,

@@ -12,15 +12,28 @@ from pathlib import Path
 import torch
 
 from engine.batch.grammar import read_grammars
+from engine.build.facts import facts_of
 from engine.build.model import ModelBuilder
 from engine.build.resolve import resolve, resolve_dtype
-from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_encoder_settings
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.execution.device import Device, StateLostError, device_faults
 from engine.execution.gpu.cuda_graph_buckets import Buckets, plan_buckets
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.execution.gpu.memory import GIB, MemoryUse, check_blocks_fit, check_states_fit, kv_blocks_that_fit
 from engine.execution.gpu.model import DeviceModel
 from engine.execution.gpu.sampler import warm_up_sampler
+from engine.features import (
+    GPU,
+    GRAPHS,
+    NO_CAPTURES,
+    NO_GRAPHS,
+    TORCH_EXPERTS,
+    TORCH_STATES,
+    UNCAPTURED_ATTENTION,
+    Feature,
+    find_conflict,
+    turned_on,
+)
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache, blocks_in, bytes_per_block
@@ -61,18 +74,10 @@ def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reaso
         CheckpointError: the checkpoint is not supported.
         ConfigError: the config asks for more than the checkpoint or the device can give.
     """
-    if config.speculative.method == "draft_model":
-        raise ConfigError(
-            f"speculative.method is draft_model, which runs on the CPU alone, and device is {device.name}: set "
-            "device cpu, or another method."
-        )
-    _refuse_cpu_settings(config)
+    on = {**turned_on(config), GPU: f"this engine runs on {device.name}"}
+    refuse_conflicts(on)
     model = read_model_config(model_dir)
-    if model.vision is not None:
-        raise ConfigError(f"{model.architecture} runs on the CPU alone, and device is {device.name}: set device cpu.")
-    refuse_encoder_settings(config, f"{model.architecture} takes text alone")
-    if config.max_loras:
-        raise ConfigError(f"max_loras is {config.max_loras}, but adapters run on the CPU alone: set device cpu.")
+    refuse_conflicts(on | facts_of(model))
     dtype, _ = resolve_dtype(config, device)
     attention, ops = _attention(model, config, device, dtype)
     buckets, why_graphs = _buckets(config, device, attention, ops, model)
@@ -278,20 +283,6 @@ def short_decode_step(config: ResolvedConfig) -> StepPlan:
     return longest_decode_step(replace(config, max_model_len=min(config.max_model_len, SHORT_CONTEXT)))
 
 
-def _refuse_cpu_settings(config: EngineConfig) -> None:
-    for name, plain in (
-        ("kernels", "auto"),
-        ("quantize", "none"),
-        ("kv_cache_dtype", "auto"),
-        ("batch_invariant", False),
-    ):
-        if (asked := getattr(config, name)) != plain:
-            raise ConfigError(
-                f"{name} is {asked}, which is for the CPU's kernels, and this engine runs on a GPU: leave it out, or "
-                "set device to cpu."
-            )
-
-
 def _attention(model: ModelConfig, config: EngineConfig, device: Device, dtype: torch.dtype) -> tuple[Choice, Ops]:
     try:
         return choose_attention(
@@ -308,27 +299,30 @@ def _attention(model: ModelConfig, config: EngineConfig, device: Device, dtype: 
 def _buckets(
     config: EngineConfig, device: Device, attention: Choice, ops: Ops, model: ModelConfig
 ) -> tuple[Buckets, str]:
-    sizes = {name: getattr(config, f"cuda_graph_{name}") for name in ("decode_rows", "mixed_tokens", "mixed_rows")}
-    problem = None
-    if not ops.capturable:
-        problem = f"{attention.name} attention cannot be captured"
-    elif not device.captures:
-        problem = f"{device.name} captures nothing"
-    elif model.expert_sizes and not ops.experts_capturable:
-        problem = "mixtures of experts by torch's operators wait for the device"
-    elif model.linear_layers and not ops.states_capturable:
-        problem = "linear attention by torch's operators reads its rows on the host"
+    on = {**turned_on(config), **facts_of(model), **_uncaptured(device, attention, ops)}
+    refuse_conflicts(on)
+    conflict = find_conflict(on, feature=GRAPHS)
     scope = config.cuda_graphs
-    if problem is not None and scope not in ("auto", "none"):
-        raise ConfigError(f"cuda_graphs is {scope}, but {problem}.")
-    reason = f"none: {problem}" if problem else "all: the attention can be captured" if scope == "auto" else "asked for"
+    reason = "asked for"
     if scope == "auto":
-        scope = "all" if problem is None else "none"
-    unused = [name for name in sizes if scope == "none" or (scope == "decode" and name != "decode_rows")]
-    for name in unused:
-        if sizes[name] is not None:
-            raise ConfigError(f"cuda_graph_{name} is {list(sizes[name])}, but cuda_graphs is {scope} ({reason}).")
+        scope = "all" if conflict is None else "none"
+        reason = "all: the attention can be captured" if conflict is None else f"none: {conflict.rule.reason}"
+    if scope == "none":
+        refuse_conflicts(on | {NO_GRAPHS: f"cuda_graphs is none ({reason})"})
+    sizes = {name: getattr(config, f"cuda_graph_{name}") for name in ("decode_rows", "mixed_tokens", "mixed_rows")}
     buckets = plan_buckets(
         scope, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens, **sizes
     )
     return buckets, f"{reason}; {len(buckets.all)} sizes"
+
+
+def _uncaptured(device: Device, attention: Choice, ops: Ops) -> dict[Feature, str]:
+    """What of these a captured step could not have."""
+    by_torch = "torch's operators compute"
+    found = {
+        UNCAPTURED_ATTENTION: (ops.capturable, f"attention is {attention.name}"),
+        NO_CAPTURES: (device.captures, f"{device.name} captures nothing"),
+        TORCH_EXPERTS: (ops.experts_capturable, f"{by_torch} the experts"),
+        TORCH_STATES: (ops.states_capturable, f"{by_torch} the linear attention"),
+    }
+    return {feature: text for feature, (captured, text) in found.items() if not captured}

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.execution.device import Device
+from engine.features import DRAFTS, GPU, Conflict, find_conflict
 from engine.models.config import CheckpointError, ModelConfig, read_json
 from engine.models.kv_cache import bytes_per_block, cache_dtype
 from engine.models.quantization import Quantization
@@ -45,10 +47,12 @@ def resolve(
     num_blocks, blocks_reason = memory
     num_threads, threads_reason = _num_threads(config)
     scheduler, halving_reason = _scheduler(model, config)
-    same_bits, on_gpu = kernels.name == NATIVE, device[0].capability is not None
+    same_bits = kernels.name == NATIVE
+    on_gpu = () if device[0].capability is None else (GPU,)
+    undrafted = find_conflict((*facts_of(model), *on_gpu), feature=DRAFTS)
     return ResolvedConfig.of(
         config,
-        drafts=not (model.linear_layers and on_gpu),
+        drafts=undrafted is None,
         unseen_drafts=same_bits,
         model_cost=draft[1] if draft else None,
         eight_bits=same_bits and model.quantization is not None and all(model.quantization.by_output),
@@ -70,7 +74,7 @@ def resolve(
             "num_threads": threads_reason,
             "kernels": kernels.reason,
             "chunk_halving_context": halving_reason,
-            "speculative": _why_drafts(model, config, same_bits, draft, on_gpu=on_gpu),
+            "speculative": _why_drafts(config, same_bits, draft, undrafted),
         }
         | ({"recurrent_state": why_so_much(model, config, dtype)} if model.linear_layers else {})
         | ({"kv_cache_dtype": _narrow_cache(model, config, dtype)} if config.kv_cache_dtype != "auto" else {})
@@ -98,13 +102,7 @@ def _max_model_len(model: ModelConfig, config: EngineConfig) -> tuple[int, str]:
 
 
 def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str]:
-    """Of weights and KV cache, and why.
-
-    Raises:
-        ConfigError: the device does not compute in the type that is asked for.
-    """
-    if config.dtype == "float16" and device.capability is None:
-        raise ConfigError("dtype is float16, which is for a GPU: a CPU computes in bfloat16 or float32.")
+    """Of weights and KV cache, and why."""
     if config.dtype != "auto":
         return torch_dtype(config.dtype), "asked for"
     if device.capability is not None:
@@ -170,15 +168,13 @@ def _scheduler(model: ModelConfig, config: EngineConfig) -> tuple[SchedulerConfi
 
 
 def _why_drafts(
-    model: ModelConfig,
     config: EngineConfig,
     same_bits: bool,
     draft: tuple[ModelConfig, float] | None,
-    *,
-    on_gpu: bool,
+    undrafted: Conflict | None,
 ) -> str:
-    if model.linear_layers and on_gpu:
-        return "none: on a GPU a recurrent state is not taken back to before a rejected draft"
+    if undrafted is not None:
+        return f"none: {undrafted.rule.reason}"
     if config.speculative.method != "auto":
         cost = "" if draft is None else f"; a pass of the draft model takes {draft[1]:.2f} of a step, by what both read"
         return f"asked for{cost}"

@@ -9,9 +9,28 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.config import ConfigError, ResolvedConfig
+from engine.config import ResolvedConfig, refuse_conflicts
 from engine.core.applier import Applier
 from engine.core.engine_chunking import collect_in_chunks
+from engine.features import (
+    DRAFT_MODEL,
+    DRAFTS,
+    ENGINE_CHUNKS,
+    IMAGES,
+    LOCAL_CHUNKS,
+    LORA,
+    MIXED_STEPS,
+    NO_ADAPTERS,
+    NO_OVERLAP,
+    NO_SECOND_MODEL,
+    NO_STATE,
+    NOTHING_MIXED,
+    NOTHING_VERIFIED,
+    OVERLAP,
+    RECURRENT_STATE,
+    SNAPSHOTS,
+    turned_on,
+)
 from engine.observer import ComputedStep, StepFacts
 from engine.protocol import ErrorCode, Event, FinishReason, LoadSnapshot, Scheduled
 from engine.scheduling.block_manager import BlockManager
@@ -310,37 +329,26 @@ def _trace(step: ComputedStep) -> None:
     )
 
 
+_ASKED_OF_EXECUTORS = (MIXED_STEPS, OVERLAP, DRAFTS, DRAFT_MODEL, LORA, SNAPSHOTS, ENGINE_CHUNKS, LOCAL_CHUNKS)
+
+
 def check_capabilities(config: ResolvedConfig, can: Capabilities) -> None:
     """Raise ConfigError where the config needs what the executor cannot do: it is refused, never done by halves."""
-    mode = config.scheduler.batch_mode
-    needs = (
-        (mode != "prefill_first", can.mixed_rows, f"batch_mode {mode} puts decode rows beside prefill"),
-        (config.overlap, can.overlap, "overlap feeds tokens that are not read back yet"),
-        (bool(config.num_speculative_tokens), can.drafts, "num_speculative_tokens needs drafts"),
-        (config.has_draft_model, can.draft_model, "speculative.method draft_model needs a second model"),
-        (
-            bool(config.scheduler.state_snapshot_tokens),
-            can.recurrent_state,
-            "state_snapshot_tokens keeps recurrent state",
-        ),
-    )
-    if config.max_loras and can.adapters is None:
-        raise ConfigError(f"max_loras is {config.max_loras}, and this model's executor computes no adapters.")
-    policy = config.scheduler
-    if config.inputs and (policy.chunk_owner == "engine" or policy.chunk_boundary == "request_local"):
-        raise ConfigError(
-            f"A chunk may have to end where an image begins that is not encoded yet, and chunk_owner "
-            f"{policy.chunk_owner} with chunk_boundary {policy.chunk_boundary} does not allow it."
-        )
-    if can.recurrent_state and config.num_speculative_tokens and not can.drafts:
-        raise ConfigError(
-            f"num_speculative_tokens is {config.num_speculative_tokens}, but on this device a recurrent state is not "
-            "taken back to before a rejected draft: set it to 0."
-        )
-    for asked, able, what in needs:
-        if asked and not able:
-            raise ConfigError(f"{what}, which this model's executor cannot do.")
-    if can.recurrent_state and config.scheduler.chunk_owner == "engine":
-        raise ConfigError(
-            "chunk_owner engine does not hand a recurrent state from chunk to chunk: use chunk_owner scheduler."
-        )
+    on = turned_on(config, _ASKED_OF_EXECUTORS)
+    if not config.has_draft_model:
+        on.pop(DRAFT_MODEL, None)
+    able = {
+        NOTHING_MIXED: can.mixed_rows,
+        NO_OVERLAP: can.overlap,
+        NOTHING_VERIFIED: can.drafts,
+        NO_SECOND_MODEL: can.draft_model,
+        NO_ADAPTERS: can.adapters is not None,
+    }
+    on |= {feature: f"this model's executor has {feature.title}" for feature, has in able.items() if not has}
+    if config.inputs:
+        on[IMAGES] = "this model takes images"
+    if can.recurrent_state:
+        on[RECURRENT_STATE] = "this model has a recurrent state"
+    else:
+        on[NO_STATE] = "this model has no recurrent state"
+    refuse_conflicts(on)

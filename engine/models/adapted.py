@@ -14,7 +14,6 @@ from torch import Tensor
 
 from engine.models.adapter_files import STACKS, Delta, Deltas, read_adapter
 from engine.models.decoder import Decoder
-from engine.models.description import ModelConfig
 from engine.models.eager import EagerModel
 from engine.models.kv_cache import KVCache
 from engine.step import ScheduledRequest
@@ -22,15 +21,6 @@ from kernels.eager import EagerPass
 from kernels.forward import Linear
 from kernels.low_rank import Tokens, add_low_rank
 from kernels.ops import Ops
-
-
-def why_not_adapted(model: ModelConfig) -> str | None:
-    """Why a model can have no adapters; None if it can."""
-    if model.vision is not None:
-        return "adapters are not served for models with an encoder"
-    if model.needs_linear_attention_pass:
-        return "adapters are not served for linear attention and its gates"
-    return None
 
 
 class AdaptedModel(EagerModel):

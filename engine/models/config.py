@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoints.model_cache import ModelError
+from engine.features import IMAGES, PACKED, find_conflict
 from engine.models.description import ModelConfig as ModelConfig
 from engine.models.family import ModelFamily
 from engine.models.quantization import read_quantization
@@ -57,7 +58,9 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     family, quantization = _family(raw), read_quantization(raw)
     config = replace(family.describe(raw), architecture=family.architecture, quantization=quantization)
     if config.vision is not None and quantization is not None:
-        raise ValueError(f"It is packed ({quantization.summary}), which is not read of models with an encoder.")
+        on = {PACKED: f"it is packed ({quantization.summary})", IMAGES: f"{config.architecture} takes images"}
+        if conflict := find_conflict(on):
+            raise ValueError(conflict.text(on))
     return config
 
 

@@ -22,7 +22,7 @@ from serve_app.front.arguments import Arguments
 from serve_app.front.config_file import ConfigRefused, ServeConfig, address_of, has_proxies
 from serve_app.front.modules import check_modules
 from serve_app.front.preflight import Application
-from serve_app.settings.images import ImageSettings
+from serve_app.settings.features import refused_images
 from serve_app.tracing.export import MissingExporter, check_exporter
 
 
@@ -121,10 +121,11 @@ class EngineCheck:
             lines = problem.strip().splitlines()
             last = lines[-1] if lines else f"the check of the engine ended with status {status}"
             setting = last.split()[0] if status == REFUSED else ""  # most refusals begin with the setting's name
-            raise self.application.refused(f"args.engine: {last}", "engine", setting)
+            raise self.application.refused(f"args.engine: {last}", "engine", *setting.split("."))
         settings = self.application.settings
-        if settings.images != ImageSettings() and "image" not in json.loads(said.splitlines()[-1])["inputs"]:
-            raise self.application.refused(f"args.images: {settings.model_id} takes none: leave it out", "images")
+        refusal = refused_images(settings.images, settings.model_id)
+        if refusal and "image" not in json.loads(said.splitlines()[-1])["inputs"]:
+            raise self.application.refused(f"args.{refusal}", "images")
 
     def end(self) -> None:
         """Nobody waits for the answer any longer."""

@@ -49,7 +49,7 @@ from serve_app.replicas.watchdog import Watchdog
 from serve_app.routing.stats import RoutingReporter
 from serve_app.scaling.signals import EngineSignals
 from serve_app.settings.application import AppSettings
-from serve_app.settings.images import ImageSettings
+from serve_app.settings.features import refused_images
 from serve_app.tracing.export import make_tracer
 
 HTTP_API = "serve_app.api.ingress"
@@ -329,8 +329,8 @@ class IngressReplica:
 
 def _image_intake(settings: AppSettings, resolved: ResolvedConfig) -> ImageIntake | None:
     kind = next((kind for kind in resolved.inputs if kind.name == "image"), None)
-    if kind is None and settings.images != ImageSettings():
-        raise ValueError(f"images is set in the settings, but {settings.model_id} takes none: leave it out.")
+    if kind is None and (refusal := refused_images(settings.images, settings.model_id)):
+        raise ValueError(refusal)
     return None if kind is None else ImageIntake(kind, settings.images)
 
 

@@ -8,10 +8,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, refuse_conflicts
+from engine.features import terms_of, turned_on
 from serve_app.settings.admission import AdmissionSettings
 from serve_app.settings.auth import AuthSettings
 from serve_app.settings.cors import CorsSettings
+from serve_app.settings.features import APP_RULES
 from serve_app.settings.images import ImageSettings
 from serve_app.settings.limits import GatePolicy, Limits
 from serve_app.settings.names import NameSettings
@@ -169,16 +171,8 @@ class AppSettings(NameSettings):
     )
 
     @model_validator(mode="after")
-    def _adapters_have_room(self) -> Self:
-        asked = {"lora_adapters": bool(self.lora_adapters), "allow_lora_updates": self.allow_lora_updates}
-        for name, is_set in asked.items():
-            if is_set and not self.engine.max_loras:
-                raise ValueError(f"{name} is set, but engine.max_loras is 0, with which no adapter is served.")
-        return self
-
-    @model_validator(mode="after")
     def _an_engine_has_one_gpu_or_none(self) -> Self:
-        gpus, device = self.engine_num_gpus, self.engine.device
+        gpus = self.engine_num_gpus
         if gpus != int(gpus):
             raise ValueError(
                 f"engine_num_gpus is {gpus:g}, but an engine measures and takes the memory of a whole GPU: two that "
@@ -188,15 +182,11 @@ class AppSettings(NameSettings):
             raise ValueError(
                 f"engine_num_gpus is {gpus:g}, but an engine runs on one GPU: use 1, and engine_replicas for more GPUs."
             )
-        if gpus and (device == "cpu" or self.engine.executor == "fake"):
-            why = "device is cpu" if device == "cpu" else "executor is fake"
-            raise ValueError(f"engine_num_gpus is 1, but {why}: Ray would hold a GPU that nobody uses.")
-        if not gpus and device == "cuda":
-            raise ValueError("device is cuda, but engine_num_gpus is 0: Ray hides all GPUs from the engine. Use 1.")
-        if not gpus and self.engine_accelerator_type is not None:
-            raise ValueError(
-                f"engine_accelerator_type is {self.engine_accelerator_type}, but engine_num_gpus is 0: use 1."
-            )
+        return self
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        refuse_conflicts(turned_on(self, terms_of(APP_RULES)), APP_RULES)
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,10 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from engine.config import refuse_conflicts
+from engine.features import terms_of, turned_on
+from serve_app.settings.features import APP_RULES
+
 
 class TracingSettings(BaseModel):
     """OpenTelemetry spans of the requests for generated text. They show no prompt and no answer."""
@@ -33,7 +37,6 @@ class TracingSettings(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _only_otlp_has_an_endpoint(self) -> Self:
-        if self.endpoint is not None and self.exporter != "otlp":
-            raise ValueError(f"endpoint is for the exporter otlp, but exporter is {self.exporter}.")
+    def _goes_together(self) -> Self:
+        refuse_conflicts(turned_on(self, terms_of(APP_RULES), prefix="tracing."), APP_RULES)
         return self

@@ -224,7 +224,7 @@ def test_an_engine_without_adapters_refuses_them_by_its_setting(make: Callable[.
 
 def test_an_executor_that_computes_no_adapters_is_refused_at_start() -> None:
     config = resolved_config(max_loras=1)
-    with pytest.raises(ConfigError, match="max_loras is 1, and this model's executor computes no adapters"):
+    with pytest.raises(ConfigError, match="max_loras is 1, but this model's executor has no adapters"):
         EngineCore(FakeExecutor(config.num_kv_blocks, config.block_size, range(32)), config)
 
 

@@ -57,14 +57,14 @@ def test_the_longest_request_is_bounded_by_the_context_or_by_the_whole_kv_cache(
         ({"answer_token_weight": -1}, "answer_token_weight must be >= 0"),
         ({"state_snapshot_tokens": -1}, "state_snapshot_tokens must be >= 0"),
         ({"state_snapshots": 0}, "state_snapshots must be >= 1, but it is 0"),
-        ({"chunk_owner": "engine", "long_prefill_token_threshold": 4}, "long_prefill_token_threshold, which cut it"),
-        ({"chunk_owner": "engine", "chunk_halving_context": 4}, "chunk_halving_context 4 would never act"),
+        ({"chunk_owner": "engine", "long_prefill_token_threshold": 4}, "token_threshold is 4, but .* engine"),
+        ({"chunk_owner": "engine", "chunk_halving_context": 4}, "chunk_halving_context is 4, but .* engine"),
         (
             {"chunk_owner": "engine", "chunk_boundary": "request_local", "max_partial_prefills": 0},
-            "chunk_owner engine .* chunk_boundary request_local",
+            "chunk_boundary is request_local, but scheduler.chunk_owner is engine",
         ),
-        ({"reserve_mode": "full", "preempt_policy": "lifo"}, "so preempt_policy lifo would never act"),
-        ({"reserve_mode": "prompt", "preempt_policy": "none"}, "reserve_mode prompt admits more than fits for ever"),
+        ({"reserve_mode": "full", "preempt_policy": "lifo"}, "is full, but scheduler.preempt_policy is lifo"),
+        ({"reserve_mode": "prompt", "preempt_policy": "none"}, "prompt, .* is none: more requests are admitted"),
     ],
 )
 def test_a_scheduler_setting_that_could_not_act_or_contradicts_another_is_refused(
@@ -83,8 +83,8 @@ def test_a_scheduler_setting_that_could_not_act_or_contradicts_another_is_refuse
             r"\(33\)",
         ),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens must be >= 0"),
-        ({"overlap": True, "num_speculative_tokens": 2}, "num_speculative_tokens to 0, or overlap to false"),
-        ({"overlap": True, "scheduler": SchedulerConfig(chunk_owner="engine")}, "chunk_owner engine .* overlap"),
+        ({"overlap": True, "num_speculative_tokens": 2}, "true, but num_speculative_tokens is 2: overlap plans"),
+        ({"overlap": True, "scheduler": SchedulerConfig(chunk_owner="engine")}, "owner is engine, but overlap is true"),
         (
             {"block_size": 16, "scheduler": SchedulerConfig(state_snapshot_tokens=24)},
             r"state_snapshot_tokens \(24\) must be a multiple of block_size \(16\)",
@@ -122,28 +122,28 @@ ABLE = Capabilities(mixed_rows=True, overlap=True, drafts=True)
 @pytest.mark.parametrize(
     ("overrides", "missing", "sentence"),
     [
-        ({}, {"mixed_rows": False}, "batch_mode mixed puts decode rows beside prefill"),
+        ({}, {"mixed_rows": False}, "batch_mode is mixed, but .* no mixed rows: decode rows are put beside prefill"),
         (
             {"scheduler": SchedulerConfig(batch_mode="decode_first")},
             {"mixed_rows": False},
-            "batch_mode decode_first puts decode rows beside prefill",
+            "batch_mode is decode_first, but .* no mixed rows",
         ),
-        ({"overlap": True}, {"overlap": False}, "overlap feeds tokens that are not read back yet"),
-        ({"num_speculative_tokens": 2}, {"drafts": False}, "num_speculative_tokens needs drafts"),
+        ({"overlap": True}, {"overlap": False}, "overlap is true, but .* no overlap: steps are fed"),
+        ({"num_speculative_tokens": 2}, {"drafts": False}, "num_speculative_tokens is 2, but .* no drafts"),
         (
             {"scheduler": SchedulerConfig(state_snapshot_tokens=8)},
             {},
-            "state_snapshot_tokens keeps recurrent state, which this model's executor cannot do",
+            "state_snapshot_tokens is 8, but this model has no recurrent state",
         ),
         (
             {"num_speculative_tokens": 2},
             {"recurrent_state": True, "drafts": False},
-            "num_speculative_tokens is 2, but on this device a recurrent state",
+            "num_speculative_tokens is 2, but .* no drafts",
         ),
         (
             {"scheduler": SchedulerConfig(chunk_owner="engine")},
             {"recurrent_state": True},
-            "chunk_owner engine does not hand a recurrent state from chunk to chunk",
+            "chunk_owner is engine, but this model has a recurrent state: the engine does not hand",
         ),
     ],
 )
@@ -170,5 +170,5 @@ def test_a_core_checks_its_executor_before_it_takes_requests() -> None:
     config = resolved_config(overlap=True, scheduler=SchedulerConfig(chunk_align=1))
     executor = FakeExecutor(config.num_kv_blocks, config.block_size, range(4))
     EngineCore(executor, config)
-    with pytest.raises(ConfigError, match="num_speculative_tokens needs drafts"):
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 1, but this model's executor has no drafts"):
         EngineCore(executor, replace(config, overlap=False, num_speculative_tokens=1))

@@ -65,5 +65,5 @@ def test_after_a_migration(bench: Bench, params: SamplingParams) -> None:
 
 
 def test_it_is_refused_where_the_kernels_do_not_keep_it(params: SamplingParams) -> None:
-    with pytest.raises(ConfigError, match="batch_invariant needs the native kernels, and these are chosen: torch_cpu"):
+    with pytest.raises(ConfigError, match="batch_invariant is true, but kernels is torch_cpu: only the native kernels"):
         create_executor(prepare_model(DEFAULT_MODEL), EngineConfig(batch_invariant=True, kernels="torch_cpu"))

@@ -97,7 +97,7 @@ def test_without_drafts_an_executor_that_could_propose_them_gets_rows_of_one_tok
 
 def test_an_executor_that_cannot_draft_is_refused_and_so_are_drafts_with_overlap() -> None:
     config = resolved_config(num_speculative_tokens=3, max_num_batched_tokens=64)
-    with pytest.raises(ConfigError, match="num_speculative_tokens needs drafts"):
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 3, but this model's executor has no drafts"):
         EngineCore(FakeExecutor(config.num_kv_blocks, config.block_size, range(32)), config)
     with pytest.raises(ConfigError, match="overlap"):
         EngineConfig(executor="fake", overlap=True, num_speculative_tokens=1)

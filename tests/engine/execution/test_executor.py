@@ -470,7 +470,7 @@ def test_auto_takes_bfloat16_only_where_the_cpu_has_it(
 
 
 def test_float16_is_refused_where_nothing_computes_in_it(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="dtype is float16, which is for a GPU"):
+    with pytest.raises(ConfigError, match="dtype is float16, but this engine runs on the CPU"):
         resolve(checkpoint, dtype="float16")
 
 
@@ -507,8 +507,8 @@ def test_experts_that_do_not_fit_the_native_kernels_run_on_torch_and_it_says_why
     ("settings", "why"),
     [
         ({"kernels": "native"}, "kernels is native. The native kernels cannot run: head_dim is 8"),
-        ({"quantize": "int8"}, "quantize int8 needs the native kernels, and these are chosen: torch_cpu"),
-        ({"batch_invariant": True}, "batch_invariant needs the native kernels, .* not native: head_dim is 8"),
+        ({"quantize": "int8"}, "quantize is int8, but the kernels are torch_cpu"),
+        ({"batch_invariant": True}, "batch_invariant is true, but the kernels are torch_cpu: .* head_dim is 8"),
     ],
 )
 def test_what_needs_the_native_kernels_is_refused_where_the_model_does_not_fit_them(

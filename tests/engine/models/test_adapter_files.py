@@ -161,9 +161,9 @@ def test_a_checkpoint_with_stacked_projections_has_adapters_on_them_whole(tmp_pa
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"kernels": "native"}, "max_loras is 2, and they compute no adapters"),
-        ({"batch_invariant": True}, "batch_invariant needs the native kernels.*max_loras is 2"),
-        ({"quantize": "int8"}, "quantize int8 needs the native kernels.*max_loras is 2"),
+        ({"kernels": "native"}, "max_loras is 2, but kernels is native: the native kernels compute no adapters"),
+        ({"batch_invariant": True}, "batch_invariant is true, but the kernels are torch_cpu.*max_loras is 2"),
+        ({"quantize": "int8"}, "quantize is int8, but the kernels are torch_cpu.*max_loras is 2"),
     ],
 )
 def test_what_needs_the_native_kernels_is_refused_beside_adapters(
@@ -176,17 +176,17 @@ def test_what_needs_the_native_kernels_is_refused_beside_adapters(
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
 def test_a_line_with_linear_attention_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     save_model(kind, tmp_path)
-    with pytest.raises(ConfigError, match="max_loras is 2, but adapters are not served for linear attention"):
+    with pytest.raises(ConfigError, match=r"max_loras is 2, .*: adapters are not computed for linear attention"):
         create_executor(tmp_path, EngineConfig(max_loras=2, num_kv_blocks=8))
 
 
 def test_a_model_with_an_encoder_is_refused_by_name(tmp_path: Path) -> None:
     save_vision_model(tmp_path)
-    with pytest.raises(ConfigError, match="max_loras is 2, but adapters are not served for models with an encoder"):
+    with pytest.raises(ConfigError, match=r"max_loras is 2, .*: adapters are not computed for models with an encoder"):
         create_executor(tmp_path, EngineConfig(max_loras=2, num_kv_blocks=8))
 
 
 def test_adapters_take_an_engine_from_the_native_kernels_and_it_says_why(made: tuple[Path, Path]) -> None:
     _, resolved = create_executor(made[0], EngineConfig(max_loras=2, num_kv_blocks=8))
     assert resolved.kernels == "torch_cpu"
-    assert "max_loras is 2, and they compute no adapters" in resolved.reasons["kernels"]
+    assert "max_loras is 2, and the native kernels compute no adapters" in resolved.reasons["kernels"]

@@ -261,8 +261,8 @@ def test_a_plan_that_says_nothing_of_states_is_refused(executor: TorchExecutor) 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kernels": "native"}, "native kernels cannot run: linear attention and its gates are not among them"),
-        ({"batch_invariant": True}, "batch_invariant needs the native kernels"),
+        ({"kernels": "native"}, "kernels is native: the native kernels do not compute linear attention"),
+        ({"batch_invariant": True}, "batch_invariant is true, but the kernels are torch_cpu"),
     ],
 )
 def test_what_states_cannot_go_with_is_refused_by_name(
@@ -283,9 +283,8 @@ def test_what_a_grammar_forces_is_drafted_by_default_and_looked_up_drafts_where_
 
 
 def test_on_the_cpu_it_runs_on_torch_s_operators_and_the_start_says_why(checkpoint: Path) -> None:
-    assert (
-        make(checkpoint)[1].reasons["kernels"].endswith("not native: linear attention and its gates are not among them")
-    )
+    why = make(checkpoint)[1].reasons["kernels"]
+    assert why.endswith("has linear attention, and the native kernels do not compute linear attention and its gates")
 
 
 def test_a_step_without_memory_fails_its_own_requests_and_is_not_run_again(

@@ -189,10 +189,10 @@ def test_the_largest_image_is_what_a_step_a_request_and_the_cache_take(tmp_path:
 def test_native_kernels_are_refused_by_name_and_not_chosen_and_the_reason_is_told(tmp_path: Path) -> None:
     save_vision_model(tmp_path)
     resolved = create_executor(tmp_path, settings())[1]
-    assert "not native: they have no encoder" in resolved.reasons["kernels"]
-    with pytest.raises(ConfigError, match="they have no encoder"):
+    assert "the native kernels have no encoder" in resolved.reasons["kernels"]
+    with pytest.raises(ConfigError, match="takes images, but kernels is native: the native kernels have no encoder"):
         create_executor(tmp_path, settings(kernels="native"))
-    with pytest.raises(ConfigError, match="batch_invariant needs the native kernels"):
+    with pytest.raises(ConfigError, match="batch_invariant is true, but the kernels are torch_cpu"):
         create_executor(tmp_path, settings(batch_invariant=True))
 
 

@@ -581,9 +581,9 @@ def test_a_request_is_overtaken_no_more_often_than_its_bound() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"reserve_mode": "full"}, "reserve_mode full promises every request its whole memory"),
-        ({"preempt_policy": "none"}, "reserve_mode learned admits more than fits for ever"),
-        ({"chunk_boundary": "request_local"}, "set max_partial_prefills to 0 or more than 1"),
+        ({"reserve_mode": "full"}, "reserve_mode is full, .* retract: every request has memory for its whole life"),
+        ({"preempt_policy": "none"}, "reserve_mode is learned, .* none: more requests are admitted than fit for ever"),
+        ({"chunk_boundary": "request_local"}, "request_local, but scheduler.max_partial_prefills is 1"),
         ({"ratio_min": 0.9}, r"ratio_min \(0.9\) must not exceed ratio_init \(0.7\)"),
         ({"ratio_init": 0}, "ratio_init must be > 0, but it is 0"),
     ],

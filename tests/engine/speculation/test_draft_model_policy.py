@@ -492,7 +492,7 @@ def test_more_to_answer_makes_reading_pay_and_more_to_read_does_not(unread: int,
 
 def test_an_executor_without_a_draft_model_is_refused() -> None:
     config = resolved_config(num_speculative_tokens=3, max_num_batched_tokens=64, speculative=ALWAYS)
-    with pytest.raises(ConfigError, match=r"speculative\.method draft_model needs a second model"):
+    with pytest.raises(ConfigError, match=r"speculative\.method is draft_model, .* has no draft model"):
         EngineCore(FakeExecutor(config.num_kv_blocks, config.block_size, range(32), verifies=True), config)
 
 
@@ -512,7 +512,7 @@ def test_settings_that_would_never_act_are_refused(settings: dict[str, Any], mes
 
 @pytest.mark.parametrize("settings", [{"overlap": True}, {"num_speculative_tokens": 0}])
 def test_a_draft_model_where_no_token_is_drafted_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"speculative\.method is draft_model, but no token is drafted where"):
+    with pytest.raises(ConfigError, match=r"speculative\.method is draft_model, but .*: no token"):
         EngineConfig(speculative=SpeculativeConfig(method="draft_model", model="small"), **settings)
 
 

@@ -143,7 +143,7 @@ def test_a_file_that_a_replica_would_not_find_is_named(tmp_path: Path, args: Any
         ({"executor": "fake", "device": "cuda"}, "device is cuda, but engine_num_gpus is 0"),
         (
             {"executor": "fake", "fake": {"recurrent_state": True}, "scheduler": {"chunk_owner": "engine"}},
-            "args.engine: chunk_owner engine does not hand a recurrent state from chunk to chunk",
+            "args.engine: scheduler.chunk_owner is engine, but this model has a recurrent state",
         ),
         (
             {"kv_cache_memory_gib": 1e6},
@@ -168,7 +168,7 @@ def test_a_refusal_of_an_engine_has_its_settings_line(tmp_path: Path) -> None:
 
 
 def test_images_for_a_model_that_takes_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigRefused, match=r"args.images: smollm2-135m-instruct takes none: leave it out"):
+    with pytest.raises(ConfigRefused, match=r"args.images is set, but smollm2-135m-instruct takes text alone"):
         checked(config(tmp_path, FAKE | {"images": {"max_per_request": 2}}))
 
 

@@ -137,7 +137,7 @@ def test_captures_leave_states_alone(model: Path) -> None:
 def test_where_torch_computes_states_nothing_is_captured_and_the_start_says_why(model: Path) -> None:
     why = "linear attention by torch's operators reads its rows on the host"
     assert create(model)[1].reasons["cuda_graphs"] == f"none: {why}; 0 sizes"
-    with pytest.raises(ConfigError, match=f"cuda_graphs is all, but {why}"):
+    with pytest.raises(ConfigError, match=f"cuda_graphs is all, but .* compute the linear attention: {why}"):
         create(model, cuda_graphs="all")
 
 
@@ -177,9 +177,9 @@ def test_drafts_are_refused_on_a_device_and_none_are_made_unasked(model: Path) -
         resolved.reasons["speculative"]
         == "none: on a GPU a recurrent state is not taken back to before a rejected draft"
     )
-    with pytest.raises(ConfigError, match="num_speculative_tokens is 2, but on this device a recurrent state is not"):
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens is 2, .* engine runs on fake GPU: on a GPU"):
         EngineCore(*create(model, attention="torch", num_speculative_tokens=2))
-    with pytest.raises(ConfigError, match="on a GPU the model's recurrent state is not taken back"):
+    with pytest.raises(ConfigError, match="on a GPU a recurrent state is not taken back"):
         create(model, attention="torch", speculative=SpeculativeConfig(method="suffix"))
     row = replace(decode("a", 5, 20, (0, 1)), token_ids=(5, 6), state=StateUse(0))
     with pytest.raises(ValueError, match="drafts, which this executor takes no state back from"):

@@ -250,7 +250,7 @@ def test_engines_that_do_not_are_named(answers: dict[str, AdapterRef | EngineErr
     ("settings", "says"),
     [
         ({"lora_adapters": {"a": "/a"}}, "lora_adapters is set, but engine.max_loras is 0"),
-        ({"allow_lora_updates": True}, "allow_lora_updates is set, but engine.max_loras is 0"),
+        ({"allow_lora_updates": True}, "allow_lora_updates is true, but engine.max_loras is 0"),
         ({"lora_adapters": {"a:b": "/a"}, "engine": {"max_loras": 1}}, "lora_adapters"),
         ({"lora_adapters": {"m": "/a"}, "served_model_name": "m", "engine": {"max_loras": 1}}, "the model's own name"),
     ],

@@ -1,0 +1,20 @@
+"""Tells what a model is in the terms of engine.features, so that what does not go with it is refused.
+Never refuses anything, and knows no settings."""
+
+from __future__ import annotations
+
+from engine.features import EXPERTS, IMAGES, LINEAR_ATTENTION, NO_STATE, RECURRENT_STATE, TEXT, Feature
+from engine.models.description import ModelConfig
+
+
+def facts_of(model: ModelConfig) -> dict[Feature, str]:
+    """The kinds that `model` is of, each with a clause that names its architecture."""
+    found = {
+        EXPERTS: (bool(model.expert_sizes), "is a mixture of experts"),
+        LINEAR_ATTENTION: (model.needs_linear_attention_pass, "has linear attention"),
+        RECURRENT_STATE: (bool(model.linear_layers), "has a recurrent state"),
+        NO_STATE: (not model.linear_layers, "has no recurrent state"),
+        IMAGES: (model.vision is not None, "takes images"),
+        TEXT: (model.vision is None, "takes text alone"),
+    }
+    return {feature: f"{model.architecture} {clause}" for feature, (is_one, clause) in found.items() if is_one}
