@@ -1,4 +1,4 @@
-"""Makes the page of what goes together from engine.features and serve_app.settings.features, which refuse what does not.
+"""Makes the page of what goes together from the tables that refuse what does not.
 Never says on its own what goes with what: each cell is what a start would find in those tables."""
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ BESIDE_THE_CODE = {
     "tests/NOTES.md": "explanation/decisions/tests.md",
     "docsite/NOTES.md": "explanation/decisions/documentation.md",
     "tests/mutations.md": "explanation/mutations.md",
+    "tests/support/README.md": "explanation/test-tools.md",
     "k8s/README.md": "how-to/kubernetes.md",
     "loadtest/README.md": "benchmarks/load-tests.md",
     "loadtest/sim/README.md": "benchmarks/simulator.md",

@@ -77,7 +77,7 @@ def test_an_unknown_preset_is_refused_with_the_list() -> None:
 def test_a_refused_combination_says_what_came_from_the_preset(made: Any) -> None:
     """The user wrote one of the two settings that the message names."""
     with pytest.raises(
-        ValueError, match=r"reserve_mode learned admits .* The preset openinfer sets preempt_policy none\."
+        ValueError, match=r"reserve_mode is learned, but .* The preset openinfer sets preempt_policy none\."
     ):
         made({"preset": "openinfer", "reserve_mode": "learned"})
     assert made({"preset": "openinfer", "reserve_mode": "learned", "preempt_policy": "lifo"}).chunk_align == 1
