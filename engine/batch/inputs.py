@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from engine.batch.row_order import sampled_places
+from engine.batch.row_order import sampled_positions
 from engine.step import DRAFT_TOKEN, PENDING_TOKEN, RowKind, ScheduledRequest, StepPlan
 from kernels.integers import joined
 from kernels.reference import PagedRows
@@ -26,7 +26,7 @@ class StepInputs:
     token_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     slots: Tensor  # [num_tokens] int64: where each token's K and V go
-    sampled_tokens: Tensor  # [sampled places] int64: tokens after which one is sampled; see sampled_places
+    sampled_tokens: Tensor  # [sampled places] int64: tokens after which one is sampled; see sampled_positions
     rows: PagedRows
     state_slots: tuple[int, ...] = ()
     """Of each row; of a model without recurrent state there are none."""
@@ -76,9 +76,9 @@ def is_lost(row: ScheduledRequest, newest: Mapping[str, int]) -> bool:
 
 
 def sampled_tokens(rows: Sequence[ScheduledRequest], counts: Sequence[int]) -> list[int]:
-    """Numbers of the step's tokens after which one is sampled; see sampled_places. counts: tokens of each row."""
+    """Numbers of the step's tokens after which one is sampled; see sampled_positions. counts: tokens of each row."""
     begins = list(accumulate(counts, initial=0))
-    return [begins[place.number] + place.offset for place in sampled_places(rows)]
+    return [begins[place.number] + place.offset for place in sampled_positions(rows)]
 
 
 def fed_tokens(row: ScheduledRequest, newest: Mapping[str, int]) -> tuple[int, ...]:

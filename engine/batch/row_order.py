@@ -19,21 +19,21 @@ NO_LOGIT = RowFailure("The model gave no finite logit.")
 NO_STATE = RowFailure("The model gave no finite hidden state.")
 
 
-class Place(NamedTuple):
+class SamplePosition(NamedTuple):
     """The token `offset` of row `number`, after which one is sampled."""
 
     number: int
     offset: int
 
 
-def sampled_places(rows: Sequence[ScheduledRequest]) -> list[Place]:
+def sampled_positions(rows: Sequence[ScheduledRequest]) -> list[SamplePosition]:
     """Row by row: all tokens of a decode row, of which all but the first are drafts, and the last token of a chunk."""
-    places = []
+    positions = []
     for number, row in enumerate(rows):
         if row.sampling is not None:
             first = 0 if row.kind is RowKind.DECODE else len(row.token_ids) - 1
-            places += [Place(number, offset) for offset in range(first, len(row.token_ids))]
-    return places
+            positions += [SamplePosition(number, offset) for offset in range(first, len(row.token_ids))]
+    return positions
 
 
 def num_accepted(drafts: Sequence[int], sampled: Sequence[int | None]) -> int:

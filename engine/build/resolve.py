@@ -17,7 +17,7 @@ from engine.features import DRAFTS, GPU, Conflict, find_conflict
 from engine.models.config import CheckpointError, ModelConfig, read_json
 from engine.models.kv_cache import bytes_per_block, cache_dtype
 from engine.models.quantization import Quantization
-from engine.models.recurrent_state import state_bytes, why_so_much
+from engine.models.recurrent_state import memory_summary, state_bytes
 from kernels.choice import NATIVE, Choice
 from kernels.processor import cpu_flags
 
@@ -76,7 +76,7 @@ def resolve(
             "chunk_halving_context": halving_reason,
             "speculative": _why_drafts(config, same_bits, draft, undrafted),
         }
-        | ({"recurrent_state": why_so_much(model, config, dtype)} if model.linear_layers else {})
+        | ({"recurrent_state": memory_summary(model, config, dtype)} if model.linear_layers else {})
         | ({"kv_cache_dtype": _narrow_cache(model, config, dtype)} if config.kv_cache_dtype != "auto" else {})
         | ({"weights": _weights(model.quantization, config, dtype, same_bits)} if model.quantization else {}),
     )

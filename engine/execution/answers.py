@@ -15,7 +15,7 @@ import torch
 from engine.batch.grammar import Grammars
 from engine.batch.inputs import is_lost
 from engine.batch.logit_controls import Within
-from engine.batch.row_order import Place
+from engine.batch.row_order import SamplePosition
 from engine.step import (
     GrammarRow,
     RowFailure,
@@ -60,7 +60,7 @@ class Answers:
     # --- before a step's tokens are chosen ----------------------------------------------------------------------------
 
     @contextmanager
-    def masks(self, plan: StepPlan, places: Sequence[Place]) -> Iterator[Future[_Masks]]:
+    def masks(self, plan: StepPlan, places: Sequence[SamplePosition]) -> Iterator[Future[_Masks]]:
         """What grammars allow at `places`, and rows that have no mask: found while the body runs, there at its end."""
         rows = grammar_rows(plan, self.newest)
         if not rows:
@@ -73,7 +73,7 @@ class Answers:
         finally:
             wait([found])  # the matchers are nobody else's until then
 
-    def sampled(self, plan: StepPlan, places: Sequence[Place]) -> Sampled:
+    def sampled(self, plan: StepPlan, places: Sequence[SamplePosition]) -> Sampled:
         rows = [plan.rows[place.number] for place in places]
         return Sampled(
             [row.sampling for row in rows if row.sampling is not None],
@@ -127,7 +127,7 @@ class Answers:
         self._masker.shutdown()
 
 
-def _fill_masks(grammars: Grammars, rows: Sequence[tuple[int, GrammarRow]], places: Sequence[Place]) -> _Masks:
+def _fill_masks(grammars: Grammars, rows: Sequence[tuple[int, GrammarRow]], places: Sequence[SamplePosition]) -> _Masks:
     words, failed = grammars.masks([row for _, row in rows])
     numbers = {number for number, _ in rows}
     limited = torch.tensor([i for i, place in enumerate(places) if place.number in numbers])

@@ -15,12 +15,12 @@ from engine.batch.grammar import Grammars
 from engine.batch.logit_controls import Within
 from engine.batch.logprobs import prompt_logprobs, sampled_logprobs
 from engine.batch.row_order import (
-    Place,
+    SamplePosition,
     in_kernel_order,
     in_plan_order,
     make_output,
     pooled_by_row,
-    sampled_places,
+    sampled_positions,
     sum_pooled,
 )
 from engine.batch.sampler import sample
@@ -97,7 +97,7 @@ class TorchExecutor:
         if self._draft_model is not None:
             planned = self._draft_model.fill(planned)
         plan, order = in_kernel_order(planned)
-        places = sampled_places(plan.rows)
+        places = sampled_positions(plan.rows)
         with self._answers.masks(plan, places) as masks:
             computed = self._forward(plan)
         within, without_mask = masks.result()
@@ -112,7 +112,7 @@ class TorchExecutor:
         return output if order is None else in_plan_order(output, order)
 
     def _sample(
-        self, plan: StepPlan, places: Sequence[Place], computed: Computed, within: Within | None
+        self, plan: StepPlan, places: Sequence[SamplePosition], computed: Computed, within: Within | None
     ) -> tuple[dict[int, list[int | None]], dict[int, list[TokenLogprobs | None]]]:
         """Tokens, and log-probabilities of those that were asked for, by row."""
         if not places:

@@ -31,7 +31,7 @@ def state_bytes(model: ModelConfig, config: EngineConfig | ResolvedConfig, dtype
     return bytes_per_slot(model, dtype) * (config.max_num_seqs + num_snapshots(config.scheduler))
 
 
-def why_so_much(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> str:
+def memory_summary(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> str:
     """What the states take, and whether prefixes can be found again."""
     size, snapshots = bytes_per_slot(model, dtype), num_snapshots(config.scheduler)
     stride = config.scheduler.state_snapshot_tokens

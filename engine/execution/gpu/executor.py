@@ -23,12 +23,12 @@ from engine.batch.logprobs import (
     wanted_scores,
 )
 from engine.batch.row_order import (
-    Place,
+    SamplePosition,
     in_kernel_order,
     in_plan_order,
     make_output,
     pooled_by_row,
-    sampled_places,
+    sampled_positions,
     sum_pooled,
 )
 from engine.execution.answers import Answers
@@ -77,7 +77,7 @@ class _Launched:
     plan: StepPlan
     """In kernel order."""
     order: list[int] | None
-    places: list[Place]
+    places: list[SamplePosition]
     without_mask: Mapping[int, RowFailure]
     limited: bool
     """Grammars limit some row."""
@@ -140,7 +140,7 @@ class DeviceExecutor:
         plan, order = in_kernel_order(planned)
         if self._must_know(plan):
             self._read_all()
-        places = sampled_places(plan.rows)
+        places = sampled_positions(plan.rows)
         self._threads.use()
         with self._answers.masks(plan, places) as masks:
             computed, graph = self.model.start(plan, self._answers.newest, self._pending(plan))
@@ -168,7 +168,9 @@ class DeviceExecutor:
                 found.append(Pending(begin, tokens, index))
         return found
 
-    def _queue(self, plan: StepPlan, places: Sequence[Place], computed: Computed, within: Within | None) -> _Queued:
+    def _queue(
+        self, plan: StepPlan, places: Sequence[SamplePosition], computed: Computed, within: Within | None
+    ) -> _Queued:
         queued = _Queued(scores=self._queue_scores(plan, computed), pooled=sum_pooled(plan, computed.hidden))
         if not places:
             return queued
@@ -197,7 +199,7 @@ class DeviceExecutor:
             found.append((*self._logprobs(logits, there[1], max(counts)), find_ranks(logits, there[1])))
         return found
 
-    def _note_flying(self, plan: StepPlan, places: Sequence[Place], tokens: Tensor | None) -> None:
+    def _note_flying(self, plan: StepPlan, places: Sequence[SamplePosition], tokens: Tensor | None) -> None:
         for index, place in enumerate(places):
             assert tokens is not None
             row = plan.rows[place.number]

@@ -263,8 +263,14 @@ def test_what_is_kept_of_a_request_goes_when_it_is_forgotten(executor: TorchExec
         (ScheduledRequest("r", RowKind.MIDDLE, 0, (5,), (1,), greedy()), "kind middle with sampling"),
         (ScheduledRequest("r", RowKind.LAST, 0, (PENDING_TOKEN,), (1,), greedy()), "a chunk's tokens are known"),
         (ScheduledRequest("r", RowKind.LAST, 0, (5,), (1,), greedy(), state=StateUse(0)), "no recurrent state"),
-        (ScheduledRequest("r", RowKind.LAST, 4, (5, 6), (1,), greedy(), PromptScoring(3, (5,), 0)), "scores 3..4 of"),
-        (ScheduledRequest("r", RowKind.LAST, 4, (5, 6), (1,), greedy(), PromptScoring(5, (6, 7), 0)), "scores 5..7 of"),
+        (
+            ScheduledRequest("r", RowKind.LAST, 4, (5, 6), (1,), greedy(), scoring=PromptScoring(3, (5,), 0)),
+            "scores 3..4 of",
+        ),
+        (
+            ScheduledRequest("r", RowKind.LAST, 4, (5, 6), (1,), greedy(), scoring=PromptScoring(5, (6, 7), 0)),
+            "scores 5..7 of",
+        ),
     ],
 )
 def test_a_plan_that_breaks_the_contract_fails_alone(
