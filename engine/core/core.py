@@ -345,6 +345,10 @@ def check_capabilities(config: ResolvedConfig, can: Capabilities) -> None:
         NO_ADAPTERS: can.adapters is not None,
     }
     on |= {feature: f"this model's executor has {feature.title}" for feature, has in able.items() if not has}
+    # What it can do it can do for its own model, whatever kind that is. A config with overlap drafts nothing.
+    for feature, lacks in ((DRAFTS, NOTHING_VERIFIED), (DRAFT_MODEL, NO_SECOND_MODEL), (LORA, NO_ADAPTERS)):
+        if lacks not in on:
+            on.pop(feature, None)
     if config.inputs:
         on[IMAGES] = "this model takes images"
     if can.recurrent_state:

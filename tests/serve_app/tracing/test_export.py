@@ -59,7 +59,10 @@ def test_the_console_needs_no_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"exporter": "console", "endpoint": "http://localhost:4318"}, "endpoint is for the exporter otlp"),
+        (
+            {"exporter": "console", "endpoint": "http://localhost:4318"},
+            "tracing.endpoint is http:.* but tracing.exporter is console: only the exporter otlp follows it",
+        ),
         ({"exporter": "otlp", "endpoint": "localhost:4318"}, "endpoint"),
         ({"exporter": "jaeger"}, "exporter"),
         ({"exporter": "otlp", "sample_ratio": 1.5}, "sample_ratio"),
