@@ -432,7 +432,7 @@ class SchedulerConfig:
     @property
     def from_preset(self) -> dict[str, Any]:
         """The settings that have their preset's value; empty without one."""
-        preset = PRESETS.get(self.preset or "", {})
+        preset = PRESETS.get(self.preset, {}) if isinstance(self.preset, str) else {}
         return {name: value for name, value in preset.items() if getattr(self, name) == value}
 
     @property

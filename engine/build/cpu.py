@@ -51,7 +51,8 @@ class CpuStart:
         Raises:
             CheckpointError: the checkpoint is broken or not supported.
         """
-        _keep_freed_memory()
+        if self.model.vision is None:  # an encoder's buffers are large, and seldom needed
+            _keep_freed_memory()
         model = _builder(self.model_dir, self.model, self.config, self.resolved, self.kernels).build()
         draft_model, with_torch = None, self.kernels.name != NATIVE
         if self.draft is not None:
@@ -193,7 +194,11 @@ def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
         )
     except ValueError as error:
         raise ConfigError(f"kernels is {config.kernels}. {error}") from error
-    refuse_conflicts(on | {_KERNELS[choice.name]: f"the kernels are {choice.reason}"})
+    chosen = _KERNELS[choice.name]
+    on[chosen] = f"the kernels are {choice.reason}"
+    # Of these kernels alone: settings are the main model's, and `model` may be the one that drafts.
+    if conflict := find_conflict(on, feature=chosen):
+        raise ConfigError(conflict.text(on))
     return choice
 
 

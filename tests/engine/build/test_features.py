@@ -17,6 +17,7 @@ import pytest
 from engine import features
 from engine.build.cpu import start_on_cpu
 from engine.build.engine import check_engine
+from engine.build.executor import create_executor
 from engine.build.gpu import start_on_device
 from engine.config import ConfigError, EngineConfig, SchedulerConfig, SpeculativeConfig
 from engine.core.core import check_capabilities
@@ -259,7 +260,7 @@ NOT_OF_FEATURES = {
     "engine/build/gpu.py _fits": 1,
     # what this machine has not, or a model's shape: found out by trying
     "engine/execution/device.py choose_device": 1,
-    "engine/build/cpu.py _kernels": 1,
+    "engine/build/cpu.py _kernels": 2,
     "engine/build/gpu.py _attention": 1,
     # another's refusal, with the name of the model that it is of
     "engine/build/cpu.py _draft_kernels": 1,
@@ -298,3 +299,22 @@ def test_features_are_refused_by_the_table_alone() -> None:
     """A new refusal is either a rule of engine.features, or of another sort and in the list above."""
     found = raised(ROOT / "engine", "ConfigError") + raised(ROOT / "serve_app", "ConfigError")
     assert found == Counter(NOT_OF_FEATURES)
+
+
+def test_a_hybrid_model_that_keeps_snapshots_may_have_drafts_of_a_model_without_state(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    """Snapshots are the main model's: the draft model's kernels were refused beside them."""
+    executor, _ = create_executor(
+        checkpoint("qwen3_next"),
+        EngineConfig(
+            device="cpu",
+            load_format="dummy",
+            num_kv_blocks=16,
+            max_num_seqs=2,
+            max_num_batched_tokens=40,
+            scheduler=SchedulerConfig(state_snapshot_tokens=64, state_snapshots=2),
+            speculative=SpeculativeConfig(method="draft_model", model=str(checkpoint("llama"))),
+        ),
+    )
+    executor.shutdown()
