@@ -112,7 +112,7 @@ class GpuStart:
         dtype: torch.dtype,
     ) -> None:
         self._builder, self._config, self.resolved = builder, builder.config, builder.resolved
-        self._device, self._ops, self.buckets, self._dtype = device, ops, buckets, dtype
+        self._device, self._ops, self._buckets, self._dtype = device, ops, buckets, dtype
         self._block_bytes = bytes_per_block(builder.model, builder.config.block_size, dtype)
         self._spare_blocks = 1 if buckets.all else 0  # for the padding of captured steps
 
@@ -126,14 +126,14 @@ class GpuStart:
         free, total = self._device.memory()
         decoder = self._load(free, total)
         loaded = self._device.memory()[0]
-        use = self.measure(decoder, MemoryUse(total=total, others=total - free, weights=free - loaded, activations=0))
-        num_blocks, why_blocks = self.num_blocks(use)
+        use = self._measure(decoder, MemoryUse(total=total, others=total - free, weights=free - loaded, activations=0))
+        num_blocks, why_blocks = self._num_blocks(use)
         reasons = self.resolved.reasons | {"num_kv_blocks": why_blocks}
         resolved = replace(self.resolved, num_kv_blocks=num_blocks, reasons=reasons)
-        model = self.model(decoder, num_blocks)
-        if self.buckets.all:
-            with self.captures_fit(use, f"the largest step and {num_blocks} KV blocks"):
-                model.capture(self.buckets)
+        model = self._attach(decoder, num_blocks)
+        if self._buckets.all:
+            with self._captures_fit(use, f"the largest step and {num_blocks} KV blocks"):
+                model.capture(self._buckets)
         grammars = read_grammars(self._builder.model_dir, resolved)
         return DeviceExecutor(model, self._device, num_threads=resolved.num_threads, grammars=grammars), resolved
 
@@ -153,7 +153,7 @@ class GpuStart:
         self._device.release_unused()
         return decoder
 
-    def model(self, decoder: Decoder, num_blocks: int) -> DeviceModel:
+    def _attach(self, decoder: Decoder, num_blocks: int) -> DeviceModel:
         """With a KV cache of `num_blocks`, and those that are nobody's."""
         num_blocks += self._spare_blocks
         try:
@@ -167,13 +167,13 @@ class GpuStart:
                 "lower."
             ) from error
 
-    def measure(self, decoder: Decoder, use: MemoryUse) -> MemoryUse:
+    def _measure(self, decoder: Decoder, use: MemoryUse) -> MemoryUse:
         """What the largest steps take, and what captures keep, on a KV cache that is just large enough."""
         resolved = self.resolved
         plan = largest_step(resolved)
         use = replace(use, states=state_bytes(self._builder.model, resolved, self._dtype))
         check_states_fit(use)
-        probe = self.model(decoder, len(plan.rows[0].block_ids))
+        probe = self._attach(decoder, len(plan.rows[0].block_ids))
         before = self._device.memory()[0]
         executor = DeviceExecutor(probe, self._device, num_threads=self.resolved.num_threads)
         tokens = f"max_num_batched_tokens is {resolved.max_num_batched_tokens}"
@@ -189,7 +189,7 @@ class GpuStart:
             _run(executor, short_decode_step(resolved))
         # torch keeps the memory of these steps for the next ones, so what is free now is free whatever they are.
         use = replace(use, activations=max(0, before - self._device.memory()[0]))
-        if self.buckets.all:
+        if self._buckets.all:
             use = self._measure_captures(probe, use, before)
         executor.shutdown()
         del probe
@@ -200,17 +200,17 @@ class GpuStart:
     def _measure_captures(self, probe: DeviceModel, use: MemoryUse, before: int) -> MemoryUse:
         """What they keep, which no step can use, and what running their work takes. before: bytes free before steps."""
         device = self._device
-        with self.captures_fit(use, "the largest step"):
-            probe.warm_up(self.buckets)
+        with self._captures_fit(use, "the largest step"):
+            probe.warm_up(self._buckets)
             use = replace(use, activations=max(use.activations, before - device.memory()[0]))
             device.release_unused()  # a capture would, and what steps had cached would hide what captures keep
             released = device.memory()[0]
-            probe.capture(self.buckets)
+            probe.capture(self._buckets)
             device.release_unused()
         return replace(use, graphs=max(0, released - device.memory()[0]))
 
     @contextmanager
-    def captures_fit(self, use: MemoryUse, beside: str) -> Iterator[None]:
+    def _captures_fit(self, use: MemoryUse, beside: str) -> Iterator[None]:
         """Raise ConfigError where the device runs out of memory within. beside: what has its memory then."""
         try:
             with device_faults():
@@ -218,10 +218,10 @@ class GpuStart:
         except ExecutorOutOfMemoryError as error:
             raise ConfigError(
                 f"cuda_graphs is {self._config.cuda_graphs}, but the GPU has no memory for its "
-                f"{len(self.buckets.all)} sizes beside {beside}: {use.text()}. Ask for fewer, or none."
+                f"{len(self._buckets.all)} sizes beside {beside}: {use.text()}. Ask for fewer, or none."
             ) from error
 
-    def num_blocks(self, use: MemoryUse) -> tuple[int, str]:
+    def _num_blocks(self, use: MemoryUse) -> tuple[int, str]:
         config, spare = self._config, self._spare_blocks
         asked, why = config.num_kv_blocks, "asked for"
         if asked is None and config.kv_cache_memory_gib is not None:
