@@ -12,29 +12,29 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 
 .PHONY: serve test test-seeds test-processors test-slow test-clients test-clients-newest record-clients test-gpu test-flash test-chaos test-chaos-short test-deep test-mutations check format install model docs docs-site load simulate find-rate bench-peers bench-gpu chart studies validate-k8s render-k8s k8s-tools clean
 
-serve: install ## prepare the model of config.yaml, serve it, and say how to call it once it answers
+serve: install ## prepare the model of config.yaml, start the server, and print how to call it once it answers
 	@exec $(BIN)/serve run $(CONFIG)
 
 # A third on two cores: the one that runs the servers mostly waits.
 test: WORKERS = --numprocesses 3
-test: model ## the whole suite but for what takes minutes
+test: model ## run the test suite, without the tests that take minutes
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not chaos and not clients"
 
 # Those that draw, by themselves or with what draws for them.
 DRAWING_TESTS = $(shell grep -rlE 'hypothesis|support\.seeds|kernels\.(rows|states|experts_case)|triton\.cases' tests --include='test_*.py' --exclude-dir=gpu)
 
-test-seeds: model ## the tests that draw random numbers, with others than `make test` has; CHUNKSERVE_TEST_SEED draws the same again
+test-seeds: model ## run the random tests with a new seed, which is printed; CHUNKSERVE_TEST_SEED repeats one
 	@export CHUNKSERVE_TEST_SEED=$${CHUNKSERVE_TEST_SEED:-$$(shuf -i 1-999999999 -n 1)}; \
 	echo "CHUNKSERVE_TEST_SEED=$$CHUNKSERVE_TEST_SEED"; \
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not chaos and not clients and not server" $(DRAWING_TESTS)
 
-test-processors: model ## tests that compare bits, as other processors run them: instructions are taken from NumPy, torch and our kernels (three minutes)
+test-processors: model ## run the tests that compare bits as on other processors, with instructions hidden from NumPy, torch and the native kernels (three minutes)
 	$(BIN)/python -m tests.processors -- $(WORKERS)
 
-test-slow: model ## what takes minutes: a newcomer's `make serve` in a fresh clone, kernels in Triton's interpreter, loads; every command of loadtest/README.md
+test-slow: model ## run the tests that take minutes: `make serve` in a fresh clone, kernels in Triton's interpreter, loads, every command of loadtest/README.md
 	$(BIN)/python -m pytest $(WORKERS) -m slow
 
-test-clients: model .venv-clients/installed .clients-npm/installed ## the programs and libraries that users bring finish a task each, in environments of their own (some minutes)
+test-clients: model .venv-clients/installed .clients-npm/installed ## run client programs and libraries through a task each, in environments of their own (some minutes)
 	$(BIN)/python -m pytest tests/clients -m clients -rs
 
 .venv-clients/installed: tests/clients/requirements.txt tests/clients/requirements-aider.txt tests/clients/install.sh
@@ -45,19 +45,19 @@ test-clients: model .venv-clients/installed .clients-npm/installed ## the progra
 
 # For a scheduler, and not for what a change must pass: others may break it any day. As cron has it, each Monday at three:
 #   0 3 * * 1  cd CHECKOUT && git pull --quiet && make test-clients-newest
-test-clients-newest: model ## the same with the newest that there is of each: for a schedule, since others may break it any day
+test-clients-newest: model ## the same with the newest release of each client; meant for a schedule, since any release may break it
 	PYTHON=$(PYTHON) tests/clients/install.sh newest python .venv-clients-newest
 	tests/clients/install.sh newest npm .clients-npm-newest
 	CLIENTS_VENV=.venv-clients-newest CLIENTS_NPM=.clients-npm-newest $(BIN)/python -m pytest tests/clients -m clients -rs
 
-record-clients: model .venv-clients/installed .clients-npm/installed ## have the programs do their tasks, and keep what they send, which `make test` replays
+record-clients: model .venv-clients/installed .clients-npm/installed ## run the client programs and keep the requests that they send, which `make test` replays
 	$(BIN)/python -m tests.clients.record
 
-test-gpu: install ## attention, captured steps, overlap and memory on this machine's GPU (skipped where there is none)
+test-gpu: install ## test attention, captured steps, overlap and memory on this machine's GPU (skipped where there is none)
 	$(BIN)/python -m pytest tests/gpu -m gpu -rs
 
 # Torch 2.4 leaves more of itself untyped, which says nothing of ours.
-test-flash: .venv-flash/installed ## the engine beside vllm-flash-attn 2.6.2 and the torch 2.4.0 that it pins: types, attention, steps on a stand-in for a GPU (3 GB)
+test-flash: .venv-flash/installed ## test the engine with vllm-flash-attn 2.6.2 and the torch 2.4.0 that it pins: types, attention, steps on a stand-in for a GPU (3 GB)
 	.venv-flash/bin/python -m mypy --no-warn-return-any --allow-untyped-calls --no-warn-unused-ignores -p engine -p kernels
 	.venv-flash/bin/python -c "import vllm_flash_attn"
 	.venv-flash/bin/python -m pytest $(FLASH_TESTS) -rs
@@ -67,25 +67,25 @@ test-flash: .venv-flash/installed ## the engine beside vllm-flash-attn 2.6.2 and
 	.venv-flash/bin/python -m pip install --quiet --editable ".[flash]" hypothesis mypy pillow pytest
 	@touch $@
 
-bench-gpu: install ## kernels, steps and loads on this machine's GPU, against its own peaks; JSON to loadtest/results
+bench-gpu: install ## measure kernels, steps and loads on this machine's GPU, against its own peaks; JSON to loadtest/results
 	$(BIN)/python -m benchmarks.kernels --out loadtest/results/kernels_gpu.json; kernels=$$?; \
 	$(BIN)/python -m benchmarks.engine.gpu --out loadtest/results/engine_gpu.json && exit $$kernels
 
-test-chaos: model ## every fault over a real Ray: killed, hung, drained and replaced parts, clients that storm (ten minutes)
+test-chaos: model ## inject every fault into a real Ray cluster: killed, hung, drained and replaced parts, storms of clients (ten minutes)
 	$(BIN)/python -m pytest tests/chaos tests/k8s/test_pods.py -rP
 
 KILLS = test_streams_go_on_unchanged_while_engines_are_killed_at_random[40]
 
-test-chaos-short: model ## of those, one for each way in which a part is lost: killed and hung engines, a cut channel, an emptied pod (five minutes)
+test-chaos-short: model ## inject one fault of each kind: killed and hung engines, a cut channel, an emptied pod (five minutes)
 	$(BIN)/python -m pytest "tests/chaos/test_replicas.py::$(KILLS)" tests/chaos/test_hangs.py tests/chaos/test_channel.py tests/k8s/test_pods.py -rP
 
-test-deep: install ## 100,000 random lives of the engine, new ones each time; tests/deep.json keeps the last result (half an hour)
+test-deep: install ## run the engine through 100,000 new random lives; tests/deep.json keeps the last result (half an hour)
 	$(BIN)/python -m tests.deep
 
 test-mutations: install ## revert the scheduler's fixes one by one; each must be caught by a test (some minutes)
 	$(BIN)/python -m tests.mutations
 
-check: install ## lint, types, import contracts, and the documentation: no dead link, no page without a place
+check: install ## lint, check types and import contracts, and build the documentation: no dead link, no page without a place
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -96,19 +96,19 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: install ## write the generated pages of docs/ anew: settings, metrics, fields, routes, commands, errors, rules, the picture
+docs: install ## regenerate the generated pages of docs/: settings, metrics, fields, routes, commands, errors, rules, pictures
 	$(BIN)/python -m docsite
 
-docs-site: install ## build the documentation strictly and serve it on http://127.0.0.1:8001, anew at each change
+docs-site: install ## build the documentation strictly and serve it on http://127.0.0.1:8001; it follows changes
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict --dev-addr 127.0.0.1:8001
 
-load: install ## a named load on a server, and its report: make load SCENARIO=rates URL=http://... LOAD="--rates 1,2,4"
+load: install ## run a named load on a server and report on it: make load SCENARIO=rates URL=http://... LOAD="--rates 1,2,4"
 	$(BIN)/python -m loadtest.load --scenario $(SCENARIO) --url $(URL) $(LOAD)
 
-simulate: install ## the same load on simulated engines: make simulate SCENARIO=rates LOAD="--rates 1,2 --replicas 4"
+simulate: install ## run a named load on simulated engines: make simulate SCENARIO=rates LOAD="--rates 1,2 --replicas 4"
 	$(BIN)/python -m loadtest.sim.load --scenario $(SCENARIO) $(LOAD)
 
-find-rate: install ## the highest rate at which a server keeps its limits: make find-rate LOAD="--goal ttft:500,tpot:50"
+find-rate: install ## find the highest rate at which a server keeps its limits: make find-rate LOAD="--goal ttft:500,tpot:50"
 	$(BIN)/python -m loadtest.find_rate --url $(URL) $(LOAD)
 
 bench-peers: model $(PEERS_VENV)/installed ## compare with vLLM and Ray Serve LLM on this machine (three quarters of an hour; installs them, 4 GB); BENCH="--rounds 1"
@@ -122,12 +122,12 @@ chart: install ## draw docs/peers.svg and write the tables of docs/benchmarks/pe
 	$(BIN)/python -m benchmarks.peers.chart
 
 STUDY ?= autoscaling routing reservation scale disruption
-studies: install ## simulate what loadtest/sim/README.md tells (hours; the traces lie in ../shared/data, or in CHUNKSERVE_DATA); STUDY=routing STUDY_ARGS="--seeds 1"
+studies: install ## run the simulations of loadtest/sim/README.md (hours; needs the traces in ../shared/data or CHUNKSERVE_DATA); STUDY=routing STUDY_ARGS="--seeds 1"
 	for study in $(STUDY); do $(BIN)/python -m loadtest.sim.studies $$study $(STUDY_ARGS) || exit 1; done
 	$(BIN)/python -m loadtest.sim.validation
 	$(BIN)/python -m loadtest.sim.plots
 
-model: install ## download, verify and convert the default model, once
+model: install ## download, verify and convert the default model, unless that was done before
 	@$(BIN)/python -m engine.checkpoints.prepare >/dev/null
 
 install: $(VENV)/installed
@@ -145,11 +145,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 validate-k8s: install k8s-tools ## build every overlay of k8s/ and check it without a cluster, with its alerts and dashboards
 	$(BIN)/python -m k8s.validate
 
-render-k8s: install k8s-tools ## write k8s/rendered and the dashboards anew, which tests compare
+render-k8s: install k8s-tools ## regenerate k8s/rendered and the dashboards, which tests compare
 	$(BIN)/python -m k8s.dashboards
 	$(BIN)/python -m k8s.validate --render
 
-k8s-tools: install ## kubectl, promtool and hadolint in .k8s-tools, once
+k8s-tools: install ## download kubectl, promtool and hadolint to .k8s-tools, unless they are there
 	@$(BIN)/python -m k8s.validate.tools
 
 clean:

@@ -508,35 +508,70 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
-    parser.add_argument(
-        "--device", default="cuda", choices=["cuda", "cpu"], help="cpu: torch's operators, no kernel of ours"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels",
+        description="Measure single operations: how long each takes, and how near it comes to the peaks of the same "
+        "device in the same run. The last line is one JSON document.",
     )
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--intermediate", type=int, default=14336)
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--experts-per-token", type=int, default=8)
-    parser.add_argument("--expert-size", type=int, default=768, help="intermediate size of each")
-    parser.add_argument("--linear-key-heads", type=int, default=16, help="of linear attention, as of Qwen3.5-27B")
-    parser.add_argument("--linear-value-heads", type=int, default=48)
-    parser.add_argument("--linear-head-dim", type=int, default=128)
-    parser.add_argument("--linear-conv-kernel", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--context", type=int, default=2048, help="tokens in the cache of each row")
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[1, 16, 128], help="tokens, or decode rows, of each cell"
+        "--device",
+        default="cuda",
+        choices=["cuda", "cpu"],
+        help="where to measure; cpu measures torch's operators, not this project's kernels (%(default)s)",
     )
-    parser.add_argument("--chunk", type=int, nargs="+", default=[512, 2048], help="tokens of each prefill cell")
-    parser.add_argument("--copy-mib", type=int, default=512, help="what the copy's peak is measured on")
-    parser.add_argument("--matrix", type=int, default=4096, help="rows and columns of the product's peak")
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=["bfloat16", "float16", "float32"],
+        help="type of the operands (%(default)s)",
+    )
+    parser.add_argument("--heads", type=int, default=32, help="query heads (%(default)s)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="KV heads (%(default)s)")
+    parser.add_argument("--head-dim", type=int, default=128, help="size of a head (%(default)s)")
+    parser.add_argument("--hidden", type=int, default=4096, help="hidden size (%(default)s)")
+    parser.add_argument("--intermediate", type=int, default=14336, help="intermediate size of the MLP (%(default)s)")
+    parser.add_argument("--experts", type=int, default=128, help="experts of a mixture (%(default)s)")
+    parser.add_argument("--experts-per-token", type=int, default=8, help="experts that a token uses (%(default)s)")
+    parser.add_argument("--expert-size", type=int, default=768, help="intermediate size of an expert (%(default)s)")
+    parser.add_argument("--linear-key-heads", type=int, default=16, help="key heads of linear attention (%(default)s)")
+    parser.add_argument(
+        "--linear-value-heads", type=int, default=48, help="value heads of linear attention (%(default)s)"
+    )
+    parser.add_argument(
+        "--linear-head-dim", type=int, default=128, help="size of a head of linear attention (%(default)s)"
+    )
+    parser.add_argument(
+        "--linear-conv-kernel", type=int, default=4, help="width of the convolution of linear attention (%(default)s)"
+    )
+    parser.add_argument("--vocab", type=int, default=128256, help="size of the vocabulary (%(default)s)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens in a KV block (%(default)s)")
+    parser.add_argument("--context", type=int, default=2048, help="cached tokens of each row (%(default)s)")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 16, 128], help="numbers of tokens, or of decode rows, to measure"
+    )
+    parser.add_argument(
+        "--chunk", type=int, nargs="+", default=[512, 2048], help="numbers of prefill tokens to measure"
+    )
+    parser.add_argument(
+        "--copy-mib",
+        type=int,
+        default=512,
+        help="size of the copy that measures memory bandwidth, in MiB (%(default)s)",
+    )
+    parser.add_argument(
+        "--matrix",
+        type=int,
+        default=4096,
+        help="rows and columns of the product that measures peak arithmetic (%(default)s)",
+    )
+    parser.add_argument("--runs", type=int, default=20, help="times that each operation is measured (%(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=time.time_ns() % 1_000_000,
+        help="seed of the load; another one each time if not given",
+    )
+    parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(

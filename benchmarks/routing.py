@@ -64,9 +64,15 @@ def measure(num_replicas: int, num_requests: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", description=__doc__)
-    parser.add_argument("--replicas", type=int, nargs="+", default=[4, 100, 1000])
-    parser.add_argument("--requests", type=int, default=500)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.routing",
+        description="Measure how long it takes to choose an engine for a request, for several numbers of engines. Ray "
+        "is not involved; prompts and reports are made up. It prints one line of JSON for each number.",
+    )
+    parser.add_argument(
+        "--replicas", type=int, nargs="+", default=[4, 100, 1000], help="numbers of engine replicas to measure"
+    )
+    parser.add_argument("--requests", type=int, default=500, help="requests that are routed (%(default)s)")
     options = parser.parse_args()
     for count in options.replicas:
         print(json.dumps(measure(count, options.requests)))

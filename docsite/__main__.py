@@ -9,7 +9,9 @@ from docsite.pages import ROOT, rendered
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m docsite", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m docsite", description="Write every generated page of the documentation that is not up to date."
+    ).parse_args()
     for path, text in rendered().items():
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")

@@ -16,35 +16,35 @@ ROOT = Path(__file__).resolve().parents[1]
 INTRODUCTION = """\
 # Command line
 
-Written by `make docs`. Programs run in the environment that `make install` makes: `.venv/bin/...`.
+Written by `make docs`. Programs run in the environment that `make install` creates: `.venv/bin/...`.
 
 ## serve
 
-Ray Serve's own command, with [checks before and a clean end after](start.md) `serve run`.
+Ray Serve's own command. Before `serve run` [the config is checked](start.md), and after it everything is stopped.
 
 | command | what it does |
 |---|---|
-| `serve run config.yaml` | Checks the config, starts Ray and the server, waits. `--verbose` shows what they print. |
-| `serve deploy config.yaml` | Applies a config to the server that runs. |
-| `serve status` | How the applications of the running server are. |
-| `serve config` | What config it has. |
-| `serve shutdown` | Ends it. |
-| `serve --version` | The versions of chunkserve and Ray. |
+| `serve run config.yaml` | Checks the config, starts Ray and the server, and waits. `--verbose` shows their output. |
+| `serve deploy config.yaml` | Applies a config to the running server. |
+| `serve status` | Shows the state of the running server's applications. |
+| `serve config` | Shows the running server's config. |
+| `serve shutdown` | Stops the running server. |
+| `serve --version` | Shows the versions of chunkserve and Ray. |
 
-Where several servers run, `--address` chooses one. All other options are Ray's: `serve run --help`.
+If several servers run, `--address` chooses one. All other options are Ray's: `serve run --help`.
 """
 
 VARIABLES = {
-    "CHUNKSERVE_CACHE": "Where prepared models are kept. Unset: `~/.cache/chunkserve`.",
-    "CHUNKSERVE_KERNELS_CACHE": "Where compiled kernels are kept. Unset: in the user's cache directory.",
-    "CHUNKSERVE_VERBOSE": "`1`: as `serve run --verbose`.",
-    "CHUNKSERVE_MAX_CONNECTIONS_PER_SOURCE": "Connections that one source may have; 0: no limit. "
+    "CHUNKSERVE_CACHE": "Directory of prepared models. Unset: `~/.cache/chunkserve`.",
+    "CHUNKSERVE_KERNELS_CACHE": "Directory of compiled kernels. Unset: one in the user's cache directory.",
+    "CHUNKSERVE_VERBOSE": "`1`: the same as `serve run --verbose`.",
+    "CHUNKSERVE_MAX_CONNECTIONS_PER_SOURCE": "Most connections from one source. 0: no limit. "
     "See [HTTP limits](http-limits.md).",
-    "CHUNKSERVE_HAPROXY_BINARY": "The HAProxy to run in place of Ray's.",
-    "CHUNKSERVE_DATA": "The folder with traces for the simulator's studies.",
-    "CHUNKSERVE_TEST_SEED": "The seed of the random tests.",
+    "CHUNKSERVE_HAPROXY_BINARY": "HAProxy program to run instead of Ray's.",
+    "CHUNKSERVE_DATA": "Directory with traces for the simulator's studies.",
+    "CHUNKSERVE_TEST_SEED": "Seed of the random tests. Unset: a fixed one.",
 }
-"""What users may set. Others are set by programs for programs."""
+"""Variables that users may set. Programs set others for each other."""
 
 PROGRAMS = (
     "engine.checkpoints.prepare",
@@ -67,7 +67,7 @@ PROGRAMS = (
     "k8s.drain",
     "k8s.validate",
 )
-"""Those that a user or an operator may call, in the order of the page."""
+"""Programs for users and operators, in the order of the page."""
 
 # Each in a process of its own, forked once torch is imported, which most of them need and which takes seconds.
 _ALL = """

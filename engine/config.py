@@ -266,7 +266,8 @@ class SchedulerConfig:
     )
     requeue: Literal["arrival", "front", "back"] = setting(
         "arrival",
-        "Where a preempted request waits: in the order of arrival, before all others, or behind them.",
+        "Where a preempted request waits. `arrival`: in the order of arrival. `front`: before all others. `back`: "
+        "behind them.",
         expert=True,
     )
     reserve_margin: float = setting(
@@ -492,18 +493,19 @@ class EngineConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto",
-        "Where steps run. `auto`: on the GPU that the replica has (engine_num_gpus), otherwise on the CPU.",
+        "Where steps run: on the `cpu`, or on the GPU (`cuda`). `auto`: on the GPU that the replica has "
+        "(engine_num_gpus), otherwise on the CPU.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto",
-        "Type of activations, and of weights and KV cache unless these have fewer bits. `auto`: bfloat16 where the "
-        "device multiplies it natively, otherwise float32. `float16`: only on a GPU.",
+        "Type of activations, and of weights and KV cache unless these have fewer bits. `auto`: `bfloat16` where the "
+        "device multiplies it natively, otherwise `float32`. `float16`: only on a GPU.",
     )
     quantize: Literal["none", "int8"] = setting(
         "none",
-        "Round weight matrices while they are loaded. `int8`: one byte for each weight and a scale for each output, so "
-        "that a token reads half as much memory; only with the native kernels. For the loss of accuracy see "
-        "docs/how-to/quantised-models.md.",
+        "How weight matrices are rounded while they are loaded. `none`: not at all. `int8`: to one byte for each "
+        "weight and a scale for each output, so that a token reads half as much memory; only with the native kernels. "
+        "For the loss of accuracy see docs/how-to/quantised-models.md.",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8_e4m3"] = setting(
         "auto",

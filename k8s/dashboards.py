@@ -409,5 +409,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m k8s.dashboards", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m k8s.dashboards", description="Write the Grafana dashboards' JSON files."
+    ).parse_args()
     main()

@@ -96,11 +96,21 @@ def hold(
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0 if the pod is empty, 1 if it is not at the deadline. A hook's output is lost: in a pod, `--log` is the
     first process's standard output, which is the pod's log."""
-    parser = argparse.ArgumentParser(prog="python -m k8s.drain", description="Empty this worker node; for preStop.")
-    parser.add_argument("--deadline-s", type=float, required=True, help="seconds; below the pod's grace period")
-    parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help="GCS, host:port (RAY_ADDRESS)")
-    parser.add_argument("--log", type=Path, help="a file for what is said, besides standard error, which nobody keeps")
-    parser.add_argument("--node-ip", default=os.environ.get("POD_IP"), help="this node's address (POD_IP)")
+    parser = argparse.ArgumentParser(
+        prog="python -m k8s.drain",
+        description="Move all replicas off this worker node before it stops. Meant for a pod's preStop hook.",
+    )
+    parser.add_argument(
+        "--deadline-s",
+        type=float,
+        required=True,
+        help="seconds after which it gives up; less than the pod's grace period",
+    )
+    parser.add_argument(
+        "--address", default=os.environ.get("RAY_ADDRESS"), help="address of Ray's GCS, host:port (RAY_ADDRESS)"
+    )
+    parser.add_argument("--log", type=Path, help="file for its messages, since standard error of a hook is not kept")
+    parser.add_argument("--node-ip", default=os.environ.get("POD_IP"), help="address of this node (POD_IP)")
     options = parser.parse_args(arguments)
     if not options.address or not options.node_ip:
         parser.error("--address and --node-ip are needed: neither RAY_ADDRESS with POD_IP nor the options say them")

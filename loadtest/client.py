@@ -307,5 +307,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m loadtest.client", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m loadtest.client",
+        description="Run clients of streaming chat completions as standard input says; other programs start this one.",
+    ).parse_args()
     main()

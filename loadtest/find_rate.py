@@ -124,10 +124,20 @@ def summary(documents: Sequence[Document], bracket: Bracket) -> Document:
 def options_of(given: Sequence[str]) -> argparse.Namespace:
     """Raises: SystemExit: with USAGE and the reason, before anything is started."""
     made = parser("python -m loadtest.find_rate")
-    made.description = __doc__
-    made.add_argument("--start", type=float, default=1.0, help="requests a second of the first run")
-    made.add_argument("--precision", type=float, default=0.1, help="by how much the rate may be too low: 0.1 is 10 %%")
-    made.add_argument("--most", type=float, default=1000.0, help="requests a second that are not exceeded")
+    made.description = (
+        "Find the highest rate of requests at which a server keeps its limits. Each rate is a run of its own. The "
+        "search doubles the rate until the limits are missed, and then narrows the range down. It ends early if the "
+        "load generator itself was too slow for a run to prove anything."
+    )
+    made.add_argument(
+        "--start", type=float, default=1.0, help="rate of the first run, in requests a second (%(default)s)"
+    )
+    made.add_argument(
+        "--precision", type=float, default=0.1, help="relative error allowed in the result: 0.1 is 10 %% (%(default)s)"
+    )
+    made.add_argument(
+        "--most", type=float, default=1000.0, help="highest rate that is tried, in requests a second (%(default)s)"
+    )
     made.set_defaults(scenario="rates", limits=LIMITS)
     options = made.parse_args(given)
     if options.scenario not in _SCENARIOS:

@@ -24,12 +24,26 @@ _OWN = ("--url", "--workers", "--expect-workers", "--worker-of", "--port")
 
 
 def parser(prog: str = "python -m loadtest.load") -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog=prog, description=__doc__, allow_abbrev=False)
-    made.add_argument("--url", default=URL, help="of the server")
-    made.add_argument("--workers", type=int, default=1, help="processes that send")
-    made.add_argument("--expect-workers", type=int, default=0, help="so many of other machines, instead of --workers")
-    made.add_argument("--worker-of", default="", metavar="HOST[:PORT]", help="be a worker of the master there")
-    made.add_argument("--port", type=int, default=5557, help="at which workers of other machines find this one")
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description="Run a named load on a server and report on it. Locust sends the requests, from worker processes "
+        "that this command starts and ends. The exit code says whether the limits were kept.",
+        allow_abbrev=False,
+    )
+    made.add_argument("--url", default=URL, help="URL of the server (%(default)s)")
+    made.add_argument("--workers", type=int, default=1, help="worker processes that send requests (%(default)s)")
+    made.add_argument(
+        "--expect-workers",
+        type=int,
+        default=0,
+        help="wait for this many workers on other machines, instead of starting --workers here",
+    )
+    made.add_argument(
+        "--worker-of", default="", metavar="HOST[:PORT]", help="be a worker of the load that runs on that machine"
+    )
+    made.add_argument(
+        "--port", type=int, default=5557, help="port on which workers of other machines reach this one (%(default)s)"
+    )
     add_options(made)
     return made
 

@@ -24,40 +24,82 @@ Number = TypeVar("Number", int, float)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """None has a name of Locust's own."""
     add = parser.add_argument
-    add("--scenario", choices=list(WORKLOADS), default="smoke", help="the load; see loadtest/README.md")
-    add("--model", default="", help="its name; the server's first, if not given")
-    add("--seconds", type=float, default=None, help="of each point; the default is the scenario's")
-    add("--warm-up", type=float, default=None, help="seconds at a point's beginning that are not counted")
-    add("--rate", type=float, default=None, help="requests a second of an open load")
-    add("--rates", default="", help="several, one point each: 1,2,4")
-    add("--clients", default="", help="of a closed load; several, one point each: 1,4,16")
-    add("--arrivals", choices=PROCESSES, default=None, help="of an open load; poisson, if not given")
-    add("--cv", type=float, default=None, help="of gamma's gaps, standard deviation over mean; above 1 is burstier")
-    add("--lengths", type=float, default=None, help="a factor of all prompts and answers")
     add(
-        "--longest", type=int, default=None, help="tokens that the server takes; a trace's longer requests are left out"
+        "--scenario",
+        choices=list(WORKLOADS),
+        default="smoke",
+        help="which load to run; loadtest/README.md describes each (%(default)s)",
     )
-    add("--trace", default="", help="path of a trace: Azure's .csv or Mooncake's .jsonl, either also .gz")
-    add("--goal", default="ttft:1000,tpot:100", help="by when an answer is good, in ms: ttft, tpot, e2e, gap_p95")
-    add("--limits", default=None, help="gates: ttft_p99_ms<=1000,good_share>=0.9")
+    add("--model", default="", help="model to ask for; the server's first if not given")
+    add("--seconds", type=float, default=None, help="seconds of each point; the scenario's own if not given")
+    add("--warm-up", type=float, default=None, help="seconds at the beginning of each point that are not counted")
+    add("--rate", type=float, default=None, help="requests a second, for an open load")
+    add("--rates", default="", help="several rates, one point each: 1,2,4")
+    add(
+        "--clients",
+        default="",
+        help="concurrent clients, for a closed load; several numbers give one point each: 1,4,16",
+    )
+    add(
+        "--arrivals",
+        choices=PROCESSES,
+        default=None,
+        help="how the arrivals of an open load are spread; poisson if not given",
+    )
+    add(
+        "--cv",
+        type=float,
+        default=None,
+        help="coefficient of variation of the gaps, for --arrivals gamma; above 1 is burstier than poisson",
+    )
+    add("--lengths", type=float, default=None, help="factor by which all prompts and answers are longer")
+    add(
+        "--longest",
+        type=int,
+        default=None,
+        help="longest request that the server accepts, in tokens; longer requests of a trace are left out",
+    )
+    add("--trace", default="", help="file with a trace: Azure's .csv or Mooncake's .jsonl, either also as .gz")
+    add(
+        "--goal",
+        default="ttft:1000,tpot:100",
+        help="latencies up to which an answer is good, in ms: ttft, tpot, e2e, gap_p95 (%(default)s)",
+    )
+    add("--limits", default=None, help="conditions that the run must meet to pass: ttft_p99_ms<=1000,good_share>=0.9")
     add(
         "--max-lag-ms",
         type=float,
         default=MAX_LAG_MS,
-        help="p99 of the generator's own lateness; beyond it a run fails",
+        help="the run fails if the load generator's own lateness exceeds this p99, in ms (%(default)s)",
     )
     add(
-        "--max-cpu", type=float, default=MAX_CPU, help="percent of a core that a worker may take; beyond it a run fails"
+        "--max-cpu",
+        type=float,
+        default=MAX_CPU,
+        help="the run fails if a worker uses more than this percentage of a core (%(default)s)",
     )
-    add("--request-timeout", type=float, default=600.0, help="seconds until a client gives an answer up")
-    add("--keys", default="", help="API keys by tenant: ann=KEY,bob=KEY; one alone is everybody's")
-    add("--do", default="", help="a command that runs during the load, once")
-    add("--do-at", type=float, default=None, help="seconds after the beginning; a third of the load, if not given")
     add(
-        "--settle", type=float, default=None, help="seconds in which the server has to let go after cancel and soak; 30"
+        "--request-timeout",
+        type=float,
+        default=600.0,
+        help="seconds after which a client gives up waiting for an answer (%(default)s)",
     )
-    add("--seed", type=int, default=None, help="of prompts and arrivals; another each time, if not given")
-    add("--out", default="loadtest/runs", help="folder of report.html and report.json")
+    add("--keys", default="", help="API keys by tenant: ann=KEY,bob=KEY; a single key is used by all")
+    add("--do", default="", help="shell command that is run once during the load")
+    add(
+        "--do-at",
+        type=float,
+        default=None,
+        help="when to run it, in seconds from the beginning; after a third of the load if not given",
+    )
+    add(
+        "--settle",
+        type=float,
+        default=None,
+        help="seconds that the server has to release everything after cancel and soak; 30 if not given",
+    )
+    add("--seed", type=int, default=None, help="seed of prompts and arrivals; another one each time if not given")
+    add("--out", default="loadtest/runs", help="folder for report.html and report.json (%(default)s)")
 
 
 def plan_from(options: argparse.Namespace) -> Plan:

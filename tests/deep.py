@@ -44,7 +44,11 @@ def run_batch(number: int) -> Counter[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.deep", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.deep",
+        description="Run the engine's state machine for 100,000 random lives, and record the result in "
+        "tests/deep.json.",
+    )
     parser.add_argument("--lives", type=int, default=100 * LIVES, help=f"rounded up to batches of {LIVES}")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000_000)
     options = parser.parse_args(arguments)

@@ -2048,7 +2048,10 @@ def main(wanted: list[str]) -> int:
 
 if __name__ == "__main__":
     assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "two mutations share a name"
-    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutations",
+        description="Revert the scheduler's fixes one by one, and check that a test catches each.",
+    )
     parser.add_argument("names", nargs="*", help="how the names of the reverts begin; none: all")
     parser.add_argument("--missing", action="store_true", help="those that the table lacks")
     given = parser.parse_args()

@@ -50,7 +50,9 @@ def main(scheme: str, picture: Path, width: int, height: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m tests.screenshot", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.screenshot", description="Make docs/playground.png with chromium and a scripted engine."
+    )
     parser.add_argument("scheme", nargs="?", choices=("light", "dark"), default="light")
     parser.add_argument("picture", nargs="?", type=Path, default=PICTURE)
     parser.add_argument("width", nargs="?", type=int, default=SIZE[0])

@@ -4,12 +4,14 @@ nothing in either case: once a key was issued to the tenant `--help`."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from docsite.commands import PROGRAMS
 from loadtest.server import ROOT, SERVE
 
 PLACES = ("engine", "kernels", "serve_app", "loadtest", "k8s", "benchmarks", "docsite", "tests")
@@ -90,7 +92,18 @@ def test_the_tree_has_commands() -> None:
 def test_a_command_says_what_it_is_for(outcomes: dict[str, dict[str, object]], command: str) -> None:
     found = outcomes[f"{command} --help"]
     assert (found["status"], found["errors"]) == (0, "")
-    assert str(found["out"]).startswith("usage: ")
+    usage, description, *_ = str(found["out"]).split("\n\n")
+    assert usage.startswith("usage: ")
+    assert not description.startswith(("options:", "positional arguments:")), "it has none"
+    assert not re.search(r"\b(Owns|Never|Long):?\b", description), "that is what its file is for, not what it does"
+
+
+@pytest.mark.parametrize("command", PROGRAMS)
+def test_each_option_of_a_command_for_users_is_explained(outcomes: dict[str, dict[str, object]], command: str) -> None:
+    told = str(outcomes[f"{command} --help"]["out"])
+    found = re.findall(r"^  (-[^\n]*|\w+ *(?:  [^\n]*)?)$((?:\n {6,}[^\n]*)*)", told.partition("\n\n")[2], re.MULTILINE)
+    assert found
+    assert [option for option, below in found if not (re.search(r"\S  +\S", option) or below)] == []
 
 
 @pytest.mark.parametrize("command", commands())

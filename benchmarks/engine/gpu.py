@@ -514,19 +514,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _options(arguments: Sequence[str] | None) -> Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.gpu",
+        description="Measure steps and loads on a GPU or CPU, against the peaks of the same device in the same run. It "
+        "needs no server and no checkpoint: weights are random, in the shapes of real models. The last line is one "
+        "JSON document.",
+    )
     names = ", ".join(sorted(path.name for path in SHAPES.iterdir()))
     parser.add_argument(
         "--model", type=Path, default=Path("llama-3.1-8b"), help=f"a directory with config.json, or: {names}"
     )
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: on a machine with a GPU, too")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--steps", type=int, default=20, help="of a cell")
-    parser.add_argument("--copy-mib", type=int, default=512, help="what the copy's peak is measured on")
-    parser.add_argument("--matrix", type=int, default=8192, help="rows and columns of the product's peak")
-    parser.add_argument("--short", action="store_true", help="little of everything, to see that all works")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--device",
+        default="cuda",
+        choices=["cuda", "cpu"],
+        help="where to measure; cpu also works on a machine with a GPU (%(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=["bfloat16", "float16", "float32"],
+        help="type of weights and activations (%(default)s)",
+    )
+    parser.add_argument("--steps", type=int, default=20, help="steps measured for each combination (%(default)s)")
+    parser.add_argument(
+        "--copy-mib",
+        type=int,
+        default=512,
+        help="size of the copy that measures memory bandwidth, in MiB (%(default)s)",
+    )
+    parser.add_argument(
+        "--matrix",
+        type=int,
+        default=8192,
+        help="rows and columns of the product that measures peak arithmetic (%(default)s)",
+    )
+    parser.add_argument("--short", action="store_true", help="measure a little of everything, to see that it works")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=time.time_ns() % 1_000_000,
+        help="seed of the load; another one each time if not given",
+    )
+    parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU that torch can use here; --device cpu measures the CPU (--short: little of all)")

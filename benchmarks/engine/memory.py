@@ -282,18 +282,43 @@ def table(document: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.memory", description=__doc__)
-    parser.add_argument("--executor", choices=["torch", "fake"], default="torch")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=48)
-    parser.add_argument("--per-s", type=float, default=16.0, help="mean arrivals a second")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--pool-share", type=float, default=0.3, help="of the blocks that all max_tokens would take")
-    parser.add_argument("--num-threads", type=int, help="torch threads; unset: all cores")
-    parser.add_argument("--prefix-caching", action="store_true", help="off by default: it hides what is computed again")
-    parser.add_argument("--token-delay-ms", type=float, default=0.0, help="of the fake executor")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
-    parser.add_argument("--out", type=Path, help="also write the JSON document there")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.memory",
+        description="Compare the ways to reserve memory where it is scarce and answers end far below max_tokens. It "
+        "runs the engine directly, without a server. The last line is one JSON document.",
+    )
+    parser.add_argument(
+        "--executor", choices=["torch", "fake"], default="torch", help="the model, or scripted tokens (%(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all ways (%(default)s)")
+    parser.add_argument("--requests", type=int, default=48, help="requests in a round (%(default)s)")
+    parser.add_argument("--per-s", type=float, default=16.0, help="mean arrivals a second (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="max_tokens of each request (%(default)s)")
+    parser.add_argument(
+        "--pool-share",
+        type=float,
+        default=0.3,
+        help="size of the KV cache, as a share of the blocks that max_tokens of all requests would take (%(default)s)",
+    )
+    parser.add_argument("--num-threads", type=int, help="threads of the executor; all cores if not given")
+    parser.add_argument(
+        "--prefix-caching",
+        action="store_true",
+        help="switch the prefix cache on; it hides what is computed again after a preemption",
+    )
+    parser.add_argument(
+        "--token-delay-ms",
+        type=float,
+        default=0.0,
+        help="time for each token of the fake executor, in ms (%(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=time.time_ns() % 1_000_000,
+        help="seed of the load; another one each time if not given",
+    )
+    parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
     load = Load(options.requests, options.per_s, options.max_tokens, options.pool_share)
     asked = EngineConfig(

@@ -228,12 +228,32 @@ def table(document: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.mixed", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--budgets", type=int, nargs="*", default=[WHOLE, 512, 256, 128])
-    parser.add_argument("--every-s", type=float, default=ON_CPU.every_s, help="more than a prompt takes, or they queue")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
-    parser.add_argument("--out", type=Path, help="also write the JSON document there")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.mixed",
+        description="Measure how long running streams stand still while long prompts are prefilled beside them, for "
+        "several token budgets. It runs the engine directly, without a server. The last line is one JSON document.",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all budgets (%(default)s)")
+    parser.add_argument(
+        "--budgets",
+        type=int,
+        nargs="*",
+        default=[WHOLE, 512, 256, 128],
+        help="token budgets of a step to compare (max_num_batched_tokens)",
+    )
+    parser.add_argument(
+        "--every-s",
+        type=float,
+        default=ON_CPU.every_s,
+        help="seconds between long prompts; more than one prompt takes, or they queue (%(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=time.time_ns() % 1_000_000,
+        help="seed of the load; another one each time if not given",
+    )
+    parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
     document = measure(options.rounds, options.budgets, options.seed, options.every_s)
     if options.out:

@@ -269,17 +269,42 @@ def _print(cell: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.scheduler", description=__doc__)
-    parser.add_argument("--running", type=int, nargs="*", default=[64, 512], help="running requests of each size")
-    parser.add_argument("--waiting", type=int, nargs="*", default=[100, 2000], help="waiting requests of each size")
-    parser.add_argument("--traffic", nargs="*", default=list(TRAFFIC), choices=list(TRAFFIC), help=f"{TRAFFIC}")
-    parser.add_argument("--storms", type=int, default=50, help=f"how often {STORM}")
-    parser.add_argument("--storm-running", type=int, default=512)
-    parser.add_argument("--storm-waiting", type=int, default=100_000)
-    parser.add_argument("--storm-tenants", type=int, nargs="*", default=[1, 1000], help="whose requests wait")
-    parser.add_argument("--tokens", type=int, default=16_384, help="tokens of the slot mapping")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.scheduler",
+        description="Measure how long it takes to plan a step, commit it and apply its results, for many requests. No "
+        "model runs: tokens are canned. The last line is one JSON document.",
+    )
+    parser.add_argument(
+        "--running", type=int, nargs="*", default=[64, 512], help="numbers of running requests to measure"
+    )
+    parser.add_argument(
+        "--waiting", type=int, nargs="*", default=[100, 2000], help="numbers of waiting requests to measure"
+    )
+    parser.add_argument(
+        "--traffic",
+        nargs="*",
+        default=list(TRAFFIC),
+        choices=list(TRAFFIC),
+        help="; ".join(f"{name}: {meaning}" for name, meaning in TRAFFIC.items()),
+    )
+    parser.add_argument("--storms", type=int, default=50, help=f"storms to measure; in a storm {STORM} (%(default)s)")
+    parser.add_argument("--storm-running", type=int, default=512, help="running requests in a storm (%(default)s)")
+    parser.add_argument("--storm-waiting", type=int, default=100_000, help="waiting requests in a storm (%(default)s)")
+    parser.add_argument(
+        "--storm-tenants",
+        type=int,
+        nargs="*",
+        default=[1, 1000],
+        help="numbers of tenants that the waiting requests belong to",
+    )
+    parser.add_argument("--tokens", type=int, default=16_384, help="tokens of the slot mapping (%(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="steps measured for each combination (%(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=time.time_ns() % 1_000_000,
+        help="seed of the load; another one each time if not given",
+    )
     options = parser.parse_args(arguments)
     if options.storms and options.storm_running < VICTIMS * (PROMPT_BLOCKS + 2):
         parser.error(

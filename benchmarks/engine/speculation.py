@@ -193,12 +193,24 @@ def table(document: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.speculation", description=__doc__)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--streams", type=int, nargs="*", default=STREAMS)
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
-    parser.add_argument("--out", type=Path, help="also write the JSON document there")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.speculation",
+        description="Measure tokens a second with and without drafts that are looked up, on texts that repeat "
+        "themselves and on others. It also checks that the answers are the same. It runs the engine directly, without "
+        "a server.",
+    )
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="directory, .gguf file or hub id (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds over all settings (%(default)s)")
+    parser.add_argument(
+        "--streams", type=int, nargs="*", default=STREAMS, help="numbers of concurrent streams to measure"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=time.time_ns() % 1_000_000,
+        help="seed of the load; another one each time if not given",
+    )
+    parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
     asked = EngineConfig(  # config.yaml's
         device="cpu", max_num_seqs=64, max_num_batched_tokens=128, kv_cache_memory_gib=0.5

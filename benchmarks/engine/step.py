@@ -202,21 +202,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.engine.step",
-        description=__doc__,
-        epilog="All loads, and a GPU: benchmarks.engine.gpu.",
+        description="Measure how long a step takes on the CPU, with each kind of kernels, and what bounds it. It hands "
+        "steps of given shapes to the executor; only Python's share is measured with the scheduler. The last line is "
+        "one JSON document.",
+        epilog="benchmarks.engine.gpu measures whole loads, and GPUs.",
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
-    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
-    parser.add_argument("--kernels", nargs="+", default=["native", "torch_cpu"], help="in turn; int8: native, rounded")
-    parser.add_argument("--context", type=int, default=200, help="tokens in the cache of each row")
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32], help="decode rows of each cell")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[64, 256], help="tokens of each prefill cell")
-    parser.add_argument("--loop", type=int, default=16, help="streams whose steps are run by the engine's own loop")
-    parser.add_argument("--steps", type=int, default=20, help="of a cell in a round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="directory, .gguf file or hub id (%(default)s)")
+    parser.add_argument(
+        "--load-format",
+        default="auto",
+        choices=["auto", "dummy"],
+        help="dummy: random weights in the model's shape (%(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "bfloat16", "float32"],
+        help="type of weights and activations (%(default)s)",
+    )
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        default=["native", "torch_cpu"],
+        help="kernels to compare; int8 is native with weights rounded to 8 bits",
+    )
+    parser.add_argument("--context", type=int, default=200, help="cached tokens of each row (%(default)s)")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32], help="numbers of decode rows to measure")
+    parser.add_argument(
+        "--prefill", type=int, nargs="*", default=[64, 256], help="numbers of prefill tokens to measure"
+    )
+    parser.add_argument(
+        "--loop", type=int, default=16, help="streams in the measurement of the engine's whole loop (%(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="steps measured for each combination in a round (%(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all combinations (%(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=time.time_ns() % 1_000_000,
+        help="seed of the load; another one each time if not given",
+    )
+    parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     return parser.parse_args(arguments)
 
 

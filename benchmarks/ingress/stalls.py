@@ -186,12 +186,20 @@ def _spread(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ingress.stalls", description=__doc__)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 131_072], help="max_model_len of the servers")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="also write the JSON document there")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ingress.stalls",
+        description="Measure how long other streams and /health wait while an ingress reads something large. The "
+        "ingress runs in a process of its own, with an engine of constant pace; neither Ray nor a model is involved.",
+    )
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[8192, 131_072], help="max_model_len of the servers to measure"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", choices=list(CASES), default=list(CASES), help="what the ingress reads; all if not given"
+    )
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 8], help="numbers of large requests at a time")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all cases (%(default)s)")
+    parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args()
     document = run(options.contexts, options.cases, options.at_once, options.rounds)
     if options.out:

@@ -44,10 +44,14 @@ def with_tables(page: str, results: Document) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.chart", description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--out", type=Path, default=CHART)
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers.chart",
+        description="Draw the chart of the comparison with other servers, an SVG, and write its tables into the "
+        "documentation.",
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file with the results of benchmarks.peers.run")
+    parser.add_argument("--out", type=Path, default=CHART, help="file for the chart")
+    parser.add_argument("--page", type=Path, default=PAGE, help="page whose tables are written")
     options = parser.parse_args(arguments)
     results = json.loads(options.results.read_text())
     options.out.write_text(svg(results))

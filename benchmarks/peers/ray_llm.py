@@ -46,7 +46,9 @@ def main(model_dir: str, max_model_len: str, port: str, *variables: str) -> None
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description="Serve a model with Ray Serve LLM on this machine, for loadtest.peers to measure."
+    )
     for each in ("model_dir", "max_model_len", "port"):
         parser.add_argument(each)
     parser.add_argument("variables", nargs="*", metavar="NAME=VALUE")

@@ -141,14 +141,37 @@ def failures(document: Document) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables, then the document as the last line. 1 if anything failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.run", description=__doc__)
-    parser.add_argument("--servers", nargs="+", choices=list(SERVERS), default=list(SERVERS))
-    parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
-    parser.add_argument("--short", action="store_true", help="little of each load, to see that all works")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
-    parser.add_argument("--peers-venv", type=Path, default=ROOT / ".venv-peers")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers.run",
+        description="Compare this server with vLLM and Ray Serve LLM on this machine: each server in turn, round by "
+        "round, under the same loads. If a server cannot be started, the run names it and fails.",
+    )
+    parser.add_argument(
+        "--servers",
+        nargs="+",
+        choices=list(SERVERS),
+        default=list(SERVERS),
+        help="servers to compare; all if not given",
+    )
+    parser.add_argument(
+        "--scenarios",
+        nargs="+",
+        choices=list(SCENARIOS),
+        default=list(SCENARIOS),
+        help="loads to run; all if not given",
+    )
+    parser.add_argument("--short", action="store_true", help="run a little of each load, to see that it works")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all servers (%(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=time.time_ns() % 1_000_000,
+        help="seed of the load; another one each time if not given",
+    )
+    parser.add_argument(
+        "--peers-venv", type=Path, default=ROOT / ".venv-peers", help="virtual environment with the other servers"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the results")
     options = parser.parse_args(arguments)
     setup = Setup.of_this_repository(options.peers_venv)
     chosen = {name: SCENARIOS[name] for name in options.scenarios}

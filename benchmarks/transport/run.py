@@ -228,17 +228,30 @@ def _shown(key: str, spread: list[float] | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.transport.run", description=__doc__)
-    parser.add_argument("--paths", nargs="*", choices=list(ROUTES), default=list(ROUTES))
-    parser.add_argument("--streams", type=int, nargs="*", default=[16, 256])
-    parser.add_argument("--tokens", type=int, default=150, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--waves", type=int, help="answers of each stream; more for a steadier figure")
-    parser.add_argument(
-        "--probes", type=int, default=60, help="single requests that measure the time to the first token"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transport.run",
+        description="Measure what each streamed token costs between client and engine, for several ways to send it. "
+        "All engines are scripted to the same pace, so that only the path differs.",
     )
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
-    parser.add_argument("--out", type=Path, help="also write the JSON document there")
+    parser.add_argument(
+        "--paths", nargs="*", choices=list(ROUTES), default=list(ROUTES), help="ways to measure; all if not given"
+    )
+    parser.add_argument(
+        "--streams", type=int, nargs="*", default=[16, 256], help="numbers of concurrent streams to measure"
+    )
+    parser.add_argument("--tokens", type=int, default=150, help="tokens of each answer (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all ways (%(default)s)")
+    parser.add_argument("--waves", type=int, help="answers of each stream; more give a steadier figure")
+    parser.add_argument(
+        "--probes", type=int, default=60, help="single requests that measure the time to the first token (%(default)s)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=time.time_ns() % 1_000_000,
+        help="seed of the load; another one each time if not given",
+    )
+    parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
     plan = Plan(tuple(options.streams), options.tokens, options.rounds, options.waves, options.probes, options.seed)
     document = measure(options.paths, plan)

@@ -91,9 +91,11 @@ def _gguf_key(sha256: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Print the directory of a model, prepared if need be. Returns 0, or 1 after one line on stderr."""
     parser = argparse.ArgumentParser(
-        prog="python -m engine.checkpoints.prepare", description="Prepare a model directory."
+        prog="python -m engine.checkpoints.prepare",
+        description="Download or convert a model if necessary, and print its directory. A model that is prepared "
+        "already is not prepared again.",
     )
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="directory, .gguf file, hub id, or %(default)s")
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="directory, .gguf file or hub id (%(default)s)")
     parser.add_argument("--verify", action="store_true", help="check the SHA-256 of every prepared file")
     options = parser.parse_args(arguments)
     try:

@@ -75,9 +75,13 @@ def _check_examples() -> list[Finding]:
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0 if all is well, 1 with a line on standard error for each finding, or for what is missing to check."""
     parser = argparse.ArgumentParser(
-        prog="python -m k8s.validate", description="Check the manifests without a cluster."
+        prog="python -m k8s.validate",
+        description="Build the Kubernetes manifests and check them, with their alerts and dashboards, without a "
+        "cluster.",
     )
-    parser.add_argument("--render", action="store_true", help="write the builds that tests read, and check nothing")
+    parser.add_argument(
+        "--render", action="store_true", help="only write the builds that tests compare with; check nothing"
+    )
     try:
         if parser.parse_args(arguments).render:
             builds.render()

@@ -127,5 +127,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m k8s.validate.tools", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m k8s.validate.tools",
+        description="Download the programs that k8s.validate needs, and check their SHA-256.",
+    ).parse_args()
     sys.exit(main())

@@ -133,13 +133,22 @@ def told(compared: Document) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m loadtest.sim.against", description=__doc__, allow_abbrev=False)
+    made = argparse.ArgumentParser(
+        prog="python -m loadtest.sim.against",
+        description="Compare the report of a load on a live server with the same load simulated: percentiles of TTFT "
+        "and TPOT at each point.",
+        allow_abbrev=False,
+    )
     made.add_argument("report", type=Path, help="report.json of `make load`")
     load.add_deployment(made)
     made.set_defaults(engine=",".join(f"{name}={value}" for name, value in ENGINE.items()))
-    made.add_argument("--within", type=float, default=WITHIN, help="factor by which a percentile may be off")
     made.add_argument(
-        "--out", type=Path, help="a JSON file instead of the kept one; README's table is not written then"
+        "--within", type=float, default=WITHIN, help="factor by which a percentile may differ (%(default)s)"
+    )
+    made.add_argument(
+        "--out",
+        type=Path,
+        help="JSON file for the result; the kept file and the table in loadtest/sim/README.md are then left alone",
     )
     return made
 

@@ -32,7 +32,12 @@ _SHOWN = ("seconds", "warm_up", "rate", "rates", "clients", "arrivals", "cv", "l
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m loadtest.sim.load", description=__doc__, allow_abbrev=False)
+    made = argparse.ArgumentParser(
+        prog="python -m loadtest.sim.load",
+        description="Simulate a named load on engines of this project and write the same report as loadtest.load. What "
+        "is not simulated is refused: clients that disconnect or read too slowly, and tenants.",
+        allow_abbrev=False,
+    )
     add_options(made)
     add_deployment(made)
     return made
@@ -40,11 +45,21 @@ def parser() -> argparse.ArgumentParser:
 
 def add_deployment(made: argparse.ArgumentParser) -> None:
     """Options that a load on a server has not."""
-    made.add_argument("--replicas", type=int, default=1, help="engines that there are")
-    made.add_argument("--router", choices=[*ROUTERS], default="prefix-affine", help="who chooses among them")
-    made.add_argument("--engine", default="", help="what their config has else: max_num_seqs=16,num_kv_blocks=5825")
+    made.add_argument("--replicas", type=int, default=1, help="number of engines (%(default)s)")
     made.add_argument(
-        "--steps", type=Path, default=MEASURED, help="of benchmarks.engine.step: how long steps take on its machine"
+        "--router",
+        choices=[*ROUTERS],
+        default="prefix-affine",
+        help="policy that chooses the engine of a request (%(default)s)",
+    )
+    made.add_argument(
+        "--engine", default="", help="further settings of each engine: max_num_seqs=16,num_kv_blocks=5825"
+    )
+    made.add_argument(
+        "--steps",
+        type=Path,
+        default=MEASURED,
+        help="output of benchmarks.engine.step, which says how long steps take on its machine",
     )
 
 

@@ -152,5 +152,8 @@ def draw(results: Document) -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m loadtest.sim.plots", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m loadtest.sim.plots",
+        description="Draw the plot of each study and write its table into loadtest/sim/README.md.",
+    ).parse_args()
     for_each(draw)

@@ -112,15 +112,19 @@ def _prepare_worker() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadtest.sim.studies", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.sim.studies",
+        description="Simulate what a study's results file lacks, in several processes, and add each result to the "
+        "file.",
+    )
     parser.add_argument("study", choices=[*STUDIES])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, help="of each trace, where there is one; unset: as the study says")
-    parser.add_argument("--size", type=float, default=1.0, help="of the load or of the fleet; 1: as the study says")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--anew", action="store_true", help="forget what the results files hold")
-    parser.add_argument("--out", type=Path, help="the results file; by default loadtest/results/sim_STUDY.json")
-    parser.add_argument("--reports", type=Path, help="a folder for a load's report.html and report.json of each run")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds (%(default)s)")
+    parser.add_argument("--seconds", type=float, help="seconds of each trace; the study's own if not given")
+    parser.add_argument("--size", type=float, default=1.0, help="factor of the load or of the fleet (%(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="simulations at a time (%(default)s)")
+    parser.add_argument("--anew", action="store_true", help="discard the results that the file holds")
+    parser.add_argument("--out", type=Path, help="results file; loadtest/results/sim_STUDY.json if not given")
+    parser.add_argument("--reports", type=Path, help="folder for each run's report.html and report.json")
     options = parser.parse_args(arguments)
     for name in ("seeds", "processes"):
         if (count := getattr(options, name)) < 1:

@@ -89,5 +89,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m loadtest.sim.validation", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m loadtest.sim.validation",
+        description="Compare the simulator with a live server under the same closed loads, and write the table into "
+        "loadtest/sim/README.md.",
+    ).parse_args()
     README.write_text(with_text(README.read_text(), "validation", table(compare(json.loads(LIVE.read_text())))))

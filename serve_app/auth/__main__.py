@@ -16,8 +16,12 @@ _KEY_BYTES = 32
 
 def main(arguments: Sequence[str]) -> int:
     """Print a new key and what the config needs to know of it."""
-    parser = argparse.ArgumentParser(prog="python -m serve_app.auth", description="Make an API key, or an admin key.")
-    parser.add_argument("tenant", nargs="?", default="default", help="whose key it is (%(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m serve_app.auth",
+        description="Make a random key, and print it with the lines that make it an API key or the admin key in a "
+        "config.",
+    )
+    parser.add_argument("tenant", nargs="?", default="default", help="tenant that the key belongs to (%(default)s)")
     tenant = parser.parse_args(arguments).tenant
     if not tenant:
         parser.error("tenant is empty: expected a name")

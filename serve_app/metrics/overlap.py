@@ -1,5 +1,6 @@
 """Owns how much of the routed prompts was expected in the chosen engines' caches, for whoever reports it.
-Never asks anybody; the router adds to it. It stands apart from the router for the same reason as engine_count."""
+Never asks anybody: the router adds to it. It stands apart from the router, which Serve pickles by value, as
+serve_app.engines.engine_count does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Owns what a replica sets of its Python interpreter: when garbage is collected, and how long a thread's turn is.
-Never measures; the figures are in NOTES.md and in loadtest/results."""
+Never measures; the figures are in serve_app/NOTES.md and in loadtest/results."""
 
 from __future__ import annotations
 

@@ -42,7 +42,10 @@ def alive(pid: int) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.lost_kill", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos.lost_kill",
+        description="Show that a stopped Ray actor can outlive ray.kill, as a report to Ray's authors.",
+    )
     parser.add_argument(
         "--wait-s", type=float, default=40.0, help="between the stop and the kill; 0: the raylet has not noticed it yet"
     )

@@ -43,5 +43,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m tests.chaos.two_nodes", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m tests.chaos.two_nodes",
+        description="Run a Ray cluster of two nodes on this machine, and take orders on standard input.",
+    ).parse_args()
     main()

@@ -32,7 +32,10 @@ def result_of(method: str, params: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m tests.clients.mcp_server", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m tests.clients.mcp_server",
+        description="Serve one tool by MCP over standard input and output: shout returns a text in capitals.",
+    ).parse_args()
     for line in sys.stdin:
         asked = json.loads(line)
         if "id" not in asked:  # a notification

@@ -28,7 +28,10 @@ def lines_of(outcome: Outcome, directory: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.clients.record", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.clients.record",
+        description="Have the client programs do their tasks, and keep the requests that they send.",
+    )
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"of: {', '.join(ALL)}; all of them by default")
     failed = 0
     RECORDED.mkdir(exist_ok=True)

@@ -227,7 +227,7 @@ def anthropic_errors(url: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Try one client library against a server.")
     for each in ("name", "url", "model"):
         parser.add_argument(each)
     given = parser.parse_args()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Do the task through one library, in the project's directory.")
     for each in ("name", "url", "model"):
         parser.add_argument(each)
     given = parser.parse_args()

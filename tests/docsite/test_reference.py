@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel
 
 from docsite import reference
 from engine.config import EngineConfig, SchedulerConfig
@@ -52,6 +55,28 @@ def test_no_setting_is_lost_between_the_two_tables_of_a_level() -> None:
     page = reference.render()
     both = section(page, f"## {reference.SECTIONS[EngineConfig]}") + section(page, "### `args.engine` for experts")
     assert sorted(both) == sorted(spec.name for spec in dataclasses.fields(EngineConfig))
+
+
+NAMES_OF_OTHERS = {"preset", "tool_parser", "reasoning_parser"}
+"""Settings whose values are names of designs and formats, which pages of their own explain."""
+
+
+def test_each_value_of_a_setting_is_explained_where_the_setting_is() -> None:
+    told = {}
+    for level in reference.SECTIONS:
+        hints = get_type_hints(level)
+        for name, text in descriptions(level).items():
+            for value in get_args(hints[name]) if get_origin(hints[name]) is Literal else ():
+                if name not in NAMES_OF_OTHERS:
+                    told[f"{level.__name__}.{name}: {value}"] = re.search(rf"`(\w+: )?{value}`", text)
+    assert len(told) > 50
+    assert [value for value, found in told.items() if not found] == []
+
+
+def descriptions(level: type) -> dict[str, str]:
+    if issubclass(level, BaseModel):
+        return {name: spec.description or "" for name, spec in level.model_fields.items()}
+    return {spec.name: spec.metadata["description"] for spec in dataclasses.fields(level)}
 
 
 def test_the_table_of_presets_has_what_each_of_them_sets() -> None:

@@ -213,7 +213,9 @@ OTHERS = {VISION: of_vision, "adapters": of_adapters, NARROW_CACHES: of_narrow_c
 
 def main() -> None:
     """Without kinds, of everything; with them, of these alone, beside what is recorded already."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description="Record how far the engine's log-probabilities lie from the reference."
+    )
     parser.add_argument("kinds", nargs="*", choices=[*FAMILIES, *OTHERS, []])
     parser.add_argument("--another-processor", action="store_true", help="keep what is recorded where it is larger")
     options = parser.parse_args()

@@ -211,5 +211,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m tests.k8s.pods", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m tests.k8s.pods",
+        description="Empty a worker by the preStop hook while it streams, in namespaces that stand for pods. Run it "
+        "under unshare --net --mount.",
+    ).parse_args()
     main()

@@ -40,5 +40,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m tests.loadtest.drive", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m tests.loadtest.drive",
+        description="Run the load driver in a process of its own; tests start it.",
+    ).parse_args()
     main()

@@ -106,7 +106,7 @@ async def _main(port: int, lose: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Serve streamed completions with scripted timings.")
     for each in ("port", "lose"):
         parser.add_argument(each, type=int)
     given = parser.parse_args()

@@ -131,5 +131,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m kernels.cpu.native.library", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m kernels.cpu.native.library",
+        description="Compile the native kernels for this machine, unless that was done before.",
+    ).parse_args()
     main()

@@ -138,7 +138,7 @@ def launch_sampler(dtype: torch.dtype) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Compile every Triton kernel for GPUs that need not be present.")
     parser.add_argument("capability", type=float)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64])
