@@ -255,8 +255,8 @@ NOT_OF_FEATURES = {
     "engine/execution/gpu/memory.py kv_blocks_that_fit": 1,
     "engine/execution/gpu/memory.py check_blocks_fit": 1,
     "engine/build/gpu.py GpuStart._load": 1,
-    "engine/build/gpu.py GpuStart.model": 1,
-    "engine/build/gpu.py GpuStart.captures_fit": 1,
+    "engine/build/gpu.py GpuStart._attach": 1,
+    "engine/build/gpu.py GpuStart._captures_fit": 1,
     "engine/build/gpu.py _fits": 1,
     # what this machine has not, or a model's shape: found out by trying
     "engine/execution/device.py choose_device": 1,
