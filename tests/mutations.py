@@ -81,12 +81,12 @@ class Mutation:
         """The defects and invariants of the specification that its name names."""
         return [code if "-" in code else f"{self.name.split('-')[0]}-{code}" for code in _CODE.findall(self.name)]
 
-    def tests_to_run(self) -> list[str]:
-        """Those that the specification's index names for its codes come first: they are to be what catches it."""
+    def named_tests(self) -> list[str]:
+        """Those that the specification's index names for its codes: they are to be what catches it."""
         from tests.engine.test_specification import INDEX, named_by  # pytest is to rewrite it first, where it runs it
 
         named = [f"tests/{test}" for code in self.codes if code in INDEX for test in named_by(code)]
-        return [*dict.fromkeys(test for test in named if test.startswith("tests/engine/")), *self.tests]
+        return [*dict.fromkeys(test for test in named if test.startswith("tests/engine/"))]
 
     def apply(self, text: str) -> str:
         """
@@ -1956,7 +1956,8 @@ def try_mutation(copy: Path, mutation: Mutation) -> str | None:
     original = path.read_text(encoding="utf-8")
     path.write_text(mutation.apply(original), encoding="utf-8")
     try:
-        return first_failure(copy, mutation.tests_to_run())
+        named = mutation.named_tests()
+        return (first_failure(copy, named) if named else None) or first_failure(copy, mutation.tests)
     finally:
         path.write_text(original, encoding="utf-8")
 
@@ -2031,7 +2032,7 @@ def main(wanted: list[str]) -> int:
     for name, error in stale.items():
         print(f"{name:18} STALE: {error}", flush=True)
     chosen = [mutation for mutation in chosen if mutation.name not in stale]
-    tests = dict.fromkeys(test for mutation in chosen for test in mutation.tests_to_run())
+    tests = dict.fromkeys(test for mutation in chosen for test in (*mutation.named_tests(), *mutation.tests))
     alone = [test for test in tests if "::" not in test or test.partition("::")[0] not in tests]
     for _, broken in spread(alone, lambda copy, test: first_failure(copy, [test])):
         if broken:

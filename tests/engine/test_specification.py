@@ -1,5 +1,5 @@
-"""Owns the index of the scheduler's specification: the test that excludes each defect, the check of each invariant.
-Never tests the engine; it only proves that nothing is missing from the index and that all it names is there."""
+"""Owns the index of the specification of the scheduler, a long table: the test that excludes each defect, or checks.
+Never tests the engine: it proves that nothing is missing, and that what is named is there and fails where it must."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+
+from tests.mutations import MUTATIONS
 
 TESTS = Path(__file__).resolve().parents[1]
 SEEDS = {"S1": 14, "S2": 17, "S3": 7, "S4": 20, "S5": 25}
@@ -129,6 +131,7 @@ DEFECTS: dict[str, Evidence] = {
     "S3-R2": (
         "engine/execution/test_prompt_scoring.py::test_each_position_is_scored_by_one_chunk_and_the_last_scores_nothing",
         "engine/batch/test_logprobs.py::test_any_partition_of_a_prompt_scores_every_token_once_and_as_transformers_does",
+        "engine/batch/test_logprobs.py::test_a_chunk_may_score_from_any_of_its_positions_on",
     ),
     "S3-R3": (
         "engine/execution/test_prompt_scoring.py::test_an_abort_in_the_middle_of_the_prompt_sends_nothing_and_keeps_nothing",
@@ -149,6 +152,7 @@ DEFECTS: dict[str, Evidence] = {
     "S3-R7": (
         "engine/execution/test_prompt_scoring.py::test_positions_that_must_be_scored_are_computed_although_they_are_cached",
         "engine/execution/test_prompt_scoring.py::test_a_hit_does_not_reach_beyond_what_is_scored_after_a_preemption",
+        "engine/execution/test_prompt_scoring.py::test_prompt_logprobs_are_the_same_for_every_budget_and_loop",
     ),
     # --- S4: resume before admit, a progress cursor, late output ------------------------------------------------------
     "S4-R1": "engine/scheduling/test_planner.py::test_a_prompt_that_is_partly_computed_has_a_seat",
@@ -174,6 +178,7 @@ DEFECTS: dict[str, Evidence] = {
     "S4-R8": (
         "engine/core/test_overlap.py::test_a_step_of_prefill_alone_still_delivers_the_results_of_the_step_before",
         "engine/core/test_overlap.py::test_there_is_work_until_the_last_step_is_read_back",
+        "engine/core/test_overlap.py::test_results_arrive_exactly_one_step_after_their_launch",
     ),
     "S4-R9": (
         "engine/scheduling/test_planner.py::test_whoever_is_preempted_goes_on_with_the_same_tokens",
@@ -224,8 +229,14 @@ DEFECTS: dict[str, Evidence] = {
     "S5-R3": "engine/scheduling/test_planner.py::test_no_more_prompts_are_partly_computed_than_the_setting_says",
     "S5-R4": "engine/core/test_defects.py::test_a_request_is_admitted_while_a_step_is_in_flight",
     "S5-R5": "engine/core/test_core.py::test_a_traced_step_says_what_it_carried",
-    "S5-R6": "engine/scheduling/test_planner.py::test_a_victim_has_no_row_in_the_step_that_takes_its_memory",
-    "S5-R7": "engine/scheduling/test_planner.py::test_a_victim_has_no_row_in_the_step_that_takes_its_memory",
+    "S5-R6": (
+        "engine/scheduling/test_planner.py::test_a_victim_has_no_row_in_the_step_that_takes_its_memory",
+        "engine/scheduling/test_planner.py::test_the_less_is_reserved_the_more_requests_run",
+    ),
+    "S5-R7": (
+        "engine/scheduling/test_planner.py::test_a_victim_has_no_row_in_the_step_that_takes_its_memory",
+        "engine/scheduling/test_planner.py::test_the_less_is_reserved_the_more_requests_run",
+    ),
     "S5-R8": (
         "engine/scheduling/test_planner.py::test_the_ratio_snaps_back_to_its_least_value_after_a_preemption_left_it_below",
     ),
@@ -290,7 +301,11 @@ INVARIANTS: dict[str, Evidence] = {
         CHECKS,
         "golden/test_greedy_text.py::test_greedy_text_is_the_same_for_every_chunk_budget_and_any_neighbours",
     ),
-    "I-2": CHECKS,
+    "I-2": (
+        CHECKS,
+        "engine/scheduling/test_scheduler.py::test_prefill_chunks_fill_the_budget_in_arrival_order",
+        "engine/scheduling/test_scheduler.py::test_every_decoding_request_has_a_row_in_every_step_while_a_long_prompt_is_prefilled",
+    ),
     "I-3": CHECKS,
     "I-4": CHECKS,
     "I-5": CHECKS,
@@ -303,12 +318,29 @@ INVARIANTS: dict[str, Evidence] = {
         "engine/models/test_recurrent_state.py::test_moves_are_made_in_their_order_then_restores_and_saves_at_the_end",
         "golden/test_hybrid_families.py::test_a_hit_starts_from_the_snapshot_of_its_prefix_and_nowhere_else",
     ),
-    "I-10": CHECKS,
-    "I-11": (CHECKS, "engine/scheduling/test_block_manager.py::test_a_salt_keeps_equal_prompts_apart"),
+    "I-10": (
+        CHECKS,
+        "engine/core/test_mutation_gaps.py::test_a_block_is_freed_by_victims_only_if_nobody_else_holds_it",
+        "engine/scheduling/test_block_manager.py::test_releasing_twice_raises_and_names_the_block",
+    ),
+    "I-11": (
+        CHECKS,
+        "engine/scheduling/test_block_manager.py::test_a_salt_keeps_equal_prompts_apart",
+        "engine/test_multimodal_inputs.py::test_two_salts_share_neither_blocks_nor_contents",
+    ),
     "I-12": (CHECKS, "engine/execution/test_executor.py::test_slots_and_positions_equal_a_naive_count"),
-    "I-13": CHECKS,
-    "I-14": CHECKS,
-    "I-15": CHECKS,
+    "I-13": (
+        CHECKS,
+        "engine/scheduling/test_atomic_spans.py::test_i13_no_chunk_and_no_prefix_hit_ends_inside_a_span",
+    ),
+    "I-14": (
+        CHECKS,
+        "engine/execution/test_prompt_scoring.py::test_prompt_logprobs_are_the_same_for_every_budget_and_loop",
+    ),
+    "I-15": (
+        CHECKS,
+        "engine/scheduling/test_planner.py::test_what_a_request_was_promised_is_given_back_when_it_is_aborted",
+    ),
     "I-16": (
         CHECKS,
         "engine/scheduling/test_planner.py::test_after_a_preemption_the_ratio_is_what_the_remaining_answers_used",
@@ -322,6 +354,7 @@ INVARIANTS: dict[str, Evidence] = {
         CHECKS,
         "engine/scheduling/test_planner.py::test_retract_takes_the_shortest_answer_and_then_the_longest_prompt",
         "engine/core/test_defects.py::test_a_begun_prompt_is_no_victim_while_an_answer_can_be",
+        "engine/scheduling/test_planner.py::test_retract_takes_the_shorter_answer_whatever_the_prompts",
     ),
     # --- liveness -----------------------------------------------------------------------------------------------------
     "I-19": CHECKS,
@@ -329,25 +362,44 @@ INVARIANTS: dict[str, Evidence] = {
         "engine/core/test_defects.py::test_an_answer_and_a_begun_prompt_that_hold_all_memory_both_get_to_their_ends",
         "engine/test_state_machine.py::test_the_lives_above_reach_what_they_are_to_check",
     ),
-    "I-21": CHECKS,
+    "I-21": (
+        CHECKS,
+        "engine/scheduling/test_planner.py::test_younger_answers_never_take_the_last_block_from_the_oldest_prompt",
+    ),
     "I-22": CHECKS,
     "I-23": (CHECKS, "engine/scheduling/test_planner.py::test_a_request_is_overtaken_no_more_often_than_its_bound"),
     "I-24": "engine/core/test_defects.py::test_a_storm_of_preemptions_ends_and_computes_nothing_over_and_over",
     "I-25": "engine/core/test_defects.py::test_the_tail_of_a_prompt_and_the_next_one_fill_the_step",
     # --- events and errors --------------------------------------------------------------------------------------------
-    "I-26": CHECKS,
-    "I-27": CHECKS,
+    "I-26": (
+        CHECKS,
+        "engine/test_async_engine.py::test_an_id_in_use_is_refused_until_its_request_has_ended",
+    ),
+    "I-27": (
+        CHECKS,
+        "engine/scheduling/test_atomic_spans.py::test_spans_that_overlap_or_are_empty_or_outside_the_prompt_are_refused",
+    ),
     "I-28": CHECKS,
     "I-29": CHECKS,
-    "I-30": CHECKS,
-    "I-31": CHECKS,
+    "I-30": (
+        CHECKS,
+        "engine/core/test_drafts.py::test_stop_tokens_stay_banned_until_min_tokens",
+    ),
+    "I-31": (
+        CHECKS,
+        "engine/test_load_snapshot.py::test_every_step_hits_a_graph_or_misses_for_a_reason",
+    ),
     "I-32": (CHECKS, "engine/core/test_defects.py::test_a_dry_run_is_what_the_step_then_carries_and_changes_nothing"),
     "I-33": (CHECKS, "engine/core/test_overlap.py::test_tokens_and_ends_are_those_of_the_plain_loop"),
     "I-34": (
         "engine/scheduling/test_settings_act.py::test_i34_a_setting_changes_a_plan",
         "engine/scheduling/test_settings_act.py::test_i34_a_setting_of_the_engine_changes_a_plan",
     ),
-    "I-35": (CHECKS, "engine/core/test_drafts.py::test_published_blocks_hold_accepted_tokens_only"),
+    "I-35": (
+        CHECKS,
+        "engine/core/test_drafts.py::test_published_blocks_hold_accepted_tokens_only",
+        "engine/core/test_drafts.py::test_a_preemption_drops_the_drafts_and_never_shortens_the_prompt",
+    ),
     "I-36": (  # a cost, which `python -m benchmarks.engine.scheduler` measures; its tests check what it measures
         "benchmarks/engine/test_scheduler.py::test_a_measurement_starts_with_the_load_it_is_named_after",
         "benchmarks/engine/test_scheduler.py::test_the_last_line_is_one_document_with_a_cell_for_each_load_and_phase",
@@ -385,6 +437,24 @@ def test_what_the_index_names_exists(name: str) -> None:
 
 def test_every_invariant_is_checked_by_something_that_runs() -> None:
     assert [name for name in INVARIANTS if not named_by(name) and CHECKS not in evidence_of(name)] == []
+
+
+def proven() -> dict[str, set[str]]:
+    """The tests that have failed when a fix was taken out, by the code that the mutation names: tests/mutations.md."""
+    rows = re.findall(r"^\| (.+?) \| .+ \| `([^`\[]+).*` \|$", (TESTS / "mutations.md").read_text(), re.MULTILINE)
+    caught = {name: f"engine/{test}" for name, test in rows}
+    found: dict[str, set[str]] = {}
+    for mutation in MUTATIONS:
+        for code in mutation.codes:
+            found.setdefault(code, set()).add(caught.get(mutation.name, "nothing"))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(INDEX.keys() & proven().keys()))
+def test_a_test_that_the_index_names_fails_when_the_rule_is_broken(name: str) -> None:
+    """Where a mutation breaks the rule. `make test-mutations` runs the tests named here before any other."""
+    catchers = proven()[name]
+    assert catchers & set(named_by(name)), f"broken, {name} is noticed by {catchers}, which it does not name"
 
 
 def test_every_regression_test_of_defects_is_in_the_index_and_names_a_defect_it_is_there_for() -> None:
