@@ -1,4 +1,4 @@
-"""Owns the proof that the scripted model goes on only by what the prompt shows. Never starts a server."""
+"""Owns the proof that the scripted model continues only from what the prompt shows. Never starts a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the promise that the page of features answers what goes with what, as a start would.
+"""Owns the promise that the page of features says the same about what goes with what as a start of the engine does.
 Never starts an engine; tests/engine/build/test_features.py does."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def facts(title: str) -> frozenset[Feature]:
 
 
 def asked(first: str, second: str) -> str:
-    """The cell of two rows, or of a row and a kind of model."""
+    """Return the cell of two rows, or of a row and a kind of model."""
     return cell(facts(first), MODELS[second] if second in MODELS else facts(second), Notes()).partition("<")[0]
 
 
@@ -108,7 +108,7 @@ def test_the_rows_are_what_their_settings_turn_on() -> None:
     plain = turned_on(EngineConfig()).keys()
     for name, row in ROWS.items():
         if row == {features.PACKED}:
-            continue  # found in the checkpoint
+            continue  # PACKED is found in the checkpoint.
         found = turned_on(EngineConfig(**SETTINGS[name.partition(" (")[0]])).keys()
         assert row <= found
         assert found - row - plain <= {features.DRAFT_MODEL_NAME}

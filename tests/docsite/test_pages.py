@@ -1,4 +1,4 @@
-"""Owns the promise that the documentation is whole and current: generated pages, figures, links, the site itself.
+"""Owns the promise that the documentation is complete and current: generated pages, figures, links, the site itself.
 Never runs a command of it; test_blocks does."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIGURES = {
     "drafts.md": ("drafts", "speculation.json", bench_speculation),
     "transport.md": ("transport", "transport.json", transport),
 }
-"""Page -> name of its marks, file, and the program that made the file and makes the table."""
+"""Each page with the name of its marks, its file of figures, and the program that made the file and makes the table."""
 
 
 def document(name: str) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def test_the_glossary_is_in_order_and_has_the_projects_own_words() -> None:
 
 @pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
 def test_every_row_of_a_table_has_the_cells_of_its_head(path: Path) -> None:
-    """A bar inside a cell once cut a setting's text in two."""
+    """Regression: a bar inside a cell once cut the text of a setting in two."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         widths = {line.count("|") - line.count("\\|") for line in table.splitlines()}

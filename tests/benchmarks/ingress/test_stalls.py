@@ -1,5 +1,6 @@
-"""Owns the contract of the stall benchmark: its requests are the largest that are taken, and its figures are told.
-Never holds a time against a limit."""
+"""Owns the contract of the stall benchmark: its requests are the largest that are accepted, and its figures are
+reported.
+Never compares a time with a limit."""
 
 from __future__ import annotations
 
