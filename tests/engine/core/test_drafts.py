@@ -1,4 +1,4 @@
-"""Contracts of drafted tokens: several are verified in one row, and nobody can tell by the answer.
+"""Contracts of drafted tokens: several are verified in one row, and the answer does not show it.
 The specification's I-30 and I-35, and the accounting defects of S4-R14, S5-R7 and S5-R15."""
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_of_more_drafts_than_a_step_has_room_for_those_who_decode_longest_keep_t
 
 
 def test_the_answer_is_cut_at_a_stop_token_among_accepted_drafts_and_counted_as_ever() -> None:
-    """I-30, I-35: what was accepted after the stop token is no part of the answer, and of no usage."""
+    """I-30, I-35: what was accepted after the stop token is part neither of the answer nor of the usage."""
     reply = list(range(1, 21))
     num_cut = 0
     for stop in range(1, 15):
@@ -211,7 +211,7 @@ def test_the_tokens_after_min_tokens_may_stop_in_the_very_next_row() -> None:
 
 
 def test_a_step_reserves_one_token_and_its_drafts_for_each_decode_row_and_prefill_gets_the_rest() -> None:
-    """S5-R15: the budget was charged one token a decode row, and the step came out too large."""
+    """S5-R15: the budget was charged one token per decode row, and the step came out too large."""
     core = drafting(
         3,
         max_num_seqs=6,
@@ -255,7 +255,7 @@ def test_a_row_may_grow_by_several_blocks_at_once() -> None:
 
 @pytest.mark.parametrize("preempt_policy", ["lifo", "retract"])
 def test_a_preemption_drops_the_drafts_and_never_shortens_the_prompt(preempt_policy: Any) -> None:
-    """S4-R14: what a preemption stripped as drafts were the prompt's own tokens."""
+    """S4-R14: what a preemption removed as drafts were the prompt's own tokens."""
     scheduler = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0, preempt_policy=preempt_policy)
     core = drafting(3, num_kv_blocks=24, block_size=2, scheduler=scheduler)
     prompts = {f"r{i}": [1 + i] * (4 + i) for i in range(5)}
@@ -274,7 +274,7 @@ def test_a_preemption_drops_the_drafts_and_never_shortens_the_prompt(preempt_pol
 
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_a_full_reservation_with_drafts_never_runs_out(block_size: int) -> None:
-    """I-15: drafts are charged to what was promised, and none reaches past it."""
+    """I-15: drafts are charged to the memory that was promised, and none reaches past it."""
     scheduler = SchedulerConfig(reserve_mode="full", preempt_policy="none")
     core = drafting(
         7, max_num_batched_tokens=80, block_size=block_size, num_kv_blocks=80 // block_size, scheduler=scheduler
@@ -296,7 +296,7 @@ def test_a_full_reservation_with_drafts_never_runs_out(block_size: int) -> None:
 
 @pytest.mark.parametrize("cut", [3, 8, 17, 30])
 def test_published_blocks_hold_accepted_tokens_only(cut: int) -> None:
-    """The next turn of a chat starts from KV that rejected drafts were once written to."""
+    """The next turn of a chat starts from KV slots that rejected drafts were once written to."""
     core = drafting(3)
     core.send("first", PROMPT, max_tokens=40, ignore_eos=True)
     while len(core.tokens("first")) < cut:

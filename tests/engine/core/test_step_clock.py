@@ -1,4 +1,5 @@
-"""Contracts of the time of a step loop: what stands, and what is only as long as steps are."""
+"""Contracts of the clock of the step loop: when a step counts as hung,
+and when it is only as long as steps are here."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def steps(clock: Clock) -> StepClock:
 
 
 def make(steps: StepClock, clock: Clock, *took_s: float) -> None:
-    """Steps that take so long, one after another; then the loop waits for work."""
+    """Run steps that take so long, one after another; then the loop waits for work."""
     steps.come_round()
     for seconds in took_s[:-1]:
         clock.now += seconds

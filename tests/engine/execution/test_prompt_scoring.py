@@ -1,4 +1,5 @@
-"""Contracts of log-probabilities through the core: of prompts, chunk by chunk and sent once, and of sampled tokens.
+"""Contracts of log-probabilities through the core: those of prompts, chunk by chunk and sent once, and those of sampled
+tokens.
 The specification's I-14, S3-B3 to S3-B6, and the defects S3-R2, S3-R3 and S3-R7."""
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def rows_of(core: RecordingCore, request_id: str) -> list[ScheduledRequest]:
 
 
 def scored_alone(prompt: list[int], count: int) -> tuple[TokenLogprobs, ...]:
-    """Of one request that runs alone, unchunked, without a prefix cache."""
+    """Return the log-probabilities of one request that runs alone, unchunked, without a prefix cache."""
     core = RecordingCore(
         max_num_batched_tokens=10_000, max_prefill_tokens=10_000, enable_prefix_caching=False, num_kv_blocks=256
     )
@@ -60,7 +61,7 @@ def test_a_request_alone_and_unchunked_gets_what_the_distribution_says() -> None
 @pytest.mark.parametrize("loop", [{}, {"overlap": True}, {"num_speculative_tokens": 3}, {"recurrent_state": True}])
 @pytest.mark.parametrize("budget", [1, 2, 4, 5, 18, 19, 64])
 def test_prompt_logprobs_are_the_same_for_every_budget_and_loop(budget: int, loop: dict[str, Any]) -> None:
-    """S3-R2: what a chunk's first token got was off by one, or nothing."""
+    """S3-R2: the first token of a chunk got a log-probability that was off by one, or none."""
     scheduler = SchedulerConfig(chunk_align=1)
     core = RecordingCore(max_num_batched_tokens=64, max_prefill_tokens=budget, scheduler=scheduler, **loop)
     core.send("neighbour", [3] * 6, max_tokens=20, ignore_eos=True)
@@ -119,7 +120,7 @@ def test_a_chunk_of_only_the_last_token_scores_nothing_and_still_completes_the_p
 
 
 def test_nobody_else_is_scored() -> None:
-    """S3-B3: logits of all positions are computed only where somebody asked for them."""
+    """S3-B3: logits of all positions are computed only where a request asked for them."""
     core = RecordingCore()
     core.send("a", PROMPT, max_tokens=3, logprobs=2)
     core.send("b", PROMPT, max_tokens=0)
@@ -156,7 +157,7 @@ def test_what_a_scored_prompt_computed_is_lent_to_others() -> None:
 
 # --- preemption ------------------------------------------------------------------------------------------------------
 
-# Memory runs out under a long answer that came first, so that the prompt, which came later, is a victim.
+# Memory runs out under a long answer that came first, so that the prompt, which came later, is the victim.
 TIGHT: dict[str, Any] = dict(
     num_kv_blocks=12,
     max_num_batched_tokens=9,
@@ -255,7 +256,7 @@ def test_a_chunk_that_ran_out_of_memory_is_scored_once() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_an_abort_in_the_middle_of_the_prompt_sends_nothing_and_keeps_nothing(steps: int, overlap: bool) -> None:
-    """S3-R3: what was scored of an aborted prompt stayed for ever, and went to the next request of that id."""
+    """S3-R3: the scores of an aborted prompt were kept for ever, and went to the next request of that id."""
     core = RecordingCore(max_num_batched_tokens=9, max_prefill_tokens=4, overlap=overlap)
     core.send("a", PROMPT, max_tokens=2, prompt_logprobs=2)
     for _ in range(steps):
@@ -319,7 +320,7 @@ def test_a_prompt_of_one_token_has_no_prediction(max_tokens: int) -> None:
 def test_the_longest_prompts_are_accepted_with_max_tokens_0_and_one_token_more_is_refused(
     overrides: dict[str, Any],
 ) -> None:
-    """A prompt that is only scored needs no room for an answer: S3-R6, nothing that can never run may wait."""
+    """A prompt that is only scored needs no room for an answer. S3-R6: nothing that can never run may wait."""
     most = 20
     settings: dict[str, Any] = {"max_model_len": 64 if overrides else most, **overrides}
     core = RecordingCore(**settings)

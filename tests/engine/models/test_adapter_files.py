@@ -30,7 +30,7 @@ def read(directory: Path, model_dir: Path, max_rank: int = 16) -> tuple[str, Del
 
 @pytest.fixture
 def made(tmp_path: Path) -> tuple[Path, Path]:
-    """(the model's directory, an adapter's)"""
+    """Return the directory of a model and that of an adapter."""
     model = save_model("llama", tmp_path / "model")
     return tmp_path / "model", save_adapter(model, tmp_path / "adapter")
 

@@ -147,7 +147,7 @@ def test_each_line_says_which_of_its_layers_see_a_window() -> None:
 
 
 def test_gemma_3_is_read_from_the_fields_of_its_first_checkpoints() -> None:
-    """Those of the hub: no layer_types, two bases beside each other, and much left out."""
+    """The first checkpoints on the hub have no layer_types, two bases beside each other, and much left out."""
     published = GEMMA3 | {"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None}
     config = parse_model_config(BASE | published | {"num_hidden_layers": 6, "query_pre_attn_scalar": 64})
     thetas = [layer.rope.theta for layer in config.layers if layer.rope is not None]

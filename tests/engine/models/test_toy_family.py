@@ -1,5 +1,5 @@
-"""Owns the proof that a line is added as engine/models/README.md says: one file's worth, and nothing else changes.
-Never touches the lines that are served: the toy is in the table for one test at a time."""
+"""Owns the proof that a model family is added as engine/models/README.md says: by one file, and without other changes.
+Never touches the families that are served: the toy is in the table for one test at a time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ TOY = ModelFamily("ToyForCausalLM", _toy, NAMES)
 
 @pytest.fixture
 def reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GemmaForCausalLM:
-    """The toy is the first Gemma, which is not served, under other names. Its checkpoint is in tmp_path."""
+    """Make a model of the toy family: it is the first Gemma, which is not served, under other names.
+    Its checkpoint is in tmp_path."""
     torch.manual_seed(7)
     model = GemmaForCausalLM(GemmaConfig(**SHAPE, hidden_act="gelu_pytorch_tanh")).eval()
     with torch.no_grad():

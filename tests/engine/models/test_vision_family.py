@@ -1,4 +1,4 @@
-"""Contracts of the line that takes images: what its config.json may say, in both of its forms, and how it starts.
+"""Contracts of the family that takes images: what its config.json may say, in both of its forms, and how it starts.
 Never computes an answer: tests/golden/test_vision.py does."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PUBLISHED: dict[str, Any] = {
     "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
     "vocab_size": 151936,
 }
-"""As Qwen2.5-VL-3B-Instruct's config.json has it."""
+"""The config.json of Qwen2.5-VL-3B-Instruct."""
 
 
 def test_the_published_form_is_read_and_has_as_many_parameters_as_the_model() -> None:

@@ -19,7 +19,7 @@ def core_of(loop: str = "plain", **overrides: Any) -> RecordingCore:
 
 
 def order_of(core: RecordingCore) -> list[str]:
-    """Requests in the order of their first rows."""
+    """Return the requests in the order of their first rows."""
     return list(dict.fromkeys(row.request_id for plan in core.plans for row in plan.rows))
 
 
@@ -72,7 +72,7 @@ def test_others_run_meanwhile() -> None:
 
 @pytest.mark.parametrize("loop", ["plain", "overlap"])
 def test_it_keeps_its_place_although_later_ones_ran_first(loop: str) -> None:
-    """S5-R20: what was skipped went to the end of the queue, again and again."""
+    """S5-R20: a request that was skipped went to the end of the queue, again and again."""
     core = core_of(loop, max_num_seqs=1)
     core.send("late", PROMPT, max_tokens=2, prepared=False)
     for name in ("first", "second", "third"):
@@ -158,7 +158,8 @@ def end_by_deadline(core: RecordingCore) -> None:
 @pytest.mark.parametrize("timeout", ["timeout_s", "queue_timeout_s"])
 @pytest.mark.parametrize("end", [end_by_abort, end_by_failure, end_by_deadline])
 def test_it_ends_once_and_leaves_nothing(end: Any, timeout: str, loop: str) -> None:
-    """S5-R20, S5-R21: failed preparation left the id in a map; an abort of what waits was ignored with a log line."""
+    """S5-R20, S5-R21: a failed preparation left the id in a map,
+    and an abort of a waiting request was ignored with a log line."""
     core = core_of(loop)
     core.send("late", PROMPT, max_tokens=2, prepared=False, tenant="t", **{timeout: 5.0})
     end(core)
@@ -188,7 +189,7 @@ def test_its_end_does_not_disturb_what_runs() -> None:
 
 
 def test_the_ratio_starts_over_when_nothing_is_left_but_what_is_being_prepared() -> None:
-    """I-16: it holds no memory and asks for none, so the engine is idle."""
+    """I-16: a request that is being prepared holds no memory and asks for none, so the engine is idle."""
     core = core_of(scheduler=SchedulerConfig(ratio_decay_steps=3))
     core.send("late", PROMPT, max_tokens=2, prepared=False)
     core.send("other", PROMPT[:5], max_tokens=9, ignore_eos=True)

@@ -41,12 +41,12 @@ class Line:
 
 
 def one_seat(**settings: object) -> RecordingCore:
-    """A core that computes one request at a time, so that the order of service is the order of the queue."""
+    """Make a core that computes one request at a time, so that the order of service is the order of the queue."""
     return RecordingCore(max_num_seqs=1, enable_prefix_caching=False, scheduler=SchedulerConfig(**settings))
 
 
 def served(core: RecordingCore) -> list[str]:
-    """Requests in the order of their first chunks."""
+    """Return the requests in the order of their first chunks."""
     return list(dict.fromkeys(row.request_id for plan in core.plans for row in plan.rows))
 
 
@@ -82,7 +82,7 @@ def test_a_request_behind_one_that_was_just_preempted_ages_all_the_same() -> Non
 
 @pytest.mark.parametrize("seats", [1, 4])
 def test_an_endless_stream_of_urgent_requests_delays_another_by_its_age_bound_and_no_longer(seats: int) -> None:
-    """S5-R13's kin: strict priorities starve whoever is not urgent."""
+    """Related to S5-R13: strict priorities starve whoever is not urgent."""
     core = RecordingCore(
         tick_ms=10,
         max_num_seqs=seats,
@@ -132,7 +132,7 @@ def test_the_queue_counts_the_requests_and_the_tokens_that_wait() -> None:
     ],
 )
 def test_a_preempted_request_returns_to_its_place(where: Literal["arrival", "front", "back"], order: list[str]) -> None:
-    """The one that began last gives up its memory first."""
+    """The request that began last is the first to give up its memory."""
     line = Line()
     first, second, _ = (line.enter(name) for name in ("first", "second", "third"))
     for request in (first, second):
@@ -164,7 +164,7 @@ def test_two_tenants_of_a_priority_alternate_although_one_queued_fifty_requests_
 
 
 def test_tenants_alternate_within_one_step_too() -> None:
-    """A turn counts before the next one in the same plan, or a step of eight seats would go to one tenant."""
+    """A turn has to count before the next one in the same plan, or a step of eight seats would go to one tenant."""
     core = RecordingCore(max_num_seqs=4, scheduler=SchedulerConfig(reserve_mode="prompt"))
     for tenant in ("a", "b"):
         for i in range(6):
@@ -229,7 +229,8 @@ def test_an_answer_token_counts_as_much_as_the_setting_says(weight: float, first
 
 
 def test_what_a_tenant_is_served_comes_from_its_prompts_and_from_its_answers() -> None:
-    """Nine answer tokens weigh 18, so that three requests of 8 tokens go before the talker's next."""
+    """Nine answer tokens weigh 18, so that three requests of 8 tokens go before
+    the next request of the tenant that answered."""
     core = one_seat()
     for i in range(3):
         core.send(f"talk{i}", [1] * 6, tenant="talk", max_tokens=9, ignore_eos=True)
@@ -245,7 +246,7 @@ def test_what_a_tenant_is_served_comes_from_its_prompts_and_from_its_answers() -
 
 
 def test_drafts_that_were_accepted_count_as_answer_tokens() -> None:
-    """One count a row made the share of an answer depend on how well it was guessed."""
+    """Regression: one count per row made a tenant's share depend on how well its answers were guessed."""
     orders = []
     for num_drafts in (0, 3):
         core = RecordingCore(
@@ -400,7 +401,7 @@ def test_whoever_is_least_urgent_gives_up_memory_first(how: str) -> None:
 
 
 def full_core(**settings: object) -> RecordingCore:
-    """A prompt of priority 1 that has begun; what remains of memory fits 12 tokens and no more."""
+    """Make a core with a begun prompt of priority 1 in which the remaining memory fits exactly 12 tokens."""
     core = RecordingCore(
         block_size=4,
         num_kv_blocks=24,
@@ -421,7 +422,7 @@ def full_core(**settings: object) -> RecordingCore:
 
 
 def test_a_step_tests_no_more_misfits_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Testing 2,000 waiting requests took 4.6 ms of every step. Urgent ones are looked at twice: before the prompts
+    """Testing 2,000 waiting requests took 4.6 ms of every step. Urgent requests are looked at twice: before the prompts
     that have begun and after them."""
     core = full_core()
     for i in range(3 * MAX_PASSED):
@@ -443,7 +444,8 @@ def test_a_step_tests_no_more_misfits_than_its_bound(monkeypatch: pytest.MonkeyP
 
 
 def test_no_request_is_overtaken_more_often_than_its_bound_within_one_step() -> None:
-    """Urgent misfits were tested before begun prompts and after them, with the whole bound each time."""
+    """Regression: urgent requests that did not fit were tested before begun prompts and after them,
+    with the whole bound each time."""
     core = full_core(max_overtakes=2)
     core.send("large", [2] * 80, priority=0, max_tokens=1)
     for i in range(4):
@@ -455,7 +457,7 @@ def test_no_request_is_overtaken_more_often_than_its_bound_within_one_step() -> 
 
 
 def test_in_a_strict_queue_nobody_goes_before_one_that_does_not_fit() -> None:
-    """Also when the step looks at the queue twice, before the prompts that have begun and after them."""
+    """This also holds when the step looks at the queue twice, before the prompts that have begun and after them."""
     core = full_core(admission_order="strict")
     core.send("large", [2] * 80, priority=0, max_tokens=1)
     for priority in (0, 1):

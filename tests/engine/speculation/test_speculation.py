@@ -1,5 +1,6 @@
-"""Contracts of drafts that are looked up in a request's own text: nobody can tell by the answer, and they stop when
-they do not pay. Texts that repeat themselves are scripted; all others are hashes, which nobody foresees."""
+"""Contracts of drafts that are looked up in a request's own text: the answer does not show them, and they stop when
+they do not pay.
+Texts that repeat themselves are scripted; all others are hashes, which nobody can foresee."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def all_verified(core: RecordingCore) -> list[Verified]:
 
 
 def test_no_token_that_would_end_the_answer_is_drafted() -> None:
-    """What came after it before would be verified for nothing."""
+    """What followed that token earlier in the text would be verified for nothing."""
     core = looking(reply=[7, 8, 1, 2, 9] * 6)
     core.send("a", [7, 8, 9, 1, 2, 7, 8, 9], max_tokens=30, stop_token_ids=(9,))
     core.run()
@@ -193,13 +194,13 @@ def test_beside_many_rows_nothing_is_drafted_or_even_looked_at_until_few_are_lef
 
 
 def requests(count: int) -> tuple[Speculation, list[Request]]:
-    """Requests whose texts repeat themselves, in an engine of no steps."""
+    """Make requests whose texts repeat themselves, for an engine that runs no steps."""
     config = resolved_config(speculative=ADAPTIVE, num_speculative_tokens=3, max_num_batched_tokens=64)
     return Speculation(config), decoding_requests(config, count)
 
 
 def proposals(speculation: Speculation, decoding: list[Request], right: bool, steps: int) -> Iterator[int]:
-    """How many tokens each step is drafted, if all drafts are right or all are wrong."""
+    """Return how many tokens each step is drafted, if all drafts are right or all are wrong."""
     for _ in range(steps):
         drafted = speculation.propose(decoding)
         yield sum(len(drafts) for _, drafts in drafted)
