@@ -56,7 +56,7 @@ async def collect(stream: AsyncIterator[Event]) -> list[Event]:
 
 
 async def submitted() -> None:
-    """Every task that was made runs to its first wait, which comes after it has submitted its request."""
+    """Let every task that was made run to its first wait, which comes after it has submitted its request."""
     await asyncio.sleep(0)
 
 
@@ -143,7 +143,7 @@ def test_a_request_is_ended_for_the_reason_that_its_caller_gives(make_engine: Ma
         async with aclosing(engine.stream(Submission("r", PROMPT, LONG))) as stream:
             events = await anext(stream)
             engine.abort("r", FinishReason.STOP)
-            engine.abort("r")  # the first reason stands
+            engine.abort("r")  # the first reason counts
             gate.release(3)
             async for items in stream:
                 events += items
@@ -228,7 +228,7 @@ def test_one_request_more_than_may_run_and_wait_is_refused_with_both_limits(make
 
 
 def test_a_fatal_executor_error_fails_every_stream_once_and_turns_health_false(make_engine: MakeEngine) -> None:
-    """S1-R14: one worker's panic left /health at 200 and every later request failing."""
+    """S1-R14: after the panic of one worker, /health stayed at 200 and every later request failed."""
 
     async def main() -> None:
         gate = threading.Event()
@@ -254,7 +254,7 @@ def test_a_fatal_executor_error_fails_every_stream_once_and_turns_health_false(m
 
 
 async def watch(engine: AsyncEngine) -> None:
-    """Ask again and again how it is, until it says that it is ill."""
+    """Ask for the engine's health again and again, until it says that it is ill."""
     while True:
         await engine.check_health()
         await asyncio.sleep(0.01)
@@ -362,7 +362,7 @@ def test_two_engines_in_one_process_do_not_meet(make_engine: MakeEngine) -> None
 def test_a_prompt_is_hashed_by_whoever_submits_it_and_no_step_waits_for_that(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """32,768 tokens took the step thread 2.2 ms, and every running stream with it."""
+    """32,768 tokens took the step thread 2.2 ms, in which every running stream waited, too."""
     hashed: list[str] = []
 
     def extend(chain: list[bytes], token_ids: list[int], num_blocks: int, *rest: object) -> None:
@@ -386,7 +386,7 @@ def test_a_prompt_is_hashed_by_whoever_submits_it_and_no_step_waits_for_that(
 def test_a_burst_of_submissions_is_taken_in_by_parts_with_steps_in_between(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it came before the next step, however much, and running streams waited."""
+    """Regression: however large the burst, all of it was taken in before the next step, and running streams waited."""
     monkeypatch.setattr("engine.async_engine.MAX_COMMANDS", 10)
     queued: list[int] = []
     stepping, burst = threading.Event(), threading.Event()
@@ -492,7 +492,7 @@ def test_a_preparation_that_raises_fails_its_request_with_what_it_said(
 
 
 def test_a_preparation_that_somebody_cancels_fails_its_request(make_engine: MakeEngine) -> None:
-    """It would wait for ever otherwise."""
+    """Otherwise it would wait for ever."""
 
     async def main() -> None:
         image: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -555,7 +555,7 @@ def test_a_late_preparation_does_not_reach_the_next_request_of_its_id(make_engin
                 try:
                     await finish.wait()
                 except asyncio.CancelledError:
-                    continue  # deaf to it
+                    continue  # ignores its cancellation
             finished.set()
 
         engine = make_engine()
@@ -611,7 +611,8 @@ def test_shutting_down_fails_what_is_being_prepared_and_cancels_the_preparation(
 
 
 def test_a_deadline_ends_a_request_although_the_engine_has_nothing_to_run(make_engine: MakeEngine) -> None:
-    """The step thread slept until the next command, and a request whose prompt never came waited for ever."""
+    """Regression: the step thread slept until the next command,
+    so a request whose prompt never came waited for ever."""
 
     async def main() -> None:
         engine = make_engine()
@@ -719,7 +720,7 @@ def test_a_reset_of_a_dead_engine_raises_instead_of_hanging(make_engine: MakeEng
 
 
 class Sink:
-    """Keeps what each call brought. Belongs to the running loop."""
+    """Keeps what each call brought. Belongs to the event loop that runs when it is made."""
 
     def __init__(self, fault: Exception | None = None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -784,7 +785,7 @@ def test_a_sink_lives_on_the_event_loop_that_it_names(make_engine: MakeEngine) -
 
     def reader(index: int) -> None:
         async def main() -> None:
-            sink = Sink()  # asserts its loop at each call
+            sink = Sink()  # asserts at each call that it runs on its loop
             engine.submit(Submission(f"r{index}", PROMPT, LONG), sink)
             await until(lambda: sink.ended(f"r{index}"))
             counts.append(len(sink.of(f"r{index}")))

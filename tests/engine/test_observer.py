@@ -1,4 +1,4 @@
-"""Contracts of what an engine tells an observer: every request once, before its readers, whatever becomes of it.
+"""Contracts of what an engine tells an observer: every request once, before its readers learn of it, however it ends.
 Never measures time: what is observed is counted."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_an_answer_that_has_arrived_was_observed_to_its_end() -> None:
 
 
 def test_an_aborted_request_is_observed_to_its_end_like_any_other() -> None:
-    steps = threading.Semaphore(1)  # else the answer might be complete before its reader has left
+    steps = threading.Semaphore(1)  # otherwise the answer might be complete before its reader has left
 
     def wait_for_turn(plan: StepPlan) -> None:
         assert steps.acquire(timeout=30)
@@ -167,7 +167,7 @@ def test_the_step_is_told_with_the_tokens_it_computed_also_when_it_is_read_back_
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_is_told_with_its_decode_rows_and_each_of_its_chunks(overlap: bool) -> None:
-    """32 tokens a step, blocks of 4: the second prompt begins in the step that completes the first."""
+    """A step has 32 tokens, in blocks of 4: the second prompt begins in the step that completes the first."""
     core = RecordingCore(overlap=overlap)
     core.send("a", range(1, 5), max_tokens=8, ignore_eos=True)
     core.keep(core.step())
@@ -214,7 +214,7 @@ def test_a_step_that_failed_is_no_step_that_was_computed() -> None:
 
 
 def test_submissions_are_told_before_their_first_event() -> None:
-    """The step thread is free to run in between."""
+    """The step thread may run in between."""
     ready = threading.Event()
 
     class Slow(Notes):

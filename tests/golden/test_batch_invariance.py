@@ -1,5 +1,6 @@
-"""Owns the promise of `batch_invariant`: in bfloat16, tokens and log-probabilities are the same to the bit, in any
-schedule. Never allows a tolerance."""
+"""Owns the promise of `batch_invariant`: in bfloat16, tokens and
+log-probabilities are the same to the bit, in any schedule.
+Never allows a tolerance."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def bench() -> Bench:
 
 
 def alone(bench: Bench, params: SamplingParams, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-    """Texts and log-probabilities of each prompt by itself, unchunked, without a prefix cache."""
+    """Return texts and log-probabilities of each prompt by itself, unchunked, without a prefix cache."""
     texts, logprobs = [], []
     for prompt in prompts:
         texts += bench.serve([prompt], params, enable_prefix_caching=False)

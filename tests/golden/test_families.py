@@ -1,4 +1,4 @@
-"""Owns the promise that a line's text is that of transformers, however it was scheduled; on tiny random checkpoints.
+"""Owns the promise that a family's text is that of transformers, however it was scheduled; on tiny random checkpoints.
 Never uses bfloat16 where two orders of addition may flip a near tie."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROMPTS = [torch.randint(0, VOCAB, (length,), generator=GENERATOR).tolist() for 
 
 
 class Line(Bench):
-    """The bench of one line, and what transformers answers to its prompts."""
+    """The bench of one family, and what transformers answers to its prompts."""
 
     def __init__(self, kind: str, directory: Path) -> None:
         model = save_model(kind, directory)

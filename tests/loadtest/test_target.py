@@ -1,4 +1,4 @@
-"""What is known of the server under load before and after it."""
+"""What the load generator asks the server about itself before and after a load."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Contracts of the engine core: the life of a request, what ends it, and which others are affected.
-Long: every way to end."""
+"""Contracts of the engine core: a request's life, its end, and whom a fault affects. Long, because ends are many."""
 
 from __future__ import annotations
 
