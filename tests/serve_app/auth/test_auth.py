@@ -99,7 +99,7 @@ async def test_without_a_known_key_every_route_that_serves_tenants_is_a_401(
 
 async def test_a_wrong_key_is_refused_before_the_body_is_read() -> None:
     exchange = Exchange(app_for(hello(), keys=KEYS), "POST", "/v1/completions", b"")
-    exchange._inbox.get_nowait()  # nothing of the body comes
+    exchange._inbox.get_nowait()  # no part of the body has come
     assert (await exchange.finish()).status == 401
 
 

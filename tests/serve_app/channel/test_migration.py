@@ -1,4 +1,4 @@
-"""Contracts of streams that move to another engine replica unseen by the client. Long: each place of a failure.
+"""Contracts of streams that move to another engine replica without the client noticing. Long: each place of a failure.
 Never uses Ray or sockets: attempts are scripted, and answers are an engine's own."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def no_backoff() -> Iterator[None]:
 
 
 def undisturbed(submission: Submission) -> list[Event]:
-    """What one replica answers, by an engine that has seen nothing before."""
+    """Return what one replica answers, using an engine that has seen nothing before."""
     core = RecordingCore()
     core.send_params(
         submission.request_id, submission.prompt_token_ids, submission.sampling, pooling=submission.pooling
@@ -69,7 +69,7 @@ def undisturbed(submission: Submission) -> list[Event]:
 
 
 def anonymous(events: Sequence[Event]) -> list[Event]:
-    """Without the request id, which differs between attempts."""
+    """Leave out the request id, which differs between attempts."""
     return [replace(event, request_id="") for event in events]
 
 
@@ -78,18 +78,18 @@ class Script:
     """How an attempt goes: so many of the answer's events, in batches of these sizes, then what happens."""
 
     num_events: int | None = None
-    """None: all."""
+    """How many events come; None: all."""
     batches: tuple[int, ...] = (1,)
     end: Exception | None = None
-    """What `take` raises then; None: it waits for ever."""
+    """What `take` then raises; None: it waits for ever."""
     as_event: bool = False
-    """The failure comes as a Failed event, in one batch with what came before."""
+    """Whether the failure comes as a Failed event, in one batch with what came before."""
     replica_id: str | None = "replica"
 
 
 @dataclass
 class ScriptedAttempt:
-    """An attempt that plays a script over an engine's own answer."""
+    """An attempt that follows a script over an engine's own answer."""
 
     script: Script
     submission: Submission
@@ -208,7 +208,7 @@ def test_an_answer_from_several_replicas_is_that_of_one(
     ],
 )
 async def test_a_failure_after_any_event_changes_nothing(sampling: SamplingParams, as_event: bool) -> None:
-    """Tokens that came in one batch with the failure were counted as sent, and never were."""
+    """Regression: tokens that came in one batch with the failure were counted as sent, but never were."""
     whole = undisturbed(asking(sampling))
     for cut in range(len(whole)):
         replicas = Replicas(failing(cut, batches=(3,), as_event=as_event))
@@ -347,7 +347,7 @@ async def test_a_deadline_shrinks_by_the_time_that_has_passed_and_a_wait_for_the
 def _passing(
     replicas: Replicas, passed: list[float], seconds: float
 ) -> Callable[[Submission, tuple[str, ...]], Attempt]:
-    """Each attempt takes so long, on a clock turned by hand."""
+    """Make each attempt take so long, on a clock turned by hand."""
 
     def start(submission: Submission, avoid: tuple[str, ...]) -> Attempt:
         attempt = replicas.start(submission, avoid)

@@ -1,4 +1,4 @@
-"""Owns the promise that an engine whose steps stand still gives its requests up, so that they go on elsewhere.
+"""Owns the promise that an engine whose steps hang gives its requests up, so that they continue elsewhere.
 Never goes through Ray: tests/chaos stops whole processes."""
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ async def is_healthy(replica: EngineReplica) -> bool:
 
 
 async def warm_already(engine: AsyncEngine) -> None:
-    """The gate is closed."""
+    """Skip the warm-up, which the closed gate would hold for ever."""
 
 
 async def test_a_stalled_engine_fails_its_health_check_and_gives_up_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They used to wait for Serve to end the replica, which first waited for them."""
+    """Regression: the calls waited until Serve ended the replica, and Serve first waited for the calls."""
     gate = Gate()
     engine = engine_of(gate, stall_timeout_s=0.05)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="stalls"))

@@ -1,5 +1,5 @@
 """Contracts of the token channel, from an engine's step to a stream's reader. Long: every way in which an end fails.
-Never goes through Ray: what a call's answer repairs is the answer of TokenSender.generate."""
+Never goes through Ray: the answer with which a call repairs its stream is that of TokenSender.generate."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ async def test_one_engine_writes_to_an_ingress_over_one_connection() -> None:
 
 
 async def test_a_backlog_that_is_read_at_once_ends_no_stream_whose_reader_keeps_up() -> None:
-    """Messages that are there are received without a pause: readers never ran in between, and all were too slow."""
+    """Regression: messages that are there are received without a pause, so readers never ran in between,
+    and all counted as too slow."""
     receiver = TokenReceiver(HOST, max_unread_tokens=100)
     context = zmq.asyncio.Context()
     socket = connect(context, receiver.address)
@@ -163,7 +164,7 @@ async def test_a_backlog_that_is_read_at_once_ends_no_stream_whose_reader_keeps_
 async def test_frames_lost_with_a_connection_are_noticed_and_the_answer_completes_the_stream_without_repeating(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where nothing that the ingress asks for comes again."""
+    """This also holds if nothing that the ingress asks for again ever comes."""
     async with rig(gated=True) as engine:
         receiver = engine.receiver()
         monkeypatch.setattr(receiver, "_reply", lambda *what: False)
@@ -280,7 +281,7 @@ async def test_an_ingress_that_stops_has_its_requests_ended_and_nothing_is_kept_
 
 
 async def test_events_of_an_ingress_that_is_gone_are_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    """Steps that were under way when its socket was closed still have news for it."""
+    """Steps that were under way when its socket was closed still have events for it."""
     async with rig(gated=True) as engine:
         call = engine.call(engine.receiver())
         engine.gate.let(3)
@@ -299,7 +300,7 @@ async def test_events_of_an_ingress_that_is_gone_are_dropped_in_silence(caplog: 
 async def test_an_ingress_on_the_port_of_one_that_is_gone_has_a_connection_of_its_own_and_the_old_one_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Frames for it went out under the keys of the old one, and never came."""
+    """Regression: frames for the new one were sent under the keys of the old one, and never arrived."""
     monkeypatch.setattr(token_sender, "PEER_LOST_S", 0.3)
     async with rig(gated=True) as engine:
         receiver = engine.receiver()
@@ -440,7 +441,7 @@ async def test_a_malformed_abort_message_is_dropped_and_the_next_one_counts() ->
 
 
 def _aborted(events: list[Event]) -> Event:
-    """The terminal event of an aborted request."""
+    """Return the terminal event of an aborted request."""
     num_tokens = sum(isinstance(event, Token) for event in events)
     return Finished("r", FinishReason.ABORT, Usage(len(PROMPT), num_tokens, 0))
 
@@ -467,7 +468,7 @@ STATES = ["before the first frame", "in the queue", "in its prefill", "while it 
 
 
 async def _bring(engine: Rig, receiver: TokenReceiver, state: str) -> tuple[Call, list[Call]]:
-    """A call in a state of its life, and the calls beside it."""
+    """Bring a call to a state of its life; return it, and the calls beside it."""
     others = []
     if state == "in the queue":
         others = [engine.call(receiver, f"other{i}", prompt_of(i)) for i in range(2)]
@@ -587,7 +588,7 @@ def _entry(first: int, end: int) -> Entry:
 
 
 def _taken(stream: TokenStream) -> list[Event]:
-    """What is there, without waiting."""
+    """Take what is there, without waiting."""
     return asyncio.run(stream.take()) if stream._pending else []
 
 
@@ -596,7 +597,8 @@ def _taken(stream: TokenStream) -> list[Event]:
 def test_a_stream_gives_each_event_once_and_in_order_whatever_frames_come(
     steps: list[tuple[int, int] | None], answered_after: int
 ) -> None:
-    """None is a reader that takes; any cut, duplicate, overlap, loss or order of frames, and the answer in between."""
+    """None stands for a reader that takes. Frames may be cut, duplicated, overlapping, lost or in any order,
+    with the answer in between."""
     stream = TokenStream("r", 0, 1000)
     taken: list[Event] = []
     for place, step in enumerate([*steps, *[None] * (answered_after + 1 - len(steps))]):

@@ -1,4 +1,4 @@
-"""A config file that is none says so by line, with what was expected; nobody sees a traceback."""
+"""An invalid config file is reported by line, with what was expected; nobody sees a traceback."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_configs_of_this_project_are_ones(name: str) -> None:
 
 
 def test_the_keys_are_those_of_ray_serve() -> None:
-    """In another process: this one may not import ray.serve before a test has set its environment."""
+    """It runs in another process, because this one may not import ray.serve before a test has set its environment."""
     code = """
 import json
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema

@@ -1,4 +1,4 @@
-"""What only this machine can tell is told before Ray starts: by file, line, setting and value."""
+"""Problems that only this machine can reveal are reported before Ray starts: by file, line, setting and value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAKE = {"engine": {"executor": "fake"}}
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """One that somebody listens on."""
+    """Return a port that somebody listens on."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

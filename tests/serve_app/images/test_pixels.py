@@ -1,4 +1,5 @@
-"""Contracts of the way from a file to pixels: sizes as transformers chooses them, and what the file says of itself."""
+"""Contracts of the way from a file to pixels:
+sizes as transformers chooses them, and what the file says about itself."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_a_file_is_known_by_its_contents(kind: str) -> None:
 
 
 def test_a_picture_that_lies_on_its_side_is_put_upright() -> None:
-    """Cameras store which way is up beside the pixels."""
+    """Cameras store beside the pixels which way is up."""
     image = make_image(1, 84, 56)
     exif = Image.Exif()
     exif[0x0112] = 6

@@ -1,4 +1,5 @@
-"""Contracts of asking all replicas: one that hangs, dies or talks nonsense costs a scrape its own series and no other.
+"""Contracts of asking all replicas: one that hangs,
+dies or answers nonsense costs a scrape its own series and no other.
 Never starts Ray: the handle's broadcast is scripted."""
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Call:
 
 
 class Handle:
-    """A deployment's handle whose replicas are these; or nobody can be asked, for this reason."""
+    """A deployment's handle with these replicas; or nobody can be asked, for this reason."""
 
     def __init__(self, *replicas: Replica, error: Exception | None = None) -> None:
         self._replicas = replicas

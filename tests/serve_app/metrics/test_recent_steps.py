@@ -1,4 +1,4 @@
-"""Contracts of an engine's last steps: what is kept, what is told again and what is not, and the pace of a window.
+"""Contracts of an engine's last steps: which are kept, which are reported again, and the pace of a window.
 Never runs an engine: steps and the clock are written down."""
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_one_gap_is_both_percentiles_and_a_first_token_is_none() -> None:
 
 
 def test_tokens_that_came_with_no_step_of_their_own_count() -> None:
-    """An abort between steps can bring a stop token; a call that yields nothing is not kept."""
+    """An abort between steps can bring a stop token, and a call that yields nothing is not kept."""
     recent = RecentSteps(0.0)
     recent.add(1.0, [], 1, {})
     recent.add(1.0, [], 0, {})

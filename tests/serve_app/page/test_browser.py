@@ -1,5 +1,5 @@
 """Owns the proof that the page does what it shows: a real browser, over a real server with the fake executor.
-Never asks a page what it thinks of itself where the server can be asked; waits for what is to be, and times nothing."""
+Never asks the page about itself where the server can be asked. Waits for states, and measures no time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def browser(server: Server) -> Iterator[Page]:
 
 @pytest.fixture
 def page(browser: Page, server: Server) -> Iterator[Page]:
-    """The page, opened anew."""
+    """Open the page anew."""
     browser.complaints.clear()
     browser.open(server.url)
     browser.until("document.querySelector('canvas')")

@@ -1,4 +1,4 @@
-"""Contracts of the page at `/` as it is sent: one document, that may run and fetch nothing but its own.
+"""Contracts of the page at `/` as it is sent: one document, which may run and fetch nothing but its own.
 Never opens a browser; test_browser does."""
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ def test_a_prompt_with_another_image_or_of_another_salt_is_cached_nowhere() -> N
 
 
 def test_each_request_weighs_what_the_settings_say_beside_its_tokens() -> None:
-    """One queued token, or eight requests that decode: at 0 tokens a request the latter are nothing."""
+    """The loads are one queued token, and eight requests that decode:
+    at 0 tokens a request the latter count nothing."""
     reports = {"queues": stats(NOW, requests=1, queued=1), "decodes": stats(NOW, requests=8)}
     for weight, chosen in ((0, "decodes"), (64, "queues")):
         router = chooser(request_tokens=weight)

@@ -1,4 +1,4 @@
-"""Contracts of placement: who may take a request, and who of them does."""
+"""Contracts of placement: which replicas may take a request, and which of them does."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_call_that_computes_nothing_gets_two_at_random_then_the_others_then_th
 def test_whoever_neither_holds_the_prefix_nor_was_drawn_is_tried_in_order_of_room_and_load(
     ask: Ask, fleet: list[Candidate], random: Random
 ) -> None:
-    """A first choice may turn the request away: what comes after it is a choice, too."""
+    """A first choice may turn the request away, so what comes after it is a choice, too."""
     ready = [one._replace(full=False) for one in fleet]
     calm = Ask(ask.num_tokens)
     by_id = {one.replica_id: one for one in ready}
@@ -227,7 +227,8 @@ def test_a_session_leaves_a_home_beyond_the_bound_for_its_second_and_comes_back(
 
 
 def test_half_a_character_in_a_session_id_is_no_error() -> None:
-    """JSON can carry a lone surrogate; encoding it strictly raised inside the router, where nobody catches it."""
+    """JSON can carry a lone surrogate. Encoding it strictly raised an exception inside the router,
+    where nobody catches it."""
     assert first(Ask(10, "\ud800"), named(a=0)) == "a"
 
 
@@ -235,7 +236,8 @@ def test_half_a_character_in_a_session_id_is_no_error() -> None:
 
 
 def placed(num_engines: int, *holders: str, load: int = 0) -> list[str]:
-    """The order of engines e0, e1, ... for a request whose adapter those named have; they have `load` to do."""
+    """Return the order of engines e0, e1, ... for a request whose adapter the `holders` have;
+    the holders have `load` to do."""
     engines = [
         Candidate(name, load_tokens=load * (name in holders), adapter_tokens=0 if name in holders else 100)
         for name in (f"e{number}" for number in range(num_engines))
@@ -244,7 +246,7 @@ def placed(num_engines: int, *holders: str, load: int = 0) -> list[str]:
 
 
 def test_a_request_goes_to_an_engine_that_has_its_adapter_out_of_many() -> None:
-    """Two drawn at random would mostly miss it."""
+    """Two engines drawn at random would mostly miss the one that has it."""
     assert placed(30, "e17")[0] == "e17"
     assert set(placed(30, "e3", "e17")[:2]) == {"e3", "e17"}
 

@@ -61,7 +61,7 @@ async def read_by_the_model(**fields: Any) -> str:
 
 
 def events(answer: Answer) -> list[dict[str, Any]]:
-    """The payloads; each is named as its type."""
+    """Return the payloads; each event is named as its type."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     found = []
     for frame in b"".join(answer.parts).decode().removesuffix("\n\n").split("\n\n"):
@@ -74,7 +74,7 @@ def events(answer: Answer) -> list[dict[str, Any]]:
 
 
 def together(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """A stream's events as one message, as clients put them together; an index out of turn fails."""
+    """Put a stream's events together to one message, as clients do; an index out of order fails."""
     assert [one["type"] for one in found[:2]] == ["message_start", "ping"]
     assert [one["type"] for one in found[-2:]] == ["message_delta", "message_stop"]
     message, inputs, is_open = found[0]["message"], "", False
@@ -102,7 +102,7 @@ def together(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def whole_and_streamed(text: str, model: ServedModel = CALLER, **fields: Any) -> dict[str, Any]:
-    """The message, which is the same whole and streamed, however the text comes."""
+    """Return the message, which is the same whole and streamed, in whatever pieces the text comes."""
     message = (await ask(saying(text), model, **fields)).json
     MessageAnswer.model_validate(message)
     for pieces in (1, 3, len(text)):
@@ -112,7 +112,7 @@ async def whole_and_streamed(text: str, model: ServedModel = CALLER, **fields: A
 
 
 def _unnamed(message: dict[str, Any]) -> dict[str, Any]:
-    """Ids are drawn for each answer."""
+    """Leave out ids, which are drawn for each answer."""
     blocks = [{key: value for key, value in block.items() if key != "id"} for block in message["content"]]
     return message | {"id": "", "content": blocks}
 

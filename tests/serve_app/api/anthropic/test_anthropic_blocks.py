@@ -1,4 +1,4 @@
-"""Owns what a model reads of the blocks and tools of Anthropic's requests that no chat has.
+"""Owns what a model reads of those blocks and tools of Anthropic's requests that chats do not have.
 Never tests those that chats have, too; test_anthropic does."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AGAIN = {"role": "user", "content": "And?"}
 
 
 def turns(role: str, *blocks: Any) -> list[dict[str, Any]]:
-    """A turn of these blocks, in a conversation that can be answered."""
+    """Return a conversation that has a turn of these blocks and can be answered."""
     turn = {"role": role, "content": list(blocks)}
     return [*ASK["messages"], turn, AGAIN] if role == "assistant" else [turn]
 

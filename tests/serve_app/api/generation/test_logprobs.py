@@ -47,7 +47,7 @@ PARROT = "🦜".encode()
 
 
 def scores(token_id: int, top: Sequence[tuple[int, float]] = ()) -> TokenLogprobs:
-    """A log-probability that differs from token to token."""
+    """Make a log-probability that differs from token to token."""
     return TokenLogprobs(token_id, -1 - token_id / 1000, tuple(top))
 
 
@@ -67,14 +67,14 @@ def whole(answer: Answer) -> dict[str, Any]:
 
 
 async def both(client: ScriptedClient, **fields: Any) -> dict[str, Any]:
-    """The choice of the answer, which is the same whole and streamed."""
+    """Return the choice of the answer, which is the same whole and streamed."""
     choice = whole(await complete(client, **fields))
     assert joined_choice(await complete(client, **fields, stream=True)) == choice
     return choice
 
 
 def chunks(answer: Answer) -> list[tuple[str, list[str]]]:
-    """Each chunk's text and its tokens."""
+    """Return the text and the tokens of each chunk."""
     choices = [frame["choices"][0] for frame in answer.frames]
     return [(choice["text"], choice["logprobs"]["tokens"]) for choice in choices]
 
@@ -246,8 +246,8 @@ async def test_an_impossible_token_has_openais_smallest_number_because_json_has_
 
 
 async def test_the_stop_token_has_an_entry_so_that_entries_and_usage_agree() -> None:
-    """lm-evaluation-harness asks for one token and cuts the last entry off: without the stop token's, it would cut off
-    the score of the prompt's last token, and evaluate wrongly in silence."""
+    """lm-evaluation-harness asks for one token and cuts the last entry off. Without an entry for the stop token it
+    would cut off the score of the prompt's last token, and silently evaluate wrongly."""
     end = Finished("r", FinishReason.STOP, Usage(2, 1, 0), stop_token_id=256, stop_logprobs=scores(256))
     client = ScriptedClient([scheduled()], prompt_scored("hi"), [end])
     choice = await both(client, echo=True, logprobs=1, max_tokens=1)
@@ -311,7 +311,7 @@ async def test_the_scores_of_text_that_might_be_a_stop_string_come_with_the_text
 
 @pytest.mark.parametrize("items", [["one STOP"], ["one S", "TO", "P more"], list("one STOP")], ids=str)
 async def test_a_stop_string_cuts_the_text_and_its_tokens_stay_in_the_scores(items: list[str]) -> None:
-    """As at vLLM: an entry for each token that was generated, up to the one that completed the match."""
+    """As with vLLM, there is an entry for each token that was generated, up to the one that completed the match."""
     client = ScriptedClient([scheduled()], *map(scored, items), asyncio.Event())
     choice = await both(client, logprobs=0, stop="STOP")
     assert (choice["text"], choice["finish_reason"]) == ("one ", "stop")
@@ -407,7 +407,7 @@ async def test_a_character_that_begins_in_the_prompt_and_ends_in_the_answer_is_s
 
 
 def sentencepiece() -> tokenizers.Tokenizer:
-    """Ids: <s>, ▁a, b, ▁, a, then the bytes of é. Encoding adds <s>."""
+    """Make a tokenizer with the ids <s>, ▁a, b, ▁, a, then the bytes of é. Encoding adds <s>."""
     pieces = ["<s>", "▁a", "b", "▁", "a", "<0xC3>", "<0xA9>"]
     core = tokenizers.Tokenizer(models.BPE(vocab={piece: at for at, piece in enumerate(pieces)}, merges=[("▁", "a")]))
     core.add_special_tokens(["<s>"])
@@ -503,7 +503,7 @@ def test_a_token_of_text_and_part_of_a_character_is_written_as_bytes_with_its_re
     core.decoder = decoders.ByteLevel()
     tokenizer = Tokenizer(core, None, None)
     assert tokenizer.token_text(0) == r"bytes: \xf0\x9f"
-    assert tokenizer.token_text(1) == "\ufffd"  # the character itself, whole
+    assert tokenizer.token_text(1) == "\ufffd"  # the character itself, as a whole
     assert tokenizer.token_text(2) == r"bytes:\x5c\xf0"
 
 

@@ -1,4 +1,5 @@
-"""Contracts of what a response tells a load balancer: in the form that it asked for, and nothing where it did not ask.
+"""Contracts of what a response tells a load balancer:
+the load, in the form that it asked for, and nothing if it did not ask.
 Never asks an engine: the numbers are given."""
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
 class ByChoice(ScriptedClient):
-    """Plays the script of each choice; the last one's for those that follow."""
+    """Plays the script of each choice; the last script serves all further ones."""
 
     def __init__(self, *scripts: list[Step]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def says(text: str, reason: FinishReason = FinishReason.STOP) -> list[Step]:
 
 
 class Recorded(LocalClient):
-    """Keeps what each request's events said."""
+    """Keeps the events of each request."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         super().__init__(engine)
@@ -173,7 +173,7 @@ async def test_usage_can_be_told_in_every_chunk() -> None:
 
 @pytest.mark.parametrize(("path", "body"), [(CHATS, CHAT), (COMPLETIONS, PROMPT)])
 async def test_usage_in_every_chunk_needs_a_usage_at_the_end(path: str, body: dict[str, Any]) -> None:
-    """As at vLLM."""
+    """As with vLLM."""
     options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
     answer = await post(app_of(ByChoice(says("ab"))), path, body | options)
     assert all("usage" not in frame for frame in answer.frames)

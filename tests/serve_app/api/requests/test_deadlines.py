@@ -1,4 +1,5 @@
-"""Owns the contract of request deadlines: how they are asked for, when they end what, and that nothing outlives them.
+"""Owns the contract of request deadlines: how they are asked for, what they end and when,
+and that nothing outlives them.
 Never waits for real seconds where a clock can be turned."""
 
 from __future__ import annotations

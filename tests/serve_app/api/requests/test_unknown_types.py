@@ -1,5 +1,5 @@
 """Owns the promise that an object of an unknown type is refused in the same words on every route: its field, its type,
-and the types that there are.
+and the types that exist.
 Never asks what the known types do."""
 
 from __future__ import annotations

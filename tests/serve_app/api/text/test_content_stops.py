@@ -24,7 +24,7 @@ ARGUMENTS = {"city": "Oslo END more"}
 
 
 def read(text: str, stops: list[str], reasoning: str = "qwen3", tools: str = "hermes", size: int = 1) -> str:
-    """What is released, and `!` with the stop string that ended it."""
+    """Return what is released, followed by `!` and the stop string if one ended it."""
     search = ContentStops(StopStrings(stops), reasoning_parser(reasoning, ""), TOOL_PARSERS[tools]())
     found = ""
     for at in range(0, len(text), size):
