@@ -11,7 +11,7 @@ from tests.support.engines import RecordingCore
 
 
 def kinds(plan: StepPlan) -> str:
-    """`d` for each decode row, `p` for each chunk."""
+    """Return `d` for each decode row, and `p` for each chunk."""
     return "".join("d" if row.kind is RowKind.DECODE else "p" for row in plan.rows)
 
 
@@ -28,10 +28,10 @@ def chunks_of(core: RecordingCore, request_id: str) -> list[int]:
 
 
 def steps_of(core: RecordingCore, request_id: str) -> list[int]:
-    """Numbers of the steps in which a request has a chunk."""
+    """Return the numbers of the steps in which a request has a chunk."""
     return sorted({p.step_id for p in core.plans for row in prefill_rows([p]) if row.request_id == request_id})
 
 
 def launches(core: RecordingCore) -> list[list[StepPlan]]:
-    """The plans that the executor saw, by step."""
+    """Return the plans that the executor saw, by step."""
     return [list(plans) for _, plans in groupby(core.plans, key=lambda plan: plan.step_id)]
