@@ -20,6 +20,7 @@ from engine.fake.executor import FakeExecutor
 from engine.models.adapted import AdaptedModel
 from engine.protocol import AdapterRef, ErrorCode, Finished, RequestRejected, SamplingParams, Submission, Token
 from tests.golden.models import make_executor
+from tests.support.conditions import until
 from tests.support.engines import resolved_config
 from tests.support.tiny_adapters import save_adapter
 from tests.support.tiny_models import make_model, save_model
@@ -226,11 +227,6 @@ def test_an_executor_that_computes_no_adapters_is_refused_at_start() -> None:
     config = resolved_config(max_loras=1)
     with pytest.raises(ConfigError, match="max_loras is 1, but this model's executor has no adapters"):
         EngineCore(FakeExecutor(config.num_kv_blocks, config.block_size, range(32)), config)
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    while not reached():
-        await asyncio.sleep(0.001)
 
 
 # --- with weights -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.core.core import EngineCore
+from engine.core.step_clock import StepClock
 from engine.fake.executor import FakeExecutor
 from engine.prefix import extend_chain
 from engine.protocol import (
@@ -27,6 +28,7 @@ from engine.protocol import (
     Token,
 )
 from engine.step import ExecutorFatalError, StepPlan
+from tests.support.conditions import until
 from tests.support.engines import answer_alone, resolved_config
 
 PROMPT = (1, 2, 3, 4, 5)
@@ -61,9 +63,7 @@ async def submitted() -> None:
 
 
 async def until_idle(engine: AsyncEngine) -> None:
-    async with asyncio.timeout(10):
-        while engine.load().num_running or engine.load().num_waiting or engine.load().num_held_blocks:
-            await asyncio.sleep(0.001)
+    await until(lambda: not (load := engine.load()).num_running + load.num_waiting + load.num_held_blocks)
 
 
 def test_generate_yields_scheduled_tokens_and_one_terminal(make_engine: MakeEngine) -> None:
@@ -114,8 +114,7 @@ def test_a_busy_reader_gets_everything_queued_since_its_last_item(make_engine: M
             first = await anext(stream)
             assert isinstance(first[0], Scheduled)
             gate.release(1000)
-            while engine.load().num_running:
-                await asyncio.sleep(0.001)
+            await until(lambda: not engine.load().num_running)
             rest = await anext(stream)
             assert len(first) + len(rest) == 1 + 200 + 1
 
@@ -253,27 +252,32 @@ def test_a_fatal_executor_error_fails_every_stream_once_and_turns_health_false(m
     asyncio.run(main())
 
 
-async def watch(engine: AsyncEngine) -> None:
-    """Ask for the engine's health again and again, until it says that it is ill."""
-    while True:
-        await engine.check_health()
-        await asyncio.sleep(0.01)
-
-
 def test_an_engine_that_hangs_in_a_step_is_unhealthy_until_the_step_ends_and_an_idle_one_never_is(
-    make_engine: MakeEngine,
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = [100.0]
+    monkeypatch.setattr("engine.async_engine.StepClock", lambda: StepClock(lambda: now[0]))
+
+    in_step, gate = threading.Event(), threading.Event()
+
+    def hang(plan: StepPlan) -> None:
+        in_step.set()
+        gate.wait()
+
     async def main() -> None:
-        gate = threading.Event()
-        engine = make_engine(before_step=lambda plan: gate.wait() and None, stall_timeout_s=0.2)
+        engine = make_engine(before_step=hang, stall_timeout_s=20)
         task = asyncio.create_task(collect(engine.generate(PROMPT, LONG)))
-        with pytest.raises(EngineError, match=r"stall_timeout_s is 0\.2") as caught:
-            await asyncio.wait_for(watch(engine), 10)
+        await until(in_step.is_set)
+        now[0] += 20
+        await engine.check_health()
+        now[0] += 1
+        with pytest.raises(EngineError, match=r"for 21 s \(stall_timeout_s is 20\)") as caught:
+            await engine.check_health()
         assert caught.value.code is ErrorCode.ENGINE_DEAD
         gate.set()
         assert isinstance((await task)[-1], Finished)
-        await until_idle(engine)
-        await asyncio.sleep(0.3)  # longer than a step may take
+        await until(lambda: engine._clock._began is None)
+        now[0] += 1000
         await engine.check_health()
 
     asyncio.run(main())
@@ -429,12 +433,6 @@ def test_an_engine_with_overlap_streams_to_the_last_event_and_then_rests(make_en
 
 
 # --- preparation: the prompt is still being made ---------------------------------------------------------------------
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def run_within(seconds: float, main: Coroutine[None, None, None]) -> None:

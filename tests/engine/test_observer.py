@@ -27,6 +27,7 @@ from engine.protocol import (
     Submission,
 )
 from engine.step import ExecutorFatalError, StepPlan
+from tests.support.conditions import until
 from tests.support.engines import RecordingCore, resolved_config
 
 PROMPT = (1, 2, 3, 4, 5)
@@ -95,9 +96,7 @@ def test_an_aborted_request_is_observed_to_its_end_like_any_other() -> None:
             async with aclosing(stream):
                 await anext(stream)
             steps.release(1000)
-            async with asyncio.timeout(10):
-                while not notes.ends:
-                    await asyncio.sleep(0.001)
+            await until(lambda: notes.ends)
             (end,) = notes.ends
             assert isinstance(end, Finished)
             assert end.reason is FinishReason.ABORT

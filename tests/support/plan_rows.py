@@ -23,6 +23,15 @@ def num_prefill_tokens(plan: StepPlan) -> int:
     return sum(len(row.token_ids) for row in prefill_rows([plan]))
 
 
+def rows_of(core: RecordingCore, request_id: str) -> list[ScheduledRequest]:
+    return [row for plan in core.plans for row in plan.rows if row.request_id == request_id]
+
+
+def chunks(plan: StepPlan) -> list[tuple[str, int]]:
+    """Return the request and the length of each chunk."""
+    return [(row.request_id, len(row.token_ids)) for row in prefill_rows([plan])]
+
+
 def chunks_of(core: RecordingCore, request_id: str) -> list[int]:
     return [len(row.token_ids) for row in prefill_rows(core.plans) if row.request_id == request_id]
 

@@ -17,6 +17,7 @@ from engine.scheduling.request import create_request
 from engine.step import PENDING_TOKEN, LogitControls, RowKind, RowSampling
 from kernels import reference
 from tests.support.engines import EOS, VOCAB, RecordingCore, resolved_config
+from tests.support.plan_rows import rows_of
 from tests.support.seeds import next_seed
 
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5}
@@ -120,7 +121,7 @@ def test_a_word_of_several_tokens_is_banned_only_where_the_answer_ends_with_its_
 
 
 def answers_of(core: RecordingCore, request_id: str) -> list[tuple[int, ...]]:
-    rows = [row for plan in core.plans for row in plan.rows if row.request_id == request_id]
+    rows = rows_of(core, request_id)
     assert all(not row.answer for row in rows if row.kind is RowKind.MIDDLE)
     return [row.answer for row in rows if row.sampling is not None]
 

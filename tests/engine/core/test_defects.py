@@ -18,10 +18,10 @@ from engine.batch.inputs import build_inputs
 from engine.build.executor import create_executor
 from engine.config import EngineConfig, SchedulerConfig
 from engine.protocol import SamplingParams
-from engine.step import RowKind, ScheduledRequest, StepPlan
+from engine.step import RowKind, StepPlan
 from tests.support.engines import RecordingCore, answer_alone
 from tests.support.invariants import CheckedCore
-from tests.support.plan_rows import chunks_of, kinds, num_prefill_tokens
+from tests.support.plan_rows import chunks_of, kinds, num_prefill_tokens, rows_of
 from tests.support.plans import forced_logits, forced_logits_together
 from tests.support.tiny_models import save_model
 
@@ -33,10 +33,6 @@ LOOPS: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": True},
     "drafts": {"num_speculative_tokens": 3, "max_num_batched_tokens": 64},
 }
-
-
-def rows_of(core: RecordingCore, request_id: str) -> list[ScheduledRequest]:
-    return [row for plan in core.plans for row in plan.rows if row.request_id == request_id]
 
 
 def crowd(core: RecordingCore, count: int = 6, max_tokens: int = 20) -> dict[str, list[int]]:

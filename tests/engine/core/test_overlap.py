@@ -17,11 +17,11 @@ from engine.step import (
     ExecutorFatalError,
     ExecutorOutOfMemoryError,
     RowKind,
-    ScheduledRequest,
     StepOutput,
     StepPlan,
 )
 from tests.support.engines import EOS, RecordingCore, answer_alone, resource_of
+from tests.support.plan_rows import rows_of
 
 PROMPT = list(range(1, 20))
 TIGHT = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0)
@@ -29,10 +29,6 @@ TIGHT = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0)
 
 def overlapped(**overrides: Any) -> RecordingCore:
     return RecordingCore(overlap=True, **overrides)
-
-
-def rows_of(core: RecordingCore, request_id: str) -> list[ScheduledRequest]:
-    return [row for plan in core.plans for row in plan.rows if row.request_id == request_id]
 
 
 def steps(core: RecordingCore, count: int) -> list[list[object]]:

@@ -12,6 +12,7 @@ from engine.fake.executor import HIDDEN_SIZE
 from engine.protocol import Failed, Finished, Pooled, RequestRejected, SamplingParams, Scheduled, Submission, Token
 from engine.step import ExecutorOutOfMemoryError, ScheduledRequest, StepPlan
 from tests.support.engines import RecordingCore
+from tests.support.plan_rows import rows_of
 
 PROMPT = list(range(1, 20))
 How = Literal["mean", "last"]
@@ -95,7 +96,7 @@ def test_what_was_summed_before_a_preemption_is_not_summed_again() -> None:
     core.step()
     core.send("a", PROMPT, max_tokens=0, pooling="mean")
     core.run()
-    rows = [row for plan in core.plans for row in plan.rows if row.request_id == "a"]
+    rows = rows_of(core, "a")
     assert core.load().num_preemptions > 0
     assert sum(len(row.token_ids) for row in rows) > len(PROMPT), "some of it is computed twice"
     assert vectors_of(core, "a") == [pytest.approx(alone(PROMPT, "mean"))]

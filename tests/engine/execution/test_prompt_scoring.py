@@ -22,9 +22,10 @@ from engine.protocol import (
     TokenLogprobs,
 )
 from engine.scheduling.request import create_request
-from engine.step import ExecutorOutOfMemoryError, RowKind, ScheduledRequest, StepPlan
+from engine.step import ExecutorOutOfMemoryError, RowKind, StepPlan
 from tests.support.engines import EOS, RecordingCore, answer_alone, resolved_config
 from tests.support.oracle import logprobs_of, prompt_logprobs_of
+from tests.support.plan_rows import rows_of
 
 PROMPT = list(range(1, 20))
 EXPECTED = prompt_logprobs_of(PROMPT, 2)
@@ -32,10 +33,6 @@ EXPECTED = prompt_logprobs_of(PROMPT, 2)
 
 def scores_of(core: RecordingCore, request_id: str) -> list[tuple[TokenLogprobs, ...]]:
     return [event.logprobs for event in core.events[request_id] if isinstance(event, PromptLogprobs)]
-
-
-def rows_of(core: RecordingCore, request_id: str) -> list[ScheduledRequest]:
-    return [row for plan in core.plans for row in plan.rows if row.request_id == request_id]
 
 
 def scored_alone(prompt: list[int], count: int) -> tuple[TokenLogprobs, ...]:

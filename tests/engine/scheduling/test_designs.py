@@ -22,6 +22,7 @@ from engine.presets import PRESETS
 from engine.step import RowKind, StepPlan
 from serve_app.settings.application import AppSettings
 from tests.support.engines import RecordingCore, answer_alone
+from tests.support.plan_rows import chunks
 
 DESIGNS = ["S1", "S2", "S3", "S4", "S5"]
 
@@ -54,10 +55,6 @@ def core_from(asked: EngineConfig) -> RecordingCore:
 def step(core: RecordingCore) -> StepPlan:
     core.keep(core.step())
     return core.plans[-1]
-
-
-def chunks(plan: StepPlan) -> list[tuple[str, int]]:
-    return [(row.request_id, len(row.token_ids)) for row in plan.rows if row.kind is not RowKind.DECODE]
 
 
 def sizes(plan: StepPlan) -> list[int]:

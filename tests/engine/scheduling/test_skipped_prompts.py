@@ -11,9 +11,9 @@ import pytest
 from engine.config import SchedulerConfig
 from engine.scheduling.planner import MAX_PASSED
 from engine.scheduling.reservation import Admission
-from engine.step import RowKind, StepPlan
+from engine.step import RowKind
 from tests.support.engines import RecordingCore, answer_alone
-from tests.support.plan_rows import chunks_of, num_prefill_tokens, steps_of
+from tests.support.plan_rows import chunks, chunks_of, num_prefill_tokens, steps_of
 
 
 def core_of(*, max_num_seqs: int = 64, num_kv_blocks: int = 4000, **settings: object) -> RecordingCore:
@@ -28,10 +28,6 @@ def core_of(*, max_num_seqs: int = 64, num_kv_blocks: int = 4000, **settings: ob
         enable_prefix_caching=False,
         scheduler=SchedulerConfig(**scheduler),
     )
-
-
-def chunks(plan: StepPlan) -> list[tuple[str, int]]:
-    return [(row.request_id, len(row.token_ids)) for row in plan.rows if row.kind is not RowKind.DECODE]
 
 
 # --- one partial prompt too many -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from engine.protocol import ErrorCode, Failed, Finished
 from engine.scheduling.state_slots import RecurrentStates, Snapshots, StateSlots
 from engine.step import Capabilities, ExecutorOutOfMemoryError, RowKind, ScheduledRequest, StepPlan
 from tests.support.engines import RecordingCore, answer_alone, resolved_config, resource_of
+from tests.support.plan_rows import rows_of
 
 PROMPT = list(range(1, 20))
 
@@ -28,10 +29,6 @@ def hybrid(
 ) -> RecordingCore:
     scheduler = SchedulerConfig(state_snapshot_tokens=stride, state_snapshots=snapshots, **(policy or {}))
     return RecordingCore(recurrent_state=True, scheduler=scheduler, **overrides)
-
-
-def rows_of(core: RecordingCore, request_id: str) -> list[ScheduledRequest]:
-    return [row for plan in core.plans for row in plan.rows if row.request_id == request_id]
 
 
 def check_nothing_is_left(core: RecordingCore) -> None:

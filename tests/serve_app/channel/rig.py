@@ -25,6 +25,7 @@ from serve_app.channel.frames import Frame, decode_frame, unpack
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
 from serve_app.channel.token_sender import TokenSender
 from serve_app.engines.engine_call import ChannelAddress, EngineCall
+from tests.support.conditions import until
 from tests.support.engines import resolved_config
 
 HOST = "127.0.0.1"
@@ -161,12 +162,6 @@ async def rig(*, gated: bool = False, **overrides: Any) -> AsyncIterator[Rig]:
             yield made
     finally:
         await made.end()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @contextmanager

@@ -35,7 +35,8 @@ from serve_app.channel.token_sender import TokenSender
 from serve_app.engines import engine_count
 from serve_app.engines.engine_call import EngineCall
 from serve_app.engines.engine_client import Course
-from tests.serve_app.channel.rig import LONG, Rig, rig, spied_aborts, until
+from tests.serve_app.channel.rig import LONG, Rig, rig, spied_aborts
+from tests.support.conditions import until
 from tests.support.engines import answer_alone
 
 pytestmark = pytest.mark.anyio

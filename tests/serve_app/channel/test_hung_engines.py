@@ -23,7 +23,8 @@ from serve_app.channel.silence import LOOK_S
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.engines import liveness
 from serve_app.engines.engine_call import ChannelAddress, EngineCall
-from tests.serve_app.channel.rig import HOST, LONG, Relay, Rig, relay_to, rig, spied_aborts, until
+from tests.serve_app.channel.rig import HOST, LONG, Relay, Rig, relay_to, rig, spied_aborts
+from tests.support.conditions import until
 from tests.support.engines import answer_alone
 
 pytestmark = pytest.mark.anyio

@@ -38,6 +38,7 @@ from engine.protocol import (
 from serve_app.channel import migration
 from serve_app.channel.migration import Attempt, Migration
 from serve_app.engines.engine_client import Course
+from tests.support.conditions import until
 from tests.support.engines import RecordingCore
 from tests.support.tiny_models import save_model
 from tests.support.traffic import PARAMS, PROMPTS
@@ -423,9 +424,7 @@ async def test_cancelling_whoever_waits_closes_the_attempt_once(scripts: list[Sc
     replicas, got = Replicas(*scripts), list[Event]()
     task = asyncio.ensure_future(collect(moving().stream(asking(), replicas.start), got))
     total = sum(script.num_events or 0 for script in scripts) - (len(scripts) - 1 if scripts[-1].num_events else 0)
-    async with asyncio.timeout(TIMEOUT_S):
-        while len(got) < total or len(replicas.attempts) < len(scripts):
-            await asyncio.sleep(0.001)
+    await until(lambda: len(got) >= total and len(replicas.attempts) >= len(scripts))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -436,9 +435,7 @@ async def test_cancelling_between_two_attempts_starts_no_other(monkeypatch: pyte
     monkeypatch.setattr(migration, "FIRST_BACKOFF_S", 1000)
     replicas = Replicas(failing(2))
     task = asyncio.ensure_future(collect(moving().stream(asking(), replicas.start)))
-    async with asyncio.timeout(TIMEOUT_S):
-        while not replicas.attempts or not replicas.attempts[0].num_closed:
-            await asyncio.sleep(0.001)
+    await until(lambda: replicas.attempts and replicas.attempts[0].num_closed)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

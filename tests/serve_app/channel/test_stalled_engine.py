@@ -17,6 +17,7 @@ from serve_app.replicas import deployment
 from serve_app.replicas.deployment import EngineReplica
 from serve_app.settings.application import AppSettings
 from tests.serve_app.channel.rig import HOST, LONG, TIMEOUT_S, Gate, engine_of
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.anyio
 
@@ -56,9 +57,8 @@ async def test_a_stalled_engine_fails_its_health_check_and_gives_up_its_calls(mo
         assert isinstance(given_up, EngineError)
         assert given_up.code is ErrorCode.ENGINE_DEAD
         gate.open()
+        await until(lambda: not (engine.load().num_held_blocks or engine.load().num_running))
         async with asyncio.timeout(TIMEOUT_S):
-            while engine.load().num_held_blocks or engine.load().num_running:
-                await asyncio.sleep(0.01)
             while not await is_healthy(replica):
                 await asyncio.sleep(0.01)
         assert replica._watchdog._is_well()

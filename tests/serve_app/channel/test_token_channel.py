@@ -47,8 +47,8 @@ from tests.serve_app.channel.rig import (
     rig,
     spied_aborts,
     spied_frames,
-    until,
 )
+from tests.support.conditions import until
 from tests.support.engines import answer_alone
 
 pytestmark = pytest.mark.anyio

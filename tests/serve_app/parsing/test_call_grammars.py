@@ -1,5 +1,4 @@
-"""Owns the contract between grammars and parsers:
-whatever a grammar of calls admits, its parser reads back as those calls.
+"""Owns the contract between grammars and parsers: what a grammar of calls admits, its parser reads back as those calls.
 Never trusts a grammar's author: random walks are read by the parser, and validated by the tools' schemas."""
 
 from __future__ import annotations
@@ -284,8 +283,7 @@ def test_a_schema_that_a_family_cannot_keep_is_refused_at_its_place(
 
 
 def test_definitions_are_read_once_however_many_parameters_refer_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: each parameter walked all definitions,
-    so 400 parameters with 400 definitions held the event loop for seconds."""
+    """Regression: each parameter walked them all: 400 parameters and 400 definitions held the event loop for seconds."""
     count = 0
 
     def counted(schema: Any) -> Any:

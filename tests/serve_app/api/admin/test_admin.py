@@ -33,6 +33,7 @@ from tests.serve_app.harness import (
     scheduled,
     tokens,
 )
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.anyio
 ADMIN, ANNS = "sk-admin", "sk-ann"
@@ -57,9 +58,7 @@ def begin(app: Any, request_id: str, **fields: Any) -> Exchange:
 
 
 async def until_live(gate: Gate, live: int, waiting: int) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while (gate.snapshot().num_live, gate.snapshot().num_waiting) != (live, waiting):
-            await asyncio.sleep(0)
+    await until(lambda: (gate.snapshot().num_live, gate.snapshot().num_waiting) == (live, waiting))
 
 
 async def text_of(exchange: Exchange, text: bytes) -> bytes:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,6 +32,7 @@ from tests.serve_app.harness import (
     scheduled,
     tokens,
 )
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.anyio
 
@@ -126,12 +126,6 @@ async def test_an_engine_that_does_not_keep_the_deadline_is_left(stream: bool, m
     answer = await post(app_for(client), "/v1/completions", PROMPT | {"stream": stream}, "500")
     assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
     assert client.closed.is_set(), "the request is cancelled wherever it is"
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def slow_engine() -> AsyncEngine:
