@@ -1852,7 +1852,7 @@ MUTATIONS = (
         "kernels/cpu/attention.py",
         "            mask += torch.full_like(",
         "            torch.full_like(",
-        (f"{EXECUTOR}::test_what_native_kernels_compute_of_a_line_torch_computes_too",),
+        (f"{EXECUTOR}::test_torch_and_reference_kernels_equal_transformers_too",),
     ),
     Mutation(
         "Model c",

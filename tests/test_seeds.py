@@ -108,7 +108,7 @@ def test_no_test_draws_from_what_nobody_seeded() -> None:
         "import torch\ndef fill(x):\n    return torch.rand_like(x)",
     ],
 )
-def test_the_rule_sees(line: str) -> None:
+def test_the_rule_finds_a_draw_that_nobody_seeded(line: str) -> None:
     assert list(faults(line))
 
 
@@ -123,7 +123,7 @@ def test_the_rule_sees(line: str) -> None:
         "rng.normal(size=3)",
     ],
 )
-def test_the_rule_lets_be(line: str) -> None:
+def test_the_rule_accepts_a_seeded_draw(line: str) -> None:
     assert list(faults(line)) == []
 
 

@@ -67,7 +67,7 @@ def test_a_cell_says_where_two_go_together(first: str, second: str, places: str)
     assert asked(first, second) == places
 
 
-def test_what_no_rule_parts_goes_apart_where_each_needs_another_place_and_both_reasons_are_told() -> None:
+def test_features_that_need_different_places_do_not_go_together_and_both_reasons_are_told() -> None:
     adapters, rounded = facts("LoRA"), facts("Weights rounded")
     assert find_conflict(adapters | rounded) is None
     places, conflicts = where(adapters, rounded)
@@ -114,7 +114,7 @@ def test_the_rows_are_what_their_settings_turn_on() -> None:
         assert found - row - plain <= {features.DRAFT_MODEL_NAME}
 
 
-def test_places_and_models_are_of_one_piece() -> None:
+def test_places_and_models_break_no_rule_by_themselves() -> None:
     assert not [parts for parts in (*PLACES.values(), *MODELS.values()) if find_conflict(parts)]
     both = product(PLACES.values(), (MODELS[kind] for kind in ("dense", "mixture of experts")))
     assert not [place for place, model in both if find_conflict(place | model)]

@@ -102,7 +102,7 @@ DEFECTS: dict[str, Evidence] = {
         "serve_app/api/test_end_to_end.py::test_many_streams_at_once_each_get_their_own_answer",
     ),
     "S2-R7": (  # prompt log-probabilities are side outputs here; max_tokens 0 is a last chunk without a token
-        "engine/execution/test_prompt_scoring.py::test_they_come_in_one_event_after_scheduled_and_before_the_first_token",
+        "engine/execution/test_prompt_scoring.py::test_prompt_logprobs_come_in_one_event_after_scheduled_and_before_the_first_token",
         "engine/execution/test_prompt_scoring.py::test_max_tokens_0_computes_the_prompt_and_ends_by_length",
     ),
     "S2-R8": (
@@ -137,7 +137,7 @@ DEFECTS: dict[str, Evidence] = {
     ),
     "S3-R3": (
         "engine/execution/test_prompt_scoring.py::test_an_abort_in_the_middle_of_the_prompt_sends_nothing_and_keeps_nothing",
-        "engine/execution/test_prompt_scoring.py::test_a_preemption_at_any_moment_sends_them_once_and_whole",
+        "engine/execution/test_prompt_scoring.py::test_prompt_logprobs_are_sent_once_and_whole_after_a_preemption_at_any_moment",
     ),
     "S3-R4": (
         "serve_app/api/test_end_to_end.py::test_scores_of_a_prompt_in_many_chunks_are_those_of_a_prompt_in_one",
@@ -276,12 +276,12 @@ DEFECTS: dict[str, Evidence] = {
         "engine/scheduling/test_waiting.py::test_a_step_tests_no_more_misfits_than_its_bound",
     ),
     "S5-R20": (
-        "engine/scheduling/test_preparing.py::test_it_ends_once_and_leaves_nothing",
-        "engine/scheduling/test_preparing.py::test_it_keeps_its_place_although_later_ones_ran_first",
+        "engine/scheduling/test_preparing.py::test_a_request_that_ends_while_it_is_prepared_ends_once_and_leaves_nothing",
+        "engine/scheduling/test_preparing.py::test_a_request_that_is_prepared_keeps_its_place_although_later_ones_ran_first",
     ),
     "S5-R21": (
         "engine/core/test_core.py::test_an_abort_in_any_state_frees_everything_at_once",
-        "engine/scheduling/test_preparing.py::test_it_ends_once_and_leaves_nothing",
+        "engine/scheduling/test_preparing.py::test_a_request_that_ends_while_it_is_prepared_ends_once_and_leaves_nothing",
     ),
     "S5-R22": (
         "engine/core/test_core.py::test_an_abort_in_any_state_frees_everything_at_once",

@@ -14,9 +14,9 @@ from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig
 from engine.execution.executor import TorchExecutor
 from tests.golden.prompts import PROMPTS
-from tests.support.tiny_models import LINES, VOCAB
+from tests.support.tiny_models import DISTINCT_FAMILIES, VOCAB
 
-FAMILIES = ("qwen2", "qwen3", "llama3", "yarn", *LINES)
+FAMILIES = ("qwen2", "qwen3", "llama3", "yarn", *DISTINCT_FAMILIES)
 
 
 def tokenized_prompts() -> list[list[int]]:

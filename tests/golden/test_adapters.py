@@ -143,7 +143,7 @@ def test_rows_of_several_adapters_in_one_step_are_those_of_the_merged_models(
         ("mixtral", ATTENTION),
     ],
 )
-def test_a_line_with_an_adapter_is_as_close_to_transformers_as_without(
+def test_a_family_with_an_adapter_is_as_close_to_transformers_as_without(
     kind: str, modules: tuple[str, ...], tmp_path: Path
 ) -> None:
     adapted = Adapted(kind, tmp_path, [{"seed": 5, "modules": modules}, {"seed": 6, "modules": modules}])

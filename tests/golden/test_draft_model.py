@@ -240,7 +240,7 @@ def test_the_switch_gives_the_same_text_and_never_drafts_for_what_is_never_right
     assert cheap or bench.name == "unrelated"
 
 
-def test_under_load_it_is_switched_off(bench: DraftBench) -> None:
+def test_under_load_drafting_is_switched_off(bench: DraftBench) -> None:
     crowd = [[3 + number, 5, 8, 13] for number in range(40)]
     adaptive = dataclasses.replace(bench.resolved.speculative, adaptive=True, model_cost=0.1, free_tokens=8)
     bench.serve(GREEDY, prompts=crowd, speculative=adaptive)
@@ -265,7 +265,7 @@ def test_a_model_that_drafts_for_itself_is_always_right_and_an_unrelated_one_har
 
 
 @only("itself")
-def test_it_is_right_as_often_after_prefix_hits_preemptions_and_in_small_chunks(bench: DraftBench) -> None:
+def test_a_draft_model_is_right_as_often_after_prefix_hits_preemptions_and_in_small_chunks(bench: DraftBench) -> None:
     """What it has read of a text stays usable, whichever request computed it and whatever became of the blocks."""
     tight: dict[str, Any] = {"num_kv_blocks": 14, "scheduler": FEW_BLOCKS}
     for settings in ({"rounds": 3}, tight, tight | {"rounds": 2}, {"max_num_batched_tokens": 16, "max_num_seqs": 3}):
@@ -310,7 +310,7 @@ def test_sampled_tokens_have_the_models_distribution_whatever_is_proposed(bench:
 # --- how it starts ---------------------------------------------------------------------------------------------------
 
 
-def test_its_memory_is_part_of_the_budget_and_what_it_costs_is_said(checkpoints: dict[str, Path]) -> None:
+def test_the_draft_models_memory_is_part_of_the_budget_and_its_cost_is_reported(checkpoints: dict[str, Path]) -> None:
     asked: dict[str, Any] = ASKED | {"num_kv_blocks": None, "kv_cache_memory_gib": 0.01, "kernels": "torch_cpu"}
     found = {}
     for name in (None, "itself"):
@@ -389,7 +389,7 @@ def test_models_that_take_images_have_no_draft_model(checkpoints: dict[str, Path
 
 
 @needs_compiler
-def test_kernels_that_a_draft_model_cannot_have_are_refused_by_its_name_and_not_asked_of_it_for_the_bits(
+def test_kernels_that_a_draft_model_cannot_have_are_refused_by_its_name_unless_only_batch_invariance_asks(
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This is decided before any weights are loaded.
@@ -432,7 +432,7 @@ def test_adapters_are_drafted_for_by_the_model_as_it_is(checkpoints: dict[str, P
 
 @needs_compiler
 @pytest.mark.parametrize("how", [{"kv_cache_dtype": "int8"}, {"quantize": "int8"}, {"dtype": "bfloat16"}], ids=str)
-def test_in_fewer_bits_both_models_are_and_the_text_is_the_same_to_the_bit(
+def test_both_models_are_in_fewer_bits_and_the_text_is_the_same_to_the_bit(
     checkpoints: dict[str, Path], how: dict[str, Any]
 ) -> None:
     asked = EngineConfig(

@@ -116,7 +116,7 @@ def test_in_bfloat16_the_native_kernels_give_the_same_to_the_bit_and_so_drafts_a
     bench.executor.shutdown()
 
 
-def test_they_are_off_where_another_batch_gives_other_bits(tmp_path: Path) -> None:
+def test_drafts_are_off_where_another_batch_gives_other_bits(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     executor, resolved = create_executor(tmp_path, EngineConfig(kernels="torch_cpu", num_kv_blocks=4))
     assert resolved.speculative.method == "none"

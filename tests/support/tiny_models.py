@@ -213,7 +213,7 @@ def _with_vision(kind: type[PreTrainedConfig], **fields: Any) -> PreTrainedConfi
 KINDS = tuple(_MAKERS)
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl")
 """Models with recurrent state; of the last two only the text decoder is served."""
-LINES = ("mistral", "gemma3", "smollm3", "phi3", "qwen3_moe", "mixtral", *HYBRIDS)
+DISTINCT_FAMILIES = ("mistral", "gemma3", "smollm3", "phi3", "qwen3_moe", "mixtral", *HYBRIDS)
 """Models that differ from Llama in more than a bias or a norm."""
 _MAKERS["phi3_long"] = lambda: Phi3ForCausalLM(Phi3Config(**SHAPE | PHI, **deepcopy(LONG)))
 

@@ -142,7 +142,7 @@ def test_captures_that_do_not_fit_beside_kv_blocks_are_refused_by_their_setting(
 
 
 @pytest.mark.usefixtures("_flash")
-def test_kv_blocks_that_somebody_took_the_memory_of_are_refused_by_their_settings(
+def test_kv_blocks_whose_memory_was_taken_meanwhile_are_refused_by_their_settings(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the measurement and the allocation another process may take the memory:

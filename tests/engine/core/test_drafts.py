@@ -112,7 +112,7 @@ def test_drafts_nobody_asked_for_leave_half_of_a_step_to_prefill_however_many_se
     assert ResolvedConfig.of(asked, drafts=True, **FOUND).max_drafting_tokens == 124, "who asks gets them"
 
 
-def test_of_more_drafts_than_a_step_has_room_for_those_who_decode_longest_keep_theirs() -> None:
+def test_if_a_step_has_no_room_for_all_drafts_the_requests_that_decode_longest_keep_theirs() -> None:
     core = drafting(3, max_num_seqs=8, drafting_limit=11)
     for i in range(5):
         core.send(f"r{i}", PROMPT[: 4 + i], max_tokens=40, ignore_eos=True)

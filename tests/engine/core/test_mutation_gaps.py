@@ -159,7 +159,7 @@ def test_the_prefill_limit_is_whole_again_once_the_engine_was_idle() -> None:
     assert chunks_of(core, "after") == [32]
 
 
-def test_the_reason_is_that_of_whoever_does_not_fit_also_if_others_may_pass_and_then_lack_a_seat() -> None:
+def test_the_wait_reason_is_that_of_the_request_that_does_not_fit_even_if_a_later_one_lacks_a_seat() -> None:
     core = RecordingCore(num_kv_blocks=10, max_num_seqs=2, scheduler=SchedulerConfig(admission_order="bypass"))
     core.send("runs", [1, 2], max_tokens=20, ignore_eos=True)
     core.keep(core.step())

@@ -165,7 +165,7 @@ def test_a_request_that_ends_by_length_is_never_launched_beyond_its_end(max_toke
     assert len(core.tokens("a")) == max_tokens
 
 
-def test_after_a_stop_token_one_row_is_executed_and_its_result_is_nobodys() -> None:
+def test_after_a_stop_token_one_row_is_executed_and_its_result_is_dropped() -> None:
     """I-26: this is the row that was in flight when the stop token was read, and there is no other."""
     core = overlapped(reply=[7, 8])
     core.send("long", [3], max_tokens=20, ignore_eos=True)
@@ -392,7 +392,7 @@ def test_a_step_that_runs_out_of_memory_while_another_is_in_flight_is_tried_agai
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("idle_steps", [0, 1])
-def test_a_retry_is_owed_to_a_request_although_the_one_before_it_went_away_during_its_own(
+def test_a_request_gets_its_retry_although_the_one_before_it_was_aborted_during_its_own(
     overlap: bool, idle_steps: int
 ) -> None:
     """Regression: one request was aborted during its retry, and then the engine took the first failure of the next

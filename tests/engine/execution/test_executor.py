@@ -105,7 +105,7 @@ def test_longrope_is_the_model_of_short_texts_unless_longer_ones_are_asked_for(
         ("qwen3_5", "reference"),
     ],
 )
-def test_what_native_kernels_compute_of_a_line_torch_computes_too(kind: str, kernels: str, tmp_path: Path) -> None:
+def test_torch_and_reference_kernels_equal_transformers_too(kind: str, kernels: str, tmp_path: Path) -> None:
     model = save_model(kind, tmp_path)
     with torch.inference_mode():
         want = model(torch.tensor([TOKENS])).logits[0].float()

@@ -86,7 +86,7 @@ def test_prompt_logprobs_are_the_same_whoever_cuts_the_prompt(owner: dict[str, A
         assert core.tokens(name) == answer_alone(PROMPT, max_tokens=4, ignore_eos=True)
 
 
-def test_they_come_in_one_event_after_scheduled_and_before_the_first_token() -> None:
+def test_prompt_logprobs_come_in_one_event_after_scheduled_and_before_the_first_token() -> None:
     core = RecordingCore(max_num_batched_tokens=9, max_prefill_tokens=4)
     core.send("a", PROMPT, max_tokens=2, prompt_logprobs=2, ignore_eos=True)
     for _ in range(4):
@@ -116,7 +116,7 @@ def test_a_chunk_of_only_the_last_token_scores_nothing_and_still_completes_the_p
     assert scores_of(core, "a") == [EXPECTED]
 
 
-def test_nobody_else_is_scored() -> None:
+def test_a_request_that_does_not_ask_is_not_scored() -> None:
     """S3-B3: logits of all positions are computed only where a request asked for them."""
     core = RecordingCore()
     core.send("a", PROMPT, max_tokens=3, logprobs=2)
@@ -166,7 +166,9 @@ TIGHT: dict[str, Any] = dict(
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("head_start", range(2, 28, 3))
-def test_a_preemption_at_any_moment_sends_them_once_and_whole(head_start: int, overlap: bool) -> None:
+def test_prompt_logprobs_are_sent_once_and_whole_after_a_preemption_at_any_moment(
+    head_start: int, overlap: bool
+) -> None:
     core = RecordingCore(**TIGHT, overlap=overlap)
     core.send("elder", [3] * 4, max_tokens=40, ignore_eos=True)
     for _ in range(head_start):
@@ -220,7 +222,7 @@ def test_a_hit_does_not_reach_beyond_what_is_scored_after_a_preemption() -> None
     assert scores_of(core, "a") == [EXPECTED]
 
 
-def test_they_are_not_sent_again_after_a_preemption_of_the_answer() -> None:
+def test_prompt_logprobs_are_not_sent_again_after_a_preemption_of_the_answer() -> None:
     core = RecordingCore(**{**TIGHT, "max_prefill_tokens": 9})
     core.send("elder", [3] * 4, max_tokens=40, ignore_eos=True)
     core.send("a", PROMPT, max_tokens=20, prompt_logprobs=2, ignore_eos=True)

@@ -174,7 +174,7 @@ def test_what_needs_the_native_kernels_is_refused_beside_adapters(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
-def test_a_line_with_linear_attention_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+def test_a_family_with_linear_attention_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     save_model(kind, tmp_path)
     with pytest.raises(ConfigError, match=r"max_loras is 2, .*: adapters are not computed for linear attention"):
         create_executor(tmp_path, EngineConfig(max_loras=2, num_kv_blocks=8))

@@ -132,7 +132,7 @@ def test_a_row_says_for_each_horizon_how_many_of_1024_get_there_from_an_interval
     assert math.isfinite(known.population.survival(4000, 100_000)), "beyond all lengths"
 
 
-def test_answers_cut_off_after_what_they_were_counted_in_has_faded_leave_chances_that_are_chances() -> None:
+def test_chances_stay_within_bounds_when_answers_are_cut_off_after_their_counts_have_faded() -> None:
     """Regression: such answers were subtracted from counts they were no longer in. Counts and a variance fell below
     zero, and the engine died."""
     known = lengths()

@@ -125,7 +125,7 @@ def test_an_engine_that_dies_with_the_question_in_its_queue_raises() -> None:
     asyncio.run(main())
 
 
-def test_who_stops_waiting_does_the_engine_no_harm() -> None:
+def test_a_caller_that_stops_waiting_does_the_engine_no_harm() -> None:
     async def main() -> None:
         engine = make_engine()
         mishaps: list[object] = []

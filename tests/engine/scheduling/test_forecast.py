@@ -69,7 +69,7 @@ def test_requests_that_do_not_say_how_long_their_answers_get_run_side_by_side() 
 
 
 @pytest.mark.parametrize(("clip", "expected"), [(1, (1,)), (16, (16,)), (17, (16, 17)), (100, (16, 32, 64, 100))])
-def test_memory_is_looked_at_up_to_the_clip(clip: int, expected: tuple[int, ...]) -> None:
+def test_horizons_reach_up_to_the_clip(clip: int, expected: tuple[int, ...]) -> None:
     assert horizons_up_to(clip) == expected
 
 

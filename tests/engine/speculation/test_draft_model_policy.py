@@ -520,7 +520,7 @@ def test_a_draft_model_where_no_token_is_drafted_is_refused(settings: dict[str, 
         EngineConfig(speculative=SpeculativeConfig(method="draft_model", model="small"), **settings)
 
 
-def test_what_it_costs_is_what_was_asked_or_what_was_found() -> None:
+def test_the_cost_of_a_draft_model_is_the_setting_or_else_what_was_found() -> None:
     found: dict[str, Any] = dict(
         max_model_len=64,
         num_kv_blocks=8,

@@ -49,7 +49,7 @@ def test_reservation_modes_differ_in_what_they_admit() -> None:
     assert found["prompt"]["queue_mean_ms"] < found["full"]["queue_mean_ms"]
 
 
-def test_who_does_not_say_how_long_an_answer_may_get_does_not_wait_for_memory_that_answers_do_not_take() -> None:
+def test_requests_without_a_length_limit_do_not_wait_for_memory_that_answers_do_not_take() -> None:
     """By `ratio`, each candidate had to find 4,096 tokens free, and each running answer kept 860, so half of the
     requests came late. By what answers really take, about as many are in time as by looking at prompts alone, and few
     lose their memory."""

@@ -99,7 +99,7 @@ async def test_an_answer_and_a_refusal_leave_nothing(
     ],
     ids=["refused", "lost at once", "lost in the middle", "failed", "cut off"],
 )
-async def test_neither_does_what_an_engine_ends(script: Any, stream: bool) -> None:
+async def test_an_answer_that_an_engine_ends_leaves_nothing(script: Any, stream: bool) -> None:
     app, body = app_for(ScriptedClient(*script)), CHAT | {"stream": stream}
     await post(app, "/v1/chat/completions", body)
     with no_garbage():
@@ -107,7 +107,7 @@ async def test_neither_does_what_an_engine_ends(script: Any, stream: bool) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_neither_does_a_client_that_leaves(stream: bool) -> None:
+async def test_a_client_that_leaves_leaves_no_garbage(stream: bool) -> None:
     """If Ray reports it by cancelling, asyncio's own waits leave a cycle."""
     client = ScriptedClient([scheduled()], tokens("a"), asyncio.Event())
     app, body = app_for(client), json.dumps(CHAT | {"stream": stream}).encode()

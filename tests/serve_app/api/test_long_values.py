@@ -74,7 +74,7 @@ async def test_no_error_repeats_a_long_value(app: ASGIApp, path: str, body: dict
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_neither_does_a_strict_server_that_cuts_none(path: str, body: dict[str, Any]) -> None:
+async def test_a_strict_server_repeats_no_long_value_either(path: str, body: dict[str, Any]) -> None:
     """Regression: a `max_tokens` of 401 digits was repeated whole."""
     answer = await post(app_for(ScriptedClient(), strict=True), path, body)
     assert answer.status == 400

@@ -112,7 +112,7 @@ def test_captured_and_padded_steps_give_the_logits_of_plain_ones(
     ],
     ids=lambda fields: fields["architectures"][0],
 )
-def test_captured_steps_of_every_line_give_the_logits_of_the_cpu(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_captured_steps_of_every_family_give_the_logits_of_the_cpu(tmp_path: Path, fields: dict[str, Any]) -> None:
     directory = write_model(tmp_path, **fields)
     config = EngineConfig(device="cpu", load_format="dummy", dtype="float32", num_kv_blocks=20, num_threads=1)
     want = forced_logits(create_executor(directory, config)[0], TOKENS, BLOCKS, 16)

@@ -159,7 +159,7 @@ async def test_a_prompt_that_fills_the_context_can_be_scored_and_one_token_more_
 # --- whole answers, each equal to its stream -------------------------------------------------------------------------
 
 
-async def test_nobody_who_asks_for_neither_gets_either() -> None:
+async def test_echo_and_logprobs_come_only_where_they_are_asked_for() -> None:
     client = ScriptedClient([scheduled()], tokens("Hello"), [finished()])
     choice = await both(client)
     assert choice == {"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "stop"} | EOS | UNASKED

@@ -264,7 +264,7 @@ async def test_answers_to_one_prompt_go_to_one_engine(session: str | None) -> No
     assert client.sessions[0] == session if session else client.sessions[0]
 
 
-async def test_the_ith_answer_has_the_seeds_ith_successor() -> None:
+async def test_choice_i_uses_the_seed_plus_i() -> None:
     async with running() as (app, _):
         fields = PROMPT | {"max_tokens": 8, "ignore_eos": True}
         several = (await post(app, COMPLETIONS, fields | {"seed": 2**63 - 1, "n": 2})).json["choices"]

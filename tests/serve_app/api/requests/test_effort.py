@@ -227,7 +227,7 @@ async def test_the_object_of_deepseek_glm_and_kimi_is_a_switch(
     ],
     ids=str,
 )
-async def test_what_else_that_object_says_is_used_or_named(
+async def test_what_else_the_thinking_object_says_is_used_or_named(
     source: str, fields: dict[str, Any], told: str, ignored: str | None
 ) -> None:
     answer, given = await ask(source, "/v1/chat/completions", fields)
@@ -244,7 +244,7 @@ async def test_what_else_that_object_says_is_used_or_named(
     ],
     ids=str,
 )
-async def test_that_object_agrees_with_the_other_fields(fields: dict[str, Any], param: str) -> None:
+async def test_the_thinking_object_agrees_with_the_other_fields(fields: dict[str, Any], param: str) -> None:
     answer, _ = await ask(SWITCH, "/v1/chat/completions", fields)
     assert (answer.status, answer.error["param"]) == (400, param)
 

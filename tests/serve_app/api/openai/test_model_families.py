@@ -17,7 +17,7 @@ from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
 from tests.golden.test_draft_model import save_tokenizer
 from tests.serve_app.harness import MODEL, LocalClient, joined_choice, post
-from tests.support.tiny_models import HYBRIDS, LINES, VOCAB, greedy_answer, save_model
+from tests.support.tiny_models import DISTINCT_FAMILIES, HYBRIDS, VOCAB, greedy_answer, save_model
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +25,7 @@ PROMPT = torch.randint(0, VOCAB, (60,), generator=torch.Generator().manual_seed(
 NEW_TOKENS = 6
 
 
-@pytest.mark.parametrize("kind", LINES)
+@pytest.mark.parametrize("kind", DISTINCT_FAMILIES)
 async def test_a_completion_has_the_tokens_of_transformers_whole_streamed_and_from_the_prefix_cache(
     kind: str, tmp_path: Path
 ) -> None:
