@@ -85,7 +85,7 @@ async def crowd_on_all(server: Server, bodies: Sequence[dict[str, Any]]) -> Crow
 async def until_gone(server: Server, pid: int) -> float:
     begin = time.monotonic()
     while pid in replicas(server, ENGINE):
-        assert time.monotonic() - begin < GONE_S, "nobody ends it"
+        assert time.monotonic() - begin < GONE_S, "nothing ends the process"
         await asyncio.sleep(0.1)
     return time.monotonic() - begin
 

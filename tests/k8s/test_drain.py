@@ -213,7 +213,7 @@ def test_the_gcs_learns_which_node_ends_and_the_node_stays_for_a_proxy_that_take
     process, started = cluster
     done = announce(started["address"], "127.0.0.2")
     assert done.stdout.split() == [started["node"]], done.stderr
-    for _ in range(10):
+    for _ in range(10):  # an end that must not come cannot be waited for: look for five seconds
         assert ask(process, "draining") == {"ids": [started["node"]], "answers": True}
         time.sleep(0.5)
     assert ask(process, "end") == {"alive": False}

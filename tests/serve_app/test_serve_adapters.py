@@ -105,7 +105,7 @@ def test_adapters_of_the_config_and_of_the_routes_are_served_by_every_replica(tm
         ]
         swapped = ask("/v1/load_lora_adapter", lora_name="second", lora_path=str(paths["first"]), load_inplace=True)
         assert swapped.status_code == 200, swapped.text
-        assert list(pool.map(answer, ["second"] * 8)) == [want["first"]] * 8, "and no KV of what it was"
+        assert list(pool.map(answer, ["second"] * 8)) == [want["first"]] * 8, "and no KV of its old weights is used"
         assert ask("/v1/unload_lora_adapter", lora_name="second").status_code == 200
         assert {complete("second").status_code for _ in range(8)} == {404}
         assert answer("first") == want["first"], "whose weights the other name had, too"

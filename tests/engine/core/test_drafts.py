@@ -83,7 +83,7 @@ def test_accepted_drafts_save_steps_and_rejected_ones_are_computed_again() -> No
     assert len(rows) < 40, "a quarter of the drafts is wrong: 2.7 tokens a step are expected"
     overwritten = [before.end - after.start for before, after in pairwise(rows)]
     assert min(overwritten) == 0, "some rows were accepted whole"
-    assert max(overwritten) == 3, "of some, not one draft was: the next row writes over the KV of all three"
+    assert max(overwritten) == 3, "of some rows no draft was: the next row overwrites the KV of all three"
 
 
 def test_without_drafts_an_executor_that_could_propose_them_gets_rows_of_one_token() -> None:
@@ -109,7 +109,9 @@ def test_drafts_nobody_asked_for_leave_half_of_a_step_to_prefill_however_many_se
     assert (crowd.num_speculative_tokens, crowd.max_drafting_tokens, crowd.max_decode_tokens) == (4, 64, 64)
     assert (few.num_speculative_tokens, few.max_drafting_tokens, few.max_decode_tokens) == (4, 20, 20)
     asked = EngineConfig(max_num_seqs=31, num_speculative_tokens=3, max_num_batched_tokens=128)
-    assert ResolvedConfig.of(asked, drafts=True, **FOUND).max_drafting_tokens == 124, "who asks gets them"
+    assert ResolvedConfig.of(asked, drafts=True, **FOUND).max_drafting_tokens == 124, (
+        "a config that asks for drafts gets them"
+    )
 
 
 def test_if_a_step_has_no_room_for_all_drafts_the_requests_that_decode_longest_keep_theirs() -> None:

@@ -57,7 +57,7 @@ def check_nothing_is_left(core: RecordingCore) -> None:
     assert not core.has_work
     executor: Any = core._executor
     assert not executor._outputs, "every launched step is read back"
-    assert not executor._newest, "the executor remembers nobody"
+    assert not executor._newest, "the executor keeps nothing of any request"
     if core.config.recurrent_state:
         snapshots = resource_of(core, RecurrentStates).snapshots
         assert len(snapshots._free) + len(snapshots._slots) == core.config.scheduler.state_snapshots
@@ -230,7 +230,7 @@ def test_an_id_that_is_used_again_does_not_get_the_late_row_of_the_request_befor
     core.keep(core.abort("a"))
     core.events.clear()
     core.send("a", [9, 9], max_tokens=6, ignore_eos=True)
-    assert steps(core, 1) == [[Scheduled("a", 0)]], "the row of the first, read back now, is nobody's"
+    assert steps(core, 1) == [[Scheduled("a", 0)]], "the late row of the first request is dropped"
     core.run()
     assert core.tokens("a") == answer_alone([9, 9], max_tokens=6, ignore_eos=True)
     check_nothing_is_left(core)

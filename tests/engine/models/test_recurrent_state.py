@@ -157,7 +157,7 @@ def test_a_row_from_0_starts_from_zeros_whatever_its_slot_holds(executor: TorchE
     state.conv.fill_(torch.nan)
     state.delta.fill_(torch.nan)
     assert torch.equal(forced_logits(executor, TOKENS, BLOCKS, 16), want)
-    assert state.delta[:, 1:].isnan().all(), "other slots are nobody's"
+    assert state.delta[:, 1:].isnan().all(), "no request has the other slots"
 
 
 def test_a_moved_a_saved_and_a_restored_state_go_on_where_they_were(executor: TorchExecutor) -> None:
@@ -244,7 +244,7 @@ def test_a_step_whose_drafts_are_all_right_computes_nothing_again(
     calls.clear()
     wrong = replace(decode("a", text[3], 23, BLOCKS), token_ids=(text[3], VOCAB - 1, VOCAB - 1))
     assert len(run(executor, in_slot(wrong, 0))[0]) == 1
-    assert calls == [3, 3, 1, 1], "and what counts of them again, without the rest of the model"
+    assert calls == [3, 3, 1, 1], "and the accepted ones again, without the rest of the model"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

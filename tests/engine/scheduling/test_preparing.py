@@ -166,7 +166,7 @@ def test_a_request_that_ends_while_it_is_prepared_ends_once_and_leaves_nothing(
     core.send("late", PROMPT, max_tokens=2, prepared=False, tenant="t", **{timeout: 5.0})
     end(core)
     assert len(core.events["late"]) == 1
-    assert core.prepared("late") == [], "the prompt that comes after all is nobody's"
+    assert core.prepared("late") == [], "a prompt that still arrives is dropped"
     core.run()
     assert core.step() == []
     assert core.plans == []

@@ -220,7 +220,7 @@ def test_a_look_at_the_queue_sees_as_many_as_it_asks_for(num_tenants: int, monke
 
     monkeypatch.setattr(SortedList, "__iter__", counting)
     assert len(list(islice(queue.in_order(0.01), 10))) == 10
-    assert seen <= 60, "ten lines, their first requests, and what comes next in each"
+    assert seen <= 60, "ten lanes, their first requests, and what comes next in each"
     assert queue.oldest_since() == 0.0
     assert seen <= 60
 

@@ -96,7 +96,7 @@ def test_no_token_that_would_end_the_answer_is_drafted() -> None:
     plain = looking(reply=[7, 8, 1, 2, 9] * 6)
     plain.send("a", [7, 8, 9, 1, 2, 7, 8, 9], max_tokens=30)
     plain.run()
-    assert any(9 in row.token_ids[1:] for row in decode_rows(plain)), "where it would not, it is"
+    assert any(9 in row.token_ids[1:] for row in decode_rows(plain)), "a token that would not end the answer is drafted"
 
 
 # --- what it saves, and what it may cost -----------------------------------------------------------------------------

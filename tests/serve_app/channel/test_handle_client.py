@@ -315,7 +315,7 @@ async def test_cancelling_a_reader_ends_its_request_by_either_way_alone(num_step
         await until(lambda: aborted == {"r"})
         at.engine.gate.open()
         await until(lambda: at.handle.responses[0].task.done())
-        assert len(at.engine.gate.plans) < 100, "the engine went on for nobody"
+        assert len(at.engine.gate.plans) < 100, "the engine kept computing for a reader that had left"
         await at.nothing_left()
 
 
@@ -421,7 +421,7 @@ async def test_streams_that_are_ended_give_what_they_have_and_then_say_why() -> 
                 await task
             assert caught.value.code is ErrorCode.DRAINING
         assert [tokens(events) for events in got] == [EXPECTED[: len(tokens(events))] for events in got]
-        assert len(at.handle.calls) == 2, "nobody was asked to go on"
+        assert len(at.handle.calls) == 2, "no replica was asked to continue"
         at.engine.gate.open()
         await at.nothing_left()
 

@@ -517,7 +517,7 @@ async def test_cancelling_a_call_ends_its_request_and_no_other(state: str) -> No
         for i, other in enumerate(others):
             assert await other.read_all() == expected(prompt_of(i))
         await engine.idle()
-        assert len(engine.gate.plans) < (150 if others else 60), "the engine went on for nobody"
+        assert len(engine.gate.plans) < (150 if others else 60), "the engine kept computing for a reader that had left"
         (peer,) = engine.sender._peers.values()
         assert not peer._calls
         assert not peer._request_ids
@@ -553,7 +553,7 @@ async def test_a_reader_that_is_too_slow_loses_its_stream_and_only_that() -> Non
         assert caught.value.status == 408
         answered = await slow.answered()
         assert answered[-1] == _aborted(answered)
-        assert len(answered) < 80, "the engine went on for nobody"
+        assert len(answered) < 80, "the engine kept computing for a reader that had left"
         await engine.idle()
 
 

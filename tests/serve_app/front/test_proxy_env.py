@@ -103,8 +103,8 @@ def test_beside_somebody_elses_application_handles_may_still_be_called_from_sync
     chosen = environment(written(tmp_path, OURS, THEIRS))
     assert chosen[ENABLE] == "1"
     assert not ONE_LOOP & chosen.keys()
-    assert chosen[GUARD] == "serve_app.edge.http_server:guard_shared", "their texts are theirs"
-    assert "RAY_SERVE_HAPROXY_RETRY_ON" not in chosen, "their requests may not bear to run twice"
+    assert chosen[GUARD] == "serve_app.edge.http_server:guard_shared", "another application has error texts of its own"
+    assert "RAY_SERVE_HAPROXY_RETRY_ON" not in chosen, "another application's requests may not be safe to repeat"
 
 
 def test_haproxy_outlives_every_drain(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ async def test_what_replicas_do_is_asked_of_both_deployments_with_what_is_known_
     assert [one.engine for one in told.engines] == ["e1", "e2"]
     assert told.engines[0].steps == (StepActivity(5, 1, (30, 2), 0, 1.5, 20),)
     assert told.ingresses == [IngressActivity("i1", 3, 2)]
-    assert told.num_missing == 2, "one that babbles, and one that answers something else"
+    assert told.num_missing == 2, "one answers nonsense, and one something else"
 
 
 async def test_looking_on_does_not_wake_a_deployment_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def until(server: Server, condition: Callable[[Series], bool]) -> Series:
     """Scrape until the condition is true; return that scrape."""
     deadline = time.monotonic() + WAIT_S
     while not condition(series := scrape(server)):
-        assert time.monotonic() < deadline, "it never came to be so"
+        assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.2)
     return series
 
@@ -96,7 +96,7 @@ def test_a_scrape_of_two_ingresses_and_two_engines_equals_the_requests_made_and_
     with serve_run({"engine": engine, "engine_replicas": 2, "ingress_replicas": 2}) as server:
         # A server answers as soon as one replica of each kind is there.
         first = until(server, lambda series: len(replicas(series, "engine")) == len(replicas(series, "ingress")) == 2)
-        assert total(first, "vllm:request_success_total") == 0, "the warm-up is nobody's request"
+        assert total(first, "vllm:request_success_total") == 0, "the warm-up does not count as a request"
 
         with ThreadPoolExecutor(8) as pool:
             answered = list(pool.map(lambda number: ask(server, stream=number % 2 == 0), range(40)))

@@ -118,7 +118,7 @@ def test_a_replica_that_is_gone_is_forgotten_with_all_that_was_sent_there() -> N
     assert known.num_cached_tokens("a", KEYS) == 0
     known.update({"a": {}, "b": {}})
     known.close("r")
-    assert known.load("a", NOW) == ReplicaLoad(), "its request's end is nobody's now"
+    assert known.load("a", NOW) == ReplicaLoad(), "the end of its request no longer counts anywhere"
 
 
 def test_an_old_replica_that_speaks_another_format_is_one_without_a_report() -> None:

@@ -51,7 +51,7 @@ def test_no_avoided_replica_is_ranked_while_another_lives(
 ) -> None:
     ranked = {name for names in rank(ask, fleet, bound, random) for name in names}
     live = {one.replica_id for one in fleet}
-    assert ranked == ((live - ask.avoid) or live), "nobody else is left out, and nobody ranked twice or made up"
+    assert ranked == ((live - ask.avoid) or live), "every other replica is ranked once, and none is made up"
 
 
 @untimed
@@ -151,7 +151,7 @@ def test_of_two_drawn_at_random_the_less_loaded_is_chosen_so_that_the_most_loade
     fleet, random = named(a=0, b=10, c=20, d=30), Random(1)
     counts = Counter(rank(Ask(100), fleet, LOOSE, random)[0][0] for _ in range(2000))
     assert counts["d"] == 0
-    assert counts["a"] > counts["b"] > counts["c"] > 0, "nor does everybody run to the least loaded one"
+    assert counts["a"] > counts["b"] > counts["c"] > 0, "but not all go to the least loaded one"
 
 
 def test_a_call_that_computes_nothing_gets_two_at_random_then_the_others_then_the_full() -> None:
