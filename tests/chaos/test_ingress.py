@@ -70,7 +70,9 @@ async def until_in_rotation(server: Server, count: int, timeout_s: float = 60) -
             await asyncio.sleep(0.1)
 
 
-async def test_the_end_of_an_ingress_replica_is_told_wherever_it_can_be(front: tuple[Server, int]) -> None:
+async def test_clients_are_told_of_the_end_of_an_ingress_replica_where_possible(
+    front: tuple[Server, int],
+) -> None:
     server, num_ingresses = front
     proxy_tells = num_ingresses == 1
     await until_replicas(server, INGRESS, num_ingresses)

@@ -174,7 +174,7 @@ _Leaf.model_rebuild()
 _Node.model_rebuild()
 
 
-def test_objects_are_told_in_their_place_and_those_that_hold_themselves_once() -> None:
+def test_objects_are_described_in_their_place_and_those_that_hold_themselves_once() -> None:
     assert [(row.path, row.kind, row.meaning) for row in rows(_Node)] == [
         ("type", "honoured", "Which it is. One of `node`."),
         ("held", "honoured", ""),

@@ -72,7 +72,7 @@ def test_the_figures_are_of_valid_measurements() -> None:
     assert all(cell["num_errors"] == 0 for cell in ours)
 
 
-def test_the_stalls_that_are_told_are_the_longest_that_were_measured() -> None:
+def test_the_documented_stalls_are_the_longest_that_were_measured() -> None:
     large = [cell for cell in document("ingress_stalls.json")["cells"] if "3.9 MB" in cell["case"]]
     gap, health = (max(max(cell[name]) for cell in large) for name in ("gap_max_ms", "health_max_ms"))
     text = " ".join((DOCS / "benchmarks" / "ingress-stalls.md").read_text(encoding="utf-8").split())
@@ -96,7 +96,7 @@ def test_what_the_picture_names_is_there() -> None:
     assert all((ROOT / file).is_file() for file in files)
 
 
-def test_every_variable_that_users_may_set_is_told() -> None:
+def test_every_variable_that_users_may_set_is_documented() -> None:
     product = (path for place in ("engine", "kernels", "serve_app") for path in (ROOT / place).rglob("*.py"))
     texts = [path.read_text(encoding="utf-8") for path in product]
     used = {name for text in texts for name in re.findall(r"\bCHUNKSERVE_[A-Z_]+", text)}
@@ -189,7 +189,7 @@ def test_links_to_source_files_become_names() -> None:
     assert with_links("[config.yaml](../../config.yaml)", "explanation/memory.md") == "config.yaml"
 
 
-def test_a_link_to_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_link_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with_links("[gone](../../engine/gone.py)", "explanation/memory.md")
     assert "engine/gone.py, which is not there" in caplog.text
 

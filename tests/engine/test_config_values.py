@@ -59,7 +59,7 @@ def changed(document: Document, place: tuple[str, ...], value: Any) -> Document:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_whatever_stands_in_a_field_it_is_read_or_refused_as_a_value(name: str) -> None:
+def test_whatever_is_in_a_field_is_read_or_refused_as_a_value(name: str) -> None:
     """A start reports a ValueError with the file's name, and anything else by a traceback."""
     document = DOCUMENTS[name]
     parse_model_config(document)

@@ -97,7 +97,7 @@ SCENARIOS: list[tuple[Callable[[], RecordingCore], DeferReason]] = [
 
 
 @pytest.mark.parametrize(("scenario", "reason"), SCENARIOS, ids=[scenario.__name__ for scenario, _ in SCENARIOS])
-def test_the_reason_why_the_queue_stands_is_that_of_its_first_request(
+def test_the_reason_why_the_queue_waits_is_that_of_its_first_request(
     scenario: Callable[[], RecordingCore], reason: DeferReason
 ) -> None:
     core = scenario()

@@ -78,7 +78,7 @@ def test_one_empty_look_between_two_replicas_is_not_the_end() -> None:
     assert clock.num_looks == 5
 
 
-def test_the_deadline_ends_it_and_what_is_left_is_told() -> None:
+def test_the_deadline_ends_the_drain_and_what_is_left_is_reported() -> None:
     clock = Clock([[REPLICA]])
     assert clock.hold(2.5) == [REPLICA]
     assert clock.now_s == 2.5

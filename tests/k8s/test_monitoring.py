@@ -106,7 +106,7 @@ ALERT = {
         ({"annotations": {"summary": "x", "runbook_url": "#start"}}, "no test in alerts.test.yaml in which it fires"),
     ],
 )
-def test_an_alert_that_lacks_something_is_told(change: dict[str, object], message: str) -> None:
+def test_an_alert_that_lacks_something_is_reported(change: dict[str, object], message: str) -> None:
     found = alerts.check({"spec": {"groups": [{"name": "g", "rules": [{**ALERT, **change}]}]}})
     assert any(message in str(one) for one in found), found
 

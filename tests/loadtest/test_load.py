@@ -122,7 +122,7 @@ async def test_a_server_that_loses_tokens_fails_the_load(tmp_path: Path) -> None
     assert found.document["errors"] == {"the answer counts no tokens (usage)": 7}
 
 
-async def test_a_command_is_run_once_during_the_load_and_told_in_the_report(tmp_path: Path) -> None:
+async def test_a_command_is_run_once_during_the_load_and_named_in_the_report(tmp_path: Path) -> None:
     arguments = ["--scenario", "replica-kill", *SHORT, "--do", f"echo once >> {tmp_path / 'done'}", "--do-at", "0.5"]
     found = await load(FakeServer(), tmp_path, *arguments)
     assert found.code == PASSED, found.output

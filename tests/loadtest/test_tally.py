@@ -98,7 +98,7 @@ def test_what_a_client_left_on_purpose_counts_apart() -> None:
     assert "e2e_max_ms" not in found
 
 
-def test_how_long_prompts_came_out_is_told() -> None:
+def test_the_ratio_of_prompt_lengths_to_those_asked_for_is_reported() -> None:
     assert tally(answer(1.0, 0.1)).figures("a")["prompt_length_ratio"] == 1.0
 
 

@@ -64,7 +64,7 @@ def test_an_answer_that_does_not_say_it_is_an_error(answer: object) -> None:
             first_model(target)
 
 
-def test_what_is_left_over_is_told_and_what_was_there_before_is_not() -> None:
+def test_what_is_left_over_is_reported_and_what_was_there_before_is_not() -> None:
     assert Held(1, 5).left_over(Held(1, 5)) is None
     assert Held(0, 3).left_over(Held(1, 5)) is None
     left = Held(2, 5).left_over(Held(1, 5))

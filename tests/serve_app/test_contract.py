@@ -245,7 +245,7 @@ def wait_for(client: httpx.Client, num_running: int) -> None:
 @pytest.mark.parametrize(
     ("key", "others", "status", "code"), [("bob", 1, 429, "rate_limit_exceeded"), ("ann", 4, 503, "queue_full")]
 )
-def test_more_than_a_limit_is_told_when_to_come_back(
+def test_a_request_over_a_limit_is_told_when_to_come_back(
     server: Server, client: httpx.Client, key: str, others: int, status: int, code: str
 ) -> None:
     headers = {"Authorization": f"Bearer {KEYS[key]}"}

@@ -50,7 +50,7 @@ def wait_for(server: Server, text: str) -> None:
     assert text in server.output
 
 
-def test_a_start_is_told_in_few_lines_and_serve_status_finds_it(own_temp: Path) -> None:
+def test_a_start_is_reported_in_few_lines_and_serve_status_finds_it(own_temp: Path) -> None:
     fake = {"model": "m", "engine": {"executor": "fake"}}
     with starting(config_of(fake), quiet(own_temp)) as server:
         wait_for(server, '"messages"')

@@ -113,7 +113,7 @@ def test_a_server_that_failed_has_a_column_and_is_named_with_the_reason() -> Non
     assert "Ray Serve LLM was not measured: it broke" in text
 
 
-def test_a_short_run_says_that_its_figures_are_none() -> None:
+def test_a_short_run_says_that_its_figures_do_not_count() -> None:
     found = document(chunkserve={"single.tpot_ms": [4.0]})
     assert "A short run" not in table(found)
     assert "A short run" in table({**found, "short": True})

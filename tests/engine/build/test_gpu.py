@@ -329,14 +329,14 @@ def test_a_gpu_is_taken_where_torch_sees_one(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", ["num_kv_blocks", "kv_cache_memory_gib"])
-def test_of_two_settings_that_say_how_many_blocks_there_are_one_is_refused(name: str) -> None:
+def test_only_one_setting_may_say_how_many_blocks_there_are(name: str) -> None:
     with pytest.raises(
         ConfigError, match=f"{name} is 3, but gpu_memory_utilization is 0.5: both say how many KV blocks"
     ):
         EngineConfig(**{name: 3, "gpu_memory_utilization": 0.5})
 
 
-def test_faults_of_the_device_are_told_from_want_of_memory_and_from_bugs() -> None:
+def test_faults_of_the_device_are_told_apart_from_lack_of_memory_and_from_bugs() -> None:
     faults = {
         ExecutorOutOfMemoryError: torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."),
         ExecutorFatalError: RuntimeError("CUDA error: device-side assert triggered"),

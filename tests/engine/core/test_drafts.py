@@ -137,7 +137,7 @@ def test_if_a_step_has_no_room_for_all_drafts_the_requests_that_decode_longest_k
 # --- where the answer ends -------------------------------------------------------------------------------------------
 
 
-def test_the_answer_is_cut_at_a_stop_token_among_accepted_drafts_and_counted_as_ever() -> None:
+def test_the_answer_is_cut_at_a_stop_token_among_accepted_drafts_and_counted_as_usual() -> None:
     """I-30, I-35: what was accepted after the stop token is part neither of the answer nor of the usage."""
     reply = list(range(1, 21))
     num_cut = 0

@@ -186,7 +186,7 @@ def test_the_largest_image_is_what_a_step_a_request_and_the_cache_take(tmp_path:
         largest(encoder_cache_memory_gib=3 * 96 * 4 / 2**30)
 
 
-def test_native_kernels_are_refused_by_name_and_not_chosen_and_the_reason_is_told(tmp_path: Path) -> None:
+def test_native_kernels_are_refused_by_name_and_not_chosen_and_the_reason_is_given(tmp_path: Path) -> None:
     save_vision_model(tmp_path)
     resolved = create_executor(tmp_path, settings())[1]
     assert "the native kernels have no encoder" in resolved.reasons["kernels"]

@@ -171,7 +171,7 @@ def test_a_span_of_the_greatest_length_is_in_the_first_step_that_no_begun_prompt
     assert steps_of(core, "image")[0] <= steps_of(core, "begun")[-1] + 1
 
 
-def test_a_chunk_that_depends_on_its_request_alone_is_gone_around_too() -> None:
+def test_others_go_around_a_chunk_that_depends_on_its_request_alone_too() -> None:
     core = core_of(chunk_boundary="request_local", max_partial_prefills=0, long_prefill_token_threshold=0)
     core.send("first", [1] * 40, max_tokens=1)
     core.send("second", [2] * 60, max_tokens=1)

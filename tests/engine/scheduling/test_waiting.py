@@ -61,7 +61,7 @@ def test_a_lower_number_is_served_first_and_arrival_decides_inside_a_priority() 
     assert served(core) == ["a0", "a1", "b0", "b1", "b2", "c0"]
 
 
-def test_whoever_waited_for_the_age_bound_goes_before_everything_and_by_arrival_among_its_like() -> None:
+def test_requests_that_waited_for_the_age_bound_go_before_all_others_in_order_of_arrival() -> None:
     queue = Queue(priority_age_ms=100)
     queue.enter("old and unimportant", priority=9, since=0.0)
     queue.enter("old and urgent", priority=0, since=0.02)

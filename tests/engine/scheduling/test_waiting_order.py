@@ -109,7 +109,7 @@ def test_the_order_is_that_of_a_queue_which_is_sorted_anew_each_time(seed: int) 
 
 
 @pytest.mark.parametrize("where", ["front", "back"])
-def test_whom_a_preemption_puts_elsewhere_stands_there_and_nobody_who_arrives_later_is_held_up(where: str) -> None:
+def test_a_preempted_request_waits_where_it_was_put_and_holds_up_nobody_who_arrives_later(where: str) -> None:
     queue = WaitingQueue(SchedulerConfig())
     requests = [request_of(arrival_index) for arrival_index in range(8)]
     for request in requests[:5]:

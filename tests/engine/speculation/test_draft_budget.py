@@ -95,7 +95,7 @@ def test_a_step_takes_longer_with_each_token_and_ever_more_so(tokens: int, costs
     assert costs.of(1) == 1
 
 
-def test_the_curve_is_told_from_what_it_was_fitted_to() -> None:
+def test_the_curve_names_what_it_was_fitted_to() -> None:
     """Regression: it once named figures that its page did not have."""
     results = Path(__file__).parents[3] / "loadtest" / "results"
     code = Path(draft_budget.__file__).read_text(encoding="utf-8")

@@ -116,7 +116,7 @@ ARRIVALS = st.lists(
 
 @settings(deadline=None)
 @given(arrivals=ARRIVALS, adaptive=st.booleans(), blocks=st.integers(16, 40), tokens=st.integers(17, 40))
-def test_whoever_comes_goes_or_loses_memory_what_is_read_is_the_text_and_nothing_is_left(
+def test_what_is_read_is_the_text_and_nothing_is_left_whichever_requests_come_go_or_lose_memory(
     arrivals: list[tuple[int, int, int, int, int | None]], adaptive: bool, blocks: int, tokens: int
 ) -> None:
     """Blocks are shared by prefix, given up, taken by others and found again,

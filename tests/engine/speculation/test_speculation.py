@@ -246,7 +246,7 @@ def test_what_was_right_of_others_is_where_a_new_request_begins() -> None:
 # --- what is told of it ----------------------------------------------------------------------------------------------
 
 
-def test_drafted_and_accepted_tokens_are_told_with_each_step() -> None:
+def test_drafted_and_accepted_tokens_are_reported_with_each_step() -> None:
     core = looking(reply=[1, 2, 3, 1, 2, 4] * 10)
     core.send("a", [9], max_tokens=50, ignore_eos=True)
     verified: list[Verified] = []

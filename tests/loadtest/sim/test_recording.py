@@ -38,7 +38,7 @@ def test_an_answer_that_moves_has_waited_until_it_began_for_the_first_time() -> 
     assert made.num_cached_tokens == 3
 
 
-def test_how_an_answer_ended_is_told() -> None:
+def test_how_an_answer_ended_is_recorded() -> None:
     made = seen(10.5)
     made.note(Finished("r", FinishReason.LENGTH, Usage(7, 1, 3)), 10.5)
     assert made.ended(10.5).finish_reason == "length"

@@ -504,7 +504,7 @@ async def test_too_long_a_prompt_for_the_queue_is_refused_before_the_first_byte_
 
 
 @pytest.mark.parametrize("code", [ErrorCode.QUEUE_FULL, ErrorCode.DRAINING])
-async def test_a_refusal_by_the_engine_is_told_the_measured_rate_too(code: ErrorCode) -> None:
+async def test_a_refusal_by_the_engine_carries_the_measured_rate_too(code: ErrorCode) -> None:
     clock = Clock()
     gate = Gate(clock=clock)
     guests = [Guest(gate), Guest(gate)]

@@ -56,13 +56,13 @@ async def stop_of(client: ScriptedClient, path: str, body: dict[str, Any]) -> tu
 
 
 @pytest.mark.parametrize(("path", "body"), GENERATE)
-async def test_a_stop_string_is_told_in_both_words(path: str, body: dict[str, Any]) -> None:
+async def test_a_stop_string_is_reported_in_both_fields(path: str, body: dict[str, Any]) -> None:
     client = ScriptedClient([scheduled()], tokens("one two"), [finished()])
     assert await stop_of(client, path, body | {"stop": ["zz", "tw"]}) == ("stop", "tw", "tw")
 
 
 @pytest.mark.parametrize(("path", "body"), GENERATE)
-async def test_a_stop_token_is_told_by_its_id(path: str, body: dict[str, Any]) -> None:
+async def test_a_stop_token_is_reported_by_its_id(path: str, body: dict[str, Any]) -> None:
     assert await stop_of(ends(stopped_by(97)), path, body | {"stop_token_ids": [97]}) == ("stop", 97, 97)
 
 
@@ -74,7 +74,7 @@ async def test_the_end_of_sequence_is_no_stop_reason_at_vllm_and_a_matched_stop_
 
 
 @pytest.mark.parametrize(("path", "body"), GENERATE)
-async def test_an_end_of_sequence_that_the_client_named_is_told(path: str, body: dict[str, Any]) -> None:
+async def test_an_end_of_sequence_that_the_client_named_is_reported(path: str, body: dict[str, Any]) -> None:
     named = body | {"stop_token_ids": [256], "ignore_eos": True}
     assert await stop_of(ends(stopped_by(256)), path, named) == ("stop", 256, 256)
 

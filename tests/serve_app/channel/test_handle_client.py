@@ -251,7 +251,7 @@ async def test_a_request_that_may_not_move_fails_with_an_engine_error(answer: An
         await at.nothing_left()
 
 
-async def test_a_refusal_is_told_as_the_engine_gave_it() -> None:
+async def test_a_refusal_is_passed_on_as_the_engine_gave_it() -> None:
     refusal = RequestRejected(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long", "prompt", 256, 300)
     async with ingress(answering(refusal)) as at:
         with pytest.raises(RequestRejected) as caught:
@@ -319,7 +319,7 @@ async def test_cancelling_a_reader_ends_its_request_by_either_way_alone(num_step
         await at.nothing_left()
 
 
-async def test_a_reader_that_leaves_is_told_to_the_engine_by_the_channel_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_channel_also_tells_the_engine_that_a_reader_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ingress(gated=True, deaf=True) as at:
         aborted: list[Reply] = []
         monkeypatch.setattr(at.receiver, "_reply", lambda peer, reply: aborted.append(reply))

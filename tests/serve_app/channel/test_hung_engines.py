@@ -112,7 +112,7 @@ async def test_an_engine_without_work_beats_for_every_ingress_that_has_attached_
         assert len(engine.sender._peers) == 1
 
 
-async def test_a_step_that_may_never_return_is_told_by_a_beat_and_its_streams_fail(
+async def test_a_step_that_may_never_return_is_reported_by_a_beat_and_its_streams_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with rig(gated=True) as engine:

@@ -284,7 +284,7 @@ async def test_a_request_moves_as_often_as_it_may_and_then_fails_with_the_last_e
 @pytest.mark.parametrize(
     "code", [ErrorCode.STEP_FAILED, ErrorCode.INVALID_PARAMETER, ErrorCode.DEADLINE_EXCEEDED, ErrorCode.QUEUE_FULL]
 )
-async def test_a_failure_of_the_request_itself_is_told_and_not_repeated_elsewhere(
+async def test_a_failure_of_the_request_itself_is_reported_and_not_repeated_elsewhere(
     code: ErrorCode, as_event: bool
 ) -> None:
     replicas = Replicas(failing(3, end=EngineError(code, "no"), as_event=as_event))

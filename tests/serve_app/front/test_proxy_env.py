@@ -99,7 +99,7 @@ def test_configs_without_our_application_and_other_commands_change_nothing(tmp_p
     assert environment(arguments=["status"]) == {}
 
 
-def test_beside_somebody_elses_application_handles_may_still_be_called_from_synchronous_code(tmp_path: Path) -> None:
+def test_beside_another_projects_application_handles_may_still_be_called_from_synchronous_code(tmp_path: Path) -> None:
     chosen = environment(written(tmp_path, OURS, THEIRS))
     assert chosen[ENABLE] == "1"
     assert not ONE_LOOP & chosen.keys()

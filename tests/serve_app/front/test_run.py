@@ -156,7 +156,7 @@ def test_an_error_that_nobody_foresaw_takes_down_what_runs(
     assert cluster.done[-1] == "shutdown"
 
 
-def test_a_failure_is_told_even_if_nothing_can_be_taken_down(
+def test_a_failure_is_reported_even_if_nothing_can_be_taken_down(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "status", lambda: raising(RayError("the controller died")))
@@ -197,7 +197,7 @@ cli.main()
     assert log.read_text().startswith("Traceback")
 
 
-def test_what_ray_sends_of_a_traceback_is_told_by_its_last_line() -> None:
+def test_a_traceback_that_ray_sends_is_reported_by_its_last_line() -> None:
     assert in_a_line(ValueError("ray::f() (pid=7)\n  File x\nKeyError: 'a'\n")) == "ValueError: KeyError: 'a'"
     assert in_a_line(TimeoutError()) == "TimeoutError"
 

@@ -68,7 +68,7 @@ def test_two_applications_are_one_server() -> None:
     assert os.environ["RAY_DASHBOARD_ADDRESS"] == FIRST.dashboard
 
 
-def test_of_several_none_is_guessed() -> None:
+def test_with_several_servers_none_is_guessed() -> None:
     with (
         noted(FIRST),
         noted(SECOND),

@@ -141,7 +141,7 @@ def test_another_server_is_not_announced(monkeypatch: pytest.MonkeyPatch, header
         wait_until_answering(url)
 
 
-def test_a_server_that_never_answers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_app.front.start._ANSWER_TIMEOUT_S", 0.05)
     monkeypatch.setattr("serve_app.front.start._POLL_S", 0)
     with (

@@ -151,7 +151,7 @@ def self_signed(directory: Path, name: str) -> Path:
     return path
 
 
-async def test_a_server_that_is_gone_is_told() -> None:
+async def test_a_server_that_is_gone_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         host = f"127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(ImageRefused, match="did not answer: ConnectionRefusedError"):

@@ -97,7 +97,7 @@ async def test_a_replica_that_does_not_answer_is_counted_and_the_others_are_ther
 
 
 @pytest.mark.parametrize("error", [DeploymentUnavailableError(DeploymentID("Engine", "app")), ActorDiedError()])
-async def test_a_deployment_nobody_of_which_can_be_asked_is_one_missing_replica(error: Exception) -> None:
+async def test_a_deployment_in_which_no_replica_can_be_asked_counts_as_one_missing_replica(error: Exception) -> None:
     assert await names(Handle(error=error)) == ([], 1)
 
 

@@ -66,7 +66,7 @@ async def test_the_page_needs_nothing_from_elsewhere() -> None:
     assert not re.search(r"@import|url\(|<link(?! rel=\"icon\" href=\"data:)| src=", html)
 
 
-async def test_nothing_that_is_told_becomes_markup_or_code_and_nothing_is_stored() -> None:
+async def test_nothing_that_a_server_sends_becomes_markup_or_code_and_nothing_is_stored() -> None:
     html = await page()
     never = "innerHTML|outerHTML|insertAdjacentHTML|document.write|eval(|new Function|DOMParser|localStorage|cookie"
     assert [word for word in never.split("|") if word in html] == []

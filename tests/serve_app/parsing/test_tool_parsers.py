@@ -121,7 +121,7 @@ def test_any_text_is_read_without_an_error_and_alike_however_it_is_cut(name: str
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(deadline=None)
 @given(text=messy_texts, at=places)
-def test_of_a_call_the_start_comes_first_and_once_and_no_delta_is_empty(name: str, text: str, at: list[int]) -> None:
+def test_the_start_of_a_call_comes_first_and_once_and_no_delta_is_empty(name: str, text: str, at: list[int]) -> None:
     started = 0
     for delta in (delta for piece in deltas(name, cut(text, at), TOOLS) for delta in piece):
         match delta:

@@ -58,7 +58,7 @@ def test_each_request_weighs_what_the_settings_say_beside_its_tokens() -> None:
         assert router.place("r", ASK, list(reports), NOW).ranks[0] == [chosen]
 
 
-def test_those_that_are_full_or_avoided_are_as_placement_has_them() -> None:
+def test_full_and_avoided_replicas_come_where_placement_puts_them() -> None:
     router = chooser("a", "b", "c")
     assert router.place("r", ASK, ["a", "b", "c"], NOW, avoid=("a",), full={"b"}).ranks == [["c"], ["b"]]
     assert router.place("r", ASK, [], NOW).ranks == []

@@ -112,7 +112,7 @@ def test_a_cached_prefix_is_worth_exactly_the_tokens_that_it_saves(queued: int, 
     assert first(Ask(1000), fleet) == chosen
 
 
-def test_of_two_holders_the_longer_prefix_wins_while_loads_are_equal() -> None:
+def test_the_holder_of_the_longer_prefix_wins_while_loads_are_equal() -> None:
     fleet = [Candidate("short", num_cached_tokens=100), Candidate("long", num_cached_tokens=800), Candidate("none")]
     assert {first(Ask(1000), fleet, seed=seed) for seed in range(20)} == {"long"}
 
@@ -147,7 +147,7 @@ def test_with_everything_equal_the_choice_spreads() -> None:
     assert all(800 < counts[name] < 1200 for name in "abcd"), counts
 
 
-def test_of_two_drawn_at_random_the_less_loaded_is_chosen_so_that_the_most_loaded_never_is() -> None:
+def test_the_less_loaded_of_two_drawn_at_random_is_chosen_so_that_the_most_loaded_never_is() -> None:
     fleet, random = named(a=0, b=10, c=20, d=30), Random(1)
     counts = Counter(rank(Ask(100), fleet, LOOSE, random)[0][0] for _ in range(2000))
     assert counts["d"] == 0
@@ -251,7 +251,7 @@ def test_a_request_goes_to_an_engine_that_has_its_adapter_out_of_many() -> None:
     assert set(placed(30, "e3", "e17")[:2]) == {"e3", "e17"}
 
 
-def test_it_spills_over_once_the_holders_have_more_to_do_than_reading_it_counts() -> None:
+def test_a_request_spills_over_once_the_holders_have_more_to_do_than_reading_the_adapter_counts() -> None:
     assert placed(4, "e2", load=99)[0] == "e2"
     assert placed(4, "e2", load=101)[0] != "e2"
 

@@ -315,7 +315,7 @@ def test_more_load_must_last_for_the_upscale_delay() -> None:
     assert deployment.carry(seats(13), 4) == 2
 
 
-def test_of_a_peak_in_the_upscale_delay_only_what_lasts_counts() -> None:
+def test_only_the_lasting_part_of_a_peak_in_the_upscale_delay_counts() -> None:
     deployment = Deployment(ScalingSettings(upscale_delay_s=3, startup_time_s=0), target=4)
     deployment.step([seats(8)] * 4)
     deployment.step([replace(seats(10), num_waiting=20)] * 4)

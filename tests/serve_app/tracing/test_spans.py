@@ -190,7 +190,7 @@ async def test_several_answers_are_one_span_with_the_reason_of_each_and_the_toke
     assert [span.name for span in traced.parts] == PARTS
 
 
-async def test_the_reasoning_tokens_of_a_model_that_thinks_are_told() -> None:
+async def test_the_reasoning_tokens_of_a_model_that_thinks_are_recorded() -> None:
     traced = Traced([scheduled()], tokens("<think>Hm</think>Yes"), [finished()], model=THINKER)
     await traced.ask(URL, CHAT)
     assert traced.told["gen_ai.usage.reasoning.output_tokens"] == len("<think>Hm</think>")

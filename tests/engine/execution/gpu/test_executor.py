@@ -230,7 +230,7 @@ def test_every_plan_of_a_random_workload_gives_what_the_plain_executor_gives(
 
 @pytest.mark.parametrize("settings", [{}, TIGHT], ids=["plain", "tight"])
 @pytest.mark.parametrize("seed", range(4))
-def test_with_a_step_in_flight_nobody_can_tell_by_the_events(model: Path, seed: int, settings: dict[str, Any]) -> None:
+def test_with_a_step_in_flight_the_events_are_the_same(model: Path, seed: int, settings: dict[str, Any]) -> None:
     executor, resolved = make(model, num_speculative_tokens=0, **settings)
     want = serve(plain(executor), resolved, seed)
     overlapped, resolved = make(model, overlap=True, **settings)

@@ -192,7 +192,7 @@ async def test_an_error_names_the_tool_where_the_request_has_it(num_hosted: int)
     assert twice.anthropic_error["message"].startswith(f"tools.{num_hosted + 1}.name: ")
 
 
-async def test_a_call_that_was_cut_off_is_told_as_far_as_it_goes() -> None:
+async def test_a_call_that_was_cut_off_is_shown_as_far_as_it_goes() -> None:
     message = (await ask(saying(CALL[:57], reason=FinishReason.LENGTH), tools=TOOLS)).json
     assert message["stop_reason"] == "max_tokens"
     (block,) = message["content"]

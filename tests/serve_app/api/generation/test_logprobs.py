@@ -334,7 +334,7 @@ async def test_everything_in_one_item_is_the_same_answer() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=24), st.lists(st.integers(0, 24), max_size=6), st.sampled_from(["ab", "\x01", "é"]))
-async def test_however_tokens_arrive_and_whatever_they_are_each_is_told_once_in_order_and_the_text_is_the_same(
+async def test_however_tokens_arrive_each_is_reported_once_in_order_and_the_text_is_the_same(
     data: bytes, cuts: list[int], stop: str
 ) -> None:
     ends = sorted({*(cut for cut in cuts if cut < len(data)), len(data)})

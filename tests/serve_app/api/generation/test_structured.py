@@ -273,7 +273,7 @@ async def test_a_format_beside_tools_leaves_the_model_the_choice_between_both() 
 
 
 @pytest.mark.parametrize("format_", [{"type": "json_object"}, {"type": "json_object", "schema": SCHEMA}], ids=str)
-async def test_a_format_beside_calls_that_must_be_made_is_of_a_text_that_there_is_not(
+async def test_a_format_beside_calls_that_must_be_made_has_no_text_to_apply_to(
     engine: AsyncEngine, format_: dict[str, Any]
 ) -> None:
     """As with OpenAI and vLLM the calls win, and there is no text for the format. It has to be valid all the same."""

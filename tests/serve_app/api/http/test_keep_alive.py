@@ -205,7 +205,7 @@ async def test_a_frame_waits_for_the_comment_that_is_on_its_way() -> None:
     assert log[:4] == [(when, body) for body in (COMMENT, FRAME["body"]) for when in ("begins", "ends")]
 
 
-async def test_a_client_that_a_comment_found_gone_is_gone_for_the_next_frame() -> None:
+async def test_a_client_that_left_during_a_comment_is_gone_for_the_next_frame() -> None:
     tried = asyncio.Event()
 
     async def send(message: Message) -> None:

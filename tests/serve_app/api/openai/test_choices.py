@@ -163,7 +163,7 @@ async def test_a_stream_interleaves_choices_and_each_has_its_opening_and_its_end
     assert all(frame["usage"] is None for frame in answer.frames[:-1])
 
 
-async def test_usage_can_be_told_in_every_chunk() -> None:
+async def test_usage_can_be_reported_in_every_chunk() -> None:
     client = ByChoice([[scheduled(3)], tokens("a"), tokens("bc"), [finished(completion=4)]])
     options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     answer = await post(app_of(client), COMPLETIONS, PROMPT | options)

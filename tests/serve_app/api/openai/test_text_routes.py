@@ -237,7 +237,7 @@ async def test_bodies_have_the_limits_of_every_route(path: str) -> None:
     assert (answer.status, answer.error["code"]) == (415, "unsupported_media_type")
 
 
-async def test_the_tokenizers_facts_are_told() -> None:
+async def test_the_facts_of_a_tokenizer_are_shown() -> None:
     assert (await get(ScriptedClient(), "/tokenizer_info")).json == {
         "model": MODEL.id,
         "vocab_size": 262,

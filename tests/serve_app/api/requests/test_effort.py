@@ -185,7 +185,7 @@ async def test_openrouters_budget_is_the_same_and_one_that_is_none_is_a_hint() -
     ],
     ids=str,
 )
-async def test_of_fields_that_disagree_the_one_without_effect_is_named(
+async def test_if_fields_disagree_the_one_without_effect_is_named(
     source: str, fields: dict[str, Any], told: str, ignored: str | None
 ) -> None:
     answer, given = await ask(source, "/v1/chat/completions", fields)

@@ -178,7 +178,7 @@ async def test_an_answers_length_that_is_cut_is_named_as_the_client_wrote_it(pat
     assert (answer.status, answer.headers[HEADER], counted(recorder)) == (200, field, {field: 1})
 
 
-async def test_of_two_lengths_the_one_that_wins_is_named() -> None:
+async def test_the_one_of_two_lengths_that_wins_is_named() -> None:
     body = CHAT | {"max_tokens": 5, "max_completion_tokens": MODEL.max_model_len}
     answer = await post(app_for(answering()), "/v1/chat/completions", body)
     assert answer.headers[HEADER] == "max_completion_tokens"

@@ -66,7 +66,7 @@ def test_a_stop_across_pieces_is_found_and_none_of_it_is_sent() -> None:
     assert run(["Hello wo", "rl", "d! more"], ["world"]) == (["Hello ", "", ""], True)
 
 
-def test_of_two_stops_that_end_together_the_longer_one_is_cut() -> None:
+def test_if_two_stops_end_together_the_longer_one_is_cut() -> None:
     assert run(["xabc"], ["bc", "abc"]) == (["x"], True)
 
 
