@@ -150,7 +150,7 @@ def two_engines() -> Iterator[Server]:
 
 
 async def busiest(client: httpx.AsyncClient) -> str:
-    """Return the engine that generated most of late."""
+    """Return the engine that generates most tokens a second."""
     engines = (await client.get("/activity")).json()["engines"]
     found: str = max(engines, key=lambda engine: engine["generated_tokens_per_s"])["engine"]
     return found

@@ -1,5 +1,5 @@
 """Owns the recording of the gate's floors: how far transformers is from itself. `python -m tests.golden.record [KIND]`
-Never measures our own model: a tolerance that follows the thing it judges is none."""
+Never measures our own model: a tolerance that follows what it judges proves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the only reason to skip tests of the GPU: there is none.
+"""Owns the only reason to skip tests of the GPU: the machine has none.
 Never hides a failing GPU: what it computes wrong is a failure."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every model is put together by one builder, and the parts are told in what devices differ."""
+"""Every model is put together by one builder, which tells the parts what differs between devices."""
 
 from __future__ import annotations
 

@@ -182,6 +182,17 @@ def test_prompt_logprobs_are_sent_once_and_whole_after_a_preemption_at_any_momen
     assert core.tokens("elder") == answer_alone([3] * 4, max_tokens=40, ignore_eos=True)
 
 
+def preempt_and_run(core: RecordingCore, num_scored: int) -> None:
+    """Preempt the request "a" once so many of its positions are scored, and run to the end."""
+    request = core._scheduler.find("a")
+    assert request is not None
+    assert request.scoring is not None
+    assert len(request.scoring.logprobs) == num_scored
+    core._scheduler._preempt(request, core.now)
+    core._executor.forget(["a"])
+    core.run()
+
+
 def test_a_prompt_that_is_preempted_in_the_middle_goes_on_from_what_is_scored() -> None:
     core = RecordingCore(**{**TIGHT, "num_kv_blocks": 30})
     core.send("elder", [3] * 4, max_tokens=90, ignore_eos=True)
@@ -189,13 +200,7 @@ def test_a_prompt_that_is_preempted_in_the_middle_goes_on_from_what_is_scored() 
     core.send("a", PROMPT, max_tokens=2, prompt_logprobs=2, ignore_eos=True)
     for _ in range(3):
         core.keep(core.step())
-    request = core._scheduler.find("a")
-    assert request is not None
-    assert request.scoring is not None
-    assert len(request.scoring.logprobs) == 12
-    core._scheduler._preempt(request, core.now)
-    core._executor.forget(["a"])
-    core.run()
+    preempt_and_run(core, num_scored=12)
     starts = [row.start for row in rows_of(core, "a")]
     assert starts[:4] == [0, 4, 8, 12], "12 positions are scored: their blocks may be hit now"
     assert scores_of(core, "a") == [EXPECTED]
@@ -210,13 +215,7 @@ def test_a_hit_does_not_reach_beyond_what_is_scored_after_a_preemption() -> None
     core.send("a", PROMPT, max_tokens=2, prompt_logprobs=2, ignore_eos=True)
     for _ in range(2):
         core.keep(core.step())
-    request = core._scheduler.find("a")
-    assert request is not None
-    assert request.scoring is not None
-    assert len(request.scoring.logprobs) == 8
-    core._scheduler._preempt(request, core.now)
-    core._executor.forget(["a"])
-    core.run()
+    preempt_and_run(core, num_scored=8)
     again = [row.start for row in rows_of(core, "a")][2]
     assert again <= 8
     assert scores_of(core, "a") == [EXPECTED]

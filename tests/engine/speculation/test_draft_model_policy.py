@@ -310,7 +310,7 @@ def test_rows_carry_no_more_drafts_than_asked_and_all_together_what_a_full_engin
     assert most == {0: 0, 1: 8, 2: 10, 3: 9, 4: 8}, "what four rows of three tokens have room for"
 
 
-def test_drafts_are_given_up_before_anybodys_memory_is() -> None:
+def test_drafts_are_given_up_before_any_request_loses_memory() -> None:
     core = DraftingCore(block_size=2, num_kv_blocks=24, scheduler=TIGHT)
     for i in range(4):
         core.send(f"r{i}", [1 + i] * 4, max_tokens=30, ignore_eos=True)
@@ -469,7 +469,7 @@ def test_a_pass_for_one_row_of_four_does_not_pay_and_may_pay_for_all_four() -> N
     assert choose_model_lengths([likely] * 4, rows, 100, drafter.costs, drafter) == [1] * 4
 
 
-def test_the_dearer_the_draft_model_the_fewer_its_proposals_and_none_beside_many_rows() -> None:
+def test_the_more_expensive_the_draft_model_the_fewer_its_proposals_and_none_beside_many_rows() -> None:
     costs, wish = Costs(8), Wish(0.9, 8)
     by_ratio = [
         choose_model_lengths([wish], Beside(1, 0, 0), 100, costs, ModelCosts(ratio, costs))[0]

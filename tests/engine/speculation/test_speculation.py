@@ -127,7 +127,7 @@ def test_rows_carry_no_more_drafts_than_asked_and_all_together_what_a_full_engin
     }, "what four rows of three tokens have room for"
 
 
-def test_drafts_are_given_up_before_anybodys_memory_is() -> None:
+def test_drafts_are_given_up_before_any_request_loses_memory() -> None:
     scheduler = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0, preempt_policy="lifo")
     core = looking(replace(EAGER, num_tokens=8), block_size=2, num_kv_blocks=26, scheduler=scheduler, reply=[1, 2] * 40)
     plans: list[tuple[Plan, dict[str, bool]]] = []
@@ -243,7 +243,7 @@ def test_what_was_right_of_others_is_where_a_new_request_begins() -> None:
     assert sum(len(drafts) for _, drafts in wrong.propose(decoding[3:])) <= 1
 
 
-# --- what is told of it ----------------------------------------------------------------------------------------------
+# --- what is reported of it ------------------------------------------------------------------------------------------
 
 
 def test_drafted_and_accepted_tokens_are_reported_with_each_step() -> None:

@@ -290,6 +290,19 @@ async def relay_to(address: ChannelAddress) -> AsyncIterator[Relay]:
         await relay.stop()
 
 
+async def lose_ten_steps(engine: Rig, call: Call, relay: Relay) -> None:
+    """Let the events of ten steps arrive and those of ten more get lost, and have the connection replaced."""
+    await engine.submitted(1)
+    engine.gate.let(10)
+    await call.read(11)
+    relay.losing = True
+    engine.gate.let(10)
+    await until(lambda: len(engine.gate.plans) == 20 and relay.num_lost_bytes)
+    relay.cut()
+    relay.losing = False
+    await until(lambda: relay.num_connections >= 2)
+
+
 def spied_aborts(engine: Rig) -> set[str]:
     """Collect the requests that the engine is told to end from now on."""
     seen: set[str] = set()

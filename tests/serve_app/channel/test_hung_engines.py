@@ -23,7 +23,7 @@ from serve_app.channel.silence import LOOK_S
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.engines import liveness
 from serve_app.engines.engine_call import ChannelAddress, EngineCall
-from tests.serve_app.channel.rig import HOST, LONG, Relay, Rig, relay_to, rig, spied_aborts
+from tests.serve_app.channel.rig import HOST, LONG, Relay, Rig, lose_ten_steps, relay_to, rig, spied_aborts
 from tests.support.conditions import until
 from tests.support.engines import answer_alone
 
@@ -305,15 +305,7 @@ async def test_what_was_lost_with_a_connection_is_sent_again() -> None:
         receiver = receiver_of(engine)
         async with relay_to(receiver.address) as relay:
             call = engine.call(receiver, address=relay.address)
-            await engine.submitted(1)
-            engine.gate.let(10)
-            await call.read(11)
-            relay.losing = True
-            engine.gate.let(10)
-            await until(lambda: len(engine.gate.plans) == 20 and relay.num_lost_bytes)
-            relay.cut()
-            relay.losing = False
-            await until(lambda: relay.num_connections >= 2)
+            await lose_ten_steps(engine, call, relay)
             engine.gate.let(1)
             await call.read(22)
             assert not call.answer.done(), "all tokens came through the channel"

@@ -43,6 +43,7 @@ from tests.serve_app.channel.rig import (
     Call,
     Rig,
     handshake_event,
+    lose_ten_steps,
     relay_to,
     rig,
     spied_aborts,
@@ -170,15 +171,7 @@ async def test_frames_lost_with_a_connection_are_noticed_and_the_answer_complete
         monkeypatch.setattr(receiver, "_reply", lambda *what: False)
         async with relay_to(receiver.address) as relay:
             call = engine.call(receiver, address=relay.address)
-            await engine.submitted(1)
-            engine.gate.let(10)
-            await call.read(11)
-            relay.losing = True
-            engine.gate.let(10)
-            await until(lambda: len(engine.gate.plans) == 20 and relay.num_lost_bytes)
-            relay.cut()
-            relay.losing = False
-            await until(lambda: relay.num_connections >= 2)
+            await lose_ten_steps(engine, call, relay)
             other = engine.call(receiver, "other", prompt_of(1), address=relay.address)
             await engine.submitted(2)
             engine.gate.open()

@@ -293,7 +293,7 @@ async def test_a_turn_of_the_systems_is_read_where_it_stands() -> None:
     assert (await count(messages=turns)).status == 200
 
 
-async def test_the_answer_goes_on_with_a_last_message_of_the_assistant() -> None:
+async def test_a_trailing_assistant_message_is_continued() -> None:
     messages = [*ASK["messages"], {"role": "assistant", "content": "Well,"}]
     assert await read_by_the_model(messages=messages) == "[user:hi][assistant:Well,"
 

@@ -371,7 +371,7 @@ async def test_a_prompt_of_token_ids_is_decoded_with_its_special_tokens_and_the_
 
 @pytest.mark.parametrize("ids", [[259, 0xC3, 256, 98], [0xF0, 0x9F, 257], [256], [0xFF, 0xC3]], ids=str)
 async def test_the_text_of_token_ids_is_that_of_detokenize_where_the_answer_adds_nothing(ids: list[int]) -> None:
-    """And a character that a special token cut off is not completed by the answer."""
+    """Nor does the answer complete a character that a special token cut off."""
     client = ScriptedClient([scheduled()], [finished(FinishReason.LENGTH, completion=0)])
     choice = await both(client, prompt=ids, echo=True, max_tokens=0)
     assert choice["text"] == (await post(app_for(client), "/detokenize", {"tokens": ids})).json["prompt"]

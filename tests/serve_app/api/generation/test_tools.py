@@ -228,7 +228,7 @@ async def test_a_schema_too_deep_for_the_templates_own_macro_is_a_400_and_not_a_
     assert (answer.status, answer.error["param"]) == (400, "messages")
 
 
-async def test_the_answer_can_go_on_with_the_last_message() -> None:
+async def test_the_last_message_can_be_continued() -> None:
     client = saying("x")
     messages = [*CHAT["messages"], {"role": "assistant", "content": "Well,"}]
     await ask(client, tools=None, messages=messages, continue_final_message=True)

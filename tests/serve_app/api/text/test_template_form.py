@@ -1,4 +1,4 @@
-"""Owns the form in which templates get thoughts, calls and tools: the template's text tells it, or trying it out does.
+"""Owns the form in which templates get thoughts, calls and tools: the template's text shows it, or a trial does.
 Never uses a model's own template."""
 
 from __future__ import annotations

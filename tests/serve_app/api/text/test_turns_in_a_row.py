@@ -185,7 +185,7 @@ def test_what_such_a_template_refuses_besides_is_still_refused() -> None:
         shown([RESULT, asked("b")], GEMMA)
 
 
-def test_a_conversation_that_goes_on_with_the_last_of_several_turns_goes_on_with_its_text() -> None:
+def test_continuing_the_last_of_several_turns_continues_its_text() -> None:
     template = ChatTemplate(GEMMA + SHOWS, {})
     messages = [asked("a"), said("b"), said("c")]
     assert template.render(messages, continue_final_message=True) == "[user:a][assistant:b\n\nc"
