@@ -14,15 +14,15 @@ from tests.support.gpu_runs import DRIVER, hide_gpu, is_of_the_gpu
 from tests.support.seeds import FIXED, VARIABLE, run_seed, seed_globals
 from tests.support.serve_process import serve_run
 
-# Read when torch is imported: threads that wait for each other must not keep those of the other worker from the cores.
+# Read when torch is imported: threads that wait for each other must not keep the cores from another worker's threads.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-if find_spec("hypothesis") is not None:  # a GPU's machine may have none
+if find_spec("hypothesis") is not None:  # a machine with a GPU may have none
     from hypothesis import settings
 
-    # A deadline of 200 ms, which is the default, is a measurement of the machine.
+    # A deadline of 200 ms, which is the default, would measure the machine.
     settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
     settings.register_profile("drawn", derandomize=False, database=None, deadline=None, print_blob=True)
     settings.load_profile("fixed" if run_seed() == FIXED else "drawn")
@@ -36,7 +36,7 @@ def pytest_report_header() -> str:
 def pytest_configure(config: pytest.Config) -> None:
     if run_seed() != FIXED and "hypothesis_seed" in config.option and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(run_seed())  # hypothesis's own plugin reads it after us
-    # Before a test imports triton or torch, which read this once.
+    # Set before a test imports triton or torch, which read this once.
     if not DRIVER.exists():
         os.environ.setdefault("TRITON_INTERPRET", "1")
     elif not is_of_the_gpu(config.args, config.invocation_params.dir):
@@ -50,13 +50,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from tests.support.workers import WholeModules  # which needs pytest-xdist; a GPU's machine may have none
+    from tests.support.workers import WholeModules  # which needs pytest-xdist; a machine with a GPU may have none
 
     return WholeModules(config, log)
 
 
 @pytest.fixture(scope="session")
 def default_server() -> Iterator[Server]:
-    """config.yaml as it is, the default model included, on a free port."""
+    """Serve config.yaml as it is, the default model included, on a free port."""
     with serve_run({}) as server:
         yield server

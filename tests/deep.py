@@ -1,4 +1,4 @@
-"""Owns the long run of the engine's state machine, new lives each time, and its record: `python -m tests.deep`.
+"""Owns the long run of the engine's state machine, with new lives each time, and its record: `python -m tests.deep`.
 Never records a failure as a success: a life that breaks an invariant ends the run, and the record stays as it was."""
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.support.invariants import CheckedCore
 
 RECORD = Path(__file__).with_name("deep.json")
 LIVES = 1000
-"""In one batch, which has a seed of its own."""
+"""Lives in one batch, which has a seed of its own."""
 RULES = 12
-"""Applied in a life, before it runs to its end: half as many as in `make test`, so that lives are many."""
+"""Rules applied in a life before it runs to its end: half as many as in `make test`, so that there are many lives."""
 
 
 def run_batch(number: int) -> Counter[str]:
-    """In how many of the batch's lives each of CheckedCore.THINGS happened."""
+    """Count in how many of the batch's lives each of CheckedCore.THINGS happened."""
     logging.disable(logging.CRITICAL)  # injected failures log a traceback each
     EngineMachine.reached.clear()
     options = settings(
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     batches = -(-options.lives // LIVES)
     started, reached = time.monotonic(), Counter[str]()
-    # A new process for each batch: hypothesis keeps what it has seen, and slows down.
+    # Each batch has a new process: hypothesis keeps what it has seen, and slows down.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, max_tasks_per_child=1) as pool:
         for done, found in enumerate(pool.map(run_batch, range(options.seed, options.seed + batches)), 1):

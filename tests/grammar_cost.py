@@ -1,4 +1,5 @@
-"""Owns what structured output costs besides the model: `python -m tests.grammar_cost`, and tests/grammar_cost.json.
+"""Owns the measured cost of structured output besides the model: `python -m tests.grammar_cost`, and
+tests/grammar_cost.json.
 Never runs a model: answers are random walks through the default model's vocabulary, sixteen at a time."""
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Walks:
             self._go_on(row, np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")))
 
     def _go_on(self, row: GrammarRow, allowed: np.ndarray) -> None:
-        """As an engine would: a token that may come next, and those that it forces."""
+        """Do as an engine would: append a token that may come next, and those that it forces."""
         token = int(self._draw.choice(allowed))
         self.num_tokens += 1
         if token == EOS:

@@ -1,5 +1,5 @@
-"""Owns the reverts of known defects, a long table, and the proof that a test catches each: `python -m tests.mutations`.
-Never touches the checkout but for tests/mutations.md: every revert is applied to a copy in a temporary directory."""
+"""Owns reverts of known fixes, a long table, and the proof that a test catches each: `python -m tests.mutations`.
+Never touches the checkout except tests/mutations.md: every revert is applied to a copy in a temporary directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "mutations.md"
 TIMEOUT_S = 900
 WORKERS = min(os.cpu_count() or 1, 4)
-"""Copies of the checkout; each tries one revert at a time."""
+"""The number of copies of the checkout, each of which tries one revert at a time."""
 
 Item = TypeVar("Item")
 _CODE = re.compile(r"\b(?:S\d-R\d+|I-\d+|R\d+)\b")
@@ -78,12 +78,12 @@ class Mutation:
 
     @property
     def codes(self) -> list[str]:
-        """The defects and invariants of the specification that its name names."""
+        """Return the defects and invariants of the specification that the name contains."""
         return [code if "-" in code else f"{self.name.split('-')[0]}-{code}" for code in _CODE.findall(self.name)]
 
     def named_tests(self) -> list[str]:
-        """Those that the specification's index names for its codes: they are to be what catches it."""
-        from tests.engine.test_specification import INDEX, named_by  # pytest is to rewrite it first, where it runs it
+        """Return the tests that the specification's index names for its codes; they should catch it."""
+        from tests.engine.test_specification import INDEX, named_by  # pytest has to rewrite it first
 
         named = [f"tests/{test}" for code in self.codes if code in INDEX for test in named_by(code)]
         return [*dict.fromkeys(test for test in named if test.startswith("tests/engine/"))]
@@ -99,14 +99,14 @@ class Mutation:
 
 
 class StaleMutationError(Exception):
-    """The code that a mutation changes has been changed since: the mutation has to be written anew."""
+    """The code that a mutation replaces has changed since, so the mutation has to be written anew."""
 
 
 MUTATIONS = (
     # --- who gets in ---------------------------------------------------------------------------------------------
     Mutation(
         "S1-R1",
-        "A prompt of no tokens is accepted, and wedges the queue.",
+        "A prompt of no tokens is accepted, and blocks the queue.",
         "engine/scheduling/request.py",
         "    if not prompt:\n",
         "    if prompt is None:\n",
@@ -114,7 +114,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S1-R8 a",
-        "A lifetime counts the KV of the last token, which is never written.",
+        "A request's lifetime counts KV of its last token, which is never written.",
         "engine/scheduling/request.py",
         "return self.prompt_len + max(self.max_tokens, 1) - 1",
         "return self.prompt_len + max(self.max_tokens, 1)",
@@ -130,7 +130,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S2-R14",
-        "A token budget that decode rows use up is accepted, and prefill starves.",
+        "A token budget that decode rows can use up is accepted, and prefill starves.",
         "engine/config.py",
         "least = self.max_num_seqs * (1 + (self.num_speculative_tokens or 0)) + 1",
         "least = self.max_num_seqs * (1 + (self.num_speculative_tokens or 0))",
@@ -138,7 +138,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-26 id reuse",
-        "A second request may take the id of a live one, and gets its last events.",
+        "A second request may take the id of a live one, and gets that one's last events.",
         "engine/async_engine.py",
         "        if submission.request_id in self._streams:\n",
         "        if submission.request_id is None:\n",
@@ -164,7 +164,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S4-R10",
-        "A chunk is final once it passes the prompt, also of a preempted request that has an answer to recompute.",
+        "A chunk is final once it passes the prompt, even if an answer has to be recomputed after a preemption.",
         "engine/scheduling/planner.py",
         "kind = RowKind.LAST if end == target else RowKind.MIDDLE",
         "kind = RowKind.LAST if end >= request.prompt_len else RowKind.MIDDLE",
@@ -197,7 +197,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S4-B14 sliver",
-        "Alignment rounds a chunk down to nothing although the step has no other prefill, and its prompt starves.",
+        "Alignment rounds a chunk down to nothing although the step has no other prefill, so its prompt starves.",
         "engine/scheduling/chunk_policy.py",
         "count = aligned if aligned > 0 else (0 if room.has_prefill else count)",
         "count = max(aligned, 0)",
@@ -213,7 +213,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S5-R3",
-        "Any number of prompts may be partly computed, so that all share the budget and none gets on.",
+        "Any number of prompts may be partly computed, so that all share the budget and none makes progress.",
         "engine/scheduling/planner.py",
         "too_many = bool(most) and count < remaining and self._num_partial[request.priority] >= most",
         "too_many = False",
@@ -221,7 +221,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S5-R17 b",
-        "A second long prompt holds up the short ones behind it, and what the step has left is lost.",
+        "A second long prompt holds up the short ones behind it, and the rest of the step is unused.",
         "engine/scheduling/planner.py",
         "return bool(self._skipped) or reason is not DeferReason.TOKENS or not may_be_cut",
         "return False",
@@ -229,7 +229,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S2-R12 e",
-        "Whatever goes around a span may be partly computed, and has the beginning of the next step, too.",
+        "A prompt that goes around a span may be left partly computed, and is then first in the next step, too.",
         "engine/scheduling/planner.py",
         "too_many or (self._skipped and count < remaining)",
         "too_many",
@@ -237,7 +237,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S5-R17 c",
-        "A step looks at all prompts behind one that cannot use what it has left.",
+        "A step looks at all prompts behind one that cannot use the rest of the step.",
         "engine/scheduling/planner.py",
         " or len(self._skipped) >= MAX_PASSED:",
         ":",
@@ -245,7 +245,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S1-B18",
-        "A request-local chunk may be longer than what decode rows leave of a step, and waits until they end.",
+        "A request-local chunk may be longer than decode rows leave room for, and waits until they end.",
         "engine/scheduling/chunk_policy.py",
         "        budget = min(self._limit, beside_decodes)\n",
         "        budget = min(self._limit, self._config.max_num_batched_tokens)\n",
@@ -253,7 +253,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S1-B18 b",
-        "A late chunk counts as its tokens alone, and what it costs beyond them is given to the next prompt.",
+        "A late chunk is charged for its tokens only, and what it costs beyond them is given to the next prompt.",
         "engine/scheduling/chunk_policy.py",
         "return count + -(-count * start // self._halving) if self._halving else count",
         "return count",
@@ -269,7 +269,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-2 b",
-        "Decode rows are not taken off the step's token budget.",
+        "Decode rows are not deducted from the step's token budget.",
         "engine/scheduling/planner.py",
         "        budget = min(budget, self._tokens_left)\n        begun",
         "        begun",
@@ -286,7 +286,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S1-R9",
-        "decode_first keeps prompts waiting for as long as somebody decodes.",
+        "decode_first keeps prompts waiting for as long as any request decodes.",
         "engine/scheduling/planner.py",
         "if (decode_first and not self._prompt_starves()) or",
         "if decode_first or",
@@ -294,7 +294,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-23",
-        "bypass overtakes a request that does not fit without a bound.",
+        "bypass lets others overtake a request that does not fit without a bound.",
         "engine/scheduling/planner.py",
         "            if self._passed and self._slack <= 0:\n",
         "            if self._passed and self._slack is None:\n",
@@ -311,7 +311,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-15 promises",
-        "What a released request was promised is never given back, so that admission ends for good.",
+        "What was promised to a request is not given back when it is released, so that admission ends for good.",
         "engine/scheduling/scheduler.py",
         "        self._promised -= self._still_promised(request)\n",
         "",
@@ -319,7 +319,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S5-R1 a",
-        "An answer counts in full for admission, whatever the clip.",
+        "An answer counts in full for admission, whatever `reserve_clip` says.",
         "engine/scheduling/reservation.py",
         "return min(request.max_tokens - request.num_output, clip)",
         "return request.max_tokens - request.num_output",
@@ -327,7 +327,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S5-R1 b",
-        "The answers admitted in one step are clipped a second time, together.",
+        "The answers admitted in one step are clipped a second time, as a sum.",
         "engine/scheduling/reservation.py",
         "        self._answer_tokens += reserved_tokens(request, self._clip)\n",
         "        more = reserved_tokens(request, self._clip)\n"
@@ -336,7 +336,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S5-R11",
-        "A request that is alone must find its reservation free too, and waits for ever for nobody.",
+        "A request that is alone must find its reservation free, too, and waits for ever although nobody can free it.",
         "engine/scheduling/reservation.py",
         "        if alone:\n",
         "        if alone and not needed:\n",
@@ -344,7 +344,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S5-R12",
-        "A preempted request reserves its whole answer again, not what is left of it.",
+        "A preempted request reserves its whole answer again instead of what is left of it.",
         "engine/scheduling/reservation.py",
         "return min(request.max_tokens - request.num_output, clip)",
         "return min(request.max_tokens, clip)",
@@ -392,7 +392,7 @@ MUTATIONS = (
     ),
     Mutation(
         "reserve b",
-        "Of answers that run, nothing is learned before they end: on a fresh engine all answers are short.",
+        "Nothing is learned from running answers before they end: on a fresh engine all answers seem short.",
         "engine/scheduling/forecast.py",
         "        if _ends_by_itself(request) and interval > entry.interval:\n",
         "        if _ends_by_itself(request) and interval < entry.interval:\n",
@@ -400,7 +400,7 @@ MUTATIONS = (
     ),
     Mutation(
         "reserve c",
-        "An answer counts once more each time it loses its memory.",
+        "An answer is counted again each time it loses its memory.",
         "engine/scheduling/forecast.py",
         "        if _ends_by_itself(request) and not request.was_scheduled:\n",
         "        if _ends_by_itself(request):\n",
@@ -408,7 +408,7 @@ MUTATIONS = (
     ),
     Mutation(
         "reserve d",
-        "What is still to come does not depend on what was answered.",
+        "The expected rest of an answer does not depend on how long it already is.",
         "engine/scheduling/forecast.py",
         "table.row(self._lengths.interval(answered)) if mortal else",
         "table.row(0) if mortal else",
@@ -432,7 +432,7 @@ MUTATIONS = (
     ),
     Mutation(
         "reserve g",
-        "Blocks that others hold, too, are expected to be free when a request ends.",
+        "Blocks that others also hold are expected to be free when a request ends.",
         "engine/scheduling/forecast.py",
         "        own = len(request.token_ids) - shared_blocks * self._block_size - _answered(request)\n",
         "        own = len(request.token_ids) - _answered(request)\n",
@@ -441,7 +441,7 @@ MUTATIONS = (
     # --- preemption ----------------------------------------------------------------------------------------------
     Mutation(
         "S5-R6, R7",
-        "A victim keeps the decode row that it had in the step that takes its memory.",
+        "A victim keeps its decode row in the very step that takes its memory.",
         "engine/scheduling/planner.py",
         "            for request, count in zip(decoding, counts, strict=True)\n            if count\n",
         "            for request in self._view.decoding.values()\n"
@@ -474,7 +474,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-24",
-        "A step that has just preempted somebody admits somebody else.",
+        "A step that preempts one request admits another.",
         "engine/scheduling/planner.py",
         "        if not self._preempted:\n            self._admit(budget)\n",
         "        self._admit(budget)\n",
@@ -499,7 +499,7 @@ MUTATIONS = (
     # --- the prefix cache ----------------------------------------------------------------------------------------
     Mutation(
         "S4-R11 a",
-        "A prompt's blocks are all allocated and published when it is admitted, before they are computed.",
+        "All blocks of a prompt are allocated and published when it is admitted, before they are computed.",
         "engine/scheduling/scheduler.py",
         "        self._promised += self._still_promised(request)\n",
         "        self._promised += self._still_promised(request)\n"
@@ -510,7 +510,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S4-R11 b",
-        "A chunk's blocks are published when it is scheduled, and stay so if its step fails.",
+        "A chunk's blocks are published when it is scheduled, and stay published if its step fails.",
         "engine/scheduling/scheduler.py",
         "        request.was_scheduled = True\n",
         "        request.was_scheduled = True\n"
@@ -528,7 +528,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S5-R18",
-        "A request that waits looks its prefix up in every step.",
+        "A waiting request looks its prefix up in every step.",
         "engine/scheduling/planner.py",
         "        if epoch != self._cache_epoch:\n",
         "        if epoch is not None:\n",
@@ -556,7 +556,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-10 hits",
-        "A hit that nobody holds costs nothing at admission, although it is then no longer there to evict.",
+        "A cached prefix that nobody holds costs nothing at admission, although it can then no longer be evicted.",
         "engine/scheduling/planner.py",
         "shared = sum(view.blocks.is_held(block) or block in self._taken for block in prefix)",
         "shared = len(prefix)",
@@ -580,7 +580,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S4-R12 eviction",
-        "The tail of a released prefix outlives its head, without which it is of no use.",
+        "The tail of a released prefix is kept longer than its head, without which it is useless.",
         "engine/scheduling/block_manager.py",
         "for block_id in reversed(block_ids):",
         "for block_id in block_ids:",
@@ -596,7 +596,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-10 release",
-        "Releasing a block twice passes in silence.",
+        "Releasing a block twice goes unnoticed.",
         "engine/scheduling/block_manager.py",
         'raise RuntimeError(f"block {block_id} was released twice")',
         "continue",
@@ -622,7 +622,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S5-R22",
-        "What ends in the middle of its prompt keeps its blocks.",
+        "A request that ends in the middle of its prompt keeps its blocks.",
         "engine/scheduling/scheduler.py",
         "        self._blocks.release(request.block_ids)\n",
         "        if request.computed >= request.target:\n            self._blocks.release(request.block_ids)\n",
@@ -630,7 +630,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S3-R1 a",
-        "A failed step fails every live request, also those that it did not carry.",
+        "A failed step fails every live request, even those that had no row in it.",
         "engine/core/core.py",
         "                events.append(self._applier.fail(row.request, failed[number].code, failed[number].message))\n",
         "                live = [*self._scheduler.waiting, *self._scheduler.prefilling.values()]\n"
@@ -641,7 +641,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S3-R1 b",
-        "A request that fails is told so, and keeps its blocks and its seat.",
+        "A request that fails is told so, but keeps its blocks and its seat.",
         "engine/core/applier.py",
         "        self._release(request)\n        return Failed(",
         "        return Failed(",
@@ -682,7 +682,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S1-R7 b",
-        "A step that ran out of memory is tried again as large as it was.",
+        "A step that ran out of memory is tried again at the same size.",
         "engine/scheduling/prefill_limit.py",
         "self._retry = self._at_least(prefill // 2)",
         "self._retry = self._at_least(prefill)",
@@ -707,7 +707,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S1-R10 a",
-        "One random seed is drawn a step, so that a sample depends on who else was there before.",
+        "One random seed is drawn per step, so that a sample depends on earlier requests.",
         "engine/scheduling/scheduler.py",
         "sampling = None if kind is RowKind.MIDDLE else request.next_sampling()\n",
         "sampling = None if kind is RowKind.MIDDLE else request.next_sampling()\n"
@@ -724,7 +724,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Penalties a",
-        "Penalties take what another engine sampled for the prompt, so that a stream that moves changes.",
+        "Penalties treat what another engine sampled as prompt, so that a stream changes when it moves.",
         "engine/scheduling/request.py",
         "self.token_ids[self.answer_start :]",
         "self.token_ids[self.prompt_len :]",
@@ -740,7 +740,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Salt",
-        "Prompts of different cache salts share their blocks.",
+        "Prompts with different cache salts share their blocks.",
         "engine/scheduling/request.py",
         "root = root_of(submission.cache_salt, adapter)",
         'root = root_of("", adapter)',
@@ -748,7 +748,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Adapter in the hash",
-        "Prompts of different adapters share their blocks.",
+        "Prompts with different adapters share their blocks.",
         "engine/scheduling/request.py",
         "root = root_of(submission.cache_salt, adapter)",
         "root = root_of(submission.cache_salt)",
@@ -756,7 +756,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Adapter in use",
-        "An adapter that a running request uses makes room for another.",
+        "An adapter that a running request uses is evicted for another.",
         "engine/adapter_cache.py",
         "if digest not in in_use), None)",
         "if digest), None)",
@@ -772,7 +772,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S2-R5",
-        "A chunk that leaves part of its prompt asks for a sample.",
+        "A chunk that does not complete its prompt asks for a sample.",
         "engine/scheduling/scheduler.py",
         "sampling = None if kind is RowKind.MIDDLE else request.next_sampling()",
         "sampling = request.next_sampling()",
@@ -789,7 +789,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S2-R8 b",
-        "A chunk that is cut short for want of memory ends inside a span.",
+        "A chunk that is cut short by lack of memory ends inside a span.",
         "engine/scheduling/planner.py",
         "self._chunks.outside_spans(request, start, start + room, most=room) - start",
         "room",
@@ -813,7 +813,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S2-R12 b",
-        "A prefill limit that was halved for want of memory starves a span that is longer.",
+        "A prefill limit that was halved by lack of memory starves a longer span.",
         "engine/scheduling/chunk_policy.py",
         "return room.tokens if self._extends or not room.has_prefill else room.budget",
         "return room.tokens if self._extends else room.budget",
@@ -821,7 +821,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S2-R12 c",
-        "The longest span is counted without the decode rows that stand beside it.",
+        "The longest span is computed without the decode rows beside it.",
         "engine/config.py",
         "        beside_decodes = self.max_num_batched_tokens - self.max_decode_tokens\n",
         "        beside_decodes = self.max_num_batched_tokens\n",
@@ -829,7 +829,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S2-R12 d",
-        "A span that is extended goes past the tokens that the step has left.",
+        "A chunk that is extended for a span exceeds the tokens that the step has left.",
         "engine/scheduling/chunk_policy.py",
         "return room.tokens if self._extends or not room.has_prefill else room.budget",
         "return self._config.max_num_batched_tokens if extends or not room.has_prefill else room.budget",
@@ -851,10 +851,10 @@ MUTATIONS = (
         "",
         (SPANS,),
     ),
-    # --- what stands in prompts besides text -------------------------------------------------------------------------
+    # --- inputs in prompts besides text -------------------------------------------------------------------------------
     Mutation(
         "I-11 contents a",
-        "Two images of one size have the same blocks.",
+        "Two images of one size share their blocks.",
         "engine/prefix.py",
         'contents = _contents(inputs, begin, end) if inputs else b""',
         'contents = b""',
@@ -862,7 +862,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-11 contents b",
-        "A block does not tell which part of an image is in it.",
+        "A block's hash does not depend on which part of an image is in the block.",
         "engine/prefix.py",
         'one.digest + (begin - one.start).to_bytes(8, "little", signed=True)',
         "one.digest",
@@ -870,7 +870,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-11 contents c",
-        "An image that one tenant has shown is found encoded by another.",
+        "A tenant gets the encoded image that another tenant has shown.",
         "engine/scheduling/request.py",
         "place_inputs(inputs, root)",
         "place_inputs(inputs)",
@@ -878,7 +878,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S2-B16",
-        "Positions go on after an image as if each of its tokens took one.",
+        "Positions continue after an image as if each of its tokens took one.",
         "engine/scheduling/request_parts.py",
         "overlapping(self.placed, start, end), shift_at(self.placed, start))",
         "overlapping(self.placed, start, end), 0)",
@@ -894,7 +894,7 @@ MUTATIONS = (
     ),
     Mutation(
         "encoder b",
-        "More is encoded than can be kept.",
+        "A step encodes more than the cache can keep.",
         "engine/scheduling/encoder_cache.py",
         "if not self._cache.has_room(needed, gone):",
         "if False:",
@@ -902,7 +902,7 @@ MUTATIONS = (
     ),
     Mutation(
         "encoder c",
-        "What a failed step was to encode is taken for encoded.",
+        "What a failed step was to encode counts as encoded.",
         "engine/core/core.py",
         "            self._scheduler.lose(launched.step)\n",
         "",
@@ -918,7 +918,7 @@ MUTATIONS = (
     ),
     Mutation(
         "encoder e",
-        "A held content gives way to others.",
+        "A content that a request holds is dropped for others.",
         "engine/scheduling/encoder_cache.py",
         "(other for other in self._sizes if other not in self._holders)",
         "(other for other in self._sizes)",
@@ -927,7 +927,7 @@ MUTATIONS = (
     # --- prompts that the engine cuts, and steps for scored prompts ---------------------------------------------------
     Mutation(
         "S2-R11 a",
-        "Of a prompt that the engine cuts, only the last chunk's log-probabilities are kept.",
+        "If the engine cuts a prompt, only the last chunk's log-probabilities are kept.",
         "engine/core/engine_chunking.py",
         "        scores += output.prompt_logprobs.get(0, ())\n",
         "        scores = [*output.prompt_logprobs.get(0, ())]\n",
@@ -935,7 +935,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S2-R11 b",
-        "A row that failed in one of its chunks goes on with the next.",
+        "A row that failed in one of its chunks continues with the next.",
         "engine/core/engine_chunking.py",
         "        if output.failed:\n            break\n",
         "",
@@ -943,7 +943,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S2-R11 c",
-        "The engine's chunks score a position too few at each seam.",
+        "The engine's chunks score one position too few at each seam.",
         "engine/core/engine_chunking.py",
         "max(end - scoring.first, 0)",
         "max(end - scoring.first - 1, 0)",
@@ -959,7 +959,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S3-B6 a",
-        "Steps that are to be dedicated to scored prompts carry decode rows.",
+        "Steps that should be dedicated to scored prompts carry decode rows.",
         "engine/scheduling/planner.py",
         "return self._is_dedicated(first) or self._is_cut_by_engine(first)",
         "return self._is_cut_by_engine(first)",
@@ -992,7 +992,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S3-R2 b",
-        "A position is scored for the token that stands at it, not for the next.",
+        "A position is scored for its own token instead of the next one.",
         "engine/scheduling/request_parts.py",
         "tuple(token_ids[first + 1 :",
         "tuple(token_ids[first:",
@@ -1000,7 +1000,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S3-R2 c",
-        "The executor scores a row from its first position on, wherever the scoring begins.",
+        "The executor scores a row from its first position on, wherever scoring should begin.",
         "engine/batch/logprobs.py",
         "index = begin + scoring.first - row.start\n",
         "index = begin\n",
@@ -1016,7 +1016,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S3-R3 b",
-        "A preempted prompt scores its positions again, onto what it has.",
+        "A preempted prompt scores its positions again, and appends to what it has.",
         "engine/scheduling/request_parts.py",
         "first = max(start, len(self.logprobs))",
         "first = start",
@@ -1032,7 +1032,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-14",
-        "Log-probabilities of the prompt are sent chunk by chunk, and the event is not one.",
+        "Log-probabilities of the prompt are sent chunk by chunk instead of in one event.",
         "engine/core/applier.py",
         "        if row.kind is not RowKind.LAST:\n            return []\n        assert len(",
         "        assert len(",
@@ -1057,7 +1057,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-33 c",
-        "A request that loses its memory keeps its epoch, and late results pass for its own.",
+        "A request that loses its memory keeps its epoch, so that late results count as current.",
         "engine/scheduling/scheduler.py",
         "        request.epoch += 1\n",
         "",
@@ -1073,7 +1073,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S4-R8 b",
-        "A token in flight does not count for min_tokens.",
+        "A token in flight does not count towards min_tokens.",
         "engine/scheduling/request.py",
         "early = self.num_output + self.num_pending < self",
         "early = self.num_output < self",
@@ -1097,7 +1097,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S4-R8 e",
-        "With overlap there is no work while the last step is in flight, and nobody reads it.",
+        "With overlap the engine reports no work while the last step is in flight, so nobody reads it.",
         "engine/core/core.py",
         "self._scheduler.waiting or self._in_flight)",
         "self._scheduler.waiting)",
@@ -1105,7 +1105,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-33 lost token",
-        "A row whose token was never sampled goes on from another one.",
+        "A row whose token was never sampled continues from another one.",
         "engine/execution/answers.py",
         "if is_lost(row, self.newest)}",
         "if False}",
@@ -1114,7 +1114,7 @@ MUTATIONS = (
     # --- drafts -------------------------------------------------------------------------------------------------------
     Mutation(
         "S5-R15 a",
-        "A decode row counts as one token of the step, drafts or not.",
+        "A decode row counts as one token of the step, even with drafts.",
         "engine/scheduling/planner.py",
         "self._tokens_left -= sum(counts)",
         "self._tokens_left -= len(counts)",
@@ -1122,7 +1122,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S5-R15 b",
-        "A decode row grows by one block, however many its drafts need.",
+        "A decode row grows by one block, however many blocks its drafts need.",
         "engine/scheduling/planner.py",
         "            -(-(request.scheduled + count) // size) - len(request.block_ids)\n",
         "            1\n",
@@ -1138,7 +1138,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-35 a",
-        "KV of drafts that were rejected counts as computed.",
+        "KV of rejected drafts counts as computed.",
         "engine/core/applier.py",
         "computed = min(row.start + len(tokens), len(request.token_ids))",
         "computed = row.start + row.num_tokens",
@@ -1146,7 +1146,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-35 b",
-        "The cursor is not taken back to before the drafts that were rejected.",
+        "The cursor is not taken back to before the rejected drafts.",
         "engine/scheduling/scheduler.py",
         "        request.scheduled = request.computed\n",
         "",
@@ -1178,7 +1178,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-30 b",
-        "A row whose stop tokens are banned carries drafts beyond min_tokens, where they are not.",
+        "A row whose stop tokens are banned carries drafts beyond min_tokens, where the ban ends.",
         "engine/scheduling/request.py",
         "return 0 if early else self.max_tokens - self.num_output - 1",
         "return self.max_tokens - self.num_output - 1",
@@ -1187,7 +1187,7 @@ MUTATIONS = (
     # --- drafts that are looked up ------------------------------------------------------------------------------------
     Mutation(
         "Lookup a",
-        "A request loses its memory to somebody's drafts.",
+        "A request is preempted for another's drafts.",
         "engine/scheduling/planner.py",
         "            counts = [min(count, 1) for count in counts]\n",
         "",
@@ -1195,7 +1195,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-35 e",
-        "A row that gives up some of its drafts gives up none.",
+        "A row that should give up some of its drafts keeps all.",
         "engine/scheduling/request.py",
         "(known + self.drafts.token_ids)[:count]",
         "known + self.drafts.token_ids",
@@ -1203,7 +1203,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-35 f",
-        "Drafts that nobody asked for take the half of a step that is prefill's.",
+        "Drafts that no setting asked for take the half of a step that belongs to prefill.",
         "engine/scheduling/planner.py",
         "sum(counts) - self._config.max_drafting_tokens",
         "sum(counts) - self._tokens_left",
@@ -1211,7 +1211,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Lookup b",
-        "What stood there before is drafted beyond a token that ends the answer.",
+        "Prompt lookup drafts past a token that ends the answer.",
         "engine/speculation/speculation.py",
         "if token in stops), drafts)",
         "if token < 0), drafts)",
@@ -1227,7 +1227,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Lookup d",
-        "Rows are drafted for beside any number of others.",
+        "Rows get drafts beside any number of other rows.",
         "engine/speculation/speculation.py",
         "if not decoding or (self._asked.adaptive and not may_pay(len(decoding), self._costs)):",
         "if not decoding:",
@@ -1235,7 +1235,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Lookup e",
-        "A stream without drafts is slowed down for one that has many.",
+        "A stream without drafts is slowed down for a stream with many.",
         "engine/speculation/draft_budget.py",
         "    for number in chosen[num_fair:]:\n        lengths[number] -= 1\n",
         "",
@@ -1243,7 +1243,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Lookup f",
-        "What is kept of a request's text outlives the request.",
+        "The index of a request's text outlives the request.",
         "engine/core/applier.py",
         "            self._speculation.forget(request.request_id)\n",
         "            pass\n",
@@ -1251,7 +1251,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Proposed a",
-        "Two read into a block that they share, each from where it was.",
+        "Two requests read into a block that they share, each from its own position.",
         "engine/speculation/draft_model_policy.py",
         "                if request.block_ids[number] in taken:\n",
         "                if False:\n",
@@ -1259,7 +1259,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Proposed b",
-        "What another has read into a shared block is read again, over it.",
+        "What one request has read into a shared block is read again by another, and overwritten.",
         "engine/speculation/draft_model_policy.py",
         "reader.num_read = self._read_for(request, reader.num_read)",
         "reader.num_read = reader.num_read or self._read_for(request, 0)",
@@ -1267,7 +1267,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Proposed c",
-        "The last of the proposed tokens counts as read, though nothing went on from it.",
+        "The last proposed token counts as read although the draft model did not continue from it.",
         "engine/speculation/draft_model_policy.py",
         "len(row.token_ids) - 2)",
         "len(row.token_ids) - 1)",
@@ -1275,7 +1275,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Proposed d",
-        "A request that lost its memory is taken for read.",
+        "A request that lost its memory still counts as read.",
         "engine/speculation/draft_model_policy.py",
         "        if reader.epoch != request.epoch:\n",
         "        if reader.epoch < 0:\n",
@@ -1283,7 +1283,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Proposed e",
-        "A block's page is found under any text before it.",
+        "A block's page is found whatever text precedes it.",
         "engine/speculation/draft_model_policy.py",
         "if page is None or page.root != _root(request, number):",
         "if page is None:",
@@ -1291,7 +1291,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Proposed f",
-        "Places for drafts that a step did not use stay, and nothing is read for them.",
+        "A request keeps the places for drafts that a step did not use, and nothing more is read for it.",
         "engine/speculation/draft_model_policy.py",
         "if r.drafts is not None and r.drafts.method == self.method),",
         "if False),",
@@ -1299,7 +1299,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Proposed g",
-        "The draft model runs in an engine that is full.",
+        "The draft model runs although the engine is full.",
         "engine/speculation/draft_model_policy.py",
         "if decoding and self._pays_beside(len(decoding)):",
         "if decoding:",
@@ -1308,7 +1308,7 @@ MUTATIONS = (
     # --- recurrent state ----------------------------------------------------------------------------------------------
     Mutation(
         "I-9 a",
-        "The last slot is renumbered when another is given back, and its state is not moved.",
+        "The last slot is renumbered when another is given back, but its state is not moved.",
         "engine/scheduling/state_slots.py",
         "            self._moves.append((self._slots[last], hole))\n",
         "",
@@ -1316,7 +1316,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-9 b",
-        "Moves are handed to every step that follows, not to the next alone.",
+        "Moves are handed to every later step instead of only the next.",
         "engine/scheduling/state_slots.py",
         "moves, self._moves = tuple(self._moves), []",
         "moves = tuple(self._moves)",
@@ -1324,7 +1324,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-9 c",
-        "The snapshot that a failed row was to save is never given back.",
+        "The snapshot that a failed row should have saved is never given back.",
         "engine/core/core.py",
         "            self._scheduler.discard(scheduled)\n",
         "",
@@ -1352,7 +1352,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-9 f",
-        "A step that is planned again for want of memory never gives its snapshots back.",
+        "A step that is planned again for lack of memory never gives its snapshots back.",
         "engine/scheduling/scheduler.py",
         "is not None\n            self.discard(scheduled)\n",
         "is not None\n",
@@ -1368,7 +1368,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-9 h",
-        "Chunks run past the positions at which the state is to be kept.",
+        "Chunks run past the positions at which the state has to be kept.",
         "engine/scheduling/chunk_policy.py",
         "        count = min(count, self.to_snapshot(start, remaining))\n",
         "",
@@ -1384,7 +1384,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-9 j",
-        "A row with drafts passes over the position at which its state is to be kept.",
+        "A row with drafts skips the position at which its state has to be kept.",
         "engine/scheduling/planner.py",
         "min(count, self._chunks.to_snapshot(request.scheduled, count))",
         "count",
@@ -1392,7 +1392,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-9 k",
-        "The state after a rejected draft is published as that of the text.",
+        "The state after a rejected draft is published as the state of the text.",
         "engine/scheduling/state_slots.py",
         "        if end == row.end:\n",
         "        if end:\n",
@@ -1400,7 +1400,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-9 l",
-        "A state stays past the drafts that were rejected.",
+        "A state is not taken back from rejected drafts.",
         "engine/execution/executor.py",
         "computed.rewind.to([len(of) for of in output.sampled])",
         "computed.rewind.to([len(row.token_ids) for row in plan.rows])",
@@ -1408,7 +1408,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-9 m",
-        "What counts of a row is fed to the state after its drafts, not to that before them.",
+        "A row's accepted tokens are fed to the state after its drafts instead of the one before them.",
         "kernels/rewind.py",
         "            kept.state[rows.index] = kept.before[places]\n",
         "",
@@ -1417,7 +1417,7 @@ MUTATIONS = (
     # --- fairness -----------------------------------------------------------------------------------------------------
     Mutation(
         "fair lift",
-        "A tenant that comes back is owed what others were served meanwhile.",
+        "A tenant that comes back is compensated for what others were served meanwhile.",
         "engine/scheduling/tenant_shares.py",
         "max(self.served.get(tenant, 0.0), self._least())",
         "self.served.get(tenant, 0.0)",
@@ -1425,7 +1425,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fair age",
-        "However long a request waits, more urgent ones go before it.",
+        "More urgent requests go first, however long a request has waited.",
         "engine/scheduling/waiting.py",
         "        while young and now - young.first[0] >= self._age_s:\n",
         "        while young and now - young.first[0] >= math.inf:\n",
@@ -1449,7 +1449,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fair turn",
-        "All that one tenant waits with is admitted before the next one's turn.",
+        "All waiting requests of one tenant are admitted before the next tenant's turn.",
         "engine/scheduling/waiting.py",
         "        self.served += len(taken.token_ids)\n",
         "",
@@ -1465,7 +1465,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fair place",
-        "A preempted request waits behind whoever came after it.",
+        "A preempted request waits behind those that came after it.",
         "engine/scheduling/waiting.py",
         "        self._num_put_back += 1\n",
         "        self._num_put_back += 1\n        request.place = (self._newest, self._num_put_back)\n",
@@ -1489,7 +1489,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fair begun",
-        "Endless urgent prompts keep one that has begun waiting for ever.",
+        "A begun prompt waits for ever while urgent prompts keep coming.",
         "engine/scheduling/planner.py",
         "if begun and not self._preempted and not self._is_aged(begun[0]):",
         "if begun and not self._preempted:",
@@ -1497,7 +1497,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fair begun order",
-        "A begun prompt that stood still for the age bound stands behind begun ones that are urgent.",
+        "A begun prompt that has waited for the age bound still comes after urgent begun ones.",
         "engine/scheduling/planner.py",
         "key=lambda request: (not self._is_aged(request), request.priority))",
         "key=lambda request: request.priority)",
@@ -1505,7 +1505,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fair partial",
-        "A partial prompt of one priority bars those of all others.",
+        "A partial prompt of one priority keeps prompts of all others from beginning.",
         "engine/scheduling/planner.py",
         "count < remaining and self._num_partial[request.priority] >= most",
         "count < remaining and self._num_partial.total() >= most",
@@ -1514,7 +1514,7 @@ MUTATIONS = (
     # --- how long prefill gathers -------------------------------------------------------------------------------------
     Mutation(
         "coalesce waiting",
-        "A new prompt is held back for as long as the step does not fill.",
+        "A new prompt is held back for ever if the step does not fill.",
         "engine/scheduling/planner.py",
         "return waited_ms < policy.coalesce_waiting_ms and (",
         "return waited_ms < float('inf') and (",
@@ -1522,7 +1522,7 @@ MUTATIONS = (
     ),
     Mutation(
         "coalesce partial",
-        "The rest of a begun prompt is held back as long as a new one.",
+        "The rest of a begun prompt is held back for as long as a new prompt.",
         "engine/scheduling/planner.py",
         "not view.prefilling or (view.now - partial_since) * 1000 < policy.coalesce_partial_ms",
         "not view.prefilling or partial_since < float('inf')",
@@ -1530,7 +1530,7 @@ MUTATIONS = (
     ),
     Mutation(
         "coalesce ratio",
-        "Prefill is held back although the queue fills the step as far as was asked.",
+        "Prefill is held back although the queue fills the requested part of the step.",
         "engine/scheduling/planner.py",
         "if view.num_queued_tokens >= policy.prefill_fill_ratio * view.prefill_limit:",
         "if view.num_queued_tokens >= 10**9:",
@@ -1547,7 +1547,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S1-R7 c",
-        "A step that the engine cut raises the limit that it was to halve.",
+        "A step that the engine cut raises the limit that it should halve.",
         "engine/scheduling/prefill_limit.py",
         "else min(self._retry, self._value)",
         "else self._retry",
@@ -1555,7 +1555,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S1-R7 g",
-        "One small step that runs out of memory makes all later ones as small.",
+        "One small step that runs out of memory makes all later steps as small.",
         "engine/scheduling/prefill_limit.py",
         "        self._value = self._at_least(self._value // 2)\n",
         "        self._value = self._retry\n",
@@ -1571,7 +1571,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S1-R7 i",
-        "Where memory stays short, what failed is tried again as soon as it is reached.",
+        "While memory stays short, a size that failed is tried again as soon as the limit reaches it.",
         "engine/scheduling/prefill_limit.py",
         "            if self._num_good < PATIENCE:\n",
         "            if self._num_good < 0:\n",
@@ -1579,7 +1579,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S1-R7 j",
-        "A shortage that cost a request is forgotten when the engine is idle, and costs each lone one.",
+        "A shortage that cost a request is forgotten when the engine is idle, and costs each later lone request.",
         "engine/scheduling/prefill_limit.py",
         "        if not self._cost_requests:\n",
         "        if not None:\n",
@@ -1587,7 +1587,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S1-R7 d",
-        "A step gets no retry because the one before it, whose requests have gone, had one.",
+        "A step gets no retry because the one before it had one, although that one's requests have gone.",
         "engine/core/core.py",
         "        self._retrying &= self._scheduler.num_running > 0",
         "        self._retrying &= self._scheduler.num_running >= 0",
@@ -1595,7 +1595,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S1-R7 e",
-        "A retry puts a prompt that was about to be done behind those that came after it.",
+        "A retry puts a prompt that the failed step would have completed behind those that came after it.",
         "engine/scheduling/scheduler.py",
         '        prompts.sort(key=attrgetter("place"))\n',
         "",
@@ -1611,7 +1611,7 @@ MUTATIONS = (
     ),
     Mutation(
         "deadline queue",
-        "The deadline of the queue ends requests that run.",
+        "The deadline for waiting ends requests that run.",
         "engine/scheduling/deadlines.py",
         "            elif not request.was_scheduled:\n",
         "            else:\n",
@@ -1619,7 +1619,7 @@ MUTATIONS = (
     ),
     Mutation(
         "deadline heap",
-        "Deadlines outlive their requests: they pile up, and end what has ended.",
+        "Deadlines outlive their requests: they pile up, and end requests again that have ended.",
         "engine/scheduling/deadlines.py",
         "for deadline in self._by_arrival.pop(request.arrival_index, ()):",
         "for deadline in ():",
@@ -1635,7 +1635,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fair past bound",
-        "There is no bound on past tenants while the least served one gets nothing.",
+        "The number of past tenants has no bound while the least served one gets nothing.",
         "engine/scheduling/tenant_shares.py",
         " or len(self._past) > MAX_PAST):",
         "):",
@@ -1643,7 +1643,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fair young",
-        "A line whose oldest request was admitted goes on before more urgent ones.",
+        "A lane whose oldest request was admitted still comes before more urgent lanes.",
         "engine/scheduling/waiting.py",
         "        while aged and now - aged.last[0] < self._age_s:\n",
         "        while aged and now - aged.last[0] < -math.inf:\n",
@@ -1659,7 +1659,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S5-R18 thread",
-        "Prompts are hashed on the thread that steps.",
+        "Prompts are hashed on the thread that runs the steps.",
         "engine/scheduling/request.py",
         "    request.extend_hashes(len(prompt), config.block_size)\n",
         "",
@@ -1675,7 +1675,7 @@ MUTATIONS = (
     ),
     Mutation(
         "deadline asleep",
-        "An engine that has no work ends nobody whose deadline has passed.",
+        "An engine without work does not end requests whose deadline has passed.",
         "engine/core/core.py",
         "events = self._end_late(now)",
         "events = self._end_late(now) if self.has_work else []",
@@ -1684,7 +1684,7 @@ MUTATIONS = (
     # --- what the load says -------------------------------------------------------------------------------------------
     Mutation(
         "I-31 reason",
-        "The reason why the queue stands is that of the last request that was tested.",
+        "The reported reason for waiting is that of the last request that was tested.",
         "engine/scheduling/planner.py",
         "            self._deferred = self._deferred or reason\n",
         "            self._deferred = reason\n",
@@ -1692,7 +1692,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-31 stale",
-        "The reason outlives the requests that waited.",
+        "The reported reason for waiting outlives the requests that waited.",
         "engine/core/core.py",
         "if self._deferred and scheduler.waiting else None",
         "if self._deferred else None",
@@ -1700,7 +1700,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-31 hits",
-        "A step that no graph fitted counts as a hit.",
+        "A step that fitted no graph counts as a hit.",
         "engine/core/core.py",
         "self._graph_uses[output.graph.hit, output.graph.name] += 1",
         "self._graph_uses[True, output.graph.name] += 1",
@@ -1708,7 +1708,7 @@ MUTATIONS = (
     ),
     Mutation(
         "I-31 mixed",
-        "The fake executor takes a mixed step for a decode step.",
+        "The fake executor treats a mixed step as a decode step.",
         "engine/fake/executor.py",
         "if any(row.kind is not RowKind.DECODE for row in plan.rows):",
         "if all(row.kind is not RowKind.DECODE for row in plan.rows):",
@@ -1733,7 +1733,7 @@ MUTATIONS = (
     ),
     Mutation(
         "S5-R21 place",
-        "A prepared request waits behind all that came while it was prepared.",
+        "A request that was prepared waits behind all that came meanwhile.",
         "engine/scheduling/scheduler.py",
         "            self.waiting.add(request)\n\n",
         '            self.waiting.put_back(request, "back")\n\n',
@@ -1750,7 +1750,7 @@ MUTATIONS = (
     # --- grammars -----------------------------------------------------------------------------------------------------
     Mutation(
         "Grammar a",
-        "A matcher that is made anew is not told what the answer holds already.",
+        "A matcher that is made anew is not told the tokens of the answer so far.",
         "engine/batch/grammar.py",
         "self._consume(match, row.answer[match.count :])",
         "self._consume(match, row.answer[-1:])",
@@ -1758,7 +1758,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Grammar b",
-        "Where a ban and a grammar leave nothing, the request fails.",
+        "A request fails where a ban and a grammar together allow nothing.",
         "engine/batch/logit_controls.py",
         "    if empty.any():",
         "    if False:",
@@ -1766,7 +1766,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Grammar c",
-        "What is drafted is appended, whatever would have been sampled.",
+        "Drafts are accepted, whatever would have been sampled.",
         "engine/batch/row_order.py",
         "    return count + 1\n",
         "    return len(drafts) + 1\n",
@@ -1774,7 +1774,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Grammar d",
-        "Results of rows that attention wants in another order go to the wrong requests.",
+        "Results go to the wrong requests where attention needs the rows in another order.",
         "engine/batch/row_order.py",
         "        sampled[number] = tokens\n",
         "        sampled[order.index(number)] = tokens\n",
@@ -1790,7 +1790,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Grammar f",
-        "A request whose grammar cannot be compiled is not counted among the refused.",
+        "A request whose grammar cannot be compiled is not counted as refused.",
         "engine/async_engine.py",
         "            await self._compilation.of(grammar)\n"
         "        except RequestRejected as error:\n            self._tell_rejected(error)\n",
@@ -1807,7 +1807,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Native b",
-        "What a block's last owner left behind a row's end reaches its sums.",
+        "Data that a block's last owner left beyond a row's end enters its sums.",
         "kernels/cpu/native/elementwise.h",
         "        clear_after(step, token, block, offset);\n",
         "",
@@ -1815,7 +1815,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Native c",
-        "Sums over earlier keys keep their weight when a larger score comes.",
+        "Sums over earlier keys keep their weight when a larger score follows.",
         "kernels/cpu/native/attention.h",
         "* splat(keep[r]);",
         "* splat(keep[r] > 0.0f ? 1.0f : 0.0f);",
@@ -1831,13 +1831,13 @@ MUTATIONS = (
     ),
     Mutation(
         "Native e",
-        "A row's sums depend on how many rows are beside it.",
+        "A row's sums depend on how many other rows the step has.",
         "kernels/cpu/native/linear.h",
         "    const int64_t steps = inputs / PAIR, panel_size = inputs * PANEL;\n",
         "    const int64_t panel_size = inputs * PANEL, steps = inputs / PAIR - (ROWS == 3);\n",
         (NATIVE,),
     ),
-    # --- lines of models ----------------------------------------------------------------------------------------------
+    # --- model families -----------------------------------------------------------------------------------------------
     Mutation(
         "Model a",
         "A query sees one token more than its window.",
@@ -1848,15 +1848,15 @@ MUTATIONS = (
     ),
     Mutation(
         "Model b",
-        "Torch's attention forgets a chunk's windows, and only cuts off what its first query does not see.",
+        "Torch's attention ignores the windows within a chunk, and only cuts off what its first query does not see.",
         "kernels/cpu/attention.py",
         "            mask += torch.full_like(",
         "            torch.full_like(",
-        (f"{EXECUTOR}::test_what_native_kernels_compute_of_a_line_torch_computes_too",),
+        (f"{EXECUTOR}::test_torch_and_reference_kernels_equal_transformers_too",),
     ),
     Mutation(
         "Model c",
-        "What a checkpoint stores is taken for what the block computes with.",
+        "Weights are used as the checkpoint stores them, without converting them to what the block computes with.",
         "engine/models/weights.py",
         "    settle(config, weights)\n",
         "",
@@ -1872,7 +1872,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Model e",
-        "The shares of a token's experts are those of all experts.",
+        "The shares of a token's experts are not normalised over the experts that were chosen.",
         "kernels/cpu/native/experts.h",
         "renormalize && i < to.per_token",
         "false && i < to.per_token",
@@ -1880,7 +1880,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Model f",
-        "Layers that see a window are rotated like those that see all.",
+        "Layers with a window are rotated like those without.",
         "engine/models/families/gemma3.py",
         "[everywhere if window is None else nearby for",
         "[everywhere for",
@@ -1888,7 +1888,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Model g",
-        "A tensor that no name leads to keeps what was in memory.",
+        "A tensor that no name refers to keeps what was in memory.",
         "engine/models/parameters.py",
         "    assert named == needed,",
         "    assert named <= needed,",
@@ -1909,7 +1909,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not Path(engine.__file__).resolve().is_relative_to(Path.cwd().resolve()):
         raise pytest.UsageError(f"imported {engine.__file__}, which is not in the copy {Path.cwd()}")
-    phases = (Phase.explicit, Phase.generate)  # shrinking takes minutes, and who failed is all that is asked
+    phases = (Phase.explicit, Phase.generate)  # shrinking takes minutes, and only the failing test is wanted
     settings.register_profile("mutations", derandomize=True, database=None, phases=phases, deadline=None)
     settings.load_profile("mutations")
 
@@ -1919,7 +1919,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @contextmanager
 def copied_checkout() -> Iterator[Path]:
-    """The files that git knows or would add, as they are now, in a directory that goes away."""
+    """Copy the files that git knows or would add, as they are now, to a temporary directory."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
@@ -1931,7 +1931,7 @@ def copied_checkout() -> Iterator[Path]:
 
 
 def first_failure(copy: Path, tests: Iterable[str]) -> str | None:
-    """The first test that fails in the copy, or None if all pass."""
+    """Return the first test that fails in the copy, or None if all pass."""
     # Two reverts of one file within a second would share a .pyc, which is checked by size and second.
     env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "tests.mutations", "--tb=no"]
@@ -1942,7 +1942,7 @@ def first_failure(copy: Path, tests: Iterable[str]) -> str | None:
         return f"hangs for {TIMEOUT_S} s"
     if done.returncode == 0:
         return None
-    if done.returncode < 0:  # native code that writes where it must not
+    if done.returncode < 0:  # native code wrote where it must not
         return f"ends by signal {-done.returncode}"
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode != 1 or not failed:  # a revert that cannot even be imported proves nothing
@@ -1963,7 +1963,7 @@ def try_mutation(copy: Path, mutation: Mutation) -> str | None:
 
 
 def spread(items: Iterable[Item], run: Callable[[Path, Item], str | None]) -> Iterator[tuple[Item, str | None]]:
-    """Each item, in order, with what `run` says of it; every call has one of the copies to itself."""
+    """Yield each item, in order, with what `run` returned for it; every call has one of the copies to itself."""
     copies: SimpleQueue[Path] = SimpleQueue()
 
     def work(item: Item) -> tuple[Item, str | None]:
@@ -1982,7 +1982,7 @@ def spread(items: Iterable[Item], run: Callable[[Path, Item], str | None]) -> It
 
 
 def why_stale(mutation: Mutation) -> str | None:
-    """None: it still finds the text that it replaces."""
+    """Return why a mutation no longer applies; None if it still finds the text that it replaces."""
     try:
         mutation.apply((ROOT / mutation.file).read_text(encoding="utf-8"))
     except StaleMutationError as error:
@@ -1991,14 +1991,14 @@ def why_stale(mutation: Mutation) -> str | None:
 
 
 def known_rows() -> dict[str, str]:
-    """The table's rows of those that are still what they were when they were run, by name."""
+    """Return, by name, the table's rows of mutations that have not changed since they were run."""
     rows = {tuple(line.split(" | ")[:2]): line for line in TABLE.read_text(encoding="utf-8").splitlines()}
     found = {mutation.name: rows.get((f"| {mutation.name}", mutation.defect)) for mutation in MUTATIONS}
     return {name: row for name, row in found.items() if row}
 
 
 def write_table(caught: dict[str, str | None]) -> None:
-    """With what was found of these; the other rows stay."""
+    """Write the table with these results; the other rows stay."""
     rows = known_rows()
     lines = [
         "# Known defects, put back one at a time",
@@ -2020,8 +2020,8 @@ def write_table(caught: dict[str, str | None]) -> None:
 
 
 def main(wanted: list[str]) -> int:
-    """Run all reverts and write the table; or only those whose name starts with one of `wanted`, or with `--missing`
-    those that it lacks, and write their rows."""
+    """Run all reverts and write the table. Or run only those whose name starts with one of `wanted`,
+    or with `--missing` those that the table lacks, and write their rows."""
     chosen = [m for m in MUTATIONS if not wanted or m.name.startswith(tuple(wanted))]
     if wanted == ["--missing"]:
         rows = known_rows()

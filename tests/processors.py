@@ -1,5 +1,6 @@
-"""Owns the run of what depends on the processor, as others would run it: `python -m tests.processors`.
-Never asks for instructions that this one lacks: settings only take away, and any x86-64 with AVX2 can do them."""
+"""Owns the run of tests whose results depend on the processor, as other processors would run them:
+`python -m tests.processors`.
+Never asks for instructions that this processor lacks: settings only take away, and any x86-64 with AVX2 can do them."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
         "CXX": "g++ -mno-avx512bf16 -mno-amx-tile",
     },
 }
-"""In this order: of NumPy's BLAS, by which Triton's interpreter multiplies; of torch's own loops; of oneDNN and MKL,
-which multiply for torch; of our native kernels."""
+"""Each sets, in this order: NumPy's BLAS, with which Triton's interpreter multiplies; torch's own loops; oneDNN and
+MKL, which multiply for torch; the compiler of the native kernels."""
 
 FILES = (
     "tests/kernels/triton/test_experts.py",
@@ -48,7 +49,7 @@ FILES = (
     "tests/golden/test_adapters.py",
     "tests/golden/test_families.py",
 )
-"""Bits of what a library multiplied are compared there, and greedy texts with those of transformers."""
+"""The tests that compare bits of what a library multiplied, or greedy texts with those of transformers."""
 
 
 def run(name: str, options: Sequence[str]) -> int:
@@ -62,7 +63,7 @@ def run(name: str, options: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every setting, whatever the others came to."""
+    """Run every setting, also when an earlier one failed."""
     parser = argparse.ArgumentParser(description="Run the tests that compare bits as other processors would.")
     parser.add_argument("options", nargs="*", metavar="-- OPTION", help="pytest's own")
     options = parser.parse_args(arguments).options

@@ -1,5 +1,5 @@
 """Makes docs/playground.png: the page while an answer is written, streams run, and a long prompt is read beside them.
-Run it as `python -m tests.screenshot`. It is no test; it needs chromium, and no weights: the engine is scripted."""
+Run it as `python -m tests.screenshot`. It is no test. It needs chromium but no weights: the engine is scripted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZE = (1280, 790)
 
 
 def busy(page: Page) -> None:
-    """Until chunks of the long prompt share steps with the streams."""
+    """Wait until chunks of the long prompt share steps with the streams."""
     page.until("document.querySelector('canvas')")
     page.click("#prompt")
     page.write(PROMPT)
@@ -40,7 +40,7 @@ def busy(page: Page) -> None:
 
 
 def main(scheme: str, picture: Path, width: int, height: int) -> None:
-    """`scheme`: light or dark. The picture is as large as the window."""
+    """Take the picture; `scheme` is light or dark. The picture is as large as the window."""
     with serve_run(ARGS) as server, browsing() as page:
         page.resize(width, height)
         page.prefer(scheme)

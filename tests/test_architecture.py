@@ -31,7 +31,7 @@ PURE = [
     ),
 ]
 LONGEST = 400
-"""Lines of a file that need no reason."""
+"""The number of lines up to which a file needs no reason."""
 HEAVY = ["torch", "numpy", "ray", "starlette", "pydantic", "transformers", "tokenizers", "safetensors", "kernels"]
 
 
@@ -75,7 +75,8 @@ print(sorted(set({HEAVY}) & set(sys.modules) & {{"torch", "transformers", "kerne
 
 
 def test_building_the_application_and_an_engine_replica_import_no_http_api() -> None:
-    """A start waits for both, one after the other; the API takes longer to import than all else of ours together."""
+    """A start waits for both, one after the other,
+    and the API takes longer to import than everything else of the project."""
     code = """
 import sys
 import serve_app.app
@@ -86,7 +87,7 @@ print("serve_app.replicas.deployment" in sys.modules, slow & set(sys.modules))
 
 
 def test_engine_and_kernels_run_without_ray_or_starlette_installed() -> None:
-    """Offline use installs neither; an import of them is made to fail as if they were absent."""
+    """Offline use installs neither; their import is made to fail as if they were absent."""
     code = """
 import asyncio, sys
 for absent in ("ray", "starlette", "pydantic", "fastapi"):
@@ -108,7 +109,7 @@ print(asyncio.run(main()))
 
 
 def test_the_kernels_package_is_a_docstring_and_nothing_else() -> None:
-    """transformers probes for a package named `kernels` and reads its attributes; with ours it broke."""
+    """transformers probes for a package named `kernels` and reads its attributes; with more in ours it broke."""
     body = ast.parse((ROOT / "kernels" / "__init__.py").read_text()).body
     assert [type(node) for node in body] == [ast.Expr]
     assert isinstance(body[0].value, ast.Constant)
@@ -136,7 +137,7 @@ def test_every_module_says_what_it_owns_and_what_it_never_does() -> None:
 
 
 def test_every_package_of_ours_is_installed() -> None:
-    """An editable install finds them all; one from a wheel has those that are listed."""
+    """An editable install finds them all; one from a wheel has only those that are listed."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = [
         str(path.parent.relative_to(ROOT)).replace("/", ".")

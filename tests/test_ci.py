@@ -24,7 +24,7 @@ def script(path: Path, text: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with nothing but `.ci/run`, and programs that succeed at once."""
+    """Make a folder with nothing but `.ci/run`, and programs that succeed at once."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
     for name in ("bin/chromium", "bin/g++", "bin/make", ".venv/bin/python"):

@@ -1,5 +1,5 @@
-"""Every command of the project says what it is for by --help, refuses an option that it does not know, and does
-nothing in either case: once a key was issued to the tenant `--help`."""
+"""Every command of the project says by --help what it is for, refuses an option that it does not know, and does nothing
+in either case: once, a key was issued to the tenant `--help`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from loadtest.server import ROOT, SERVE
 PLACES = ("engine", "kernels", "serve_app", "loadtest", "k8s", "benchmarks", "docsite", "tests")
 MARK = 'if __name__ == "__main__":'
 ANOTHER_PROGRAM = {"serve_app.edge.launcher"}
-"""Becomes HAProxy, and hands over its arguments: the options are HAProxy's."""
+"""It becomes HAProxy, and passes its arguments on: the options are HAProxy's."""
 
 
 def commands() -> list[str]:
-    """Every module that does something when it is run."""
+    """Return every module that does something when it is run."""
     files = (path for place in PLACES for path in sorted((ROOT / place).rglob("*.py")))
     paths = (path.relative_to(ROOT) for path in files if f"\n{MARK}\n" in path.read_text(encoding="utf-8"))
     names = [".".join(path.with_suffix("").parts).removesuffix(".__main__") for path in paths]
     return [name for name in names if name not in ANOTHER_PROGRAM]
 
 
-# Each command in a process of its own, forked once torch is imported, which most of them need and which takes seconds.
+# Each command has a process of its own, forked once torch is imported, which most of them need and which takes seconds.
 # It is run twice there: the second time what it imports is loaded already.
 ALL = """
 import contextlib, io, json, os, runpy, sys
@@ -64,7 +64,7 @@ json.dump(found, sys.stdout)
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
-    """In an empty directory: what a command writes unasked is seen there."""
+    """Run all commands in an empty directory, where it shows what a command writes unasked."""
     empty = tmp_path_factory.mktemp("empty")
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}){ALL}"],
@@ -134,7 +134,7 @@ def test_serve_refuses_an_option_that_it_does_not_know() -> None:
 
 
 def test_scripts_that_are_installed_are_known_here() -> None:
-    """A new one is to be held to the same."""
+    """A new script has to be tested in the same way."""
     text = (ROOT / "pyproject.toml").read_text()
     scripts = text.partition("[project.scripts]\n")[2].partition("\n\n")[0]
     assert [line.partition(" = ")[0] for line in scripts.splitlines()] == ["serve", "chunkserve-haproxy"]

@@ -33,7 +33,7 @@ def clone() -> Iterator[Path]:
 
 
 def newcomers_env(clone: Path) -> dict[str, str]:
-    """This process's environment without anything of the virtual environment it runs in."""
+    """Return this process's environment without anything of the virtual environment it runs in."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("VIRTUAL_ENV", "PYTEST", "MAKE"))}
     env.pop("MFLAGS", None)
     own_bin = str(ROOT / ".venv" / "bin")
@@ -71,6 +71,6 @@ def test_make_serve_installs_prepares_serves_and_says_how_to_call_it(clone: Path
         call = wait_for(log, r"chunkserve is ready.*?(curl .*?\}\]\}')", process).group(1)
         answer = subprocess.run(["bash", "-c", call], capture_output=True, text=True, timeout=120, check=True)
         assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal's Ctrl-C does
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal's Ctrl-C does
         process.wait(120)
         assert "letting running requests finish" in log.read_text(errors="replace")

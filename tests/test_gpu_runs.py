@@ -1,4 +1,4 @@
-"""Owns that a run of pytest either is of the GPU's tests alone or sees no GPU, in itself and in what it starts.
+"""Owns that a run of pytest either consists of the GPU's tests alone or sees no GPU, in itself and in what it starts.
 Never needs a GPU."""
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ EXCUSED = {
 
 
 def compares_bits(path: Path) -> bool:
-    """Whether it asks two tensors to be equal, or as close as nothing."""
+    """Return whether a file asks two tensors to be equal, or to differ by nothing."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             exact = {ast.unparse(keyword) for keyword in node.keywords} >= {"atol=0", "rtol=0"}
@@ -36,7 +36,7 @@ def compares_bits(path: Path) -> bool:
 
 
 def test_every_file_that_compares_bits_is_run_as_on_other_processors() -> None:
-    """Two did, passed on their author's machine for months, and failed on AMD's."""
+    """Regression: two files did so, passed on their author's machine for months, and failed on AMD's."""
     folders = ("kernels", "engine", "golden")
     paths = [path for folder in folders for path in (ROOT / "tests" / folder).rglob("test_*.py")]
     found = {str(path.relative_to(ROOT)) for path in paths if compares_bits(path)}

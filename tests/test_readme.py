@@ -1,4 +1,5 @@
-"""README is short, leads to what is there, and says what the kept figures say. Its blocks are run by tests/docsite."""
+"""README is short, its links lead somewhere, and its figures are those that are kept.
+Its blocks are run by tests/docsite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the rule that a run of the tests can be repeated: no test draws from what nobody seeded.
+"""Owns the rule that a run of the tests can be repeated: no test draws from a generator that nobody seeded.
 Never asks what is drawn."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OF_TENSORS = {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "c
 
 
 def dotted(node: ast.AST) -> str:
-    """`np.random.rand`; what begins with no name has a dot before it."""
+    """Return a dotted name such as `np.random.rand`; if it does not begin with a name, it begins with a dot."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
@@ -51,7 +51,8 @@ def is_fault(call: ast.Call, modules: set[str]) -> bool:
 
 
 def seeds_torch(node: ast.AST) -> bool:
-    """A function that does may draw from torch's own generator: initialisers of models know no other."""
+    """Return whether a function seeds torch. One that does may draw from torch's own generator, the only one that
+    initialisers of models know."""
     calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
     return any(dotted(call.func) == "torch.manual_seed" and not is_unseeded(call) for call in calls)
 
@@ -107,7 +108,7 @@ def test_no_test_draws_from_what_nobody_seeded() -> None:
         "import torch\ndef fill(x):\n    return torch.rand_like(x)",
     ],
 )
-def test_the_rule_sees(line: str) -> None:
+def test_the_rule_finds_a_draw_that_nobody_seeded(line: str) -> None:
     assert list(faults(line))
 
 
@@ -122,7 +123,7 @@ def test_the_rule_sees(line: str) -> None:
         "rng.normal(size=3)",
     ],
 )
-def test_the_rule_lets_be(line: str) -> None:
+def test_the_rule_accepts_a_seeded_draw(line: str) -> None:
     assert list(faults(line)) == []
 
 

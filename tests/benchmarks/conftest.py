@@ -1,4 +1,4 @@
-"""Owns what all tests of the benchmarks share: a GPU that is none has no Triton."""
+"""Owns what all tests of the benchmarks share: where the GPU is only pretended, Triton does not count as installed."""
 
 from tests.support.no_triton import without_triton
 

@@ -1,4 +1,4 @@
-"""Owns what the measurement of operations prints, on the processor.
+"""Owns what the measurement of operations prints when it runs on the processor.
 Never judges a time."""
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_bytes_and_operations_are_the_fewest_that_there_can_be(capsys: pytest.Ca
 
 
 def test_on_a_gpu_every_attention_that_runs_there_has_its_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had none but Triton's, whatever the engine would choose."""
+    """Regression: only Triton's attention had cells, whatever the engine would choose."""
     pytest.importorskip("triton", reason="Triton has no wheel for this machine")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", FakeFlash())  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_on_a_gpu_every_attention_that_runs_there_has_its_cells(monkeypatch: pyt
 
 
 def test_controls_and_logprobs_run_as_their_cells_have_them() -> None:
-    """In Triton's interpreter: only a GPU has these cells."""
+    """This runs in Triton's interpreter, because only a GPU has these cells."""
     pytest.importorskip("triton", reason="Triton has no wheel for this machine")
     options = bench._options(["--device", "cpu", "--vocab", "700"])
     on_cpu = bench.Bench(options, torch.device("cpu"), torch.float32, torch.Generator().manual_seed(1))

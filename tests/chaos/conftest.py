@@ -1,4 +1,5 @@
-"""Owns the server that most faults are done to: scripted engines, some replicas of each kind, whole before each test.
+"""Owns the server that most faults are done to: scripted engines and some replicas of each kind, all healthy before
+each test.
 Never holds helpers; those are in `support`."""
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def scripted_server() -> Iterator[Server]:
-    # More moves than a user would allow: here every few seconds a replica dies.
+    # More moves than a user would allow: here a replica dies every few seconds.
     args = fake(step_delay_ms=100, engine_replicas=NUM_ENGINES, ingress_replicas=NUM_INGRESSES, max_migrations=10)
     with serve_run(args) as server:
         yield server
@@ -29,7 +30,7 @@ def scripted_server() -> Iterator[Server]:
 
 @pytest.fixture
 async def server(scripted_server: Server) -> Server:
-    """The scripted server with every replica at work and nothing to do, whatever the test before did to it."""
+    """Return the scripted server once every replica works and is idle, whatever the test before did to it."""
     await until_replicas(scripted_server, ENGINE, NUM_ENGINES)
     await until_replicas(scripted_server, INGRESS, NUM_INGRESSES)
     await until_free(scripted_server, NUM_ENGINES)

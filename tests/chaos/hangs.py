@@ -1,6 +1,6 @@
-"""Owns the ways in which an engine replica hangs without ending, done to a process of a running server.
-Never touches a process that the server under test did not start, and needs no privileges: a process may take over a
-socket of its own child."""
+"""Owns the ways in which an engine replica hangs without ending, and does them to a process of a running server.
+Never touches a process that the server under test did not start. Needs no privileges: a process may take over a socket
+of its own child."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from loadtest.server import Server
 from tests.chaos.support import INGRESS, kill, replicas
 
-PIDFD_GETFD = 438  # Linux's number of the call, on every architecture
+PIDFD_GETFD = 438  # the number of Linux's call, the same on every architecture
 ESTABLISHED, LISTENING = "01", "0A"
 ANY, LOOPBACK = "00000000", "0100007F"
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
@@ -40,8 +40,9 @@ def tcp_sockets(pid: int) -> list[Row]:
 
 
 def channel_sockets(ingress: int) -> tuple[list[Row], list[Row]]:
-    """Of an ingress replica's channel, the one port that is open at the node's own address, the listening socket and
-    the accepted ones. Ray listens at any address, HTTP at the loopback."""
+    """Find the listening socket of an ingress replica's channel and the connections it accepted.
+    The channel is the one port that is open at the node's own address: Ray listens at any address, HTTP at the
+    loopback."""
     rows = tcp_sockets(ingress)
     listening = [row for row in rows if row[2] == LISTENING and row[0].split(":")[0] not in (ANY, LOOPBACK)]
     ports = {row[0] for row in listening}
@@ -50,7 +51,7 @@ def channel_sockets(ingress: int) -> tuple[list[Row], list[Row]]:
 
 @contextmanager
 def borrowed(pid: int, descriptor: int) -> Iterator[socket.socket]:
-    """A socket of another process."""
+    """Duplicate a socket of another process."""
     pidfd = os.pidfd_open(pid)
     try:
         taken = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, pidfd, descriptor, 0)
@@ -71,7 +72,7 @@ class _Program(ctypes.Structure):
 
 
 def drop_what_comes(connection: socket.socket) -> None:
-    """Have the kernel take no packet for this socket, as if the network had lost it."""
+    """Have the kernel drop every packet for this socket, as if the network had lost it."""
     nothing = (_Filter * 1)(_Filter(0x06, 0, 0, 0))  # BPF_RET, 0 bytes
     connection.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(_Program(1, nothing)))
 
@@ -81,10 +82,10 @@ def take_what_comes(connection: socket.socket) -> None:
 
 
 class Hangs:
-    """Does the faults by name to engine replicas of one server."""
+    """Does faults, by name, to engine replicas of one server."""
 
     def __init__(self, server: Server, orders: Path) -> None:
-        """`orders`: the directory that the server's processes watch, see `in_process`."""
+        """`orders` is the directory that the server's processes watch; see `in_process`."""
         self._server = server
         self._orders = orders
         self._cut: list[tuple[int, int]] = []
@@ -104,7 +105,7 @@ class Hangs:
         written.rename(self._orders / str(pid))
 
     def cut_off(self, engine: int) -> None:
-        """Lose every packet between the engine and all ingress replicas, and of whoever connects to them now."""
+        """Lose every packet between the engine and all ingress replicas, also those that connect from now on."""
         own = {row[0] for row in tcp_sockets(engine)}
         peers = set()
         for ingress in replicas(self._server, INGRESS):
@@ -119,7 +120,7 @@ class Hangs:
                 drop_what_comes(connection)
 
     def heal(self) -> None:
-        """Undo `cut_off`. Sockets that were given up meanwhile are gone."""
+        """Undo `cut_off`. Sockets that were closed meanwhile stay closed."""
         for ingress in replicas(self._server, INGRESS):
             for row in channel_sockets(ingress)[0]:
                 with borrowed(ingress, row[3]) as connection:

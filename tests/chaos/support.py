@@ -1,4 +1,4 @@
-"""Owns the faults, and what chaos tests look at: processes of one server by role, load, and undisturbed answers.
+"""Owns the faults, and what chaos tests observe: processes of one server by role, load, and undisturbed answers.
 Never touches a process that the server under test did not start."""
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ ENGINE, INGRESS = "chunkserve:Engine", "chunkserve:Ingress"
 
 
 def fake(*, step_delay_ms: float, **settings: Any) -> dict[str, Any]:
-    """Settings of an application whose engines are scripted and hold any crowd of these tests."""
+    """Return settings of an application whose engines are scripted and have room for any crowd of these tests."""
     engine = {"executor": "fake", "max_num_seqs": 256, "fake": {"step_delay_ms": step_delay_ms}}
     return {"engine": engine, "engine_num_cpus": 0.1, "ingress_num_cpus": 0.1, **settings}
 
 
 def replicas(server: Server, role: str) -> list[int]:
-    """Process ids of the replicas of one deployment, in no order of age."""
+    """Return the process ids of the replicas of one deployment, in no order of age."""
     return [pid for pid in members_of(server.process.pid) if f"ray::ServeReplica:{role}" in command_of(pid)]
 
 
 def engine_pid(server: Server, name: str) -> int:
-    """The process of the engine replica that `/activity` and `/metrics` call so: it holds its log file open."""
+    """Find the process of an engine replica by the name it has in `/activity` and `/metrics`: it holds its log file
+    open."""
     log = f"/replica_{ENGINE.replace(':', '_')}_{name}.log"
     (found,) = (pid for pid in replicas(server, ENGINE) if any(file.endswith(log) for file in _open_files(pid)))
     return found
@@ -68,7 +69,7 @@ def kill(pid: int, signum: int = signal.SIGKILL) -> None:
 
 
 def completion(i: int, max_tokens: int) -> dict[str, Any]:
-    """The i-th request of a crowd: half of them greedy, half sampled with a seed of their own."""
+    """Return the i-th request of a crowd: half of them are greedy, half are sampled with a seed of their own."""
     sampling = {"temperature": 0} if i % 2 else {"temperature": 0.8, "seed": i}
     prompt = f"Story {i}: " + "once upon a time " * (i % 5)
     return {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **sampling}
@@ -79,7 +80,7 @@ def completions(count: int, max_tokens: int) -> list[dict[str, Any]]:
 
 
 async def undisturbed(bodies: Sequence[dict[str, Any]]) -> list[Answer]:
-    """The answers of a scripted engine in this process, without Ray: they depend on the request alone."""
+    """Return what a scripted engine in this process answers, without Ray: answers depend on the request alone."""
     engine = build_engine(MODEL, EngineConfig(executor="fake"))
     model = ServedModel(id=MODEL, max_model_len=engine.config.max_model_len, created=0)
     app = create_app(LocalClient(engine), Tokenizer.byte_level(), model)
@@ -94,18 +95,19 @@ async def undisturbed(bodies: Sequence[dict[str, Any]]) -> list[Answer]:
 
 async def whole_answer(app: ASGIApp, body: dict[str, Any]) -> Any:
     exchange = Exchange(app, "POST", "/v1/completions", json.dumps(body).encode())
-    await exchange.task  # as long as it takes
+    await exchange.task  # for as long as it takes
     return (await exchange.finish()).json
 
 
 def check_undisturbed(streams: Sequence[Stream], expected: Sequence[Answer]) -> None:
-    """No stream failed, and none has a token too few, too many or another."""
+    """Check that no stream failed, and that none has a token missing, added or changed."""
     assert [stream.fault for stream in streams] == [None] * len(streams)
     assert [stream.answer for stream in streams] == list(expected)
 
 
 async def loads(server: Server) -> list[dict[str, Any]]:
-    """Each engine's load; while a replica is being replaced there may be no answer, which is an empty list."""
+    """Return each engine's load. While a replica is being replaced there may be no answer, which gives an empty
+    list."""
     async with httpx.AsyncClient() as client:
         try:
             response = await client.get(f"{server.url}/load", timeout=15)
@@ -119,7 +121,7 @@ def live(engines: Sequence[dict[str, Any]]) -> int:
 
 
 def held(engines: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """Requests, and blocks that they hold."""
+    """Count the requests, and the blocks that they hold."""
     return live(engines), sum(engine["num_held_blocks"] for engine in engines)
 
 

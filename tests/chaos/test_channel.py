@@ -19,7 +19,7 @@ CUT_INTERVAL_S = 1.0
 
 
 def shut(pid: int, fd: int) -> None:
-    """End a connection of another process under its hands."""
+    """Shut down a connection that another process is using."""
     with borrowed(pid, fd) as connection:
         connection.shutdown(socket.SHUT_RDWR)
 

@@ -24,14 +24,15 @@ STORM_CLIENTS, STORM_AT_A_TIME = 1000, 100
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close sends a reset
 NUM_SLOW = 3
 SLOW_TOKENS = 3000
-"""The buffers on the way may take an answer whole; what becomes of one that does not fit, the channel tests ask."""
+"""Buffers on the way may hold a whole answer; the tests of the channel cover one that does not fit."""
 
 
 # --- clients that come and go ----------------------------------------------------------------------------------------
 
 
 async def come_and_go(server: Server, i: int) -> str:
-    """Connect, get as far as chance has it, and leave by a reset or in good order; return how far it was to go."""
+    """Connect, get as far as chance decides, and leave by a reset or in good order; return how far this client was to
+    go."""
     rng = random.Random(i)
     body = completion(i, rng.choice([3, 300]))
     request = request_bytes(server.url, body | {"stream": rng.random() < 0.7})
@@ -80,7 +81,7 @@ def fast_server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def connect_slowly(url: str) -> socket.socket:
-    """A connection whose own buffer is as small as it can be."""
+    """Open a connection whose own buffer is as small as it can be."""
     parts = urlsplit(url)
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -89,7 +90,7 @@ def connect_slowly(url: str) -> socket.socket:
 
 
 async def test_clients_that_do_not_read_hold_up_nobody_and_hold_nothing_for_ever(fast_server: Server) -> None:
-    """They get what they ask for or an error, but never an answer with a hole."""
+    """These clients get what they ask for or an error, but never an answer with a hole."""
     slow_body = completion(1, SLOW_TOKENS) | {"logprobs": 5}
     others = completions(8, 100)
     with ExitStack() as stack:

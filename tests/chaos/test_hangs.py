@@ -1,6 +1,6 @@
-"""Owns the promise that a stream outlives an engine replica that hangs: stopped, cut off, with its interpreter lock
-held, or in a step that never returns.
-Never asks who noticed; only that clients cannot tell, and that nothing is left."""
+"""Owns the promise that a stream outlives an engine replica that hangs: stopped, cut off, holding its interpreter lock,
+or in a step that never returns.
+Never asks which part noticed; only that clients cannot tell, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
 
 @pytest.fixture
 async def server(hanging: tuple[Server, Hangs]) -> Server:
-    """Whole, and with nothing to do: whatever the test before did to it."""
+    """Return the server once all replicas are up and idle, whatever the test before did to it."""
     server, _ = hanging
     await until_replicas(server, ENGINE, NUM_ENGINES)
     await until_replicas(server, INGRESS, NUM_INGRESSES)
@@ -62,16 +62,16 @@ async def server(hanging: tuple[Server, Hangs]) -> Server:
 
 
 def longest_gap_s(streams: Sequence[Stream]) -> float:
-    """What the fault added to the longest silence of a stream. A busy machine makes all of them silent now and then;
-    those of the other engines say for how long."""
+    """Return what the fault added to the longest silence of a stream. A busy machine makes all streams silent now and
+    then; the gaps of the other engines' streams show for how long."""
     gaps = sorted(stream.longest_gap_s for stream in streams)
     print(f"longest gaps, from the least to the most: {gaps[0]:.2f} s, {gaps[len(gaps) // 2]:.2f} s, {gaps[-1]:.2f} s")
     return gaps[-1] - gaps[0]
 
 
 async def crowd_on_all(server: Server, bodies: Sequence[dict[str, Any]]) -> Crowd:
-    """A crowd that has begun, of which every engine has streams. A replica that has just been replaced may be in
-    `/load` before an ingress gives it any; such a crowd is read to its end, and another one sent."""
+    """Start a crowd of which every engine has streams. A replica that was just replaced may be in `/load` before an
+    ingress sends it anything; such a crowd is read to its end, and another one is sent."""
     async with asyncio.timeout(CROWDS_S):
         while True:
             crowd = Crowd(server.url, bodies)
@@ -85,7 +85,7 @@ async def crowd_on_all(server: Server, bodies: Sequence[dict[str, Any]]) -> Crow
 async def until_gone(server: Server, pid: int) -> float:
     begin = time.monotonic()
     while pid in replicas(server, ENGINE):
-        assert time.monotonic() - begin < GONE_S, "nobody ends it"
+        assert time.monotonic() - begin < GONE_S, "nothing ends the process"
         await asyncio.sleep(0.1)
     return time.monotonic() - begin
 
@@ -102,7 +102,7 @@ async def test_streams_of_an_engine_that_hangs_go_on_elsewhere_at_once(
     streams = await crowd.finish()
     check_undisturbed(streams, await undisturbed(bodies))
     assert longest_gap_s(streams) <= MOST_GAP_S
-    if kind == "is cut off":  # it lives, and nothing is left of what it was doing
+    if kind == "is cut off":  # it is alive, and has nothing left of what it was doing
         hangs.heal()
         await until_free(server, NUM_ENGINES)
         assert hung in replicas(server, ENGINE)

@@ -1,5 +1,6 @@
-"""Owns what a client sees of the end of an ingress replica: by HAProxy, which cannot append to a stream, and by Ray
-Serve's Python proxy, which can. Never expects a stream of a lost ingress replica to go on."""
+"""Owns what a client sees when an ingress replica ends: behind HAProxy, which cannot append to a stream, and behind Ray
+Serve's Python proxy, which can.
+Never expects a stream of a lost ingress replica to continue."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ NUM_STREAMS, NUM_WHOLE, NUM_TOKENS = 12, 12, 150
 
 @pytest.fixture(params=[({}, 2), (PYTHON_PROXY, 1)], ids=["HAProxy", "Python proxy"])
 def front(request: pytest.FixtureRequest) -> Iterator[tuple[Server, int]]:
-    """A server, and how many ingress replicas it has: of two, the Python proxy may send all to one."""
+    """Start a server; also return its number of ingress replicas. Of two, the Python proxy may send everything to
+    one."""
     env, num_ingresses = request.param
     with serve_run(fake(step_delay_ms=30, ingress_replicas=num_ingresses), env=env) as server:
         yield server, num_ingresses
 
 
 async def streamed(client: httpx.AsyncClient, i: int, begun: asyncio.Event) -> list[str] | httpx.TransportError:
-    """The payloads of a stream, or how its connection broke."""
+    """Return the payloads of a stream, or how its connection broke."""
     payloads = []
     try:
         async with client.stream(
@@ -52,7 +54,7 @@ async def whole(client: httpx.AsyncClient, i: int) -> httpx.Response:
 
 
 def in_rotation(server: Server) -> int:
-    """Ingress replicas that HAProxy sends requests to."""
+    """Return the ingress replicas that HAProxy sends requests to."""
     (haproxy, *_) = (pid for pid, name in members_of(server.process.pid).items() if name == "haproxy")
     entries = Path(f"/proc/{haproxy}/environ").read_bytes().decode().split("\0")
     environ = dict(entry.partition("=")[::2] for entry in entries)
@@ -68,7 +70,9 @@ async def until_in_rotation(server: Server, count: int, timeout_s: float = 60) -
             await asyncio.sleep(0.1)
 
 
-async def test_the_end_of_an_ingress_replica_is_told_wherever_it_can_be(front: tuple[Server, int]) -> None:
+async def test_clients_are_told_of_the_end_of_an_ingress_replica_where_possible(
+    front: tuple[Server, int],
+) -> None:
     server, num_ingresses = front
     proxy_tells = num_ingresses == 1
     await until_replicas(server, INGRESS, num_ingresses)

@@ -1,4 +1,4 @@
-"""Owns what Ray's memory monitor does to a server: whose process it ends first where a node runs out of memory.
+"""Owns what Ray's memory monitor does to a server: whose process it ends first when a node runs out of memory.
 Never fills memory: a threshold of nothing is exceeded whenever the monitor looks, which it does once a minute here."""
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def controllers(session: int) -> list[int]:
 
 
 async def test_the_memory_monitor_takes_one_process_at_a_time_and_first_the_one_that_no_stream_needs() -> None:
-    """By Ray's own choice it ends as many as free what is missing, all at once: controller, proxies, every replica."""
+    """By its own choice Ray ends as many processes as free the missing memory, all at once: controller, proxies, every
+    replica."""
     with serve_run(fake(step_delay_ms=1000, engine_replicas=2, ingress_replicas=2), env=ALWAYS_EXCEEDED) as server:
         session = server.process.pid
         before, serving = controllers(session), {*replicas(server, ENGINE), *replicas(server, INGRESS)}

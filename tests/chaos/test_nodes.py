@@ -46,7 +46,7 @@ class TwoNodes:
 
 
 def config_for_two_nodes(port: int) -> dict[str, Any]:
-    """An engine fills a node; the ingress is on the node that stays."""
+    """Return a config in which an engine fills a node and the ingress is on the node that stays."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "config.yaml").read_text())
     config["http_options"]["port"] = port
     settings = fake(step_delay_ms=100, engine_replicas=2, max_migrations=5) | {"engine_num_cpus": 1}
@@ -60,7 +60,7 @@ def config_for_two_nodes(port: int) -> dict[str, Any]:
 
 @pytest.fixture
 def two_nodes() -> Iterator[tuple[TwoNodes, Server]]:
-    temp = Path(tempfile.mkdtemp(prefix="cs", dir="/tmp"))  # short: Ray's sockets live below it
+    temp = Path(tempfile.mkdtemp(prefix="cs", dir="/tmp"))  # a short path, because Ray's sockets are below it
     env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(temp)}
     session: dict[str, Any] = {"start_new_session": True, "env": env, "cwd": ROOT}
     port = free_port()

@@ -1,5 +1,6 @@
 """Owns the promise that a stream of the real model outlives its engine with its text unchanged, in float32.
-Never uses bfloat16: there neighbours change the last bits, and with them a text, without any fault."""
+Never uses bfloat16: there the neighbours in a batch change the last bits, and so a text may change without any
+fault."""
 
 from __future__ import annotations
 

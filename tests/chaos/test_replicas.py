@@ -30,7 +30,7 @@ NUM_TOKENS = 100
 
 
 async def kill_some(server: Server, crowd: Crowd, rng: random.Random) -> int:
-    """While streams run, kill a random engine now and then, but never the last; return how many."""
+    """Kill a random engine now and then while streams run, but never the last one; return how many were killed."""
     num_killed = 0
     while crowd.num_live:
         pids = replicas(server, ENGINE)
@@ -65,7 +65,7 @@ async def test_streams_go_on_unchanged_when_every_engine_is_killed_at_once(serve
 
 
 async def test_a_killed_ingress_breaks_its_own_streams_and_engines_free_what_they_held(server: Server) -> None:
-    # Streams of 25 s, so that the others still run when a busy machine comes to look: with 10 s they had ended.
+    # Streams last 25 s, so that they still run when a busy machine comes to look: with 10 s they had ended.
     bodies = completions(40, 250)
     crowd = Crowd(server.url, bodies)
     crowd.start()

@@ -1,4 +1,4 @@
-"""Owns the promise that a changed config, deployed while streams run, breaks none of them and no new one.
+"""Owns the promise that a changed config, deployed while streams run, breaks neither them nor new ones.
 Never says how long a roll-out takes."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def deploy(server: Server, directory: Path, settings: dict[str, Any]) -> None:
-    """As a user does: a changed config.yaml, and `serve deploy`."""
+    """Deploy as a user does: change config.yaml, and call `serve deploy`."""
     config = yaml.safe_load((ROOT / "config.yaml").read_text())
     config["http_options"]["port"] = int(server.url.rpartition(":")[2])
     config["applications"][0]["args"].update(settings)
@@ -51,13 +51,13 @@ def deploy(server: Server, directory: Path, settings: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(config))
     dashboard = re.search(r"dashboard at \S*?(http://[\d.:]+)", server.output)
     assert dashboard, server.output
-    # `serve run` asks for Ray's token, which it has made; other commands send it only when they are told to.
+    # `serve run` asks for the Ray token that it made; other commands send it only when they are told to.
     env = {**os.environ, "RAY_AUTH_MODE": "token"}
     subprocess.run([SERVE, "deploy", "--address", dashboard[1], str(path)], check=True, timeout=60, env=env)
 
 
 async def trickle(server: Server, stop: asyncio.Event) -> list[Stream]:
-    """Short streams, one after another."""
+    """Ask for short streams, one after another."""
     streams = []
     while not stop.is_set():
         streams += await read_all(server.url, completions(1, 5))
@@ -65,7 +65,7 @@ async def trickle(server: Server, stop: asyncio.Event) -> list[Stream]:
 
 
 async def check_roll_out(server: Server, directory: Path, settings: dict[str, Any], num_engines: int) -> None:
-    """Deploy in the middle of streams, and wait for the new state; neither they nor new ones notice."""
+    """Deploy in the middle of streams, and wait for the new state; neither running nor new streams may notice."""
     bodies = completions(40, NUM_TOKENS)
     crowd = Crowd(server.url, bodies)
     crowd.start()

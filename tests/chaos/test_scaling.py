@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.chaos]
 
 PAGE = (ROOT / "docs" / "how-to" / "autoscaling.md").read_text()
 (EXAMPLE,) = re.findall(r"```yaml\n# .*\n(autoscaling:.*?)```", PAGE, re.DOTALL)
-# As the page says, and quick: a test that waits for five quiet minutes is one that nobody runs.
+# Settings as the page has them, but quick: nobody runs a test that waits for five quiet minutes.
 SCALING = yaml.safe_load(EXAMPLE)["autoscaling"] | {
     "upscale_delay_s": 1,
     "downscale_delay_s": 3,
@@ -39,7 +39,7 @@ NUM_CLIENTS = 12
 
 
 async def keep_asking(server: Server, client: int, stop: asyncio.Event) -> list[Stream]:
-    """One request after the other until `stop`; the last one is read to its end."""
+    """Send one request after the other until `stop` is set; read the last one to its end."""
     streams: list[Stream] = []
     for body in completions(100_000, max_tokens=40)[client::NUM_CLIENTS]:
         if stop.is_set():
@@ -51,7 +51,7 @@ async def keep_asking(server: Server, client: int, stop: asyncio.Event) -> list[
 
 async def test_engines_go_from_one_to_three_and_back_under_load_and_no_request_fails() -> None:
     settings = fake(step_delay_ms=20, autoscaling=SCALING)
-    settings["engine"]["max_num_seqs"] = 4  # three engines seat all clients, at the utilization that is aimed for: two
+    settings["engine"]["max_num_seqs"] = 4  # three engines seat all clients; at the utilization that is aimed for: two
     with serve_run(settings) as server:
         stop = asyncio.Event()
         clients = [asyncio.create_task(keep_asking(server, client, stop)) for client in range(NUM_CLIENTS)]
@@ -59,7 +59,7 @@ async def test_engines_go_from_one_to_three_and_back_under_load_and_no_request_f
         stop.set()
         crowd = [stream for streams in await asyncio.gather(*clients) for stream in streams]
         few = asyncio.Event()
-        lonely = asyncio.create_task(keep_asking(server, 0, few))  # the fleet shrinks under a client that goes on
+        lonely = asyncio.create_task(keep_asking(server, 0, few))  # the fleet shrinks while one client continues
         await until_replicas(server, ENGINE, 1, timeout_s=150)
         few.set()
         crowd += await lonely
@@ -74,7 +74,7 @@ async def test_the_last_engine_goes_when_nothing_is_asked_for_and_a_request_wait
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             for _ in range(2):
                 await until_replicas(server, ENGINE, 0, timeout_s=150)
-                for _ in range(30):  # what a load balancer does
+                for _ in range(30):  # which a load balancer asks
                     assert (await client.get("/health")).status_code == 200
                     await asyncio.sleep(0.2)
                 assert replicas(server, ENGINE) == []

@@ -1,5 +1,5 @@
-"""Owns the promise that a long session outlives the engine replica that holds its cache: its texts are whole, and but
-for the turn that lost it, what was sent before is read from a cache.
+"""Owns the promise that a long session outlives the engine replica that holds its cache: its texts are whole, and all
+that was sent before is read from a cache, except in the turn that lost the engine.
 Never measures time: what a turn computes anew is counted in tokens."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ READ = {
 
 @dataclass(frozen=True)
 class Reply:
-    """A turn's answer: the arguments of the one call that it makes."""
+    """The answer of a turn: the arguments of the one call that it makes."""
 
     arguments: str
     num_prompt_tokens: int
@@ -73,8 +73,8 @@ Ask = Callable[[Json], Awaitable[Reply]]
 
 @dataclass
 class Session:
-    """A program that works with a tool. The model has to call it in each turn, with a path that depends on all that
-    was said before: a token too many, too few or another changes every later turn."""
+    """A program that works with a tool. The model has to call it in each turn, with a path that depends on all that was
+    said before, so that one token missing, added or changed alters every later turn."""
 
     ask: Ask
     replies: list[Reply] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Session:
 
 
 async def undisturbed_session() -> list[str]:
-    """What an engine in this process calls, turn for turn."""
+    """Return what an engine in this process calls, turn by turn."""
     engine = build_engine(MODEL, EngineConfig(executor="fake", fake=FakeConfig(), **POOL))
     model = ServedModel(id=MODEL, max_model_len=CONTEXT, created=0, tool_parser="hermes")
     app = create_app(LocalClient(engine), Tokenizer.byte_level(), model)
@@ -120,7 +120,7 @@ async def undisturbed_session() -> list[str]:
 
 
 async def streamed(client: httpx.AsyncClient, body: Json, begun: asyncio.Event) -> Reply:
-    """`begun` is set when the call's first arguments came."""
+    """Read a streamed turn. `begun` is set when the first arguments of the call have arrived."""
     asked = body | {"stream": True, "stream_options": {"include_usage": True}}
     arguments, usage, ended = "", None, False
     async with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
@@ -150,7 +150,7 @@ def two_engines() -> Iterator[Server]:
 
 
 async def busiest(client: httpx.AsyncClient) -> str:
-    """The engine that generated most of late."""
+    """Return the engine that generates most tokens a second."""
     engines = (await client.get("/activity")).json()["engines"]
     found: str = max(engines, key=lambda engine: engine["generated_tokens_per_s"])["engine"]
     return found
@@ -162,8 +162,9 @@ async def num_moves(client: httpx.AsyncClient) -> float:
 
 
 def num_lacking(replies: Sequence[Reply]) -> list[int]:
-    """By turn: tokens that had been there the turn before, and were not read from a cache. A compaction keeps what
-    stands before the conversation; of the rest, what does not fill a block is computed again."""
+    """Count, for each turn, the tokens that the turn before already had and that were not read from a cache. A
+    compaction keeps what precedes the conversation. A last block that was not full is computed again and not
+    counted."""
     lacking = [0]
     for number, (before, reply) in enumerate(pairwise(replies), 1):
         had = len(SYSTEM) if number == COMPACTED_AT else before.num_prompt_tokens

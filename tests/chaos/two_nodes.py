@@ -1,5 +1,5 @@
 """Owns a Ray cluster of two nodes on one machine, in a process of its own, that takes orders on its standard input.
-Never serves anything: `serve run --address` joins it. Nothing of the cluster outlives this process."""
+Never serves anything: `serve run --address` joins the cluster. Nothing of the cluster outlives this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def say(**facts: Any) -> None:
 
 
 def main() -> None:
-    """One JSON line in answer to each order: `drain SECONDS` announces the second node's end, `remove` is its end."""
+    """Answer each order with one JSON line: `drain SECONDS` announces the end of the second node, `remove` ends it."""
     head = {"num_cpus": 1, "resources": {"head": 1}, "include_dashboard": False, "dashboard_port": free_port()}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     node = cluster.add_node(num_cpus=1)

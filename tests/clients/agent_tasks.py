@@ -1,4 +1,4 @@
-"""Owns the task through libraries that run tools by themselves, or nearly.
+"""Owns the task as done by libraries that run tools by themselves, or nearly.
 Never imports one before its task is run."""
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def pydantic_ai_anthropic(url: str, model: str) -> str:
 
 
 def instructor_actions(url: str, model: str) -> str:
-    """Each action is an object that the library has the model write, by a function that it forces."""
+    """Each action is an object that the library has the model write by forcing a function."""
     import instructor
     import openai
     from pydantic import BaseModel

@@ -1,5 +1,5 @@
-"""Owns what docs/how-to/agents.md tells users to set, read from the page itself: the tests run what it shows.
-Never adds to it: what a test needs besides, such as no telemetry, stands with the test."""
+"""Owns what docs/how-to/agents.md tells users to set, read from the page itself, so that tests run what it shows.
+Never adds to it: what a test needs besides, such as switching telemetry off, is in the test."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "agents.md"
 SHOWN_URL, SHOWN_MODEL = "http://127.0.0.1:8000", "qwen3-8b"
-"""What the page has in place of a server and its model."""
+"""What the page shows in place of a server and its model."""
 
 _FENCE = re.compile(r"^```(?P<language>\w+)(?: title=\"~/(?P<path>[^\"]+)\")?\n(?P<text>.*?)^```$", re.M | re.S)
 
 
 @dataclass(slots=True)
 class Settings:
-    """A program's, as its section of the page shows them."""
+    """The settings of a program, as its section of the page shows them."""
 
     exports: str = ""
     """Lines for a shell."""
@@ -25,7 +25,7 @@ class Settings:
     prose: str = ""
 
     def at(self, url: str, model: str) -> Settings:
-        """The same for another server and model."""
+        """Return the same settings for another server and model."""
 
         def put(text: str) -> str:
             return text.replace(SHOWN_URL, url).replace(SHOWN_MODEL, model)
@@ -34,7 +34,7 @@ class Settings:
 
 
 def sections() -> dict[str, str]:
-    """Title -> text, in the page's order."""
+    """Map each title to its text, in the page's order."""
     parts = re.split(r"^## (.+)$", PAGE.read_text(), flags=re.M)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 

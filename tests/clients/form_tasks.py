@@ -1,5 +1,6 @@
-"""Owns reports: answers of a form that each library has a way of its own to ask for. Nothing is edited.
-Never imports a library before its task is run; pydantic, which most of them are built on, is the exception."""
+"""Owns tasks that ask for a report: an answer of a given form, which each library has its own way to ask for. Nothing
+is edited.
+Never imports a library before its task is run, except pydantic, which most of them are built on."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def openai_responses_parse(url: str, model: str) -> str:
 
 
 def openai_completions(url: str, model: str) -> str:
-    """The old API, whole and streamed."""
+    """Ask by the old API, whole and streamed."""
     client, asked = openai_client(url), {"prompt": TASK, "max_tokens": 60, "temperature": 0, "seed": 1, "stop": ["\n"]}
     whole = client.completions.create(model=model, **asked).choices[0].text
     chunks = client.completions.create(model=model, stream=True, **asked)
@@ -282,7 +283,7 @@ def instructor_responses(url: str, model: str) -> str:
 
 
 def instructor_partial(url: str, model: str) -> str:
-    """The object as it is written."""
+    """Ask for the object as it is written, part by part."""
     import instructor
 
     client = instructor.from_openai(openai_client(url))

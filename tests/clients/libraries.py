@@ -1,4 +1,4 @@
-"""Owns the libraries that do a task against the scripted model, each by a script of its own language.
+"""Owns the libraries that do a task against the scripted model, each by a script in its own language.
 Never says how a library is used; ai_sdk.mjs and the files that tasks.py imports do."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ TEAMS: dict[str, Callable[[Path], Part]] = {
     "pydantic_ai_retries": by_functions_asked_again,
     "smolagents_planning": by_tools_in_text,
 }
-"""Those with more than one conversation, or more than one request of the user's."""
+"""Tasks with more than one conversation, or with more than one request of the user."""
 
 REPORTS = """
 openai_parse openai_parse_streamed openai_json_object openai_forced_function openai_responses_parse

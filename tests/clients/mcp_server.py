@@ -1,4 +1,4 @@
-"""Owns a server of one tool that agents reach by MCP, over standard input and output: `shout` gives a text in capitals.
+"""Owns an MCP server with one tool, over standard input and output: `shout` returns a text in capitals.
 Never imports anything but the standard library: agents start it as a program of its own."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_METHOD = -32601
 
 
 def result_of(method: str, params: dict[str, Any]) -> dict[str, Any] | None:
-    """None: there is no such method."""
+    """Return the result of a method, or None if there is no such method."""
     match method:
         case "initialize":
             about = {"name": "shouter", "version": "1.0"}

@@ -1,4 +1,5 @@
-"""Owns the model's part in each program's task: which of the program's tools are called, and what their results show.
+"""Owns the script that the model follows in each program's task: which of the program's tools it calls, and what their
+results must show.
 Never says how a program is started; programs.py does."""
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tests.clients.scripted_model import IMAGE, Call, Part, Scenes, Texts, ToolC
 FILE, BEFORE, AFTER = "greeting.txt", "hello\n", "goodbye\n"
 COMMAND = f"tr a-z A-Z < {FILE}"
 SHOUTED = "GOODBYE"
-"""Only the command's output has it, and the model's last answer only if the output reached the model."""
+"""A text that only the command's output has: it is in the model's last answer only if the output reached the model."""
 FINAL = f"The greeting now reads {SHOUTED} when shouted."
 THANKS = "Thank you. Say it once more, please."
 TASK = f"Read {FILE}, make it say goodbye instead of hello, then shout it by a command."
@@ -39,7 +40,7 @@ PATCH = f"*** Begin Patch\n*** Update File: {FILE}\n@@\n-hello\n+goodbye\n*** En
 
 
 def codex(project: Path) -> ToolCalls:
-    """A model that Codex does not know patches by its shell."""
+    """A model that Codex does not know edits by the shell tool."""
     return ToolCalls(
         [
             Call("exec_command", {"cmd": f"cat {FILE}"}, shows="hello"),
@@ -52,7 +53,7 @@ def codex(project: Path) -> ToolCalls:
 
 
 def codex_patching(project: Path) -> Part:
-    """A model that Codex takes for one of its own patches by a tool without JSON."""
+    """A model that Codex takes for one of its own edits by a patch tool without JSON."""
     return ToolCalls(
         [
             Call("exec_command", {"cmd": f"cat {FILE}"}, shows="hello"),
@@ -88,13 +89,13 @@ def _thanked(first: ToolCalls) -> list[tuple[str, Part]]:
 
 
 def claude_code_turns(project: Path) -> Part:
-    """The conversation is gone on with, summed up, and gone on with."""
+    """The conversation is continued, summed up, and continued again."""
     summed_up = ("create a detailed summary of the conversation", Texts([("", SUMMARY)]))
     return Scenes([*_thanked(claude_code(project)), summed_up, (NOW, Texts([("", FINAL)]))])
 
 
 def claude_code_team(project: Path) -> Part:
-    """Another agent, a list of what is to be done, two calls at once, a picture, and a tool reached by MCP."""
+    """The task needs another agent, a to-do list, two calls at once, a picture, and a tool reached by MCP."""
     path = str(project / FILE)
     steps = [
         Call("TaskCreate", {"subject": "Say goodbye", "description": "Change the greeting"}, shows="1"),
@@ -116,7 +117,7 @@ def claude_code_form(project: Path) -> Part:
 
 
 def codex_turns(project: Path) -> Part:
-    """A tool is reached by MCP. The conversation is gone on with, summed up, and gone on with."""
+    """A tool is reached by MCP. The conversation is continued, summed up, and continued again."""
     edits = codex(project).steps[:2]
     shouts = Call("mcp__shouter__shout", {"text": AFTER}, shows=SHOUTED)
     summed_up = ("CONTEXT CHECKPOINT COMPACTION", Texts([("", SUMMARY)]))
@@ -124,7 +125,7 @@ def codex_turns(project: Path) -> Part:
 
 
 def codex_repairing(project: Path) -> Part:
-    """A picture is looked at, and the first patch does not fit the file."""
+    """The model looks at a picture, and its first patch does not fit the file."""
     wrong = PATCH.replace("-hello", "-good morning")
     steps = [
         Call("view_image", {"path": PICTURE_FILE}),
@@ -137,7 +138,8 @@ def codex_repairing(project: Path) -> Part:
 
 
 def opencode_turns(project: Path) -> Part:
-    """With a list of what is to be done, another agent, two calls at once and a picture, and then gone on with."""
+    """The task needs a to-do list, another agent, two calls at once and a picture; then the conversation is
+    continued."""
     path = str(project / FILE)
     todo = {"content": "Say goodbye", "status": "in_progress", "priority": "high", "id": "1"}
     steps = [
@@ -160,7 +162,7 @@ AIDER_TEST = f"grep -q goodbye {FILE} || (echo {NOT_YET} | tr a-z A-Z; exit 1)"
 
 
 def aider(project: Path) -> Part:
-    """Edits are text; the command is the user's test, whose failure the model is told."""
+    """Edits are text. The command is the user's test, and the model is told of its failure."""
 
     def edited(says: str, text: str) -> str:
         return f"{says}\n\n{FILE}\n```\n{text}\n```\n"
@@ -191,7 +193,7 @@ def aider_architect(project: Path) -> Part:
 
 
 def by_functions(project: Path) -> Part:
-    """The three tools of tasks.py and ai_sdk.mjs."""
+    """Use the three tools of tasks.py and ai_sdk.mjs."""
     return ToolCalls(
         [
             Call("read_file", {"path": FILE}, shows="hello"),
@@ -221,7 +223,7 @@ def by_forced_function(project: Path) -> Part:
 
 
 def by_tools_in_text(project: Path) -> Part:
-    """smolagents tells results as text, and ends by a tool of its own."""
+    """smolagents reports results as text, and has a tool of its own that ends the task."""
     read = Call("read_file", {"path": FILE})
     change = Call("replace_in_file", {"path": FILE, "old": "hello", "new": "goodbye"})
     run = Call("run_command", {"command": COMMAND})
@@ -246,14 +248,14 @@ def by_code(project: Path) -> Part:
 
 
 def by_functions_at_once(project: Path) -> Part:
-    """Two calls in the first turn."""
+    """Make two calls in the first turn."""
     look = (Call("read_file", {"path": FILE}, shows="hello"), Call("run_command", {"command": "ls"}, shows=FILE))
     change = Call("replace_in_file", {"path": FILE, "old": "hello", "new": "goodbye"}, shows="Replaced")
     return ToolCalls([look, change, Call("run_command", {"command": COMMAND}, shows=SHOUTED)], FINAL, thinks=True)
 
 
 def _functions(*before: Call) -> ToolCalls:
-    """Without thoughts, which a later request of the user leaves out of the prompt."""
+    """Call without thoughts, because a later request of the user leaves those out of the prompt."""
     read = Call("read_file", {"path": FILE}, shows="hello")
     change = Call("replace_in_file", {"path": FILE, "old": "hello", "new": "goodbye"}, shows="Replaced")
     return ToolCalls([*before, read, change, Call("run_command", {"command": COMMAND}, shows=SHOUTED)], FINAL)
@@ -264,7 +266,7 @@ def by_functions_without_thoughts(project: Path) -> Part:
 
 
 REPORT = {"text": FINAL, "mood": "calm", "words": ["goodbye"], "note": {"line": 1, "says": SHOUTED}}
-"""A Report of form_tasks.py."""
+"""The fields of a Report of form_tasks.py."""
 
 
 def by_functions_and_thanks(project: Path) -> Part:
@@ -272,7 +274,7 @@ def by_functions_and_thanks(project: Path) -> Part:
 
 
 def by_functions_asked_again(project: Path) -> Part:
-    """The first call is sent back."""
+    """The first call is sent back to the model."""
     refused = Call("read_file", {"path": FILE}, shows="ask again")
     return Scenes([(TASK, _functions(refused)), (THANKS, Texts([("", FINAL)]))])
 
@@ -283,7 +285,7 @@ def by_handoff(project: Path) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Fills a form: as the arguments of a function where one is offered, and as text else."""
+    """Fills a form: as the arguments of a function where one is offered, and as text otherwise."""
 
     value: Mapping[str, Any]
 

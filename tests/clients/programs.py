@@ -1,5 +1,6 @@
-"""Owns the programs that finish a task against the scripted model: the commands, and the parts that are played to them.
-Never says how a user sets one up: docs/how-to/agents.md does, and the programs here are run with what it shows."""
+"""Owns the programs that finish a task against the scripted model: their commands, and the script the model follows for
+each.
+Never says how a user sets one up: docs/how-to/agents.md does, and programs run here with the settings it shows."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from tests.clients.running import Program
 AIDER_OPTIONS = "--yes-always --no-git --no-pretty --no-check-update --analytics-disable --map-tokens 0 --auto-test"
 
 FORM = '{{"type": "object", "properties": {{"text": {{"type": "string"}}}}, "required": ["text"]}}'
-"""A JSON schema, with the braces doubled as a command needs them."""
+"""A JSON schema, with its braces doubled as commands here need them."""
 
 CODEX = ("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 

@@ -1,4 +1,4 @@
-"""Owns what a task needs besides a program's settings: catalogues, providers, a picture, a server of MCP.
+"""Owns what a task needs besides a program's settings: catalogues, providers, a picture, an MCP server.
 Never says what a user has to set; docs/how-to/agents.md does."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.clients.scripted_server import MODEL
 
 
 def describe_to_codex(home: Path, project: Path) -> None:
-    """Have Codex think that the model is like one that it knows, of those that patch without JSON."""
+    """Make Codex take the model for one like those it knows, which patch without JSON."""
     told = subprocess.run(["codex", "debug", "models"], env=environment(home), capture_output=True, check=True)
     known = json.loads(told.stdout)["models"]
     like = next(model for model in known if model["apply_patch_tool_type"] == "freeform" and not model.get("tool_mode"))
@@ -31,7 +31,7 @@ def speak_by(npm: str, home: Path, project: Path) -> None:
 
 
 def draw(home: Path, project: Path) -> None:
-    """Put a picture into the project, and a way to the MCP server into the home directory."""
+    """Put a picture into the project, and the address of the MCP server into the home directory."""
     (project / PICTURE_FILE).write_bytes(base64.b64decode(PIXELS))
     command, script = sys.executable, str(Path(__file__).parent / "mcp_server.py")
     server = {"type": "stdio", "command": command, "args": [script]}

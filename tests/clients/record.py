@@ -18,7 +18,7 @@ RECORDED = ROOT / "tests" / "serve_app" / "api" / "recorded"
 
 
 def lines_of(outcome: Outcome, directory: Path) -> list[str]:
-    """The requests of a run that were served, each once, as lines of JSON."""
+    """Return the requests of a run that were served, each once, as lines of JSON."""
     scrubber = Scrubber(outcome.places | {str(directory): "/somewhere"})
     kept: dict[str, None] = {}
     for one in (one for one in outcome.requests if one.status < 400):

@@ -1,4 +1,5 @@
-"""Owns how a program does a task against the scripted model: where it runs, with which environment, what came of it.
+"""Owns how a program does a task against the scripted model: where it runs, in which environment, and with what
+outcome.
 Never knows a program; programs.py and libraries.py do."""
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NPM_ENV = ROOT / os.environ.get("CLIENTS_NPM", ".clients-npm")
 TIMEOUT_S = 180
 
 NO_NETWORK = {
-    # Whatever is not the server fails at once, on a machine with a network, too.
+    # Requests to anything but the server fail at once, on a machine with a network, too.
     **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -32,24 +33,25 @@ NO_NETWORK = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     command: tuple[str, ...]
-    """{url}, {model}, {project} and {home} are filled in."""
+    """The command, in which {url}, {model}, {project} and {home} are filled in."""
     part: Callable[[Path], Part]
-    """The model's part, by the project's directory."""
+    """Makes the model's script, from the project's directory."""
     section: str | None = None
-    """Of docs/how-to/agents.md, whose settings it is run with."""
+    """The section of docs/how-to/agents.md with whose settings the program runs."""
     package: str | None = None
     """What that section has to name, with the version that is pinned."""
     environment: Mapping[str, str] = field(default_factory=dict)
     leaves: str = AFTER
-    """What the file says in the end."""
+    """What the edited file says in the end."""
     refused: str = ""
-    """What it asks for and does without once it is refused: each refusal says this, and no other is expected."""
+    """What the program asks for and does without once it is refused. Each refusal says this, and no other is
+    expected."""
     grows: bool = True
-    """Whether each of its prompts begins with the one before."""
+    """Whether each of the program's prompts begins with the one before."""
     prepare: Callable[[Path, Path], None] | None = None
-    """Does what else the program needs, in its home and in the project."""
+    """Prepares what else the program needs, in its home and in the project."""
     then: tuple[tuple[str, ...], ...] = ()
-    """Commands that follow, in the same places."""
+    """Commands that follow, in the same directories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +64,15 @@ class Outcome:
     requests: list[Recorded]
     refused: list[str]
     prompts: list[str]
-    """Those with tools, in order."""
+    """The prompts that offer tools, in order."""
     thinks: bool
-    """Whether the model's part has thoughts."""
+    """Whether the model's script has thoughts."""
     places: dict[str, str]
-    """Where it ran, and what a recording says instead."""
+    """Paths and addresses of the run, and what a recording has in their place."""
 
     @property
     def story(self) -> str:
-        """What a failure is told by."""
+        """Return what is shown with a failure."""
         asked = [f"{one.method} {one.path} {one.status} {one.ignored}" for one in self.requests]
         return "\n".join([*self.refused, *asked, self.stdout[-3000:], self.stderr[-3000:]])
 
@@ -120,7 +122,7 @@ def perform(program: Program, directory: Path) -> Outcome:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Nothing of the caller's own: neither keys nor settings."""
+    """Return an environment with nothing of the caller's own: neither keys nor settings."""
     paths = [str(NPM_ENV / "node_modules" / ".bin"), str(PYTHON_ENV / "aider" / "bin"), os.environ["PATH"]]
     own = {"PATH": os.pathsep.join(paths), "HOME": str(home), "LANG": "C.UTF-8", "TERM": "dumb", "NO_COLOR": "1"}
     return own | NO_NETWORK | {"CLIENTS_NPM": str(NPM_ENV)}

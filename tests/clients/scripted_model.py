@@ -1,5 +1,6 @@
-"""Owns the model's part in a task: what a scripted engine answers, chosen by what the prompt shows of the task.
-Never computes a token, nor answers from what the prompt does not show: a tool's result that got lost ends the task."""
+"""Owns what a scripted engine answers in a task, chosen by what the prompt shows of the task so far.
+Never computes a token, and never answers from what the prompt does not show: a tool's result that got lost ends the
+task."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from serve_app.engines.lone_engine import LoneEngine
 
 TOKENS_AN_ITEM = 3
 THOUGHT = "<think>\nThe next step"
-"""Every thought begins so."""
+"""The beginning of every thought."""
 ASIDE = "Greeting"
-"""The answer to what is no step of the task: a title for the conversation, for example."""
+"""The answer to a prompt that is no step of the task: a request for the conversation's title, for example."""
 
 IMAGE = "<gh_stars>"
 """Stands for an image: a special token of the default model's vocabulary that none of the programs writes."""
 
-# Qwen3's form: ChatML, functions in the system turn, calls and results in tags, thoughts of the turn at hand only.
+# Qwen3's form: ChatML, functions in the system turn, calls and results in tags, and thoughts of the current turn only.
 TEMPLATE = """\
 {%- macro shown(content) %}
     {%- if content is string %}{{- content }}{% else %}
@@ -74,20 +75,20 @@ TEMPLATE = """\
 
 
 def use_template(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with the template above in place of its own."""
+    """Return the tokenizer with the template above in place of its own."""
     tokenizer._chat_template = ChatTemplate(TEMPLATE, {})
     return tokenizer
 
 
 class Part(Protocol):
     def answer(self, prompt: str) -> str:
-        """What the model says to a rendered prompt."""
+        """Return what the model says to a rendered prompt."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One step of a task. `shows`: what the step's result must hold, lest the model give up."""
+    """One step of a task. `shows` is what the step's result must contain; otherwise the model gives up."""
 
     tool: str
     arguments: Mapping[str, Any]
@@ -108,7 +109,7 @@ def _calls_of(step: Call | Together) -> Together:
 
 @dataclass(frozen=True, slots=True)
 class ToolCalls:
-    """Calls one tool after another, each after the result of the one before, and then says how it went."""
+    """Calls one tool after another, each after the result of the one before, and then reports how it went."""
 
     steps: Sequence[Call | Together]
     final: str
@@ -136,7 +137,7 @@ class ToolCalls:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Answers in text alone: the last answer whose sign the prompt shows."""
+    """Answers in text alone: gives the last answer whose sign the prompt shows."""
 
     answers: Sequence[tuple[str, str]]
 
@@ -146,7 +147,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Scenes:
-    """A part for each of several requests: the last one whose sign the prompt shows is played, from that sign on."""
+    """One script for each of several requests: follows the last one whose sign the prompt shows, from that sign on."""
 
     scenes: Sequence[tuple[str, Part]]
 
@@ -161,7 +162,7 @@ class Scenes:
 
 @dataclass(slots=True)
 class ScriptedModel(LoneEngine):
-    """An engine client that plays a part. Keeps to `max_tokens`, and ends by its end-of-turn token."""
+    """An engine client that follows a script. It keeps to `max_tokens`, and ends with its end-of-turn token."""
 
     tokenizer: Tokenizer
     part: Part

@@ -1,5 +1,5 @@
 """Owns a real port with the real ingress over a scripted model, and keeps each request that clients send to it.
-Never starts Ray: what clients see of the server is the ingress."""
+Never starts Ray: all that clients see of the server is the ingress."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.clients.scripted_model import IMAGE, Part, ScriptedModel, use_templat
 MODEL = "qwen3-scripted"
 CONTEXT = 131_072
 KEY = base64.urlsafe_b64encode(bytes(32)).decode()
-"""Seals thoughts, so that they come back."""
+"""The key that seals thoughts, so that clients send them back."""
 KEPT_HEADERS = ("content-type", "accept", "anthropic-version", "anthropic-beta", "openai-beta", "x-stainless-lang")
 START_TIMEOUT_S = 30
 
@@ -50,7 +50,7 @@ class Recorded:
 
 @dataclass(slots=True)
 class Recorder:
-    """Keeps what passes between clients and the app; changes nothing."""
+    """Keeps what passes between clients and the app, and changes nothing."""
 
     app: ASGIApp
     requests: list[Recorded] = field(default_factory=list)
@@ -94,20 +94,20 @@ class ScriptedServer:
 
     @property
     def refused(self) -> list[str]:
-        """A line for each request that was not served."""
+        """Describe each request that was not served in a line."""
         bad = [one for one in self.requests if one.status >= 400]
         return [f"{one.status} {one.method} {one.path}: {one.error[:500]}" for one in bad]
 
 
 @cache
 def tokenizer() -> Tokenizer:
-    """The default model's, whose vocabulary has ChatML's tokens, too."""
+    """Return the default model's tokenizer, whose vocabulary has ChatML's tokens, too."""
     return use_template(Tokenizer.from_dir(prepare_model(DEFAULT_MODEL)))
 
 
 @cache
 def served_model() -> ServedModel:
-    """It takes images, each of which stands in the prompt as one mark."""
+    """Return a model that takes images, each of which becomes one mark in the prompt."""
     (mark,) = tokenizer().encode(IMAGE, add_special_tokens=False)
     kind = replace(FAKE_IMAGES, token_id=mark, max_pixels=FAKE_IMAGES.min_pixels)
     return ServedModel(
@@ -129,7 +129,7 @@ def scripted_server(part: Part) -> Iterator[ScriptedServer]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
-    try:  # who connects before the server has started waits in the listener's backlog
+    try:  # a client that connects before the server has started waits in the listener's backlog
         yield ScriptedServer(f"http://127.0.0.1:{listener.getsockname()[1]}", model, recorder.requests)
     finally:
         server.should_exit = True

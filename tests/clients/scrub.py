@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_CHARS = 200
-"""Of a string that is kept. Longer ones are programs' prompts and files, which are not ours to keep."""
+"""The length up to which a string is kept. Longer ones are programs' prompts and files, which are not ours to keep."""
 FILLER = "Text that was here. "
 ANY_TEXT = "start: /(.|\\n)+/"
-"""In place of a Lark grammar."""
+"""What replaces a Lark grammar."""
 
 _TAG = re.compile(r"<([a-z][\w-]*)>")
 _HEX = r"[0-9a-f]"
@@ -29,7 +29,7 @@ _PATTERNS = (
 
 @dataclass(slots=True)
 class Scrubber:
-    """One run's. Equal ids stay equal, so that results still name their calls."""
+    """Scrubs the requests of one run. Equal ids stay equal, so that results still name their calls."""
 
     places: Mapping[str, str]
     """Path or address of this machine -> what is kept of it; the first that matches counts."""

@@ -1,4 +1,4 @@
-"""Owns the task through SDKs without a loop of their own: openai, anthropic, litellm; whole and streamed.
+"""Owns the task as done by SDKs without a loop of their own (openai, anthropic, litellm), whole and streamed.
 Never imports one before its task is run."""
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def litellm_responses(url: str, model: str) -> str:
 
 
 def litellm_bridge(url: str, model: str) -> str:
-    """Anthropic's API towards the caller, chat towards the server, as a proxy of litellm's does it for Claude Code."""
+    """Speak Anthropic's API to the caller and chat to the server, as a proxy of litellm's does for Claude Code."""
     import anthropic
     import litellm
 

@@ -31,7 +31,7 @@ def says_paris(text: str | None) -> None:
 
 
 def refusal_of(ask: Callable[[], Any], kind: type[Exception]) -> Any:
-    """The error of this kind that it raises."""
+    """Return the error of this kind that the call raises."""
     try:
         ask()
     except kind as error:
@@ -70,7 +70,7 @@ def openai_responses(url: str, model: str) -> None:
 
 
 def openai_tools_that_the_model_does_not_call(url: str, model: str) -> None:
-    """The default model's chat template shows no tools: the client learns that, and which field it was."""
+    """The default model's chat template shows no tools: the client is told so, with the name of the field."""
     import openai
 
     error = refusal_of(
@@ -108,7 +108,7 @@ def litellm_chat(url: str, model: str) -> None:
 
 
 def litellm_context_window(url: str, model: str) -> None:
-    """Frameworks shorten a prompt when they see this class of error, which litellm tells from the message."""
+    """Frameworks shorten a prompt when they see this class of error, which litellm recognises by the message."""
     import litellm
 
     asked: Any = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none", "num_retries": 0}
@@ -202,7 +202,7 @@ def anthropic_messages(url: str, model: str) -> None:
     import anthropic
 
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
-    # The SDK has no `temperature` any more; the API still does.
+    # The SDK no longer has `temperature`; the API still does.
     asked: Any = {"model": model, "messages": FRANCE, "max_tokens": 30, "extra_body": {"temperature": 0}}
     whole = client.messages.create(**asked)
     says_paris(whole.content[0].text)

@@ -1,4 +1,4 @@
-"""Owns the task that each agent library does, the three tools that it does it with, and loops for SDKs that have none.
+"""Owns the task that each agent library does, the three tools for it, and loops for SDKs that have none.
 Never imports anything of ours, nor a library: the code of tests/clients/tasks.py runs in the clients' environment."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def result_of(name: str, arguments: str | dict[str, Any]) -> str:
 
 
 def chat_loop(complete: Callable[[list[Any]], Any]) -> str:
-    """`complete` answers messages with a chat's message."""
+    """Run the loop where `complete` answers messages with a chat message."""
     messages: list[Any] = [{"role": "user", "content": TASK}]
     for _ in range(MOST_TURNS):
         message = complete(messages)
@@ -88,7 +88,7 @@ def chat_loop(complete: Callable[[list[Any]], Any]) -> str:
 
 
 def responses_loop(respond: Callable[[list[Any]], Any]) -> str:
-    """`respond` answers items with a response."""
+    """Run the loop where `respond` answers items with a response."""
     items: list[Any] = [{"role": "user", "content": TASK}]
     for _ in range(MOST_TURNS):
         response = respond(items)
@@ -103,7 +103,7 @@ def responses_loop(respond: Callable[[list[Any]], Any]) -> str:
 
 
 def messages_loop(create: Callable[[list[Any]], Any]) -> str:
-    """`create` answers turns with a message of Anthropic's."""
+    """Run the loop where `create` answers turns with an Anthropic message."""
     turns: list[Any] = [{"role": "user", "content": TASK}]
     for _ in range(MOST_TURNS):
         message = create(turns)

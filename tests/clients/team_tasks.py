@@ -1,4 +1,5 @@
-"""Owns the task in other ways than one call after another: handoffs, guardrails, plans, retries, images, calls at once.
+"""Owns the task done in other ways than one call after another: handoffs, guardrails, plans, retries, images, calls at
+once.
 Never imports a library before its task is run."""
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def openai_responses_image(url: str, model: str) -> str:
 
 
 def openai_responses_turns(url: str, model: str) -> str:
-    """A conversation with developer turns and hosted tools on offer, and then one more question."""
+    """Hold a conversation with developer turns and hosted tools on offer, and then ask one more question."""
     import openai
 
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
@@ -104,7 +105,7 @@ def anthropic_image(url: str, model: str) -> str:
 
 
 def anthropic_tool_runner(url: str, model: str) -> str:
-    """The SDK's own loop, in beta, with a context that is to be edited."""
+    """Use the SDK's own loop, in beta, with context editing turned on."""
     import anthropic
 
     client = anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
@@ -143,7 +144,8 @@ def openai_agents_handoff(url: str, model: str) -> str:
 
 
 def openai_agents_guardrail(url: str, model: str) -> str:
-    """Another agent judges the input, in a form of its own, and a session keeps the turns for one more question."""
+    """Another agent judges the input, answering in a form of its own, and a session keeps the turns for one more
+    question."""
     import agents
     from form_tasks import Report
 
@@ -275,7 +277,7 @@ def litellm_image(url: str, model: str) -> str:
 
 
 def litellm_router(url: str, model: str) -> str:
-    """Through its router, with an effort, a seed and what providers add."""
+    """Go through its router, with an effort, a seed and what providers add."""
     import litellm
 
     params = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": KEY}

@@ -1,4 +1,4 @@
-"""Owns the proof that docs/how-to/agents.md says what is true of the programs that `make test-clients` runs so.
+"""Owns the proof that docs/how-to/agents.md is true of the programs that `make test-clients` runs.
 Never runs one."""
 
 from __future__ import annotations

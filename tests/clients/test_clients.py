@@ -1,4 +1,4 @@
-"""Owns the proof that the libraries users bring speak with a real server of the default model; `make test-clients`.
+"""Owns the proof that the libraries users bring work with a real server of the default model; `make test-clients`.
 Never shares their virtual environment: their pins contradict ours, and each other."""
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def test_a_client_gets_what_it_asks_for(name: str, default_server: Server) -> No
 
 @pytest.fixture(scope="module")
 def scripted_server() -> Iterator[Server]:
-    """The suites look at forms, and neither bound nor seed their answers: a small model may talk for minutes."""
+    """The suites check only the form of answers, and neither bound nor seed them: a small model may talk for
+    minutes."""
     with serve_run({"engine": {"executor": "fake", "fake": {"reply": "Hello, Alice."}}}) as server:
         yield server
 
@@ -79,7 +80,7 @@ SUITES = {
         **dict.fromkeys(("anth-basic-response", "anth-system-prompt", "anth-multi-turn"), NO_CITATIONS),
     },
 }
-"""By suite, what fails and why; all else has to pass, or is skipped by the suite itself."""
+"""What each suite is known to fail, and why. Everything else has to pass, or is skipped by the suite itself."""
 
 
 @pytest.mark.parametrize("suite", SUITES)

@@ -1,5 +1,5 @@
 """Owns the proof that the programs and libraries that agents are made of finish a task here; `make test-clients`.
-Never lets one reach another host, nor a home that is not its own."""
+Never lets one reach another host, nor any home directory but its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.clients.scripted_model import THOUGHT
 pytestmark = pytest.mark.clients
 
 KNOWN_FAILURES: dict[str, str] = {}
-"""By program, what its output says of why it fails; all else has to finish its task."""
+"""What the output of a program that is known to fail says. Every other program has to finish its task."""
 
 KEEPS_NONE = "OpenAI's chat has no field for them, and this client knows no other server's"
 NO_THOUGHTS = {
@@ -28,7 +28,7 @@ NO_THOUGHTS = {
     "llama_index": KEEPS_NONE,
     "opencode-openai": "it asks for sealed thoughts only where it knows that the model thinks",
 }
-"""By program, why it brings no thoughts back; all else does, where the model's part has any."""
+"""Why a program brings no thoughts back. Every other program does, where the model's script has any."""
 
 
 @pytest.mark.parametrize("name", ALL)

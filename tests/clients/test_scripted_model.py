@@ -1,4 +1,4 @@
-"""Owns the proof that the scripted model goes on only by what the prompt shows. Never starts a server."""
+"""Owns the proof that the scripted model continues only from what the prompt shows. Never starts a server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_result_that_got_lost_ends_the_task() -> None:
     assert "does not show 'hello'" in PART.answer(prompt(*called("read", "")))
 
 
-def test_without_its_tools_it_is_asked_for_something_else() -> None:
+def test_a_prompt_without_tools_is_no_step_of_the_task() -> None:
     assert PART.answer(prompt(tools=None)) == ASIDE
 
 

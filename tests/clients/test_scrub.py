@@ -34,7 +34,7 @@ def test_texts_of_others_are_cut_and_keep_their_tag() -> None:
     }
 
 
-def test_places_dates_and_people_are_gone() -> None:
+def test_places_dates_and_people_are_taken_out() -> None:
     text = "in /tmp/x/project and /tmp/x/home at 2026-11-23T12:00:00Z, 1795439952794, by ann@firm.org"
     assert scrubbed(text) == "in /project and /somewhere/home at 2026-01-01, 1700000000000, by somebody@example.com"
 

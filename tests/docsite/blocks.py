@@ -1,4 +1,4 @@
-"""Owns what the documentation shows to be typed: every fenced block of every page that is written by hand.
+"""Owns what the documentation tells users to type: every fenced block of every page that is written by hand.
 Never runs one."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`page`: from docs/, or from the repository's root where it lies there."""
+    """A fenced block. `page` is relative to docs/, or to the repository's root if the page is there."""
 
     page: str
     kind: str
@@ -23,7 +23,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Of a block for the shell: one by one, without their comments."""
+        """Return the commands of a shell block one by one, without their comments."""
         whole = self.text.replace("\\\n", " ")
         quoted = re.sub(r"'[^']*'", lambda found: found[0].replace("\n", "\0"), whole)
         lines = (line.replace("\0", "\n").partition("  #")[0].strip() for line in quoted.splitlines())
@@ -45,6 +45,6 @@ BLOCKS = _read()
 
 
 def block(kind: str, containing: str) -> Block:
-    """The one that has this in it; the same block may stand on two pages."""
+    """Find the block that contains this text; the same block may be on two pages."""
     (text,) = {one.text for one in BLOCKS if one.kind == kind and containing in one.text}
     return next(one for one in BLOCKS if one.text == text)

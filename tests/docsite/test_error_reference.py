@@ -17,13 +17,13 @@ from serve_app.errors.api_error import ENGINE_RULES
 PACKAGE = Path(__file__).parents[2] / "serve_app"
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "troubleshooting.md"
 POSITIONAL = {"_Rule": 2, "Refusal": 1, "_error": 0}
-"""Calls whose argument at that place is a code."""
+"""Functions that are called with a code, and the position of that argument."""
 TABLES = {"code"}
-"""Names that are given a table of codes, `{404: "not_found"}`, and one of its entries."""
+"""Parameters that take a table of codes, such as `{404: "not_found"}`, or one of its entries."""
 
 
 def words(node: ast.expr | None) -> Iterator[str]:
-    """The texts that an expression may be."""
+    """Return the texts that an expression may have."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, ast.IfExp):
@@ -39,7 +39,7 @@ def words(node: ast.expr | None) -> Iterator[str]:
 
 
 def status_of(call: ast.Call) -> int | None:
-    """The status that stands first in the call, as a number or by name."""
+    """Return the status that comes first in the call, as a number or by name."""
     first = call.args[0] if call.args else None
     if isinstance(first, ast.Constant) and isinstance(first.value, int):
         return first.value
@@ -65,7 +65,7 @@ def codes_of(node: ast.AST) -> Iterator[tuple[str, int | None]]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, set[int]]:
-    """Code -> the statuses that stand beside it in the code."""
+    """Map each code to the statuses that are used with it in the code."""
     codes: defaultdict[str, set[int]] = defaultdict(set)
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

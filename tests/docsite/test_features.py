@@ -1,4 +1,4 @@
-"""Owns the promise that the page of features answers what goes with what, as a start would.
+"""Owns the promise that the page of features says the same about what goes with what as a start of the engine does.
 Never starts an engine; tests/engine/build/test_features.py does."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def facts(title: str) -> frozenset[Feature]:
 
 
 def asked(first: str, second: str) -> str:
-    """The cell of two rows, or of a row and a kind of model."""
+    """Return the cell of two rows, or of a row and a kind of model."""
     return cell(facts(first), MODELS[second] if second in MODELS else facts(second), Notes()).partition("<")[0]
 
 
@@ -67,7 +67,7 @@ def test_a_cell_says_where_two_go_together(first: str, second: str, places: str)
     assert asked(first, second) == places
 
 
-def test_what_no_rule_parts_goes_apart_where_each_needs_another_place_and_both_reasons_are_told() -> None:
+def test_features_that_need_different_places_do_not_go_together_and_both_reasons_are_told() -> None:
     adapters, rounded = facts("LoRA"), facts("Weights rounded")
     assert find_conflict(adapters | rounded) is None
     places, conflicts = where(adapters, rounded)
@@ -108,13 +108,13 @@ def test_the_rows_are_what_their_settings_turn_on() -> None:
     plain = turned_on(EngineConfig()).keys()
     for name, row in ROWS.items():
         if row == {features.PACKED}:
-            continue  # found in the checkpoint
+            continue  # PACKED is found in the checkpoint.
         found = turned_on(EngineConfig(**SETTINGS[name.partition(" (")[0]])).keys()
         assert row <= found
         assert found - row - plain <= {features.DRAFT_MODEL_NAME}
 
 
-def test_places_and_models_are_of_one_piece() -> None:
+def test_places_and_models_break_no_rule_by_themselves() -> None:
     assert not [parts for parts in (*PLACES.values(), *MODELS.values()) if find_conflict(parts)]
     both = product(PLACES.values(), (MODELS[kind] for kind in ("dense", "mixture of experts")))
     assert not [place for place, model in both if find_conflict(place | model)]

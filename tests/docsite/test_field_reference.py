@@ -1,4 +1,4 @@
-"""Owns the promise that docs/reference/api-fields.md has every field of every route, in the class that it is of.
+"""Owns the promise that docs/reference/api-fields.md has every field of every route, in its right class.
 Never judges what class a field should have."""
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_a_field_is_found_by_its_path(route: str, field: str, kind: str) -> None
 
 
 def _named(body: type[BaseModel]) -> set[str]:
-    """What the header may have of a body, by its table."""
+    """Return the names that the response header may give for hints in a body, according to its table."""
     found = set()
     for row in (row for kind in bodies_of(body) for row in rows(kind) if row.kind == "hint"):
         of_model = row.model.hint_path + row.name if issubclass(row.model, StrictModel) else row.name
@@ -100,7 +100,7 @@ CALLS = ("ignore", "without_effect", "ignore_or_refuse", "ignore_hint_in_schema"
 
 
 def _names_in_code() -> set[str]:
-    """Of hints, as the code writes them; of those that are put together, the beginning, up to a dot."""
+    """Collect the names of hints in the code; of a name that is put together, the beginning, up to a dot."""
     found = set()
     for path in (Path(serve_app.__file__).parent / "api").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -174,7 +174,7 @@ _Leaf.model_rebuild()
 _Node.model_rebuild()
 
 
-def test_objects_are_told_in_their_place_and_those_that_hold_themselves_once() -> None:
+def test_objects_are_described_in_their_place_and_those_that_hold_themselves_once() -> None:
     assert [(row.path, row.kind, row.meaning) for row in rows(_Node)] == [
         ("type", "honoured", "Which it is. One of `node`."),
         ("held", "honoured", ""),

@@ -22,6 +22,6 @@ def test_an_entry_has_its_parts_labelled(name: str) -> None:
     for entry in entries:
         title, _, rest = entry.partition("**\n\n")
         assert re.match(r"\*\*20\d\d-\d\d-\d\d · \S", title), entry[:200]
-        assert rest.startswith(("**Why:** ", "| ")), entry[:200]  # a table says by itself what was found
+        assert rest.startswith(("**Why:** ", "| ")), entry[:200]  # a table shows by itself what was found
         assert len(re.findall(r"^\*\*Would change it:\*\* ", rest, re.MULTILINE)) <= 1
         assert "Nothing so far" not in rest

@@ -1,4 +1,4 @@
-"""Owns the promise that the documentation is whole and current: generated pages, figures, links, the site itself.
+"""Owns the promise that the documentation is complete and current: generated pages, figures, links, the site itself.
 Never runs a command of it; test_blocks does."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIGURES = {
     "drafts.md": ("drafts", "speculation.json", bench_speculation),
     "transport.md": ("transport", "transport.json", transport),
 }
-"""Page -> name of its marks, file, and the program that made the file and makes the table."""
+"""Each page with the name of its marks, its file of figures, and the program that made the file and makes the table."""
 
 
 def document(name: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def test_the_figures_are_of_valid_measurements() -> None:
     assert all(cell["num_errors"] == 0 for cell in ours)
 
 
-def test_the_stalls_that_are_told_are_the_longest_that_were_measured() -> None:
+def test_the_documented_stalls_are_the_longest_that_were_measured() -> None:
     large = [cell for cell in document("ingress_stalls.json")["cells"] if "3.9 MB" in cell["case"]]
     gap, health = (max(max(cell[name]) for cell in large) for name in ("gap_max_ms", "health_max_ms"))
     text = " ".join((DOCS / "benchmarks" / "ingress-stalls.md").read_text(encoding="utf-8").split())
@@ -96,7 +96,7 @@ def test_what_the_picture_names_is_there() -> None:
     assert all((ROOT / file).is_file() for file in files)
 
 
-def test_every_variable_that_users_may_set_is_told() -> None:
+def test_every_variable_that_users_may_set_is_documented() -> None:
     product = (path for place in ("engine", "kernels", "serve_app") for path in (ROOT / place).rglob("*.py"))
     texts = [path.read_text(encoding="utf-8") for path in product]
     used = {name for text in texts for name in re.findall(r"\bCHUNKSERVE_[A-Z_]+", text)}
@@ -167,7 +167,7 @@ def test_the_glossary_is_in_order_and_has_the_projects_own_words() -> None:
 
 @pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
 def test_every_row_of_a_table_has_the_cells_of_its_head(path: Path) -> None:
-    """A bar inside a cell once cut a setting's text in two."""
+    """Regression: a bar inside a cell once cut the text of a setting in two."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         widths = {line.count("|") - line.count("\\|") for line in table.splitlines()}
@@ -189,7 +189,7 @@ def test_links_to_source_files_become_names() -> None:
     assert with_links("[config.yaml](../../config.yaml)", "explanation/memory.md") == "config.yaml"
 
 
-def test_a_link_to_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_link_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with_links("[gone](../../engine/gone.py)", "explanation/memory.md")
     assert "engine/gone.py, which is not there" in caplog.text
 

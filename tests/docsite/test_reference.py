@@ -1,5 +1,5 @@
-"""The reference of settings begins with those to know, and shows those for experts last.
-Never compares a description with itself; tests/docsite/test_pages.py holds the written page to the code."""
+"""Owns the promise that the reference of settings begins with those to know, and shows those for experts last.
+Never compares a description with itself; tests/docsite/test_pages.py compares the written page with the code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from engine.presets import PRESETS
 from loadtest.server import ROOT
 
 MOST_FIRST = 15
-"""Settings that a page can ask its reader to know."""
+"""How many settings a page can ask its reader to know."""
 
 
 def section(page: str, title: str) -> list[str]:
-    """The names in the table under a heading."""
+    """Return the names in the table under a heading."""
     text = page.partition(f"{title}\n")[2].partition("\n#")[0]
     return re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE)
 
@@ -58,7 +58,7 @@ def test_no_setting_is_lost_between_the_two_tables_of_a_level() -> None:
 
 
 NAMES_OF_OTHERS = {"preset", "tool_parser", "reasoning_parser"}
-"""Settings whose values are names of designs and formats, which pages of their own explain."""
+"""Settings whose values are names of designs and formats, which are explained on pages of their own."""
 
 
 def test_each_value_of_a_setting_is_explained_where_the_setting_is() -> None:

@@ -1,5 +1,5 @@
-"""Owns the promise that every rule code in the tree is explained, and that the page names tests that are there.
-Never judges whether a test holds its rule."""
+"""Owns the promise that every rule code in the tree is explained, and that the tests named on the page exist.
+Never judges whether a test covers its rule."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def test_the_tests_that_are_named_exist() -> None:
 
 
 def test_every_defect_and_invariant_has_a_test_or_cannot_have_one() -> None:
-    """Some defects are of measurements, costs or the other projects' own; test_specification says which and why."""
+    """Some defects concern measurements, costs or the other projects themselves; test_specification says which and
+    why."""
     found = find_tests()
     assert {code for code in RULES if "-B" not in code and code not in found} <= {"S1-R4", "S2-R16", "S4-R3"}

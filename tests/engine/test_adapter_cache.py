@@ -1,4 +1,4 @@
-"""Contracts of adapters in an engine: what is in memory, who holds it, and what a prefix is computed with."""
+"""Contracts of adapters in an engine: which are in memory, which requests hold them, and which prefixes they share."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from engine.fake.executor import FakeExecutor
 from engine.models.adapted import AdaptedModel
 from engine.protocol import AdapterRef, ErrorCode, Finished, RequestRejected, SamplingParams, Submission, Token
 from tests.golden.models import make_executor
+from tests.support.conditions import until
 from tests.support.engines import resolved_config
 from tests.support.tiny_adapters import save_adapter
 from tests.support.tiny_models import make_model, save_model
@@ -30,7 +31,7 @@ LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
 class Fake:
-    """An engine over the fake executor, and directories that are adapters to it."""
+    """An engine over the fake executor, and directories that count as adapters there."""
 
     def __init__(self, directory: Path, **overrides: Any) -> None:
         config = resolved_config(**{"max_loras": 3} | overrides)
@@ -39,7 +40,7 @@ class Fake:
             config.num_kv_blocks,
             config.block_size,
             range(32),
-            config=FakeConfig(step_delay_ms=5),  # or a long answer has ended before anything is done beside it
+            config=FakeConfig(step_delay_ms=5),  # otherwise a long answer has ended before anything is done beside it
             verify_prefix=True,
             adapters=self.host,
         )
@@ -62,7 +63,7 @@ class Fake:
         return Submission(str(self.num_requests), PROMPT, params, adapter=adapter)
 
     async def answer(self, adapter: AdapterRef | None, params: SamplingParams = SHORT) -> tuple[list[int], int]:
-        """Its tokens, and how many of the prompt's were cached."""
+        """Return the answer's tokens, and how many tokens of the prompt were cached."""
         return await answer(self.engine, self.submission(adapter, params))
 
 
@@ -228,11 +229,6 @@ def test_an_executor_that_computes_no_adapters_is_refused_at_start() -> None:
         EngineCore(FakeExecutor(config.num_kv_blocks, config.block_size, range(32)), config)
 
 
-async def until(reached: Callable[[], bool]) -> None:
-    while not reached():
-        await asyncio.sleep(0.001)
-
-
 # --- with weights -----------------------------------------------------------------------------------------------------
 
 
@@ -271,7 +267,7 @@ def test_64_adapters_of_a_model_leave_no_weights_behind(real: tuple[AsyncEngine,
 
 
 def test_a_fault_of_one_adapter_s_rows_is_theirs_alone(real: tuple[AsyncEngine, AdaptedModel], tmp_path: Path) -> None:
-    """Weights that are finite and give no finite logit: the neighbours of their steps go on."""
+    """The weights are finite but give no finite logit; the neighbours in their steps continue."""
     engine, _ = real
     base = make_model("llama")
 

@@ -11,6 +11,7 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.core.core import EngineCore
+from engine.core.step_clock import StepClock
 from engine.fake.executor import FakeExecutor
 from engine.prefix import extend_chain
 from engine.protocol import (
@@ -27,6 +28,7 @@ from engine.protocol import (
     Token,
 )
 from engine.step import ExecutorFatalError, StepPlan
+from tests.support.conditions import until
 from tests.support.engines import answer_alone, resolved_config
 
 PROMPT = (1, 2, 3, 4, 5)
@@ -56,14 +58,12 @@ async def collect(stream: AsyncIterator[Event]) -> list[Event]:
 
 
 async def submitted() -> None:
-    """Every task that was made runs to its first wait, which comes after it has submitted its request."""
+    """Let every task that was made run to its first wait, which comes after it has submitted its request."""
     await asyncio.sleep(0)
 
 
 async def until_idle(engine: AsyncEngine) -> None:
-    async with asyncio.timeout(10):
-        while engine.load().num_running or engine.load().num_waiting or engine.load().num_held_blocks:
-            await asyncio.sleep(0.001)
+    await until(lambda: not (load := engine.load()).num_running + load.num_waiting + load.num_held_blocks)
 
 
 def test_generate_yields_scheduled_tokens_and_one_terminal(make_engine: MakeEngine) -> None:
@@ -114,8 +114,7 @@ def test_a_busy_reader_gets_everything_queued_since_its_last_item(make_engine: M
             first = await anext(stream)
             assert isinstance(first[0], Scheduled)
             gate.release(1000)
-            while engine.load().num_running:
-                await asyncio.sleep(0.001)
+            await until(lambda: not engine.load().num_running)
             rest = await anext(stream)
             assert len(first) + len(rest) == 1 + 200 + 1
 
@@ -143,7 +142,7 @@ def test_a_request_is_ended_for_the_reason_that_its_caller_gives(make_engine: Ma
         async with aclosing(engine.stream(Submission("r", PROMPT, LONG))) as stream:
             events = await anext(stream)
             engine.abort("r", FinishReason.STOP)
-            engine.abort("r")  # the first reason stands
+            engine.abort("r")  # the first reason counts
             gate.release(3)
             async for items in stream:
                 events += items
@@ -228,7 +227,7 @@ def test_one_request_more_than_may_run_and_wait_is_refused_with_both_limits(make
 
 
 def test_a_fatal_executor_error_fails_every_stream_once_and_turns_health_false(make_engine: MakeEngine) -> None:
-    """S1-R14: one worker's panic left /health at 200 and every later request failing."""
+    """S1-R14: after the panic of one worker, /health stayed at 200 and every later request failed."""
 
     async def main() -> None:
         gate = threading.Event()
@@ -253,27 +252,32 @@ def test_a_fatal_executor_error_fails_every_stream_once_and_turns_health_false(m
     asyncio.run(main())
 
 
-async def watch(engine: AsyncEngine) -> None:
-    """Ask again and again how it is, until it says that it is ill."""
-    while True:
-        await engine.check_health()
-        await asyncio.sleep(0.01)
-
-
 def test_an_engine_that_hangs_in_a_step_is_unhealthy_until_the_step_ends_and_an_idle_one_never_is(
-    make_engine: MakeEngine,
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = [100.0]
+    monkeypatch.setattr("engine.async_engine.StepClock", lambda: StepClock(lambda: now[0]))
+
+    in_step, gate = threading.Event(), threading.Event()
+
+    def hang(plan: StepPlan) -> None:
+        in_step.set()
+        gate.wait()
+
     async def main() -> None:
-        gate = threading.Event()
-        engine = make_engine(before_step=lambda plan: gate.wait() and None, stall_timeout_s=0.2)
+        engine = make_engine(before_step=hang, stall_timeout_s=20)
         task = asyncio.create_task(collect(engine.generate(PROMPT, LONG)))
-        with pytest.raises(EngineError, match=r"stall_timeout_s is 0\.2") as caught:
-            await asyncio.wait_for(watch(engine), 10)
+        await until(in_step.is_set)
+        now[0] += 20
+        await engine.check_health()
+        now[0] += 1
+        with pytest.raises(EngineError, match=r"for 21 s \(stall_timeout_s is 20\)") as caught:
+            await engine.check_health()
         assert caught.value.code is ErrorCode.ENGINE_DEAD
         gate.set()
         assert isinstance((await task)[-1], Finished)
-        await until_idle(engine)
-        await asyncio.sleep(0.3)  # longer than a step may take
+        await until(lambda: engine._clock._began is None)
+        now[0] += 1000
         await engine.check_health()
 
     asyncio.run(main())
@@ -362,7 +366,7 @@ def test_two_engines_in_one_process_do_not_meet(make_engine: MakeEngine) -> None
 def test_a_prompt_is_hashed_by_whoever_submits_it_and_no_step_waits_for_that(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """32,768 tokens took the step thread 2.2 ms, and every running stream with it."""
+    """32,768 tokens took the step thread 2.2 ms, in which every running stream waited, too."""
     hashed: list[str] = []
 
     def extend(chain: list[bytes], token_ids: list[int], num_blocks: int, *rest: object) -> None:
@@ -386,7 +390,7 @@ def test_a_prompt_is_hashed_by_whoever_submits_it_and_no_step_waits_for_that(
 def test_a_burst_of_submissions_is_taken_in_by_parts_with_steps_in_between(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it came before the next step, however much, and running streams waited."""
+    """Regression: however large the burst, all of it was taken in before the next step, and running streams waited."""
     monkeypatch.setattr("engine.async_engine.MAX_COMMANDS", 10)
     queued: list[int] = []
     stepping, burst = threading.Event(), threading.Event()
@@ -429,12 +433,6 @@ def test_an_engine_with_overlap_streams_to_the_last_event_and_then_rests(make_en
 
 
 # --- preparation: the prompt is still being made ---------------------------------------------------------------------
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def run_within(seconds: float, main: Coroutine[None, None, None]) -> None:
@@ -492,7 +490,7 @@ def test_a_preparation_that_raises_fails_its_request_with_what_it_said(
 
 
 def test_a_preparation_that_somebody_cancels_fails_its_request(make_engine: MakeEngine) -> None:
-    """It would wait for ever otherwise."""
+    """Otherwise it would wait for ever."""
 
     async def main() -> None:
         image: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -555,7 +553,7 @@ def test_a_late_preparation_does_not_reach_the_next_request_of_its_id(make_engin
                 try:
                     await finish.wait()
                 except asyncio.CancelledError:
-                    continue  # deaf to it
+                    continue  # ignores its cancellation
             finished.set()
 
         engine = make_engine()
@@ -611,7 +609,8 @@ def test_shutting_down_fails_what_is_being_prepared_and_cancels_the_preparation(
 
 
 def test_a_deadline_ends_a_request_although_the_engine_has_nothing_to_run(make_engine: MakeEngine) -> None:
-    """The step thread slept until the next command, and a request whose prompt never came waited for ever."""
+    """Regression: the step thread slept until the next command,
+    so a request whose prompt never came waited for ever."""
 
     async def main() -> None:
         engine = make_engine()
@@ -719,7 +718,7 @@ def test_a_reset_of_a_dead_engine_raises_instead_of_hanging(make_engine: MakeEng
 
 
 class Sink:
-    """Keeps what each call brought. Belongs to the running loop."""
+    """Keeps what each call brought. Belongs to the event loop that runs when it is made."""
 
     def __init__(self, fault: Exception | None = None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -784,7 +783,7 @@ def test_a_sink_lives_on_the_event_loop_that_it_names(make_engine: MakeEngine) -
 
     def reader(index: int) -> None:
         async def main() -> None:
-            sink = Sink()  # asserts its loop at each call
+            sink = Sink()  # asserts at each call that it runs on its loop
             engine.submit(Submission(f"r{index}", PROMPT, LONG), sink)
             await until(lambda: sink.ended(f"r{index}"))
             counts.append(len(sink.of(f"r{index}")))

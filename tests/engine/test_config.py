@@ -1,5 +1,5 @@
 """Contracts of the engine's configuration: what is refused, and that the refusal names field and rule.
-Combinations are refused where they are made, and what an executor cannot do where it is known."""
+Contradicting settings are refused when the config is made; what an executor cannot do, once the executor is known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_value_out_of_bounds_is_refused_by_field_rule_and_value() -> None:
 
 
 def test_a_token_budget_that_decode_rows_could_use_up_is_refused() -> None:
-    """S2-R14: as many decodes as budget starved prefill for ever."""
+    """S2-R14: as many decode rows as the budget has tokens starved prefill for ever."""
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(64\) must be at least max_num_seqs \+ 1 \(65\)"):
         EngineConfig(max_num_seqs=64, max_num_batched_tokens=64)
 
@@ -155,7 +155,7 @@ def test_what_the_executor_cannot_do_is_refused_and_not_done_by_halves(
 
 
 def test_an_executor_without_mixed_rows_serves_steps_that_are_never_mixed() -> None:
-    """decode_first mixes too, once a prompt has waited for too long; prefill_first never does."""
+    """decode_first mixes too, once a prompt has waited too long; prefill_first never does."""
     scheduler = SchedulerConfig(batch_mode="prefill_first", decode_starve_ms=20, prefill_fill_ratio=0.5)
     check_capabilities(resolved_config(scheduler=scheduler), Capabilities(mixed_rows=False))
     core = RecordingCore(scheduler=scheduler, max_num_batched_tokens=24, max_prefill_tokens=12, num_kv_blocks=40)

@@ -1,5 +1,5 @@
-"""Contracts of config.json's single values: one of another kind is refused by its name, wherever it stands.
-Never loads weights, and knows no field's meaning: each is replaced by what nobody expects there."""
+"""Contracts of config.json's single values: a value of another kind is refused by its name, wherever it is.
+Never loads weights, and knows no field's meaning: each is replaced by a value that nobody expects there."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def changed(document: Document, place: tuple[str, ...], value: Any) -> Document:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_whatever_stands_in_a_field_it_is_read_or_refused_as_a_value(name: str) -> None:
-    """A start tells a ValueError with the file's name, and anything else by a traceback."""
+def test_whatever_is_in_a_field_is_read_or_refused_as_a_value(name: str) -> None:
+    """A start reports a ValueError with the file's name, and anything else by a traceback."""
     document = DOCUMENTS[name]
     parse_model_config(document)
     refused = 0

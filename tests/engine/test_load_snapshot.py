@@ -1,4 +1,4 @@
-"""Contracts of the load snapshot: why the queue stands, what memory is spoken for, and how steps met graphs.
+"""Contracts of the load snapshot: why the queue waits, how much memory is reserved, and how steps used graphs.
 Dashboards and autoscaling read these numbers; a wrong one scales the wrong way."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def waits_for_the_mode() -> RecordingCore:
 
 
 def waits_after_a_preemption() -> RecordingCore:
-    """The queue was empty before: the victim itself is who waits."""
+    """Preempt a request while the queue is empty, so that the victim itself is the first to wait."""
     core = core_with(num_kv_blocks=8, max_prefill_tokens=32, scheduler=prompt_only())
     for name in ("elder", "victim"):
         core.send(name, [1] * 8, max_tokens=20, ignore_eos=True)
@@ -97,7 +97,7 @@ SCENARIOS: list[tuple[Callable[[], RecordingCore], DeferReason]] = [
 
 
 @pytest.mark.parametrize(("scenario", "reason"), SCENARIOS, ids=[scenario.__name__ for scenario, _ in SCENARIOS])
-def test_the_reason_why_the_queue_stands_is_that_of_its_first_request(
+def test_the_reason_why_the_queue_waits_is_that_of_its_first_request(
     scenario: Callable[[], RecordingCore], reason: DeferReason
 ) -> None:
     core = scenario()
@@ -113,7 +113,7 @@ def test_every_reason_has_its_scenario() -> None:
 
 @pytest.mark.parametrize("batch_mode", ["mixed", "decode_first"])
 def test_after_a_preemption_that_is_the_reason_for_all_who_wait(batch_mode: str) -> None:
-    """I-24: such a step admits nobody, whatever else would keep them out."""
+    """I-24: such a step admits nobody, whatever else would keep requests out."""
     core = core_with(num_kv_blocks=8, max_prefill_tokens=32, scheduler=prompt_only(batch_mode=batch_mode))
     for name in ("elder", "victim"):
         core.send(name, [1] * 8, max_tokens=20, ignore_eos=True)
@@ -176,7 +176,7 @@ def test_reserved_blocks_hold_the_rest_of_prompts_that_are_partly_computed() -> 
 
 def test_reserved_blocks_are_all_that_was_promised_when_reservation_is_full() -> None:
     core = core_with(scheduler=SchedulerConfig(reserve_mode="full", preempt_policy="none"))
-    core.send("a", [1] * 8, max_tokens=17, ignore_eos=True)  # 24 tokens are kept: 6 blocks
+    core.send("a", [1] * 8, max_tokens=17, ignore_eos=True)  # memory for 24 tokens is kept: 6 blocks
     step(core)
     assert (core.load().num_held_blocks, core.load().num_reserved_blocks) == (2, 4)
     for _ in range(15):
@@ -191,7 +191,7 @@ def test_reserved_blocks_are_all_that_was_promised_when_reservation_is_full() ->
 
 def test_every_step_hits_a_graph_or_misses_for_a_reason() -> None:
     """I-31, S2-R1..R3: 398 of 398 mixed steps ran eager, and nothing said so. Decode steps replay the smallest size
-    that holds them, and one beyond the largest says that it is."""
+    that holds them, and a step beyond the largest says so."""
     core = core_with(graph_sizes=[1, 2, 4], max_prefill_tokens=32)
     for i, length in enumerate((30, 20, 10, 5, 3, 2)):
         core.send(f"r{i}", [i + 1] * 4, max_tokens=length, ignore_eos=True)

@@ -1,5 +1,6 @@
-"""Contracts of what stands in prompts besides text: S2-B7, B8, B16, S5-B16, I-11, I-13.
-On the fake executor, whose answers depend on every content and on every position; tests/golden has a real encoder."""
+"""Contracts of inputs in prompts besides text: S2-B7, B8, B16, S5-B16, I-11, I-13.
+They run on the fake executor, whose answers depend on every content and every position;
+tests/golden has a real encoder."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ WHOLE = InputKind(name="image", token_id=PAD, side=2, min_pixels=4, max_pixels=4
 CUT = dataclasses.replace(WHOLE, chunkable=True)
 KINDS = pytest.mark.parametrize("kind", [WHOLE, CUT], ids=["whole", "chunkable"])
 Part = int | tuple[int, Grid]
-"""So many tokens of text, or (seed, grid) of a content."""
+"""A number of text tokens, or (seed, grid) of a content."""
 
 
 def content(seed: int, grid: Grid) -> bytes:
@@ -55,7 +56,7 @@ class Core(RecordingCore):
 
     @property
     def encoded(self) -> list[int]:
-        """Tokens of each content that was encoded, in order."""
+        """Count the tokens of each content that was encoded, in order."""
         return [work.grid[1] * work.grid[2] for plan in self.plans for work in plan.encodes]
 
     @property
@@ -109,7 +110,7 @@ def test_answers_do_not_depend_on_chunks_neighbours_or_hits(kind: InputKind, bud
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_answers_are_those_of_a_request_alone_in_any_schedule(data: st.DataObject) -> None:
-    """Small caches of everything: contents are dropped and encoded again, and requests lose their memory."""
+    """All caches are small: contents are dropped and encoded again, and requests lose their memory."""
     grids = st.sampled_from([(1, 1, 1), (1, 2, 3), (1, 3, 3), (1, 1, 12), (1, 4, 4)])
     part = st.one_of(st.integers(1, 9), st.tuples(st.integers(0, 3), grids))
     prompts = data.draw(st.lists(st.lists(part, min_size=1, max_size=5), min_size=1, max_size=5))
@@ -154,7 +155,7 @@ def test_two_contents_of_one_size_share_no_block_and_the_same_one_all_of_them() 
 
 
 def test_a_prefix_is_known_by_which_part_of_a_content_is_in_a_block() -> None:
-    """The tokens of every block are the same here, and so is the only content."""
+    """Here the tokens of every block are the same, and there is only one content."""
     digests = []
     for start in (0, 2):
         chain: list[bytes] = []
@@ -211,7 +212,7 @@ def test_a_step_encodes_within_its_budget_and_running_streams_have_a_token_in_ea
 
 @KINDS
 def test_what_a_request_needs_is_not_dropped_for_another(kind: InputKind) -> None:
-    """A chunk of `a` ends inside of its content; `b`'s needs the room that this takes."""
+    """A chunk of `a` ends inside of its content, and `b` needs the room which that content takes."""
     core = Core(kind, encoder_cache_tokens=12, max_num_batched_tokens=40, max_prefill_tokens=5, max_num_seqs=2)
     if kind is WHOLE:
         core = Core(kind, encoder_cache_tokens=12, max_num_batched_tokens=40, max_prefill_tokens=16, max_num_seqs=2)

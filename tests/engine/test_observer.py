@@ -1,4 +1,4 @@
-"""Contracts of what an engine tells an observer: every request once, before its readers, whatever becomes of it.
+"""Contracts of what an engine tells an observer: every request once, before its readers learn of it, however it ends.
 Never measures time: what is observed is counted."""
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from engine.protocol import (
     Submission,
 )
 from engine.step import ExecutorFatalError, StepPlan
+from tests.support.conditions import until
 from tests.support.engines import RecordingCore, resolved_config
 
 PROMPT = (1, 2, 3, 4, 5)
@@ -84,7 +85,7 @@ def test_an_answer_that_has_arrived_was_observed_to_its_end() -> None:
 
 
 def test_an_aborted_request_is_observed_to_its_end_like_any_other() -> None:
-    steps = threading.Semaphore(1)  # else the answer might be complete before its reader has left
+    steps = threading.Semaphore(1)  # otherwise the answer might be complete before its reader has left
 
     def wait_for_turn(plan: StepPlan) -> None:
         assert steps.acquire(timeout=30)
@@ -95,9 +96,7 @@ def test_an_aborted_request_is_observed_to_its_end_like_any_other() -> None:
             async with aclosing(stream):
                 await anext(stream)
             steps.release(1000)
-            async with asyncio.timeout(10):
-                while not notes.ends:
-                    await asyncio.sleep(0.001)
+            await until(lambda: notes.ends)
             (end,) = notes.ends
             assert isinstance(end, Finished)
             assert end.reason is FinishReason.ABORT
@@ -143,7 +142,7 @@ def test_a_fault_in_an_observer_costs_no_request_its_answer(caplog: pytest.LogCa
     assert "the observer failed" in caplog.text
 
 
-def test_a_preemption_is_told_with_the_step_that_did_it_and_once() -> None:
+def test_a_preemption_is_reported_once_with_the_step_that_did_it() -> None:
     core = RecordingCore(num_kv_blocks=10, scheduler=SchedulerConfig(reserve_mode="prompt", watermark_blocks=0))
     preempted: list[str] = []
     for name in "ab":
@@ -154,7 +153,7 @@ def test_a_preemption_is_told_with_the_step_that_did_it_and_once() -> None:
     assert len(preempted) == core.load().num_preemptions > 0
 
 
-def test_the_step_is_told_with_the_tokens_it_computed_also_when_it_is_read_back_later() -> None:
+def test_the_step_is_reported_with_the_tokens_it_computed_also_when_it_is_read_back_later() -> None:
     for overlap in (False, True):
         core = RecordingCore(overlap=overlap)
         core.send("a", range(1, 9), max_tokens=4, ignore_eos=True)
@@ -166,8 +165,8 @@ def test_the_step_is_told_with_the_tokens_it_computed_also_when_it_is_read_back_
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_is_told_with_its_decode_rows_and_each_of_its_chunks(overlap: bool) -> None:
-    """32 tokens a step, blocks of 4: the second prompt begins in the step that completes the first."""
+def test_a_step_is_reported_with_its_decode_rows_and_each_of_its_chunks(overlap: bool) -> None:
+    """A step has 32 tokens, in blocks of 4: the second prompt begins in the step that completes the first."""
     core = RecordingCore(overlap=overlap)
     core.send("a", range(1, 5), max_tokens=8, ignore_eos=True)
     core.keep(core.step())
@@ -194,7 +193,7 @@ def test_drafted_tokens_are_tokens_of_their_row_and_no_rows_of_their_own() -> No
     assert max(step.num_tokens for step in told[1:]) == 4
 
 
-def test_a_step_is_told_with_how_many_wait_behind_it() -> None:
+def test_a_step_is_reported_with_how_many_wait_behind_it() -> None:
     core = RecordingCore(max_num_seqs=1)
     for name in "abc":
         core.send(name, range(1, 5), max_tokens=2, ignore_eos=True)
@@ -213,8 +212,8 @@ def test_a_step_that_failed_is_no_step_that_was_computed() -> None:
     assert core.last_step.num_tokens == 0
 
 
-def test_submissions_are_told_before_their_first_event() -> None:
-    """The step thread is free to run in between."""
+def test_submissions_are_reported_before_their_first_event() -> None:
+    """The step thread may run in between."""
     ready = threading.Event()
 
     class Slow(Notes):

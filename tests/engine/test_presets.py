@@ -44,7 +44,7 @@ def test_without_a_preset_every_setting_has_its_default(made: Any) -> None:
 
 @BOTH
 def test_a_setting_that_is_written_wins_over_the_preset_even_where_it_is_the_default(made: Any) -> None:
-    """To compare values with defaults would lose what was written here."""
+    """Comparing values with defaults would lose what the user wrote here."""
     found = made({"preset": "atom", "requeue": "arrival", "batch_mode": "mixed", "max_partial_prefills": 3})
     assert (found.requeue, found.batch_mode, found.max_partial_prefills) == ("arrival", "mixed", 3)
     assert (found.preempt_policy, found.chunk_align) == ("lifo", 1)
@@ -75,7 +75,7 @@ def test_an_unknown_preset_is_refused_with_the_list() -> None:
 
 @BOTH
 def test_a_refused_combination_says_what_came_from_the_preset(made: Any) -> None:
-    """The user wrote one of the two settings that the message names."""
+    """The user wrote only one of the two settings that the message names."""
     with pytest.raises(
         ValueError, match=r"reserve_mode is learned, but .* The preset openinfer sets preempt_policy none\."
     ):
@@ -89,7 +89,7 @@ def test_a_refusal_that_is_not_the_preset_s_does_not_name_it() -> None:
 
 
 def test_a_value_that_no_setting_has_is_refused_in_python_too() -> None:
-    """It was taken for one of the others."""
+    """Regression: such a value was taken for one of the others."""
     with pytest.raises(ConfigError, match="preempt_policy must be one of none, lifo, retract, but it is fifo"):
         SchedulerConfig(preempt_policy="fifo")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="dtype must be one of auto, bfloat16, float16, float32, but it is int4"):

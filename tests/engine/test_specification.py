@@ -1,5 +1,6 @@
-"""Owns the index of the specification of the scheduler, a long table: the test that excludes each defect, or checks.
-Never tests the engine: it proves that nothing is missing, and that what is named is there and fails where it must."""
+"""Owns the index of the scheduler's specification, a long table: the test or check that rules out each defect.
+Never tests the engine: it proves that the index is complete,
+and that a named test exists and fails when its rule breaks."""
 
 from __future__ import annotations
 
@@ -12,15 +13,16 @@ from tests.mutations import MUTATIONS
 
 TESTS = Path(__file__).resolve().parents[1]
 SEEDS = {"S1": 14, "S2": 17, "S3": 7, "S4": 20, "S5": 25}
-"""Defects of each of the five public designs, R1 to Rn. S1 openinfer #431, S2 mminf #81, S3 openinfer #416, S4 ATOM,
-S5 FastDeploy #7038."""
+"""The number of defects of each of the five public designs, R1 to Rn. S1 openinfer #431, S2 mminf #81, S3 openinfer
+#416, S4 ATOM, S5 FastDeploy #7038."""
 NUM_INVARIANTS = 36
 CHECKS = "support/invariants.py"
-"""Names each invariant that it checks, on every plan, step and event of the random lives of test_state_machine.py; that
-these lives reach what is to be checked is itself a test there."""
+"""The file that names each invariant it checks, on every plan, step and event of the random lives of
+test_state_machine.py. A test there shows that these lives reach what is to be checked."""
 
 Evidence = str | tuple[str, ...]
-"""`file::test`, below tests/, or CHECKS; else a sentence: why the defect cannot be ours, or what is still left open."""
+"""`file::test`, below tests/, or CHECKS; otherwise a sentence:
+why the defect cannot occur here, or what is still left open."""
 
 DEFECTS: dict[str, Evidence] = {
     # --- S1: prefill across steps, admission for a whole life ---------------------------------------------------------
@@ -99,8 +101,8 @@ DEFECTS: dict[str, Evidence] = {
         "serve_app/test_serve_run.py::test_a_long_prompt_is_prefilled_while_streams_go_on",
         "serve_app/api/test_end_to_end.py::test_many_streams_at_once_each_get_their_own_answer",
     ),
-    "S2-R7": (  # prompt log-probabilities are our side outputs; max_tokens 0 is a last chunk without a token
-        "engine/execution/test_prompt_scoring.py::test_they_come_in_one_event_after_scheduled_and_before_the_first_token",
+    "S2-R7": (  # prompt log-probabilities are side outputs here; max_tokens 0 is a last chunk without a token
+        "engine/execution/test_prompt_scoring.py::test_prompt_logprobs_come_in_one_event_after_scheduled_and_before_the_first_token",
         "engine/execution/test_prompt_scoring.py::test_max_tokens_0_computes_the_prompt_and_ends_by_length",
     ),
     "S2-R8": (
@@ -135,7 +137,7 @@ DEFECTS: dict[str, Evidence] = {
     ),
     "S3-R3": (
         "engine/execution/test_prompt_scoring.py::test_an_abort_in_the_middle_of_the_prompt_sends_nothing_and_keeps_nothing",
-        "engine/execution/test_prompt_scoring.py::test_a_preemption_at_any_moment_sends_them_once_and_whole",
+        "engine/execution/test_prompt_scoring.py::test_prompt_logprobs_are_sent_once_and_whole_after_a_preemption_at_any_moment",
     ),
     "S3-R4": (
         "serve_app/api/test_end_to_end.py::test_scores_of_a_prompt_in_many_chunks_are_those_of_a_prompt_in_one",
@@ -274,12 +276,12 @@ DEFECTS: dict[str, Evidence] = {
         "engine/scheduling/test_waiting.py::test_a_step_tests_no_more_misfits_than_its_bound",
     ),
     "S5-R20": (
-        "engine/scheduling/test_preparing.py::test_it_ends_once_and_leaves_nothing",
-        "engine/scheduling/test_preparing.py::test_it_keeps_its_place_although_later_ones_ran_first",
+        "engine/scheduling/test_preparing.py::test_a_request_that_ends_while_it_is_prepared_ends_once_and_leaves_nothing",
+        "engine/scheduling/test_preparing.py::test_a_request_that_is_prepared_keeps_its_place_although_later_ones_ran_first",
     ),
     "S5-R21": (
         "engine/core/test_core.py::test_an_abort_in_any_state_frees_everything_at_once",
-        "engine/scheduling/test_preparing.py::test_it_ends_once_and_leaves_nothing",
+        "engine/scheduling/test_preparing.py::test_a_request_that_ends_while_it_is_prepared_ends_once_and_leaves_nothing",
     ),
     "S5-R22": (
         "engine/core/test_core.py::test_an_abort_in_any_state_frees_everything_at_once",
@@ -440,7 +442,7 @@ def test_every_invariant_is_checked_by_something_that_runs() -> None:
 
 
 def proven() -> dict[str, set[str]]:
-    """The tests that have failed when a fix was taken out, by the code that the mutation names: tests/mutations.md."""
+    """Map each code to the tests that failed when one of its fixes was taken out, as tests/mutations.md records."""
     rows = re.findall(r"^\| (.+?) \| .+ \| `([^`\[]+).*` \|$", (TESTS / "mutations.md").read_text(), re.MULTILINE)
     caught = {name: f"engine/{test}" for name, test in rows}
     found: dict[str, set[str]] = {}
@@ -452,7 +454,8 @@ def proven() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("name", sorted(INDEX.keys() & proven().keys()))
 def test_a_test_that_the_index_names_fails_when_the_rule_is_broken(name: str) -> None:
-    """Where a mutation breaks the rule. `make test-mutations` runs the tests named here before any other."""
+    """Applies to each code whose rule a mutation breaks.
+    `make test-mutations` runs the tests named here before any other."""
     catchers = proven()[name]
     assert catchers & set(named_by(name)), f"broken, {name} is noticed by {catchers}, which it does not name"
 

@@ -1,4 +1,4 @@
-"""Owns the random life of an engine: submissions, cancels, faults, late prompts, clock jumps, under every config.
+"""Owns random lives of an engine: submissions, cancels, faults, late prompts, clock jumps, under every config.
 Never decides what is right: tests/support/invariants.py does, by name. `make test-deep` runs more."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.traffic import CONFIGS, PARAMS, PROMPTS, spans
 
 class EngineMachine(RuleBasedStateMachine):
     reached: ClassVar[Counter[str]] = Counter()
-    """In how many lives each kind of thing happened: what never happens was not tested."""
+    """In how many lives each kind of thing happened: a thing that never happened was not tested."""
     core: CheckedCore
 
     @initialize(config=CONFIGS)
@@ -62,7 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(lengths=st.lists(st.integers(1, 12), min_size=3, max_size=6), max_tokens=st.integers(15, 34))
     def flood(self, lengths: list[int], max_tokens: int) -> None:
-        """Long answers at the same time: memory that runs out is the rule here, not the exception."""
+        """Submit long answers at the same time: memory that runs out is the rule here, not the exception."""
         for length in lengths:
             self.num_sent += 1
             params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -109,7 +109,8 @@ class TestEngine(EngineMachine.TestCase):  # type: ignore[misc, name-defined]
 
 
 class HybridMachine(EngineMachine):
-    """Lives with drafts and recurrent states: a third of those above, and rare together with spans there."""
+    """Runs lives with drafts and recurrent states.
+    They are a third of those above, but rarely have spans as well there."""
 
     @initialize(
         config=CONFIGS.filter(lambda config: config.get("recurrent_state") and "num_speculative_tokens" in config)

@@ -8,7 +8,7 @@ from typing import Any
 from tests.support.tiny_adapters import ATTENTION, MLP
 
 KIND = "llama"
-# On everything; with another rank and scale; on one part of two stacks; of the lowest rank.
+# On all projections; with another rank and scale; on one part of two stacks; of the lowest rank.
 ADAPTERS: tuple[dict[str, Any], ...] = (
     {"seed": 1},
     {"seed": 2, "modules": ATTENTION, "rank": 7, "use_rslora": True},

@@ -1,4 +1,4 @@
-"""Owns engine cores for golden tests: prompts in, texts out, under any of a config's settings.
+"""Owns engine cores for golden tests: prompts in, texts out, with any settings.
 Never judges what comes out."""
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tests.golden.models import tokenized_prompts
 
 
 class Bench:
-    """One set of weights under many engine cores, each with an empty block manager."""
+    """One set of weights used by many engine cores, each with an empty block manager."""
 
     def __init__(
         self, executor: TorchExecutor, resolved: ResolvedConfig, prompts: list[list[int]] | None = None
     ) -> None:
-        """prompts: None: texts, as the default model reads them."""
+        """Without `prompts`, take texts as the default model's tokenizer reads them."""
         self.executor, self.resolved = executor, resolved
         self.prompts = tokenized_prompts()[:6] if prompts is None else prompts
         self.cached: dict[str, int] = {}
@@ -37,8 +37,8 @@ class Bench:
         num_answer_tokens: int = 0,
         **overrides: Any,
     ) -> list[list[int]]:
-        """Texts of the last round, all prompts of a round submitted at once; `cached` keeps its cached tokens, and
-        `logprobs` the log-probabilities that `params` asks for."""
+        """Serve all prompts at once in each round, and return the texts of the last one. `cached` keeps its cached
+        tokens, and `logprobs` the log-probabilities that `params` asks for."""
         core = EngineCore(self.executor, dataclasses.replace(self.resolved, **overrides))
         texts: dict[str, list[int]] = {}
         logprobs: dict[str, list[float]] = {}

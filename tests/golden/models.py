@@ -14,9 +14,9 @@ from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig
 from engine.execution.executor import TorchExecutor
 from tests.golden.prompts import PROMPTS
-from tests.support.tiny_models import LINES, VOCAB
+from tests.support.tiny_models import DISTINCT_FAMILIES, VOCAB
 
-FAMILIES = ("qwen2", "qwen3", "llama3", "yarn", *LINES)
+FAMILIES = ("qwen2", "qwen3", "llama3", "yarn", *DISTINCT_FAMILIES)
 
 
 def tokenized_prompts() -> list[list[int]]:
@@ -25,7 +25,7 @@ def tokenized_prompts() -> list[list[int]]:
 
 
 def family_sequences() -> list[list[int]]:
-    """Random tokens; lengths around block edges, and beyond the 64 positions that llama3 and yarn extend."""
+    """Return random tokens; lengths are around block edges, and beyond the 64 positions that llama3 and yarn extend."""
     generator = torch.Generator().manual_seed(11)
     return [
         torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in (2, 15, 16, 17, 63, 64, 65, 180)

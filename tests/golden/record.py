@@ -1,5 +1,5 @@
 """Owns the recording of the gate's floors: how far transformers is from itself. `python -m tests.golden.record [KIND]`
-Never measures our own model: a tolerance that follows the thing it judges is none."""
+Never measures our own model: a tolerance that follows what it judges proves nothing."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from tests.support.tiny_adapters import beside, merged, save_adapter
 from tests.support.tiny_models import HYBRIDS, save_model
 from tests.support.tiny_vision import save_vision_model
 
-# Room for another order of operations (fused projections, chunked softmax) than the one that set the floor.
+# Allows for another order of operations (fused projections, chunked softmax) than the one that set the floor.
 MULTIPLES = {"float32": 4.0, "bfloat16": 1.25}
-# Two runs may agree exactly on the argmax everywhere, or to the last bit: a floor of 0 would forbid rounding itself.
+# Two runs may agree exactly on the argmax everywhere, or to the last bit, and a floor of 0 would forbid rounding
+# itself.
 LEAST = {"float32": 1e-6, "bfloat16": 1e-3}
 # What rounding to bfloat16 does is a matter of chance near ties: one order of sums has twice the regret of another.
 ATTENTION = ("sdpa", "eager")
@@ -40,8 +41,9 @@ NARROW_CACHES = "narrow_caches"
 
 
 def floors(directory: Path, sequences: list[list[int]], *, hybrid: bool = False) -> dict[str, dict[str, object]]:
-    """float32: eager attention against SDPA; of a hybrid, token by token against whole sequences, too: attention is
-    only a part of its layers, and the others sum in another order then. bfloat16: both against float32."""
+    """Measure how far transformers is from itself. float32: eager attention against SDPA. For a hybrid this also
+    compares token by token with whole sequences: attention is only a part of its layers, and the others sum in another
+    order then. bfloat16: both kinds of attention against float32."""
 
     def logits(dtype: torch.dtype, attention: str, score: Callable[..., list[torch.Tensor]]) -> list[torch.Tensor]:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
@@ -57,7 +59,7 @@ def floors(directory: Path, sequences: list[list[int]], *, hybrid: bool = False)
 
 
 def logits_by_token(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """As transformers_logits, each token in a step of its own behind what the model keeps of those before."""
+    """Do as transformers_logits, but with each token in a step of its own, on the cache of those before."""
     found = []
     with torch.inference_mode():
         for tokens in sequences:
@@ -71,7 +73,7 @@ def logits_by_token(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) 
 
 
 def int8_floor(directory: Path, sequences: list[list[int]]) -> dict[str, object]:
-    """bfloat16 with every matrix but the embedding rounded, against float32 as it is."""
+    """Compare bfloat16 with every matrix but the embedding rounded with float32 as it is."""
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     want = transformers_logits(reference, sequences)
     scores = []
@@ -90,7 +92,7 @@ def in_bfloat16(directory: Path) -> Iterator[PreTrainedModel]:
 
 
 class RoundedCache(DynamicCache):
-    """Keys and values in fewer bits, those of the token that asks included."""
+    """Keeps keys and values in fewer bits, also those of the token that is computed."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -99,14 +101,14 @@ class RoundedCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each [batch, kv_heads, tokens, head_dim]."""
+        """Both are [batch, kv_heads, tokens, head_dim]."""
         k, v = (round_token(x, self._kept_in).to(x.dtype) for x in (key_states, value_states))
         found: tuple[torch.Tensor, torch.Tensor] = super().update(k, v, layer_idx, *args, **kwargs)
         return found
 
 
 def kv_floor(directory: Path, sequences: list[list[int]], dtype: torch.dtype) -> dict[str, object]:
-    """bfloat16 with rounded keys and values, against float32 as it is."""
+    """Compare bfloat16 with rounded keys and values with float32 as it is."""
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     want = transformers_logits(reference, sequences)
     scores = []
@@ -126,8 +128,8 @@ def entry(score: Score, dtype: str) -> dict[str, Any]:
 
 
 def larger(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of two entries, the later one last, each figure's larger one. Either is a sample of what rounding and another
-    order of sums do, and the gate must hold for all orders, those of other processors included."""
+    """Take the larger value of each figure of two entries, the later of which is last. Each entry is a sample of what
+    rounding and another order of sums do, and the gate must hold for all orders, those of other processors included."""
     figures = {key: max(value, other["floor"][key]) for key, value in one["floor"].items()}
     seen = max(one["delta_max_seen"], other["delta_max_seen"])
     return {"floor": figures, "multiple": other["multiple"], "delta_max_seen": seen}
@@ -145,7 +147,7 @@ def of_default_model() -> dict[str, object]:
 
 
 def fp8_floor(directory: Path, sequences: list[list[int]]) -> dict[str, object]:
-    """bfloat16 with the matrices of the layers rounded to blocks of fp8, against float32 as it is."""
+    """Compare bfloat16 with the layers' matrices rounded to blocks of fp8 with float32 as it is."""
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     want = transformers_logits(reference, sequences)
     scores = []
@@ -171,7 +173,7 @@ def of_family(kind: str) -> dict[str, object]:
 
 
 def of_vision() -> dict[str, object]:
-    """The same of the line that takes images; its encoder is of the type that is measured, too."""
+    """Measure the same for the family that takes images; its encoder is in the measured type, too."""
     prompts = scored_prompts()
     with TemporaryDirectory() as directory:
         save_vision_model(Path(directory))
@@ -212,7 +214,7 @@ OTHERS = {VISION: of_vision, "adapters": of_adapters, NARROW_CACHES: of_narrow_c
 
 
 def main() -> None:
-    """Without kinds, of everything; with them, of these alone, beside what is recorded already."""
+    """Record everything, or only the kinds that are named, beside what is recorded already."""
     parser = argparse.ArgumentParser(
         description="Record how far the engine's log-probabilities lie from the reference."
     )

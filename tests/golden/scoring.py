@@ -29,11 +29,11 @@ class Score:
     """|difference| of the log-probability of the token that really follows."""
     delta_p99: float
     delta_max: float
-    """Shown, never asserted: one unlucky position decides it."""
+    """Shown, but never asserted: one unlucky position decides it."""
 
 
 def compare(got: Sequence[Tensor], want: Sequence[Tensor], sequences: Sequence[Sequence[int]]) -> Score:
-    """Logits of both, each [len(tokens), vocab], of the same sequences."""
+    """Compare the logits of both, each [len(tokens), vocab], for the same sequences."""
     regrets, deltas = [], []
     for ours, reference, tokens in zip(got, want, sequences, strict=True):
         a, b = ours.float().log_softmax(-1), reference.float().log_softmax(-1)
@@ -51,7 +51,7 @@ def compare(got: Sequence[Tensor], want: Sequence[Tensor], sequences: Sequence[S
 
 
 def transformers_logits(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Logits of every position, one sequence at a time."""
+    """Return the logits of every position, one sequence at a time."""
     with torch.inference_mode():
         return [model(torch.tensor([list(tokens)])).logits[0].float() for tokens in sequences]
 
@@ -59,7 +59,8 @@ def transformers_logits(model: PreTrainedModel, sequences: Sequence[Sequence[int
 def executor_logits(
     executor: TorchExecutor, sequences: Sequence[Sequence[int]], chunk_size: int | None, *, together: bool
 ) -> list[Tensor]:
-    """The same from an executor, alone or all sequences side by side in each step. Blocks are dealt out in turn."""
+    """Return the same from an executor, alone or with all sequences side by side in each step.
+    Blocks are dealt out in turn."""
     blocks = [range(number, 12 * len(sequences), len(sequences)) for number in range(len(sequences))]
     if together:
         size = chunk_size or max(map(len, sequences))
@@ -68,7 +69,7 @@ def executor_logits(
 
 
 def check(name: str, score: Score) -> None:
-    """Hold a score to the recorded multiple of the recorded floor of `name`, and show it."""
+    """Check a score against the recorded multiple of the recorded floor of `name`, and show it."""
     recorded = json.loads(FLOORS_FILE.read_text())[name]
     floor, multiple = recorded["floor"], recorded["multiple"]
     print(f"{name}: {score}, floor {floor}, multiple {multiple}")

@@ -1,4 +1,4 @@
-"""Owns the golden gate of LoRA adapters: each is held to transformers with the adapter merged into the weights.
+"""Owns the golden gate of LoRA adapters: each is compared with transformers with the adapter merged into the weights.
 Never uses bfloat16 where texts are compared: there two orders of addition may flip a near tie."""
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 class Adapted:
-    """A checkpoint, its executor, and adapters with the models that they make of it; number 0 is the model itself."""
+    """A checkpoint, its executor, and its adapters, each with the model that merging it gives;
+    number 0 is the model itself."""
 
     def __init__(self, kind: str, directory: Path, adapters: Sequence[dict[str, Any]], dtype: str = "float32") -> None:
         model = save_model(kind, directory / "model")
@@ -64,7 +65,7 @@ class Adapted:
         return answer[0, len(prompt) :].tolist()
 
     def serve(self, asked: Sequence[tuple[int, Sequence[int]]], *, rounds: int = 1, **overrides: Any) -> Served:
-        """(adapter, prompt) of each request, all submitted at once; results of the last round."""
+        """Submit all of `asked`, (adapter, prompt) each, at once; return the results of the last round."""
         core = EngineCore(self.executor, replace(self.resolved, **overrides))
         served = Served([], [])
         for _ in range(rounds):
@@ -93,7 +94,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 
 
 def step_logits(executor: TorchExecutor, adapters: Sequence[str], chunk_size: int | None) -> list[Tensor]:
-    """Teacher-forced logits of all sequences side by side in each step, each with its adapter."""
+    """Return teacher-forced logits of all sequences side by side in each step, each with its adapter."""
     tables = [range(number, 12 * len(SEQUENCES), len(SEQUENCES)) for number in range(len(SEQUENCES))]
     parts: list[list[Tensor]] = [[] for _ in SEQUENCES]
     size = chunk_size or max(map(len, SEQUENCES))
@@ -112,7 +113,7 @@ def step_logits(executor: TorchExecutor, adapters: Sequence[str], chunk_size: in
 
 
 def hold(adapted: Adapted, chunk_size: int | None, floor: str) -> None:
-    """Neighbours of each step have all adapters in turn, and none."""
+    """Check steps whose neighbouring rows have all adapters in turn, and none."""
     numbers = [i % len(adapted.models) for i in range(len(SEQUENCES))]
     got = step_logits(adapted.executor, [adapted.digest(number) for number in numbers], chunk_size)
     want = [adapted.want(number)[i] for i, number in enumerate(numbers)]
@@ -126,7 +127,7 @@ def test_rows_of_several_adapters_in_one_step_are_those_of_the_merged_models(
     hold(adapted, chunk_size, "adapters.float32")
 
 
-# Of phi3 the checkpoint is stacked, and heads are rotated in part; experts cannot be adapted.
+# The checkpoint of phi3 is stacked, and its heads are rotated in part; experts cannot be adapted.
 @pytest.mark.parametrize(
     ("kind", "modules"),
     [
@@ -142,7 +143,7 @@ def test_rows_of_several_adapters_in_one_step_are_those_of_the_merged_models(
         ("mixtral", ATTENTION),
     ],
 )
-def test_a_line_with_an_adapter_is_as_close_to_transformers_as_without(
+def test_a_family_with_an_adapter_is_as_close_to_transformers_as_without(
     kind: str, modules: tuple[str, ...], tmp_path: Path
 ) -> None:
     adapted = Adapted(kind, tmp_path, [{"seed": 5, "modules": modules}, {"seed": 6, "modules": modules}])
@@ -167,7 +168,7 @@ def test_a_row_without_an_adapter_is_the_same_to_the_bit_as_at_a_server_without_
 
 
 ASKED = [(number, SEQUENCES[i]) for i in (2, 4) for number in range(5)]
-"""The same two prompts, by each adapter and by none."""
+"""The same two prompts, with each adapter and with none."""
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
-"""Owns the promise of `batch_invariant`: in bfloat16, tokens and log-probabilities are the same to the bit, in any
-schedule. Never allows a tolerance."""
+"""Owns the promise of `batch_invariant`: in bfloat16, tokens and
+log-probabilities are the same to the bit, in any schedule.
+Never allows a tolerance."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def bench() -> Bench:
 
 
 def alone(bench: Bench, params: SamplingParams, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-    """Texts and log-probabilities of each prompt by itself, unchunked, without a prefix cache."""
+    """Return texts and log-probabilities of each prompt by itself, unchunked, without a prefix cache."""
     texts, logprobs = [], []
     for prompt in prompts:
         texts += bench.serve([prompt], params, enable_prefix_caching=False)
@@ -40,14 +41,16 @@ def alone(bench: Bench, params: SamplingParams, prompts: list[list[int]]) -> tup
 
 
 @pytest.mark.parametrize("budget", [7, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (64, 512))])
-def test_in_any_batch_and_for_every_chunk_budget(bench: Bench, params: SamplingParams, budget: int) -> None:
+def test_bits_are_the_same_in_any_batch_and_for_every_chunk_budget(
+    bench: Bench, params: SamplingParams, budget: int
+) -> None:
     settings: dict[str, Any] = {"max_num_batched_tokens": budget, "max_prefill_tokens": budget, "max_num_seqs": 6}
     want = alone(bench, params, bench.prompts)
     assert (bench.serve(bench.prompts, params, enable_prefix_caching=False, **settings), bench.logprobs) == want
     assert (bench.serve(bench.prompts, params, rounds=2, **settings), bench.logprobs) == want  # from the prefix cache
 
 
-def test_after_a_preemption(bench: Bench, params: SamplingParams) -> None:
+def test_bits_are_the_same_after_a_preemption(bench: Bench, params: SamplingParams) -> None:
     prompts = [prompt[:20] for prompt in bench.prompts[:3]]
     want = alone(bench, params, prompts)
     budget = {"max_num_batched_tokens": 24, "max_prefill_tokens": 24, "max_num_seqs": 3, "num_kv_blocks": 5}
@@ -56,7 +59,7 @@ def test_after_a_preemption(bench: Bench, params: SamplingParams) -> None:
     assert (got, bench.logprobs) == want
 
 
-def test_after_a_migration(bench: Bench, params: SamplingParams) -> None:
+def test_bits_are_the_same_after_a_migration(bench: Bench, params: SamplingParams) -> None:
     (text,), (logprobs,) = alone(bench, params, bench.prompts[:1])
     for cut in (1, 9):
         rest = dataclasses.replace(params, max_tokens=NEW_TOKENS - cut)
@@ -64,6 +67,6 @@ def test_after_a_migration(bench: Bench, params: SamplingParams) -> None:
         assert bench.logprobs == [logprobs[cut:]]
 
 
-def test_it_is_refused_where_the_kernels_do_not_keep_it(params: SamplingParams) -> None:
+def test_batch_invariance_is_refused_where_the_kernels_do_not_keep_it(params: SamplingParams) -> None:
     with pytest.raises(ConfigError, match="batch_invariant is true, but kernels is torch_cpu: only the native kernels"):
         create_executor(prepare_model(DEFAULT_MODEL), EngineConfig(batch_invariant=True, kernels="torch_cpu"))

@@ -46,7 +46,7 @@ ASKED: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 200, "num_threads"
 
 
 def save_tokenizer(directory: Path, **changes: int) -> None:
-    """Of VOCAB tokens. changes: other ids for some."""
+    """Save a tokenizer of VOCAB tokens. `changes` gives some of them other ids."""
     vocabulary = {f"t{number}": number for number in range(VOCAB)} | changes
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
     tokenizer.decoder = ByteLevel()
@@ -54,7 +54,7 @@ def save_tokenizer(directory: Path, **changes: int) -> None:
 
 
 def save_noisy(directory: Path) -> None:
-    """The model's weights with noise: it is right about as often as not."""
+    """Save the model's weights with noise, so that its drafts are right about as often as not."""
     save_model("llama", directory)
     generator = torch.Generator().manual_seed(1)
     tensors = load_file(directory / "model.safetensors")
@@ -88,7 +88,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def only(*names: str) -> pytest.MarkDecorator:
-    """Of the draft models, these."""
+    """Parametrize with these draft models only."""
     ways = [way for way in WAYS if way.values[0][1] in names]  # type: ignore[index]
     return pytest.mark.parametrize("bench", ways, indirect=True)
 
@@ -98,7 +98,7 @@ def drafted_by(directory: Path, **settings: Any) -> SpeculativeConfig:
 
 
 class DraftBench:
-    """One pair of models under many cores."""
+    """One pair of models used by many cores."""
 
     def __init__(self, name: str, executor: TorchExecutor, resolved: ResolvedConfig) -> None:
         self.name, self.executor, self.resolved = name, executor, resolved
@@ -116,8 +116,8 @@ class DraftBench:
         num_answer_tokens: int = 0,
         **overrides: Any,
     ) -> list[list[Any]]:
-        """Answers of the last round, tokens or with their log-probabilities; all prompts are submitted at once.
-        cancelled: after how many tokens."""
+        """Submit all prompts at once in each round; return the answers of the last one, as tokens or with their
+        log-probabilities. `cancelled`: after how many tokens a request is cancelled."""
         core = EngineCore(self.executor, dataclasses.replace(self.resolved, **overrides))
         self.verified, texts = [], dict[str, list[Any]]()
         for _ in range(rounds):
@@ -144,7 +144,7 @@ class DraftBench:
 
     @property
     def accepted(self) -> float:
-        """Share of drafted tokens that were right."""
+        """Return the share of drafted tokens that were right."""
         return sum(row.num_accepted for row in self.verified) / sum(row.num_drafted for row in self.verified)
 
 
@@ -162,7 +162,7 @@ def bench(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Itera
 
 @pytest.fixture(scope="module")
 def plain(bench: DraftBench) -> Callable[[SamplingParams], list[list[Any]]]:
-    """Answers without drafts, on the same kernels."""
+    """Return the answers without drafts, on the same kernels."""
     return cache(lambda params: bench.serve(params, speculative=NONE, num_speculative_tokens=0))
 
 
@@ -231,7 +231,7 @@ def test_who_is_cancelled_leaves_its_neighbours_their_texts_and_no_block_behind(
 def test_the_switch_gives_the_same_text_and_never_drafts_for_what_is_never_right(
     bench: DraftBench, plain: Callable[[SamplingParams], list[list[Any]]]
 ) -> None:
-    """A draft model as dear as the model itself never pays."""
+    """A draft model as expensive as the model itself never pays."""
     want, adaptive = plain(GREEDY), dataclasses.replace(bench.resolved.speculative, adaptive=True, model_cost=0.1)
     assert bench.serve(GREEDY, speculative=adaptive) == want
     cheap = sum(row.num_drafted for row in bench.verified)
@@ -240,7 +240,7 @@ def test_the_switch_gives_the_same_text_and_never_drafts_for_what_is_never_right
     assert cheap or bench.name == "unrelated"
 
 
-def test_under_load_it_is_switched_off(bench: DraftBench) -> None:
+def test_under_load_drafting_is_switched_off(bench: DraftBench) -> None:
     crowd = [[3 + number, 5, 8, 13] for number in range(40)]
     adaptive = dataclasses.replace(bench.resolved.speculative, adaptive=True, model_cost=0.1, free_tokens=8)
     bench.serve(GREEDY, prompts=crowd, speculative=adaptive)
@@ -265,8 +265,8 @@ def test_a_model_that_drafts_for_itself_is_always_right_and_an_unrelated_one_har
 
 
 @only("itself")
-def test_it_is_right_as_often_after_prefix_hits_preemptions_and_in_small_chunks(bench: DraftBench) -> None:
-    """What it has read of a text is there whoever computed it, and whatever became of their blocks."""
+def test_a_draft_model_is_right_as_often_after_prefix_hits_preemptions_and_in_small_chunks(bench: DraftBench) -> None:
+    """What it has read of a text stays usable, whichever request computed it and whatever became of the blocks."""
     tight: dict[str, Any] = {"num_kv_blocks": 14, "scheduler": FEW_BLOCKS}
     for settings in ({"rounds": 3}, tight, tight | {"rounds": 2}, {"max_num_batched_tokens": 16, "max_num_seqs": 3}):
         bench.serve(GREEDY, **settings)
@@ -275,7 +275,8 @@ def test_it_is_right_as_often_after_prefix_hits_preemptions_and_in_small_chunks(
 
 @only("itself", "noisy")
 def test_sampled_tokens_have_the_models_distribution_whatever_is_proposed(bench: DraftBench) -> None:
-    """Rows of the newest token and two that the draft model proposes: each sampled token given those before it."""
+    """Each row has the newest token and two that the draft model proposes.
+    Each sampled token is judged given those before it."""
     executor = bench.executor
     blocks = [(2 * number + 2, 2 * number + 3) for number in range(ROWS // 2)]
     for number, table in enumerate(blocks):
@@ -309,7 +310,7 @@ def test_sampled_tokens_have_the_models_distribution_whatever_is_proposed(bench:
 # --- how it starts ---------------------------------------------------------------------------------------------------
 
 
-def test_its_memory_is_part_of_the_budget_and_what_it_costs_is_said(checkpoints: dict[str, Path]) -> None:
+def test_the_draft_models_memory_is_part_of_the_budget_and_its_cost_is_reported(checkpoints: dict[str, Path]) -> None:
     asked: dict[str, Any] = ASKED | {"num_kv_blocks": None, "kv_cache_memory_gib": 0.01, "kernels": "torch_cpu"}
     found = {}
     for name in (None, "itself"):
@@ -368,7 +369,7 @@ def test_a_checkpoint_that_cannot_draft_for_this_one_is_refused_by_what_differs(
 def test_a_draft_model_that_cannot_be_read_is_refused_by_the_setting_and_the_name(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Whoever starts a server has named two models."""
+    """Whoever starts such a server has named two models, so the message has to say which of them is wrong."""
     asked = EngineConfig(**ASKED, speculative=drafted_by(Path("nowhere")))
     with pytest.raises(ModelError, match=r"speculative\.model is nowhere: No model 'nowhere'"):
         create_executor(checkpoints["itself"], asked)
@@ -388,10 +389,11 @@ def test_models_that_take_images_have_no_draft_model(checkpoints: dict[str, Path
 
 
 @needs_compiler
-def test_kernels_that_a_draft_model_cannot_have_are_refused_by_its_name_and_not_asked_of_it_for_the_bits(
+def test_kernels_that_a_draft_model_cannot_have_are_refused_by_its_name_unless_only_batch_invariance_asks(
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before any weights are loaded. An answer's bits are the model's own, whatever drafts for it."""
+    """This is decided before any weights are loaded.
+    The bits of an answer are the model's own, whatever drafts for it."""
     save_model("llama", tmp_path)
     save_tokenizer(tmp_path)
     edit_config(tmp_path, head_dim=10)
@@ -430,7 +432,7 @@ def test_adapters_are_drafted_for_by_the_model_as_it_is(checkpoints: dict[str, P
 
 @needs_compiler
 @pytest.mark.parametrize("how", [{"kv_cache_dtype": "int8"}, {"quantize": "int8"}, {"dtype": "bfloat16"}], ids=str)
-def test_in_fewer_bits_both_models_are_and_the_text_is_the_same_to_the_bit(
+def test_both_models_are_in_fewer_bits_and_the_text_is_the_same_to_the_bit(
     checkpoints: dict[str, Path], how: dict[str, Any]
 ) -> None:
     asked = EngineConfig(

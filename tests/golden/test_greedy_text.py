@@ -57,7 +57,7 @@ def bench() -> Bench:
 
 @pytest.fixture(scope="module")
 def alone(bench: Bench) -> list[list[int]]:
-    """Each prompt by itself, unchunked, without a prefix cache."""
+    """Answer each prompt by itself, unchunked, without a prefix cache."""
     return [bench.serve([prompt], GREEDY, enable_prefix_caching=False)[0] for prompt in bench.prompts]
 
 
@@ -89,7 +89,7 @@ def test_greedy_text_is_the_same_after_a_prefix_cache_hit(bench: Bench, alone: l
 
 
 def test_greedy_text_is_the_same_when_requests_wait_for_blocks(bench: Bench, alone: list[list[int]]) -> None:
-    """So few blocks that most requests are admitted late, into blocks that others have just left."""
+    """There are so few blocks that most requests are admitted late, into blocks that others have just left."""
     longest = max(len(prompt) for prompt in bench.prompts) + NEW_TOKENS
     blocks = -(-longest // bench.resolved.block_size) + 6
     settings = {"num_kv_blocks": blocks, "max_num_seqs": 6, "max_num_batched_tokens": 64, "max_prefill_tokens": 64}
@@ -99,7 +99,8 @@ def test_greedy_text_is_the_same_when_requests_wait_for_blocks(bench: Bench, alo
 @pytest.mark.parametrize("params", [pytest.param(GREEDY, marks=pytest.mark.slow), CONTROLLED])
 @pytest.mark.parametrize("how", ["lifo", "retract"])
 def test_text_is_the_same_after_a_preemption_computes_it_again(bench: Bench, how: str, params: SamplingParams) -> None:
-    """S4-R10: with a chunk that ends between prompt and answer, a preempted request was taken for finished early."""
+    """S4-R10: with a chunk that ended between prompt and answer,
+    a preempted request was taken for finished too early."""
     prompts = [prompt[:20] for prompt in bench.prompts[:3]]
     expected = [bench.serve([prompt], params, enable_prefix_caching=False)[0] for prompt in prompts]
     policy = SchedulerConfig(reserve_mode="prompt", preempt_policy=how, watermark_blocks=0)
@@ -136,7 +137,7 @@ def test_sampled_text_depends_on_the_seed_only(bench: Bench) -> None:
 
 @pytest.mark.parametrize("params", [SAMPLED, CONTROLLED])
 def test_a_stream_resumed_elsewhere_goes_on_with_the_same_tokens(bench: Bench, params: SamplingParams) -> None:
-    """Migration: prompt and tokens so far, resubmitted with the same seed, give the rest of the same answer."""
+    """This is migration: prompt and tokens so far, resubmitted with the same seed, give the rest of the same answer."""
     prompt = bench.prompts[0]
     whole = bench.serve([prompt], params)[0]
     rest = dataclasses.replace(params, max_tokens=NEW_TOKENS - 9)

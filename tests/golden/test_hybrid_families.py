@@ -30,7 +30,7 @@ LONG_PROMPT = torch.randint(0, VOCAB, (273,), generator=torch.Generator().manual
 
 
 class Hybrid(Bench):
-    """The bench of one line; `copies` counts what its plans ask to be done with states."""
+    """The bench of one family; `copies` counts the copies of states that its plans ask for."""
 
     def __init__(self, kind: str, directory: Path) -> None:
         model = save_model(kind, directory)
@@ -72,7 +72,7 @@ def test_text_is_the_same_when_slots_are_handed_on(hybrid: Hybrid, overlap: bool
 
 
 def test_a_hit_starts_from_the_snapshot_of_its_prefix_and_nowhere_else(hybrid: Hybrid) -> None:
-    """Another prompt with the same first 50 tokens: KV and state are hit together, at 48."""
+    """Another prompt has the same first 50 tokens: KV and state are hit together, at 48."""
     other = PROMPTS[0][:50] + PROMPTS[1]
     (want,) = hybrid.serve([other], GREEDY, enable_prefix_caching=False)
     hybrid.copies.clear()
@@ -120,7 +120,8 @@ def test_sampled_text_depends_on_the_seed_only(hybrid: Hybrid) -> None:
 
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_a_budget_of_4_and_a_whole_prompt_of_273_tokens_give_the_same_text(kind: str, tmp_path: Path) -> None:
-    """S1-N5. A whole prompt is 5 systems of equations, the last one of 17 tokens; a budget of 4 has 69 of its own."""
+    """S1-N5. The whole prompt is solved as 5 systems of equations, the last one of 17 tokens;
+    with a budget of 4 it is 69."""
     want = greedy_answer(save_model(kind, tmp_path), LONG_PROMPT, NEW_TOKENS)
     edit_config(tmp_path, max_position_embeddings=512)
     bench = Bench(*make_executor(tmp_path, "float32", num_threads=1), [LONG_PROMPT])
@@ -145,12 +146,12 @@ def alone(hybrid: Hybrid) -> list[list[int]]:
 
 
 class Guesses:
-    """Drafts that are right, or wrong from any token on, in the place of what is looked up."""
+    """Drafts that are right, or wrong from some token on. They replace those of prompt lookup."""
 
     method = "suffix"
 
     def __init__(self, texts: list[list[int]]) -> None:
-        """texts: what each request will answer."""
+        """`texts` are what the requests will answer."""
         self._texts = texts
         self._made = 0
         self.judged: Counter[tuple[int, int]] = Counter()
@@ -177,7 +178,7 @@ DRAFTING = {"num_speculative_tokens": 3, "speculative": SpeculativeConfig(method
 
 @pytest.mark.parametrize("tokens", [9, 24, 512])
 def test_text_with_drafts_is_that_without(hybrid: Hybrid, alone: list[list[int]], tokens: int) -> None:
-    """Right ones, and wrong from the first, second or third on; beside chunks, in slots that are handed on, from
+    """Drafts are right, or wrong from the first, second or third on; beside chunks, in slots that are handed on, from
     snapshots and from the start."""
     config = dataclasses.replace(
         hybrid.resolved, max_num_batched_tokens=tokens, max_prefill_tokens=tokens, max_num_seqs=2, **DRAFTING
@@ -237,7 +238,8 @@ def live(
     lives: list[tuple[int, int, int | None]],
     guesses: Guesses | None = None,
 ) -> dict[int, list[int]]:
-    """What requests answer that are (which text, the step of its arrival, how many steps until it is aborted)."""
+    """Return what requests answer. Each of `lives` is (which text, the step of its arrival,
+    how many steps until it is aborted)."""
     core = EngineCore(executor, config)
     if guesses is not None:
         core._speculation = core._applier._speculation = guesses  # type: ignore[assignment]

@@ -90,7 +90,7 @@ def test_every_family_is_as_close_to_transformers_as_transformers_to_itself(
 ) -> None:
     sequences = family_sequences()
     want = transformers_logits(save_model(kind, tmp_path), sequences)
-    executor, _ = make_executor(tmp_path, dtype, num_threads=1)  # so little work that two would wait for each other
+    executor, _ = make_executor(tmp_path, dtype, num_threads=1)  # too little work for two threads
     for chunk_size in CHUNK_SIZES:
         for together in (False, True):
             got = executor_logits(executor, sequences, chunk_size, together=together)

@@ -33,7 +33,7 @@ def default_model(request: pytest.FixtureRequest) -> tuple[str, TorchExecutor]:
 
 @pytest.fixture(scope="module")
 def reference() -> list[tuple[list[int], torch.Tensor]]:
-    """Each prompt and transformers' float32 log-probabilities, [len(tokens), vocab]."""
+    """Yield each prompt with transformers' float32 log-probabilities, [len(tokens), vocab]."""
     model = AutoModelForCausalLM.from_pretrained(prepare_model(DEFAULT_MODEL), dtype=torch.float32)
     prompts = tokenized_prompts()
     logits = transformers_logits(model, prompts)
@@ -56,7 +56,7 @@ def test_a_prompts_log_probabilities_are_as_close_to_transformers_as_its_logits_
 
 
 def test_chunks_of_four_score_a_prompt_as_one_pass_does(default_model: tuple[str, TorchExecutor]) -> None:
-    """S3-B9: the prompt and its own continuation, which makes distributions peaked."""
+    """S3-B9: the text is a prompt with its own continuation, which makes distributions peaked."""
     _, executor = default_model
     prompt = tokenized_prompts()[0]
     tokens = prompt + greedy_text(executor, prompt, BLOCKS, 32)

@@ -1,5 +1,5 @@
 """Owns the promise that drafts change nothing: with or without them, a seeded answer is the same token for token.
-Never compares distributions where tokens can be compared; and where they are drawn, also what they are drawn from."""
+Compares distributions only where tokens are drawn in a way that leaves nothing else to compare."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _plain: dict[SamplingParams, Any] = {}
 
 
 def plain(bench: Bench, params: SamplingParams) -> tuple[list[list[int]], list[list[float]]]:
-    """Texts and log-probabilities without any drafts, also none that a grammar forces."""
+    """Return texts and log-probabilities without any drafts, not even those that a grammar forces."""
     if params not in _plain:
         texts = bench.serve(prompts(bench), params, num_speculative_tokens=0, speculative=NONE)
         _plain[params] = texts, bench.logprobs
@@ -52,7 +52,7 @@ def plain(bench: Bench, params: SamplingParams) -> tuple[list[list[int]], list[l
 
 
 def prompts(bench: Bench) -> list[list[int]]:
-    """The code, the numbers, and the words that repeat themselves."""
+    """Return the prompts of code, of numbers, and of words that repeat themselves."""
     return [prompt[:40] for prompt in (bench.prompts[2], bench.prompts[3], bench.prompts[5])]
 
 
@@ -116,7 +116,7 @@ def test_in_bfloat16_the_native_kernels_give_the_same_to_the_bit_and_so_drafts_a
     bench.executor.shutdown()
 
 
-def test_they_are_off_where_another_batch_gives_other_bits(tmp_path: Path) -> None:
+def test_drafts_are_off_where_another_batch_gives_other_bits(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     executor, resolved = create_executor(tmp_path, EngineConfig(kernels="torch_cpu", num_kv_blocks=4))
     assert resolved.speculative.method == "none"
@@ -141,7 +141,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchExecutor]:
 
 
 def distribution(executor: TorchExecutor, tokens: list[int]) -> torch.Tensor:
-    """Of the next token: the model's own, of its KEPT likeliest, by torch's softmax. # [VOCAB] float64"""
+    """Return the distribution of the next token: the model's own over its KEPT likeliest tokens, by torch's softmax.
+    # [VOCAB] float64"""
     logits = executor.logits(StepPlan(0, (chunk("p", tokens, 0, len(tokens), (0, 1)),)))[-1].double()
     least = logits.topk(KEPT).values[-1]
     return logits.masked_fill(logits < least, -torch.inf).softmax(dim=-1)
@@ -155,13 +156,15 @@ def chi_square(counts: torch.Tensor, want: torch.Tensor) -> float:
 
 
 MOST_CHI_SQUARE = 30.0
-"""With 7 degrees of freedom, one draw in ten thousand exceeds 29.9. Seeds are fixed: it does, or does not, for ever."""
+"""With 7 degrees of freedom, one draw in ten thousand exceeds 29.9.
+Seeds are fixed, so a test always passes or always fails."""
 
 
 def test_sampled_tokens_have_the_models_distribution_whatever_was_drafted(tiny: TorchExecutor) -> None:
-    """Rows of newest, draft and draft: each token given those before it, over many seeds."""
+    """Each row has the newest token and two drafts.
+    Over many seeds each sampled token is judged given those before it."""
     blocks = [(2 * number + 4, 2 * number + 5) for number in range(ROWS)]
-    for number in range(ROWS):  # K and V of the context, one row's after the other's
+    for number in range(ROWS):  # K and V of the context, for one row after the other
         tiny.launch(StepPlan(number, (chunk("c", CONTEXT, 0, len(CONTEXT), blocks[number]),)))
         tiny.collect()
     first = distribution(tiny, [*CONTEXT, 5])

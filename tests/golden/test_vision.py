@@ -29,7 +29,7 @@ PROMPTS = vision_prompts()
 
 
 class VisionBench:
-    """One checkpoint under many cores, and what transformers answers."""
+    """One checkpoint used by many cores, and what transformers answers."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -60,7 +60,7 @@ class VisionBench:
         num_answer_tokens: int = 0,
         **overrides: Any,
     ) -> list[list[int]]:
-        """Texts of the last round, all prompts of a round submitted at once."""
+        """Submit all prompts at once in each round; return the texts of the last one."""
         core = EngineCore(self.executor, dataclasses.replace(self.resolved, **overrides))
         for _ in range(rounds):
             texts: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
@@ -98,7 +98,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> VisionBench:
 
 
 def budget(prefill: int) -> dict[str, Any]:
-    """A budget that is smaller than an image is gone beyond for its sake alone."""
+    """Return settings with this budget. If an image is larger than the budget,
+    a step exceeds it for that image only."""
     policy = SchedulerConfig(atomic_policy="extend", chunk_align=1)
     return {"max_num_batched_tokens": 128, "max_prefill_tokens": prefill, "max_num_seqs": 4, "scheduler": policy}
 
@@ -107,7 +108,7 @@ WHOLE = {"max_num_batched_tokens": 512, "max_prefill_tokens": 512, "max_num_seqs
 
 
 def test_the_encoder_gives_what_transformers_gives(bench: VisionBench) -> None:
-    """As nearly as transformers' two ways of attention give the same."""
+    """The difference is as small as that between transformers' two ways of attention."""
     model = bench.executor.model
     assert isinstance(model, EncodingModel)
 
@@ -130,7 +131,7 @@ def test_the_encoder_gives_what_transformers_gives(bench: VisionBench) -> None:
 def test_log_probabilities_are_close_to_those_of_transformers(
     bench: VisionBench, dtype: str, chunk_size: int | None
 ) -> None:
-    """Chunks end inside of images, too: what is forced here knows no spans."""
+    """Chunks also end inside of images: the forced logits here know no spans."""
     executor = bench.executor if dtype == "float32" else make_executor(bench.directory, dtype, num_threads=1)[0]
     prompts = scored_prompts()
     got = [forced_logits(executor, prompt, chunk_size) for prompt in prompts]

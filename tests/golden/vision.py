@@ -1,5 +1,5 @@
-"""Owns the prompts with images that the golden gate scores, and their logits, of transformers and of ours.
-Never schedules: a prompt is cut where the test says, be it inside of an image."""
+"""Owns the prompts with images that the golden gate scores, and their logits, by transformers and by this engine.
+Never schedules: a prompt is cut where the test says, even inside of an image."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ VISION = "qwen2_5_vl"
 
 
 def vision_prompts() -> list[Shown]:
-    """Images that fill their windows and others that do not; at the start, the same twice, and after 100 tokens."""
+    """Return prompts whose images fill their windows or do not;
+    at the start, the same image twice, and after 100 tokens."""
     return [
         show(_text(1, 9), make_image(1, 70, 50), _text(2, 21)),
         show(make_image(2, 16, 16), _text(3, 5), make_image(3, 100, 20), make_image(2, 16, 16), _text(4, 3)),
@@ -30,7 +31,7 @@ def vision_prompts() -> list[Shown]:
 
 
 def scored_prompts() -> list[Shown]:
-    """More of them: near ties in bfloat16 are rare, and a few must not decide."""
+    """Return more of them: near ties in bfloat16 are rare, and a few must not decide."""
     sizes = [(64, 64), (16, 120), (100, 33), (48, 48)]
     return vision_prompts() + [
         show(_text(100 + n, 20 + 9 * n), make_image(100 + n, *sizes[n % 4]), _text(200 + n, 60)) for n in range(16)
@@ -47,7 +48,7 @@ def logits_of_transformers(model: Qwen2_5_VLForConditionalGeneration, prompts: S
 
 
 def forced_logits(executor: TorchExecutor, prompt: Shown, chunk_size: int | None) -> Tensor:
-    """At each position, fed in chunks. # [len(token_ids), vocab] float32"""
+    """Return the logits at each position, fed in chunks. # [len(token_ids), vocab] float32"""
     tokens, placed = prompt.token_ids, place_inputs(prompt.inputs)
     encodes = tuple(EncodeJob(one.digest, one.grid, one.data) for one in prompt.inputs)
     size = chunk_size or len(tokens)

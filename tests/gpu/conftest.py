@@ -1,5 +1,5 @@
-"""Owns the one reason for which tests of the GPU are left out: there is none.
-Never hides that one fails: what a GPU does wrong is a failure."""
+"""Owns the only reason to skip tests of the GPU: the machine has none.
+Never hides a failing GPU: what it computes wrong is a failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.execution.device import Device, choose_device
 
 @pytest.fixture(scope="session")
 def device() -> Device:
-    """The GPU."""
+    """Return the GPU."""
     if not torch.cuda.is_available():
         pytest.skip(f"no GPU: torch {torch.__version__} sees none (`make test-gpu` runs these alone)")
     return choose_device(EngineConfig(device="cuda"))[0]

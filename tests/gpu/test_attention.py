@@ -29,13 +29,15 @@ STEPS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
 SHAPES = {"llama-3.1-8b": (8, 4, 128), "qwen3-0.6b": (8, 2, 128), "qwen3-32b": (8, 8, 128), "smollm2": (3, 3, 64)}
 """(KV heads, query heads of each, head_dim)"""
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Of the whole, by norm: bfloat16 keeps 8 bits, and an error of the arithmetic's order is several times less."""
+"""Error relative to the whole, by norm: bfloat16 keeps 8 bits,
+and an error of the arithmetic's order is several times less."""
 BLOCK_SIZE = 16
 BACKENDS = (TRITON, TORCH_ATTENTION, *(package.module for package in PACKAGES))
 
 
 def choose(device: Device, backend: str, dtype: torch.dtype, head_dim: int) -> tuple[Ops, int]:
-    """Its table, and a block size that it takes: of FlashAttention this package alone. Skips what cannot run."""
+    """Return a backend's table, and a block size that it takes; of FlashAttention only this package.
+    Skip what cannot run."""
     package = next((each for each in PACKAGES if each.module == backend), None)
 
     def load(module: str) -> Any:
@@ -60,7 +62,7 @@ def choose(device: Device, backend: str, dtype: torch.dtype, head_dim: int) -> t
 
 
 def exact(case: Case, window: int | None = None) -> Tensor:
-    """In float64, on the CPU, from the same rounded inputs."""
+    """Compute attention in float64, on the CPU, from the same rounded inputs."""
     out, first = torch.empty(case.q.shape, dtype=torch.float64), 0
     for row, (context, count) in enumerate(zip(case.rows.contexts, case.rows.counts, strict=True)):
         slots = case.rows.slots(row)
@@ -109,6 +111,6 @@ def test_a_backend_agrees_with_float64_at_the_edges(
 def test_every_head_size_and_window_agrees_with_float64(
     device: Device, backend: str, dtype: torch.dtype, head_dim: int, window: int | None, step: str
 ) -> None:
-    """A long row's first keys are outside of its window; of a chunk, each token has a window of its own."""
+    """A long row's first keys are outside of its window; in a chunk, each token has a window of its own."""
     ops, block_size = choose(device, backend, dtype, head_dim)
     check(device, ops, paged_case(*STEPS[step], block_size=block_size, head_dim=head_dim, dtype=dtype), window)

@@ -32,15 +32,15 @@ VOCAB = 151936
 TOKENS = torch.randint(0, VOCAB, (700,), generator=torch.Generator().manual_seed(5)).tolist()
 BLOCKS = tuple(range(60, 10, -1))
 BFLOAT16_ERROR = 3e-2
-"""Of logits after 28 layers, by norm."""
+"""Error of logits after 28 layers, by norm."""
 PROMPTS = (1, 15, 16, 17, 100, 127, 128, 129, 250)
-"""Lengths: the first decode rows behind them are at the edges of blocks and splits."""
+"""Prompt lengths: the first decode rows after them are at the edges of blocks and splits."""
 FLASH_BLOCKS = sorted({max(16, package.block_multiple) for package in PACKAGES})
 
 
 @pytest.fixture(params=[(name, size) for name in ATTENTION for size in (FLASH_BLOCKS if name == FLASH else [16])])
 def attention(request: pytest.FixtureRequest, device: Device) -> dict[str, Any]:
-    """Settings. Each package of FlashAttention has a block size that it takes."""
+    """Return settings of a backend. Each package of FlashAttention has a block size that it takes."""
     name, block_size = request.param
     return {"attention": name, "block_size": block_size, "num_kv_blocks": max(64, 6400 // block_size)}
 
@@ -60,7 +60,7 @@ def make(**settings: Any) -> tuple[DeviceExecutor, ResolvedConfig]:
 
 @pytest.fixture
 def made() -> Iterator[list[DeviceExecutor]]:
-    """What a test makes: at its end the memory is given back."""
+    """Collect the executors that a test makes; at its end their memory is given back."""
     executors: list[DeviceExecutor] = []
     yield executors
     for executor in executors:
@@ -88,7 +88,7 @@ def test_captured_steps_give_the_logits_of_plain_ones(made: list[DeviceExecutor]
 def test_decode_rows_of_known_tokens_have_the_same_logits_in_every_captured_size(
     made: list[DeviceExecutor], attention: dict[str, Any]
 ) -> None:
-    """Sequences end one after another, and other sizes take over, each with and without padding."""
+    """Sequences end one after another, so that other sizes take over, each with and without padding."""
     sequences = [TOKENS[number : 2 * number + begin + 1] for number, begin in enumerate(PROMPTS)]
     width = -(-max(map(len, sequences)) // attention["block_size"])
     tables = [tuple(range(number, width * len(PROMPTS), len(PROMPTS))) for number in range(len(PROMPTS))]
@@ -120,8 +120,8 @@ def test_backends_give_the_logits_of_the_reference(made: list[DeviceExecutor], a
 def serve(
     executor: DeviceExecutor, resolved: ResolvedConfig, seed: int, count: int, cancels: int = 0
 ) -> tuple[dict[str, list[int]], LoadSnapshot]:
-    """Tokens by request, and what the engine counted; with each of the first `cancels`, one of the latest is ended,
-    wherever it is."""
+    """Return tokens by request, and what the engine counted. With each of the first `cancels` requests, one of the
+    latest is ended, wherever it is."""
     core, draw, found = EngineCore(executor, resolved), random.Random(seed), dict[str, list[int]]()
 
     def keep(events: list[Event]) -> None:
@@ -152,7 +152,7 @@ def serve(
 def test_a_step_in_flight_changes_no_text(
     made: list[DeviceExecutor], device: Device, attention: str, graphs: str
 ) -> None:
-    """In float32: steps hold other rows, and what is summed in another order must not tip an even choice."""
+    """In float32, because steps hold other rows, and sums in another order must not decide a near tie."""
     texts = []
     for overlap in (False, True):
         executor, resolved = make(dtype="float32", attention=attention, cuda_graphs=graphs, overlap=overlap)

@@ -60,7 +60,7 @@ def test_a_token_gets_the_same_bits_alone_and_among_others(device: Device, table
 
 
 def test_a_replay_computes_with_what_is_there_then(device: Device, table: Ops) -> None:
-    """Other tokens have other experts, and nothing of them was on the host."""
+    """The tokens choose other experts, and none of their data came from the host."""
     case, routing = case_of("odd", 33, torch.bfloat16)
     x, *weights = case.to(device.torch_device)
     table.experts(x, *weights, routing)  # compiles, and chooses configurations

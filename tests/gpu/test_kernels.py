@@ -56,7 +56,8 @@ def test_attention_in_blocks_of_any_size(where: str, block_size: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("tokens", [1, 65])
 def test_rotation_and_cache_writes(where: str, tokens: int, head_dim: int, normed: bool, dtype: torch.dtype) -> None:
-    """The reference rounds between norm and rotation, the launch does not: in bfloat16 by more than the tolerance."""
+    """The reference rounds between norm and rotation, but the launch does not;
+    in bfloat16 that exceeds the tolerance."""
     shape = HeadShape(num_heads=40, num_kv_heads=8, head_dim=head_dim)
     check_rotation(shape, where, dtype=dtype, tokens=tokens, normed=normed)
 

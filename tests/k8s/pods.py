@@ -1,6 +1,6 @@
-"""Owns a head and two workers in network and process namespaces of their own, which is what pods are: `python -m` this
-under `unshare --net --mount` empties one worker by the hook, under streams, and prints what became of them.
-Never touches the machine's own network; all of it ends with this process."""
+"""Owns a head and two workers in network and process namespaces of their own, which is what pods are. `python -m` this
+under `unshare --net --mount` empties one worker by the hook, while streams run, and prints what became of them.
+Never touches the machine's own network; everything ends with this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEADLINE_S = 120
 
 
 class Pod:
-    """A network, a process table and a /tmp of its own; ended with all its processes by `end`."""
+    """A network, a process table and a /tmp of its own; `end` ends it with all its processes."""
 
     def __init__(self, name: str, ip: str, temp: Path) -> None:
         self.ip = ip
@@ -54,7 +54,7 @@ class Pod:
             kept = own / ROOT.relative_to("/tmp")
             kept.mkdir(parents=True)
             self.run("mount", "--bind", ROOT, kept)
-        # As in the image. The package is not installed, and a process in a pod does not start in the checkout.
+        # As in the image: the package is not installed, and a process in a pod does not start in the checkout.
         self._pythonpath = f"/tmp/{hook_files(own).relative_to(own)}"
         self.run("mount", "--rbind", own, "/tmp")
         self.run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
@@ -75,7 +75,7 @@ class Pod:
 
 
 def environment() -> dict[str, str]:
-    """Of a Ray container: the base's own variables, and the token as the operator gives it."""
+    """Return the environment of a Ray container: the base's own variables, and the token as the operator gives it."""
     (service,) = of_kind(rendered("gpu"), "RayService")
     serve = {name: value for name, value in groups(service)[0].env().items() if name.startswith("RAY_SERVE_")}
     serve["RAY_SERVE_HAPROXY_MAXCONN"] = "1024"  # what the base has needs more open files than some machines allow
@@ -88,7 +88,7 @@ def run(*words: str | Path) -> None:
 
 
 def until(look: Callable[[], T], seconds: float) -> T:
-    """The first true thing that `look` returns."""
+    """Return the first truthy value that `look` returns."""
     end_s = time.monotonic() + seconds
     while not (found := look()):
         if time.monotonic() > end_s:
@@ -112,7 +112,7 @@ def is_ok(url: str) -> bool:
 
 
 def deploy() -> None:
-    """As the operator does: the config is put to the head's dashboard."""
+    """Deploy as the operator does: send the config to the head's dashboard."""
     engine = {"executor": "fake", "fake": {"step_delay_ms": 100}}
     args = {"engine_replicas": 2, "ingress_replicas": 2, "drain_timeout_s": 90, "engine": engine}
     application = {"name": "chunkserve", "route_prefix": "/", "import_path": "serve_app.app:build", "args": args}
@@ -145,14 +145,15 @@ def stream(i: int, ip: str, path: Path) -> subprocess.Popen[bytes]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a stream has all its tokens, which are a letter each. On a busy machine one frame brings several."""
+    """Return whether a stream has all its tokens, which are a letter each.
+    On a busy machine one frame may bring several."""
     *frames, end = [line.removeprefix("data: ") for line in path.read_text().splitlines() if line.startswith("data: ")]
     texts = [json.loads(frame).get("choices", [{}])[0].get("text", "") for frame in frames]
     return end == "[DONE]" and len("".join(texts)) == NUM_TOKENS
 
 
 def empty_one(head: Pod, leaving: Pod, staying: Pod, temp: Path) -> dict[str, Any]:
-    """Streams through both workers' proxies, two thirds of them through the one that the hook then empties."""
+    """Run streams through both workers' proxies, two thirds of them through the one that the hook then empties."""
     ray = str(Path(sys.executable).with_name("ray"))
     memory = ["--object-store-memory", "100000000", "--block"]
     head_words = ["--head", "--node-ip-address", head.ip, "--num-cpus", "0", "--dashboard-host", "0.0.0.0"]
@@ -162,9 +163,9 @@ def empty_one(head: Pod, leaving: Pod, staying: Pod, temp: Path) -> dict[str, An
         for pod in (leaving, staying):
             words = ["--address", f"{HEAD}:6379", "--node-ip-address", pod.ip, "--num-cpus", "2"]
             pod.start(ray, "start", *words, *memory, stdout=log, stderr=log)
-        for pod in (leaving, staying):  # both are there before anything is placed, so that each gets its part
+        for pod in (leaving, staying):  # both workers are there before anything is placed, so that each gets its part
             until(functools.partial(is_ok, f"http://{pod.ip}:52365/api/healthz"), READY_S)
-        until(is_deployed, READY_S)  # the dashboard's part for Serve comes up after the rest
+        until(is_deployed, READY_S)  # the dashboard's Serve module comes up after the rest
         probe = f"http://{leaving.ip}:8000/-/healthz"
         until(lambda: {status(probe), status(f"http://{staying.ip}:8000/-/healthz")} == {200}, READY_S)
         paths = [temp / f"stream{i}" for i in range(NUM_STREAMS)]

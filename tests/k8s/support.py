@@ -1,4 +1,4 @@
-"""Owns what the tests of the manifests share: the monitoring objects, and the mark of what needs KubeRay's CRD.
+"""Owns what the tests of the manifests share: the monitoring objects, and the mark for tests that need KubeRay's CRD.
 Never builds anything; that takes kubectl, which `make validate-k8s` has."""
 
 from __future__ import annotations

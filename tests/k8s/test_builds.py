@@ -1,4 +1,4 @@
-"""Every overlay as kustomize built it, through every check that needs no program."""
+"""Every overlay as kustomize built it passes every check that needs no program."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_engine_on_a_spot_node_is_not_where_clients_are_sent() -> None:
 
 
 def test_the_spot_components_config_is_the_gpu_overlays_but_for_where_replicas_are() -> None:
-    """A string cannot be patched, so it is there twice."""
+    """A string cannot be patched, so the config is there twice."""
     (gpu,), (spot,) = (
         yaml.safe_load(at(service_of(name), "spec.serveConfigV2"))["applications"] for name in ("gpu", "spot")
     )

@@ -1,4 +1,4 @@
-"""The hook that empties a pod: what it takes for serving, how long it holds, and what it says to a real GCS."""
+"""The hook that empties a pod: what it counts as serving, how long it holds the pod, and what it tells a real GCS."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPLICA = "ray::ServeReplica:chunkserve:Engine"
 
 
 class Clock:
-    """Time that passes in sleeps alone, and what the pod looks like as it does."""
+    """A clock that only sleeps move, and what the pod looks like at each time."""
 
     def __init__(self, looks: list[list[str]]) -> None:
         self.now_s = 0.0
@@ -78,7 +78,7 @@ def test_one_empty_look_between_two_replicas_is_not_the_end() -> None:
     assert clock.num_looks == 5
 
 
-def test_the_deadline_ends_it_and_what_is_left_is_told() -> None:
+def test_the_deadline_ends_the_drain_and_what_is_left_is_reported() -> None:
     clock = Clock([[REPLICA]])
     assert clock.hold(2.5) == [REPLICA]
     assert clock.now_s == 2.5
@@ -164,7 +164,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """A real GCS with a head and a worker, whose address is 127.0.0.2, in processes of their own."""
+    """Run a real GCS with a head and a worker, whose address is 127.0.0.2, in processes of their own."""
     with tempfile.TemporaryDirectory(prefix="cs", dir="/tmp", ignore_cleanup_errors=True) as temp:
         env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": temp}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -189,7 +189,7 @@ def ask(process: subprocess.Popen[str], order: str | None = None) -> dict[str, A
 
 
 def announce(address: str, node_ip: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, as in a pod: a Ray client leaves threads behind."""
+    """Announce the end in a process of its own, as in a pod: a Ray client leaves threads behind."""
     code = f"from k8s import drain; print(drain.announce({address!r}, {node_ip!r}, 600))"
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
@@ -208,12 +208,12 @@ def test_a_node_that_is_no_worker_is_not_drained(
 def test_the_gcs_learns_which_node_ends_and_the_node_stays_for_a_proxy_that_takes_no_cpu(
     cluster: tuple[subprocess.Popen[str], dict[str, Any]],
 ) -> None:
-    """A raylet that drains ends when it is idle. If what takes no CPU did not count, it would take the streams with it
-    that pass through its node's proxy."""
+    """A raylet that drains ends when it is idle. If what takes no CPU did not count, the raylet would end, and with it
+    the streams that pass through its node's proxy."""
     process, started = cluster
     done = announce(started["address"], "127.0.0.2")
     assert done.stdout.split() == [started["node"]], done.stderr
-    for _ in range(10):
+    for _ in range(10):  # an end that must not come cannot be waited for: look for five seconds
         assert ask(process, "draining") == {"ids": [started["node"]], "answers": True}
         time.sleep(0.5)
     assert ask(process, "end") == {"alive": False}

@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as that shows without building it: that it copies what is there, and all that runs."""
+"""The Dockerfile, as far as it can be checked without building it: it copies files that exist, and all that runs."""
 
 from __future__ import annotations
 

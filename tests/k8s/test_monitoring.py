@@ -1,4 +1,4 @@
-"""Dashboards and alerts: that they ask for what is exported, and are what their sources say."""
+"""Dashboards and alerts ask for metrics that are exported, and are what their sources say."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_names_are_told_from_functions_labels_and_keywords() -> None:
 
 
 def test_the_bucket_that_an_alert_counts_up_to_is_one_that_is_exported() -> None:
-    """A query for a bucket that is not there has no answer, and its alert never fires."""
+    """A query for a bucket that does not exist has no answer, and its alert never fires."""
     wanted = {"chunkserve:time_to_first_token_seconds": 2.5, "vllm:inter_token_latency_seconds": 0.2}
     text = metric_names.ALERTS.read_text()
     for name, bound in wanted.items():
@@ -106,7 +106,7 @@ ALERT = {
         ({"annotations": {"summary": "x", "runbook_url": "#start"}}, "no test in alerts.test.yaml in which it fires"),
     ],
 )
-def test_an_alert_that_lacks_something_is_told(change: dict[str, object], message: str) -> None:
+def test_an_alert_that_lacks_something_is_reported(change: dict[str, object], message: str) -> None:
     found = alerts.check({"spec": {"groups": [{"name": "g", "rules": [{**ALERT, **change}]}]}})
     assert any(message in str(one) for one in found), found
 

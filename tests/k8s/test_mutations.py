@@ -1,4 +1,4 @@
-"""Long: a table. Every manifest here is wrong in one place, and is refused with a message that names it."""
+"""Long, because it is a table: every manifest is wrong in one place, and is refused with a message that names it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ GONE = object()
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One wrong manifest: in an overlay, of an object, at a path, another value (GONE: none; a callable: made of the
-    old one)."""
+    """One wrong manifest: in this overlay and object, the value at a path is replaced (by GONE: removed; by a callable:
+    made of the old one)."""
 
     field: str
     """The path that a finding must name; also the place of the change, unless `at` says another."""
@@ -57,7 +57,7 @@ def with_env(name: str, value: str) -> Callable[[Any], Any]:
 
 
 def with_both_envs(cluster: Doc, name: str, value: str) -> Doc:
-    """The same on the head and on the first workers."""
+    """Set the variable on the head and on the first workers."""
     for path in ("headGroupSpec", "workerGroupSpecs[0]"):
         put(cluster, f"{path}.template.spec.containers[0].env", with_env(name, value))
     return cluster
@@ -69,7 +69,7 @@ def without_autoscaling(cluster: Doc, name: str, value: str) -> Doc:
 
 
 def served(path: str, value: Any) -> Callable[[Any], Any]:
-    """The Serve config with another value at a path."""
+    """Return the Serve config with another value at a path."""
 
     def change(text: str) -> str:
         config = yaml.safe_load(text)
@@ -90,7 +90,7 @@ def put(value: Any, path: str, new: Any) -> None:
 
 
 def annotated(name: str, value: str, message: str, **more: Any) -> Mutant:
-    """Names of annotations have dots, which paths have not."""
+    """Set an annotation: its name has dots, which a path cannot express."""
     return Mutant(name, lambda old: {**old, name: value}, message, at=ANNOTATIONS, **more)
 
 
@@ -100,7 +100,7 @@ OPTIONS = "spec.upgradeStrategy.clusterUpgradeOptions"
 FT = "gcs-fault-tolerance"
 REDIS = f"{CLUSTER}.gcsFaultToleranceOptions"
 MUTANTS = {
-    # What KubeRay's CRD refuses, or drops without a word.
+    # What KubeRay's CRD refuses, or drops silently.
     "a misspelt field": Mutant("spec.rayClusterDeletionDelay", 900, "is no field", crd=True),
     "a misspelt field deep inside": Mutant(f"{WORKER_POD}.terminationGracePeriod", 9, "is no field", crd=True),
     "a number where a text belongs": Mutant(f"{CLUSTER}.rayVersion", 2.6, "must be str", crd=True),
@@ -224,7 +224,7 @@ MUTANTS = {
     "scaling bounds in the wrong order": Mutant(
         "args.autoscaling", served(f"{ARGS}.autoscaling.min_replicas", 9), "is more than max_replicas", at=SERVE
     ),
-    # What Kubernetes refuses of other objects.
+    # What Kubernetes refuses in other objects.
     "a misspelt field of a budget": Mutant(
         "spec", lambda old: {**old, "minAvailble": 1}, "minAvailble", object="PodDisruptionBudget/chunkserve-engine"
     ),
@@ -290,7 +290,7 @@ MUTANTS = {
     "a worker that differs from the head": Mutant(
         f"{WORKER_POD}.containers[0].env", with_env("RAY_SERVE_HAPROXY_MAXCONN", "100"), "'8192' on the head"
     ),
-    # What fits nothing else.
+    # What contradicts other parts.
     "proxies on the head alone": Mutant("proxy_location", served("proxy_location", "HeadOnly"), "EveryNode", at=SERVE),
     "clients at the head": Mutant("spec.excludeHeadPodFromServeSvc", False, "must be true"),
     "scaling engines on nodes that do not": Mutant(
@@ -421,7 +421,7 @@ _rendered = functools.cache(rendered)
 
 
 def mutated(mutant: Mutant) -> tuple[Doc, list[Doc]]:
-    """The object that is wrong, and the build that it is in."""
+    """Return the object that is wrong, and the build that it is in."""
     docs = copy.deepcopy([*_rendered(mutant.overlay), *MONITORING_DOCS])
     (doc,) = [doc for doc in docs if name_of(doc) == mutant.object]
     put(doc, mutant.at or mutant.field, mutant.value)

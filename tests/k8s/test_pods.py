@@ -1,4 +1,5 @@
-"""The promise of the hook, in what pods are made of: a worker that is emptied under streams breaks none of them."""
+"""The hook's promise, tested in the namespaces that pods are made of:
+a worker that is emptied while streams run breaks none of them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ NEEDED = ("unshare", "nsenter", "ip", "curl")
 
 
 def why_not() -> str:
-    """Namespaces with a network need root, and some containers have none for their root either."""
+    """Return why it cannot run: namespaces with a network need root, and some containers refuse them even to root."""
     if missing := [name for name in NEEDED if shutil.which(name) is None]:
         return f"{', '.join(missing)} is missing"
     done = subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""k8s/README.md is executed as far as that takes no cluster: a command that no test runs is a claim."""
+"""k8s/README.md is executed as far as that needs no cluster: a command that no test runs is a claim."""
 
 from __future__ import annotations
 

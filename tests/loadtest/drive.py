@@ -1,4 +1,4 @@
-"""Owns a process of its own for the load driver: gevent stays out of the tests' process.
+"""Runs the load driver in a process of its own, so that gevent stays out of the tests' process.
 Never patches the standard library: the driver's own sockets are gevent's."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Telling(Driver):
 
 
 def main() -> None:
-    """Of a line of JSON: url, tokens, requests at once or clients, seconds, and more of the shape. Prints the figures
-    by kind of request."""
+    """Read a line of JSON: url, tokens, requests at once or clients, seconds, and more of the shape.
+    Print the figures by kind of request."""
     given = json.loads(sys.stdin.readline())
     shape = Shape(4, given["tokens"], **given.get("shape", {}))
     if clients := given.get("clients"):

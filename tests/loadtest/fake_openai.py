@@ -1,5 +1,5 @@
 """Owns a small server of streamed completions with scripted timings, in a test's process or in one of its own.
-Never counts real tokens: each is one word, and what was asked for is what is sent."""
+Never counts real tokens: each token is one word, and as many are sent as were asked for."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 LONG = 100
-"""Words of a prompt from which it is a long one."""
+"""The number of words from which a prompt is a long one."""
 
 
 class FakeServer:
     """Sends each token `step_s` after the last. A long prompt takes `long_s`, in which all other streams wait."""
 
     def __init__(self, step_s: float = 0.0, long_s: float = 0.0, tokens_an_event: int = 1, lose: int = 0) -> None:
-        """`lose`: tokens that are left out of each answer, in text and usage."""
+        """`lose`: how many tokens are left out of each answer, in text and usage."""
         self.bodies: list[dict[str, Any]] = []
         self.in_hand = 0
         self.most_in_hand = 0
@@ -92,7 +92,7 @@ def _whole(payload: object) -> bytes:
 
 @asynccontextmanager
 async def listening(server: FakeServer) -> AsyncIterator[int]:
-    """Yields the port."""
+    """Listen while the block runs; yield the port."""
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     try:
         yield int(listener.sockets[0].getsockname()[1])

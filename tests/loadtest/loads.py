@@ -1,4 +1,4 @@
-"""Owns loads of tests: the command in a process of its own, against a server in the test's.
+"""Owns loads of tests: the command in a process of its own, against a server in the test's process.
 Never judges a generator by a test machine: its limits are lifted unless a test sets them."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.seeds import run_seed
 
 LONGEST_S = 120
 LENIENT = ["--max-lag-ms", "60000", "--max-cpu", "100000", "--goal", ""]
-"""A machine that tests share is slow now and then."""
+"""Limits for a machine that tests share, which is slow now and then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Ended:
 
 @asynccontextmanager
 async def started(command: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A command from the root of the repository; it ends with the block, by SIGTERM."""
+    """Start a command in the root of the repository; end it with the block, by SIGTERM."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdout=asyncio.subprocess.PIPE,
@@ -65,7 +65,7 @@ async def run(command: Sequence[str], out: Path) -> Ended:
 
 
 async def load(server: FakeServer, out: Path, *arguments: str, module: str = "loadtest.load") -> Ended:
-    """A load of the server, by lenient limits and the run's seed; the arguments' own come after these."""
+    """Load the server with lenient limits and the run's seed; `arguments` come after these, so that they win."""
     async with listening(server) as port:
         url = ["--url", f"http://127.0.0.1:{port}", "--out", str(out), "--seed", str(run_seed())]
         return await run([sys.executable, "-m", module, *url, *LENIENT, *arguments], out)

@@ -17,7 +17,7 @@ from tests.loadtest.fake_openai import HEAD, FakeServer, _event, listening
 pytestmark = pytest.mark.anyio
 
 LONGEST_S = 60
-"""A generator that waits for what never comes fails by this, and by nothing shorter."""
+"""The only bound on a generator that waits for what never comes."""
 
 Serve = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 
@@ -79,7 +79,7 @@ WORD = _event({"choices": [{"index": 0, "text": "word "}]})
 
 async def test_an_event_is_read_before_the_next_one_is_sent() -> None:
     """Locust's `iter_lines` waits for 1,024 bytes: it would wait here for ever, and elsewhere show a TTFT of 100 ms as
-    one of 507. The server sends an event when the last one has been read, and not before."""
+    one of 507. The server sends an event only when the last one has been read."""
     read = asyncio.Queue[bytes]()
 
     async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -98,7 +98,8 @@ async def test_an_event_is_read_before_the_next_one_is_sent() -> None:
 
 
 async def test_an_open_load_sends_what_is_due_though_nothing_was_answered() -> None:
-    """The server answers nobody until all have come: a generator that waits for answers would never send the last."""
+    """The server answers nobody until all have come:
+    a generator that waits for answers would never send the last request."""
     come = asyncio.Barrier(6)
 
     async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:

@@ -13,7 +13,7 @@ from loadtest.find_rate import LEAST, Bracket, search, summary
 
 
 class Known:
-    """Keeps its limits up to a rate."""
+    """A server that keeps its limits up to a known rate."""
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
@@ -49,7 +49,7 @@ def test_a_server_that_keeps_its_limits_at_no_rate_has_none() -> None:
 
 
 def test_a_rate_that_is_kept_by_luck_is_given_up() -> None:
-    """Once 8/s is kept and then never again; 5/s always is."""
+    """8/s is kept once and then never again; 5/s always is."""
     lucky = iter([True])
 
     def keeps(rate: float) -> bool:

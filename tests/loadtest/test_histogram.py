@@ -1,4 +1,4 @@
-"""Histograms that are not rounded and add up."""
+"""Histograms do not round their values, and can be added."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_two_histograms_add_up_to_that_of_all_values(some: list[float], others: 
 
 
 def test_gaps_of_milliseconds_are_not_rounded_to_whole_ones() -> None:
-    """Locust rounds what is below 100 ms to whole milliseconds: 7.4 was reported as 7."""
+    """Locust rounds values below 100 ms to whole milliseconds: 7.4 was reported as 7."""
     draw = random.Random(1)
     values = [draw.gauss(7.4, 0.05) for _ in range(2000)]
     assert Histogram.of(values).percentile(0.5) == pytest.approx(7.4, rel=0.004)

@@ -1,5 +1,6 @@
 """The command from end to end: Locust, its workers, the report and the exit code, against a scripted server.
-What is slow is a property that the driver, the report or the trace is held to alone, too, or waits ten seconds."""
+Tests marked slow cover a property that tests of the driver, the report or the trace cover alone, too,
+or they wait ten seconds."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from tests.loadtest.loads import LENIENT, LONGEST_S, load, run, started
 pytestmark = [pytest.mark.anyio, pytest.mark.server]
 
 SHORT = ("--seconds", "1", "--rate", "8")
-"""Seven requests of a smoke load."""
+"""A smoke load of seven requests."""
 MOONCAKE = Path(__file__).parent / "traces" / "mooncake_sample.jsonl"
 
 
@@ -42,7 +43,6 @@ async def test_a_load_ends_with_a_report_of_all_its_requests(tmp_path: Path) -> 
     assert figures["output_tokens"] == 7 * 16
     assert figures["prompt_length_ratio"] == 1.0
     # Block by block, as Locust's `iter_lines` reads, half of the gaps are 0 and the first text comes with the last.
-    # The server sleeps 20 ms before each token: far more than 1 ms, however busy the machine.
     assert figures["itl_p50_ms"] > 1
     assert 20 <= figures["ttft_p50_ms"] < figures["e2e_p50_ms"]
     assert found.output.rstrip().endswith("report.html")
@@ -65,7 +65,7 @@ async def test_workers_share_one_schedule_and_their_figures_add_up(tmp_path: Pat
 
 
 async def test_workers_begin_each_point_together(tmp_path: Path) -> None:
-    """What one worker still had in hand would be load for the next point of another."""
+    """Requests that one worker still had in hand would add to the load of another worker's next point."""
 
     class Watching(FakeServer):
         mixed = False
@@ -96,7 +96,7 @@ async def test_workers_begin_each_point_together(tmp_path: Path) -> None:
     [
         (["--limits", "ttft_p99_ms<=0.001"], MISSED, "ttft_p99_ms <= 0.001"),
         (["--max-lag-ms", "0"], SATURATED, "the generator sent late"),
-        *(  # the same ways to such codes
+        *(  # these lead to the same codes in the same way
             pytest.param(*found, marks=pytest.mark.slow)
             for found in (
                 (["--goal", "ttft:0.001", "--limits", "good_share>=0.5"], MISSED, "good_share >= 0.5: 0"),
@@ -122,7 +122,7 @@ async def test_a_server_that_loses_tokens_fails_the_load(tmp_path: Path) -> None
     assert found.document["errors"] == {"the answer counts no tokens (usage)": 7}
 
 
-async def test_a_command_is_run_once_during_the_load_and_told_in_the_report(tmp_path: Path) -> None:
+async def test_a_command_is_run_once_during_the_load_and_named_in_the_report(tmp_path: Path) -> None:
     arguments = ["--scenario", "replica-kill", *SHORT, "--do", f"echo once >> {tmp_path / 'done'}", "--do-at", "0.5"]
     found = await load(FakeServer(), tmp_path, *arguments)
     assert found.code == PASSED, found.output
@@ -143,7 +143,7 @@ async def test_a_load_with_clients_that_leave_waits_until_the_server_has_let_go(
 
 async def test_a_server_that_does_not_let_go_fails_the_load(tmp_path: Path) -> None:
     class Holding(FakeServer):
-        """Says that it holds one more with each look."""
+        """A server that says with each look that it holds one request more."""
 
         looks = 0
 
@@ -214,7 +214,7 @@ async def test_a_load_that_is_ended_writes_its_report(tmp_path: Path) -> None:
         url = ["--url", f"http://127.0.0.1:{port}", "--out", str(tmp_path), "--seed", "1", *LENIENT]
         async with started([sys.executable, "-m", "loadtest.load", *url, "--seconds", "600", "--rate", "5"]) as process:
             async with asyncio.timeout(LONGEST_S):
-                while len(server.bodies) < 15:  # workers tell what they have once a second
+                while len(server.bodies) < 15:  # workers report what they have once a second
                     assert process.returncode is None
                     await asyncio.sleep(0.1)
             process.send_signal(signal.SIGTERM)
@@ -258,7 +258,7 @@ def test_options_that_make_no_load_are_refused_before_anything_starts(
 
 
 async def test_a_search_finds_the_rate_at_which_the_limits_break(tmp_path: Path) -> None:
-    """The most it may try is within the server's capacity, so that no time decides."""
+    """The highest rate that it may try is within the server's capacity, so that no time decides."""
     arguments = ["--seconds", "1", "--lengths", "0.02", "--arrivals", "constant", "--seed", "1"]
     arguments += ["--start", "2", "--most", "4", "--precision", "1"]
     server = FakeServer()
@@ -309,7 +309,7 @@ def test_options_are_taken_out_with_their_values() -> None:
 
 
 def test_gevent_stays_in_processes_of_its_own() -> None:
-    """It changes the standard library of the process that imports Locust: sockets, threads, subprocesses."""
+    """gevent changes the standard library of the process that imports Locust: sockets, threads, subprocesses."""
     look = "import sys, loadtest.load, loadtest.find_rate; print({'gevent', 'locust'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -1,4 +1,4 @@
-"""loadtest/README.md is executed: what needs no cluster is run, for a shorter time and on a scripted server."""
+"""loadtest/README.md is executed: commands that need no cluster run for a shorter time, on a scripted server."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ COMMANDS = [
 ]
 ON_A_CLUSTER = [command for command in COMMANDS if "kubectl" in command]
 TOGETHER = [command for command in COMMANDS if "--expect-workers" in command or "--worker-of" in command]
-"""A master and its worker: test_load.py runs them."""
+"""A master and its worker, which test_load.py runs."""
 RUN = [command for command in COMMANDS if command not in ON_A_CLUSTER + TOGETHER]
 QUICK = [command for command in RUN if command == "make load" or "locust " in command]
-"""Of the others `make test` looks at the options alone; `make test-slow` runs them, too: two minutes of them."""
+"""For the others `make test` checks only the options; `make test-slow` runs them too, for two minutes in all."""
 
 SHORTER = {
     "smoke": "--seconds 2 --rate 4",
@@ -54,7 +54,7 @@ SEARCH = "--seconds 2 --lengths 0.02 --arrivals constant --start 2 --most 4 --pr
 
 
 def real(command: str) -> list[str]:
-    """What make would run."""
+    """Return the command that make would run."""
     if not command.startswith("make "):
         return shlex.split(command)
     given = [*shlex.split(command), "-n", "-o", ".venv/installed"]

@@ -60,7 +60,7 @@ def test_a_logarithmic_axis_gives_each_power_of_ten_the_same_room() -> None:
     places = [axis.pixel(value, 0.0, 100.0) for value, _ in axis.ticks]
     assert [words for _, words in axis.ticks] == ["0.1", "1", "10", "100", "1000"]
     assert places == pytest.approx([0, 25, 50, 75, 100])
-    assert axis.pixel(0.0, 0.0, 100.0) == 0.0  # what no logarithm has lies at the edge
+    assert axis.pixel(0.0, 0.0, 100.0) == 0.0  # values that have no logarithm are at the edge
 
 
 def test_the_last_percentiles_get_as_much_room_as_the_first() -> None:

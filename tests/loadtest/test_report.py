@@ -1,4 +1,4 @@
-"""What a report says of a load, and whether it passed."""
+"""What a report says about a load, and whether it passed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_kind_that_is_judged_alone_keeps_the_limits_alone() -> None:
 
 
 def test_a_kind_of_which_nothing_was_answered_fails_the_load() -> None:
-    """Long prompts that are all refused disturb nobody: that the others were fast would prove nothing."""
+    """Long prompts that are all refused disturb nobody, so that the others were fast would prove nothing."""
     source = dataclasses.replace(SOURCE, kind="long")
     plan = Plan((Point("a", (SOURCE, source), 10.0),), judged="chat")
     found = tally(a=[good(1.0)])

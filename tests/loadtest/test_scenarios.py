@@ -1,4 +1,5 @@
-"""The loads by which servers are compared: what they ask, what their client reads, how their figures come about."""
+"""The loads by which servers are compared: what they ask, what their client reads,
+and how their figures are computed."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def test_the_longest_gap_is_within_a_stream_and_ends_while_long_prompts_are_in_h
     found = figures(Outcome(answers, 20.0, [completion((7.5,), sent=7.0)], (6.0, 10.0)))
     assert found["longest_gap_ms"] == pytest.approx(500)
     assert found["long_ttft_ms"] == pytest.approx(500)
-    assert found["ttft_ms"] == pytest.approx(1e3 * (7.0 + 8.0) / 2)  # of the streams alone
+    assert found["ttft_ms"] == pytest.approx(1e3 * (7.0 + 8.0) / 2)  # the tokens of the streams alone
 
 
 def test_a_load_whose_streams_ended_before_the_long_prompts_came_is_no_short_gap() -> None:
@@ -200,7 +201,7 @@ async def test_streams_run_until_the_last_long_prompt_is_answered_however_fast_t
 
 async def test_a_pause_of_the_streams_for_a_long_prompt_is_their_longest_gap() -> None:
     found = figures(await run(FakeServer(step_s=0.01, long_s=0.15), dataclasses.replace(MIXED, answer=100)))
-    assert found["longest_gap_ms"] >= 100  # the pause, less what had passed since a stream's last token
+    assert found["longest_gap_ms"] >= 100  # the pause, less the time since a stream's last token
     assert found["long_ttft_ms"] >= 150
 
 

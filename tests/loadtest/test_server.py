@@ -19,6 +19,6 @@ def test_ports_asked_for_one_after_the_other_differ_and_one_in_use_is_passed_ove
     with socket.socket() as sock:
         taken = free_port()
         sock.bind(("127.0.0.1", taken))
-        given = [free_port() for _ in PORTS]  # once around: all but the taken one, which is left out
+        given = [free_port() for _ in PORTS]  # once around: every port but the taken one, which is left out
     assert taken not in given
     assert len(set(given)) >= len(PORTS) - 100

@@ -35,7 +35,8 @@ def test_an_answer_that_is_not_whole_is_never_good(outcome: str) -> None:
 
 
 def test_a_late_request_is_not_good_however_fast_the_server_answered_it() -> None:
-    """Counted from the time it was due: a client that sends late would hide what the server made it wait."""
+    """Times count from when a request was due: otherwise a client that
+    sends late would hide what the server made it wait."""
     assert not Goal(ttft_ms=500.0).is_met(dataclasses.replace(ANSWER, due=0.5))
 
 
@@ -44,7 +45,7 @@ def test_a_single_token_has_no_pace_to_miss() -> None:
 
 
 def test_one_gap_in_twenty_may_be_longer() -> None:
-    """A stream that stops once for a long prompt keeps its pace; TPOT would count the pause over all tokens."""
+    """A stream that stops once for a long prompt keeps its pace, while TPOT would spread the pause over all tokens."""
     arrivals = [1.0 + 0.01 * i for i in range(20)]
     answer = dataclasses.replace(ANSWER, arrivals=(*arrivals, arrivals[-1] + 5.0), output_tokens=21)
     assert Goal(None, None, None, gap_p95_ms=11.0).is_met(answer)
@@ -87,7 +88,7 @@ def test_each_limit_that_a_point_does_not_keep_is_a_miss() -> None:
 
 
 def test_a_figure_that_is_not_there_breaks_its_limit() -> None:
-    """A load of which nothing was answered has no times, and would pass every limit of them."""
+    """A load of which nothing was answered has no times, and would otherwise pass every limit on them."""
     assert misses(parse_limits("ttft_p99_ms<=100"), {"a": {"offered": 9.0}}) == [
         "a: ttft_p99_ms <= 100: there is no such figure"
     ]

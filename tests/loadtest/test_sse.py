@@ -114,7 +114,7 @@ def test_what_came_before_the_connection_broke_is_kept() -> None:
 
 
 def test_percentiles_of_scripted_streams_are_within_two_percent_of_the_truth() -> None:
-    """From the bytes to the figures, with no clock but the script's."""
+    """This covers the way from the bytes to the figures, with no clock but the script's."""
     draw = random.Random(11)
     tally = Tally(Goal())
     tally.open_window("a", 1000.0)

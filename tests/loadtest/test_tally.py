@@ -18,7 +18,7 @@ WINDOW = (0.0, 100.0)
 def answer(
     due: float, ttft_s: float, gaps_s: tuple[float, ...] = (), *, sent: float | None = None, queue_ms: float | None = 1
 ) -> Timeline:
-    """One token an event."""
+    """Make an answer with one token per event."""
     arrivals = [due + ttft_s]
     for gap in gaps_s:
         arrivals.append(arrivals[-1] + gap)
@@ -37,7 +37,7 @@ def tally(*answers: Timeline, goal: Goal | None = None, window: tuple[float, flo
 def test_each_time_is_what_its_definition_says() -> None:
     found = tally(answer(1.0, 0.25, (0.02, 0.04), sent=1.05)).figures("a")
     assert found["lag_max_ms"] == pytest.approx(50)
-    assert found["ttft_max_ms"] == pytest.approx(250)  # from when it was due: the 50 ms are in it
+    assert found["ttft_max_ms"] == pytest.approx(250)  # counted from when it was due, so the 50 ms are included
     assert found["tpot_max_ms"] == pytest.approx(30)
     assert found["itl_max_ms"] == pytest.approx(40)
     assert found["itl_mean_ms"] == pytest.approx(30)
@@ -83,7 +83,7 @@ def test_what_was_due_before_or_after_the_window_is_not_counted_and_its_tokens_w
     early, inside, late = answer(4.0, 1.5, (1.0,)), answer(6.0, 1.0), answer(10.0, 1.0)
     found = tally(early, inside, late, window=(5.0, 10.0)).figures("a")
     assert (found["offered"], found["ttft_max_ms"]) == (1, 1000)
-    assert found["output_tokens_per_s"] == pytest.approx(3 / 5)  # two of the first, one of the second
+    assert found["output_tokens_per_s"] == pytest.approx(3 / 5)  # two tokens of the first answer, one of the second
 
 
 def test_a_refusal_has_no_times_of_an_answer() -> None:
@@ -98,7 +98,7 @@ def test_what_a_client_left_on_purpose_counts_apart() -> None:
     assert "e2e_max_ms" not in found
 
 
-def test_how_long_prompts_came_out_is_told() -> None:
+def test_the_ratio_of_prompt_lengths_to_those_asked_for_is_reported() -> None:
     assert tally(answer(1.0, 0.1)).figures("a")["prompt_length_ratio"] == 1.0
 
 

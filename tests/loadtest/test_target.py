@@ -1,4 +1,4 @@
-"""What is known of the server under load before and after it."""
+"""What the load generator asks the server about itself before and after a load."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_answer_that_does_not_say_it_is_an_error(answer: object) -> None:
             first_model(target)
 
 
-def test_what_is_left_over_is_told_and_what_was_there_before_is_not() -> None:
+def test_what_is_left_over_is_reported_and_what_was_there_before_is_not() -> None:
     assert Held(1, 5).left_over(Held(1, 5)) is None
     assert Held(0, 3).left_over(Held(1, 5)) is None
     left = Held(2, 5).left_over(Held(1, 5))

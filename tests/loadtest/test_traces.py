@@ -1,4 +1,4 @@
-"""Traces of real loads: read as their formats have them, and scaled without losing what they are."""
+"""Traces of real loads: read as their formats define them, and scaled without losing their character."""
 
 from __future__ import annotations
 

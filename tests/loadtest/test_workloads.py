@@ -164,7 +164,7 @@ def test_a_short_interference_has_long_prompts_too() -> None:
     ],
 )
 def test_a_setting_that_a_load_lacks_or_has_no_use_for_is_refused(name: str, settings: Settings, reason: str) -> None:
-    """What is taken and changes nothing would make a run look like another one."""
+    """A setting that is accepted but changes nothing would make one run look like another."""
     with pytest.raises(ValueError, match=reason):
         plan_of(name, settings)
 

@@ -37,9 +37,9 @@ from serve_app.metrics.values import ReplicaSamples
 
 MODEL = ServedModel(id="org/tiny", max_model_len=200, created=1_700_000_000)
 UNASKED = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
-"""What a whole completion has of tokens where nobody asked."""
+"""The token fields of a whole completion, where they were not asked for."""
 EOS = {"stop_reason": None, "matched_stop": 256}
-"""What a choice says of a stop by `finished()`."""
+"""What a choice says of the end that `finished()` gives."""
 CHAT: dict[str, Any] = {"model": MODEL.id, "messages": [{"role": "user", "content": "hi"}]}
 PROMPT: dict[str, Any] = {"model": MODEL.id, "prompt": "hi"}
 TIMEOUT_S = 10  # only ever reached by a failure
@@ -52,7 +52,7 @@ def scheduled(cached: int = 0) -> Event:
 
 
 def tokens(text: str | bytes) -> list[Event]:
-    """The byte-level tokenizer's tokens of a text."""
+    """Return the byte-level tokenizer's tokens of a text."""
     data = text.encode() if isinstance(text, str) else text
     return [Token("r", byte) for byte in data]
 
@@ -66,7 +66,7 @@ def failed(error: EngineError) -> Event:
 
 
 class ScriptedClient:
-    """Plays one script for every request: an item is sent, an asyncio.Event waited for, an exception raised."""
+    """Follows one script for every request: an item is sent, an asyncio.Event is waited for, an exception is raised."""
 
     def __init__(self, *script: Step, health: EngineError | None = None) -> None:
         self.script = script
@@ -274,7 +274,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """OpenAI's."""
+        """Return the error in OpenAI's envelope."""
         body = self.json
         assert list(body) == ["error"]
         assert {"message", "type", "param", "code"} <= set(body["error"])
@@ -290,7 +290,8 @@ class Answer:
 
     @property
     def frames(self) -> list[Any]:
-        """The stream's payloads. Each ASGI message is whole frames, one but for the first, and the last is [DONE]."""
+        """Return the stream's payloads. Each ASGI message has whole frames, only one except in the first message,
+        and the last is [DONE]."""
         assert self.parts[-1] == b"data: [DONE]\n\n"
         assert all(part.startswith(b"data: ") and part.endswith(b"\n\n") for part in self.parts)
         assert all(part.count(b"\n\n") == 1 for part in self.parts[1:])
@@ -299,13 +300,13 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The streamed answer's text."""
+        """Return the streamed answer's text."""
         choices = [choice for frame in self.frames for choice in frame.get("choices", [])]
         return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
 
 
 def said(message: dict[str, Any]) -> dict[str, Any]:
-    """A whole message without what it does not say: the fields of a stream's deltas."""
+    """Leave out of a whole message what it does not say, so that the fields of a stream's deltas remain."""
     assert (message["refusal"], message["annotations"]) == (None, [])
     nulls = ("reasoning", "reasoning_content")
     left_out = {"refusal", "annotations", *(name for name in nulls if message[name] is None)}
@@ -313,7 +314,7 @@ def said(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined_choice(answer: Answer) -> dict[str, Any]:
-    """The chunks of a streamed completion as the choice of a whole one."""
+    """Join the chunks of a streamed completion to the choice of a whole one."""
     choices = [frame["choices"][0] for frame in answer.frames]
     assert all(choice["finish_reason"] is None for choice in choices[:-1])
     logprobs = choices[0]["logprobs"] and {

@@ -97,7 +97,7 @@ FIELDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "echo": (True, "yes", {}),
     "encoding_format": ("base64", "hex", {}),
 }
-"""What is taken and what is not, and what has to be sent beside it."""
+"""Values that are accepted and values that are refused, and what has to be sent beside them."""
 IN_COMPLETIONS = {"max_tokens": (3, -1, {}), "logprobs": (2, 21, {})}
 REFUSED = {
     "/v1/chat/completions": {"guided_json": {}, "use_beam_search": True, "modalities": ["audio"], "unheard_of": 1},
@@ -134,7 +134,7 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 
 def test_a_request_may_have_more_pixels_than_one_message_of_serves_calls(client: httpx.Client) -> None:
-    """Calls by value fail beyond 4 MiB; these are 6."""
+    """Calls by value fail beyond 4 MiB; these pixels are 6 MiB."""
     urls = [data_url(Image.new("RGB", (224, 224), (number, 0, 0))) for number in range(NUM_IMAGES)]
     content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     asked = CHAT | {"messages": [{"role": "user", "content": content}]}
@@ -245,7 +245,7 @@ def wait_for(client: httpx.Client, num_running: int) -> None:
 @pytest.mark.parametrize(
     ("key", "others", "status", "code"), [("bob", 1, 429, "rate_limit_exceeded"), ("ann", 4, 503, "queue_full")]
 )
-def test_more_than_a_limit_is_told_when_to_come_back(
+def test_a_request_over_a_limit_is_told_when_to_come_back(
     server: Server, client: httpx.Client, key: str, others: int, status: int, code: str
 ) -> None:
     headers = {"Authorization": f"Bearer {KEYS[key]}"}

@@ -1,5 +1,6 @@
-"""Owns the proof that adapters are served over HTTP: from the config and at run time, at two engines and two ingresses.
-Never judges a text but by transformers' own, of the model that the adapter is merged into."""
+"""Owns the proof that adapters are served over HTTP:
+from the config and at run time, with two engines and two ingresses.
+Judges a text only by the text of transformers' model into which the adapter is merged."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ NEW_TOKENS = 8
 
 
 def save_tokenizer(directory: Path) -> None:
-    """As many bytes as the model has tokens: prompts are sent as token ids."""
+    """Save a tokenizer of as many bytes as the model has tokens; prompts are sent as token ids."""
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
     core = tokenizers.Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -104,7 +105,7 @@ def test_adapters_of_the_config_and_of_the_routes_are_served_by_every_replica(tm
         ]
         swapped = ask("/v1/load_lora_adapter", lora_name="second", lora_path=str(paths["first"]), load_inplace=True)
         assert swapped.status_code == 200, swapped.text
-        assert list(pool.map(answer, ["second"] * 8)) == [want["first"]] * 8, "and no KV of what it was"
+        assert list(pool.map(answer, ["second"] * 8)) == [want["first"]] * 8, "and no KV of its old weights is used"
         assert ask("/v1/unload_lora_adapter", lora_name="second").status_code == 200
         assert {complete("second").status_code for _ in range(8)} == {404}
         assert answer("first") == want["first"], "whose weights the other name had, too"

@@ -1,5 +1,5 @@
-"""Owns the proof that a served model is shown images over HTTP: data URLs and a listed host's, at two engines.
-Never judges what the model says of them but by transformers' own answer."""
+"""Owns the proof that a served model is shown images over HTTP, as data URLs and from a listed host, with two engines.
+Judges what the model says of them only by transformers' own answer."""
 
 from __future__ import annotations
 

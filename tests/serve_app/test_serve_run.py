@@ -103,7 +103,8 @@ def test_a_completion_streams_the_text_that_it_answers_whole(client: openai.Open
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another(client: openai.OpenAI) -> None:
-    """Alone each time: neighbours change bfloat16's last bits. That they change nothing in float32 is a golden test."""
+    """Each request runs alone: neighbours change bfloat16's last bits.
+    A golden test shows that they change nothing in float32."""
 
     def ask(seed: int) -> str:
         request: dict[str, Any] = dict(model=MODEL, prompt="My favourite food is", temperature=0.8, max_tokens=12)
@@ -122,7 +123,7 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
 
 def test_a_prompt_is_scored_and_the_likelier_word_has_the_better_score(client: openai.OpenAI) -> None:
     def score(word: str) -> float:
-        """Of ` word` after the text; checks the whole object on the way."""
+        """Return the score of ` word` after the text; check the whole object on the way."""
         prompt = f"The capital of France is {word}"
         answer = client.completions.create(
             model=MODEL, prompt=prompt, echo=True, logprobs=2, max_tokens=0, temperature=0
@@ -260,7 +261,7 @@ def test_a_stream_ends_at_its_deadline_with_an_error_frame(default_server: Serve
 
 
 def pids_of(server: Server, name: str) -> list[int]:
-    """Processes of a server whose name begins so. A reload replaces HAProxy's."""
+    """Return the processes of a server whose name begins so. A reload replaces HAProxy's."""
     return [pid for pid, member in members_of(server.process.pid).items() if member.startswith(name)]
 
 
@@ -270,7 +271,8 @@ def environ_of(pid: int) -> dict[str, str]:
 
 
 def test_haproxy_is_in_front_and_listens_only_where_the_config_says(default_server: Server) -> None:
-    """Ray binds its two pages about itself to every interface; a newcomer's 127.0.0.1 means none of them."""
+    """Ray binds its two pages about itself to every interface;
+    a newcomer who asks for 127.0.0.1 wants neither there."""
     (haproxy,) = pids_of(default_server, "haproxy")
     assert [f"http://{address}:{port}" for address, port in listening([haproxy])] == [default_server.url]
 
@@ -291,7 +293,7 @@ def test_the_fallback_proxy_and_the_ingress_replica_are_no_more_reachable_than_t
 
 
 def read_stream(server: Server, max_tokens: int) -> list[str]:
-    """The `data:` payloads of a streamed completion, up to the end of the response."""
+    """Return the `data:` payloads of a streamed completion, up to the end of the response."""
     body = {"model": MODEL, "prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
         return [line.removeprefix("data: ") for line in response.iter_lines() if line]
@@ -302,7 +304,7 @@ def fake(**overrides: Any) -> dict[str, Any]:
 
 
 def left_of(server: Server, timeout_s: float = 20) -> dict[int, str]:
-    """Processes of a `serve run` that has ended, once they had time to follow it."""
+    """Return the processes left of a `serve run` that has ended, once they had time to follow it."""
     deadline = time.monotonic() + timeout_s
     while (left := members_of(server.process.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -354,7 +356,7 @@ def test_what_cannot_finish_in_time_ends_with_an_error_frame(how: str) -> None:
             time.sleep(0.05)
         if how == "SIGTERM":
             assert server.end(signal.SIGTERM) == 0
-        else:  # of a terminal, which signals the foreground group; or of `timeout`, or a shell's `kill %1`
+        else:  # a terminal signals the foreground group; `timeout`, or a shell's `kill %1`, likewise
             os.killpg(server.process.pid, signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM)
             assert server.process.wait(60) == 0
         for stream in streams:
@@ -386,7 +388,7 @@ def test_with_the_python_proxy_clients_may_leave_and_sigterm_ends_streams_as_it_
 
 @pytest.mark.slow
 def test_sigterm_ends_a_server_whose_engine_never_starts_and_whose_ingress_therefore_never_runs() -> None:
-    """`serve run` waited for an answer of the first ingress replica, for ever."""
+    """Regression: `serve run` waited for ever for an answer of the first ingress replica."""
     with starting(fake(engine_num_cpus=1 + (os.cpu_count() or 1))) as server:
         deadline = time.monotonic() + START_TIMEOUT_S
         while "Engine waits: " not in server.output and time.monotonic() < deadline:

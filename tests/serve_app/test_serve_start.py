@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 @pytest.fixture
 def own_temp() -> Iterator[Path]:
-    """For notes of running servers: others of this user are none of a test's. Short: sockets live below it."""
+    """Use a directory of its own for notes of running servers, so that a test does not see others of this user. Its
+    path is short because sockets are below it."""
     temp = Path(tempfile.mkdtemp(prefix="cs", dir="/tmp"))
     yield temp
     shutil.rmtree(temp, ignore_errors=True)
@@ -49,7 +50,7 @@ def wait_for(server: Server, text: str) -> None:
     assert text in server.output
 
 
-def test_a_start_is_told_in_few_lines_and_serve_status_finds_it(own_temp: Path) -> None:
+def test_a_start_is_reported_in_few_lines_and_serve_status_finds_it(own_temp: Path) -> None:
     fake = {"model": "m", "engine": {"executor": "fake"}}
     with starting(config_of(fake), quiet(own_temp)) as server:
         wait_for(server, '"messages"')
@@ -86,7 +87,7 @@ def test_a_start_is_told_in_few_lines_and_serve_status_finds_it(own_temp: Path) 
 
 
 def test_an_application_that_fails_ends_the_command_with_a_line_and_leaves_nothing(own_temp: Path) -> None:
-    """Ray's own command prints a traceback, and stays up beside an application that will never run."""
+    """Ray's own command prints a traceback, and keeps running beside an application that will never run."""
     other = {"name": "other", "route_prefix": "/other", "import_path": "json:nothing_of_that_name"}
     with starting(config_of({"engine": {"executor": "fake"}}, other), quiet(own_temp)) as server:
         assert server.process.wait(START_TIMEOUT_S) == 1

@@ -1,5 +1,6 @@
 """Owns a headless Chromium that a test drives: pages, keys and pictures, by the DevTools protocol over two pipes.
-Never listens on a port, fetches nothing by itself, and ends with the block: Chromium ends when its pipe does."""
+Never listens on a port and fetches nothing by itself.
+It ends with the block, because Chromium ends when its pipe does."""
 
 from __future__ import annotations
 
@@ -30,20 +31,20 @@ _KEYS = {"Enter": (13, "\r"), "Tab": (9, "")}
 
 
 class PageError(Exception):
-    """The page threw, or the browser refused."""
+    """The page threw an exception, or the browser refused."""
 
 
 class Page:
     """One tab."""
 
     def __init__(self, commands: int, answers: int) -> None:
-        """`commands` and `answers`: the pipes' ends."""
+        """`commands` and `answers` are the pipes' ends."""
         self._commands, self._answers = commands, answers
         self._number = 0
         self._buffer = b""
         self._session: str | None = None
         self.complaints: list[str] = []
-        """What the page wrote to the console as an error, threw, or was not allowed."""
+        """What the page wrote to the console as an error, threw, or was not allowed to do."""
         (target,) = (one for one in self("Target.getTargets")["targetInfos"] if one["type"] == "page")
         attached = self("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
@@ -51,7 +52,7 @@ class Page:
             self(f"{domain}.enable")
 
     def __call__(self, method: str, **params: Any) -> dict[str, Any]:
-        """A command of the protocol, and its result."""
+        """Send a command of the protocol; return its result."""
         self._number += 1
         command = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -87,18 +88,18 @@ class Page:
         self.until("document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        """What JavaScript in the page says; it may be a promise."""
+        """Evaluate JavaScript in the page; the value may be a promise."""
         done = self("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in done:
             raise PageError(json.dumps(done["exceptionDetails"]))
         return done["result"].get("value")
 
     def until(self, expression: str) -> None:
-        """Wait until it is true, in JavaScript's sense."""
+        """Wait until an expression is true, in JavaScript's sense."""
         until(lambda: self.value(f"!!({expression})"), lambda: f"{expression}: never so; {self.complaints}")
 
     def click(self, selector: str) -> None:
-        """At its middle, as a mouse does: what covers it gets the click."""
+        """Click at the middle of an element, as a mouse does: whatever covers it gets the click."""
         element = f"document.querySelector({json.dumps(selector)})"
         self.value(f"{element}.scrollIntoView({{block: 'nearest'}})")
         box = self.value(
@@ -111,7 +112,7 @@ class Page:
         self("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def write(self, text: str) -> None:
-        """Into what has the focus, as a keyboard does."""
+        """Write into what has the focus, as a keyboard does."""
         self("Input.insertText", text=text)
 
     def press(self, key: str, *, shift: bool = False) -> None:
@@ -124,17 +125,17 @@ class Page:
         self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False)
 
     def prefer(self, scheme: str) -> None:
-        """`light` or `dark`."""
+        """Set the preferred colour scheme, `light` or `dark`."""
         self("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def picture(self) -> bytes:
-        """What is seen, as a PNG."""
+        """Return what is seen, as a PNG."""
         return base64.b64decode(self("Page.captureScreenshot", format="png")["data"])
 
 
 @contextmanager
 def browsing() -> Iterator[Page]:
-    """A browser without a past, with one empty tab."""
+    """Start a browser without history, with one empty tab."""
     assert PROGRAM is not None
     profile = Path(tempfile.mkdtemp(prefix="cb", dir="/tmp"))
     command_out, command_in = os.pipe()
@@ -165,7 +166,7 @@ def browsing() -> Iterator[Page]:
 
 
 def until(condition: Callable[[], bool], otherwise: Callable[[], str]) -> None:
-    """Ask until the answer is true. `otherwise`: what never came to be."""
+    """Ask until the answer is true. `otherwise` describes what never happened."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, otherwise()

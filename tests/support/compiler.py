@@ -1,5 +1,5 @@
-"""Owns the one reason for which tests of the native kernels are left out: there is no compiler.
-Never hides that one fails: what does not compile is a failure, and .ci/run asks for a compiler."""
+"""Owns the only reason to skip tests of the native kernels: there is no compiler.
+Never hides a failing compiler: what does not compile is a failure, and .ci/run demands a compiler."""
 
 from __future__ import annotations
 

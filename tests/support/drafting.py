@@ -1,5 +1,5 @@
 """Owns what tests of drafts share, whoever makes them: schedules, requests whose answers are compared, a step's retry.
-Never knows where a draft is from."""
+Never knows where a draft comes from."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def decode_rows(core: RecordingCore, request_id: str | None = None) -> list[Sche
 
 
 def check_nobody_can_tell(core: RecordingCore, schedule: str, temperature: float, *, num_texts: int) -> None:
-    """Nine requests, whose prompts begin in `num_texts` ways, and every event but its step is that of a core without
-    drafts. core: of FEW, as SCHEDULES has `schedule`."""
+    """Send nine requests, whose prompts begin in `num_texts` ways, and check that every event but its step is that of a
+    core without drafts. The core has the alphabet FEW and the settings of `schedule`."""
     plain = RecordingCore(alphabet=FEW)
     for each in (plain, core):
         for i in range(9):
@@ -61,7 +61,7 @@ def check_nobody_can_tell(core: RecordingCore, schedule: str, temperature: float
 
 
 def check_another_engine_goes_on(make: Callable[[], RecordingCore]) -> None:
-    """From after the first token of an answer, from within it, and before its last one."""
+    """Continue an answer elsewhere from after its first token, from within it, and before its last one."""
     whole = answer_alone(PROMPT, max_tokens=30, temperature=1.0, seed=4, ignore_eos=True)
     for cut in (1, 7, 29):
         other = make()
@@ -71,14 +71,14 @@ def check_another_engine_goes_on(make: Callable[[], RecordingCore]) -> None:
 
 
 def no_room_beyond_thirty(plan: StepPlan) -> None:
-    """For RecordingCore's `before_step`."""
+    """Run out of memory in a step of more than thirty tokens; for RecordingCore's `before_step`."""
     if plan.num_tokens > 30:
         raise ExecutorOutOfMemoryError("no room for activations")
 
 
 def row_through_a_retry(core: RecordingCore) -> ScheduledRequest:
-    """A row with drafts, of a step that has no room for a prompt beside it and is planned again, in which it is the
-    same. core: with `no_room_beyond_thirty`."""
+    """Return a row with drafts of a step that has no room for a prompt beside it and is planned again; check that it is
+    the same in both. The core has `no_room_beyond_thirty`."""
     core.send("a", [1, 2, 3], max_tokens=30, ignore_eos=True)
     for _ in range(3):
         core.keep(core.step())
@@ -93,12 +93,13 @@ def row_through_a_retry(core: RecordingCore) -> ScheduledRequest:
 
 
 def no_logit_for_bad(row: ScheduledRequest) -> str | None:
-    """For RecordingCore's `failing`."""
+    """Fail the row of the request "bad"; for RecordingCore's `failing`."""
     return "no logit" if row.request_id == "bad" and row.start > 22 else None
 
 
 def check_bad_fails_alone(core: RecordingCore) -> None:
-    """A row with drafts fails, and its neighbour's answer is what it is alone. core: with `no_logit_for_bad`."""
+    """Check that a row with drafts fails, and that its neighbour's answer is what it is alone.
+    The core has `no_logit_for_bad`."""
     for name in ("good", "bad"):
         core.send(name, PROMPT, max_tokens=20, ignore_eos=True)
     core.run()
@@ -109,6 +110,6 @@ def check_bad_fails_alone(core: RecordingCore) -> None:
 
 
 def decoding_requests(config: ResolvedConfig, count: int) -> list[Request]:
-    """Whose texts repeat themselves, of an engine that takes no steps."""
+    """Make requests whose texts repeat themselves, for an engine that runs no steps."""
     params, text = SamplingParams(temperature=0.0, max_tokens=200), (1, 2, 3) * 5
     return [create_request(Submission(f"r{number}", text, params), config, number) for number in range(count)]

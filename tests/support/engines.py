@@ -97,7 +97,7 @@ class RecordingCore(EngineCore):
         super().__init__(executor, config, clock=lambda: self.now)
 
     def step(self) -> list[Event]:
-        """A step, before which the clock has moved by `tick_ms`."""
+        """Make a step, before which the clock moves by `tick_ms`."""
         self.now += self._tick_s
         return super().step()
 
@@ -133,7 +133,8 @@ class RecordingCore(EngineCore):
         raise AssertionError(f"still live after {max_steps} steps: {self.load()}")
 
     def check_what_is_read(self) -> None:
-        """Of every request that decodes, the draft model has read what it is said to, and nothing of another's text."""
+        """Check for every request that decodes that the draft model has read what it is said to,
+        and nothing of another's text."""
         if self._model_drafts is None:
             return
         assert self.draft_model is not None
@@ -145,7 +146,7 @@ class RecordingCore(EngineCore):
 
     @property
     def waiting(self) -> list[str]:
-        """Ids of the requests that wait, in the order in which they are served."""
+        """Return the ids of the requests that wait, in the order in which they are served."""
         return [request.request_id for request in self._scheduler.waiting.in_order(self.now)]
 
     def tokens(self, request_id: str) -> list[int]:
@@ -158,13 +159,13 @@ class RecordingCore(EngineCore):
 
 
 def resource_of(core: EngineCore, kind: type[Held]) -> Held:
-    """The resource of this kind that the core's requests hold. ValueError: they hold none."""
+    """Return the resource of this kind that the core's requests hold. ValueError: they hold none."""
     (found,) = (resource for resource in core._scheduler.resources if isinstance(resource, kind))
     return found
 
 
 def answer_alone(prompt: Sequence[int], **sampling: Any) -> list[int]:
-    """The oracle: the tokens of one request that runs alone, unchunked, without a prefix cache."""
+    """Return the oracle's answer: the tokens of one request that runs alone, unchunked, without a prefix cache."""
     core = RecordingCore(
         max_num_batched_tokens=10_000,
         max_prefill_tokens=10_000,

@@ -1,5 +1,6 @@
-"""Owns a GPU that is none: the engine's whole way through a device, on the CPU, with memory that a test makes up.
-Never hides an order: what is read back is as it was when the download was queued, and captures do their work again."""
+"""Owns a pretended GPU: the engine's whole path on a device runs on the CPU, with memory that a test makes up.
+Never hides the order of operations: what is read back is as it was when the download was queued,
+and captures do their work again."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from engine.execution.device import HostDevice
 
 MIB = 2**20
 VOCAB, EOS = 272, 256
-"""That of Grammars.of_bytes: a token a byte, then special ones."""
+"""The vocabulary of Grammars.of_bytes: a token a byte, then special ones."""
 
 
 class FakeDevice(HostDevice):
-    """A device of compute capability 9.0 and little memory, which is allocated for real. `free`: what each question for
-    free memory is answered with, in MiB, the last for good."""
+    """A device of compute capability 9.0 and little memory, which is allocated for real. `free` has the answers, in
+    MiB, to each question for free memory; the last one is repeated."""
 
     name = "fake GPU"
     capability = (9, 0)
@@ -31,7 +32,7 @@ class FakeDevice(HostDevice):
         self._free, self._total = [*free], total
         self.asked: list[str] = []
         self.uploaded: list[int] = []
-        """Numbers in each upload."""
+        """How many numbers each upload had."""
 
     def memory(self) -> tuple[int, int]:
         free = self._free.pop(0) if len(self._free) > 1 else self._free[0]
@@ -77,11 +78,11 @@ class _Replay:
 
 
 class CachingDevice(FakeDevice):
-    """Its memory as torch's allocator has it: what a step gave up stays cached until it is released or wanted, and a
-    capture runs its work once, releases what is cached, and then keeps what the work takes, in the pool that it shares.
+    """A device whose memory behaves as under torch's allocator: what a step gave up stays cached until it is released
+    or wanted. A capture runs its work once, releases what is cached, and then keeps what the work takes, in the pool
+    that it shares.
 
-    In bytes, of what it is told of: `hold`, `give_up`, and `use` for the time of a forward pass.
-    """
+    It counts bytes of what it is told of: by `hold`, `give_up`, and `use` for the time of a forward pass."""
 
     def __init__(self, total: int) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class CachingDevice(FakeDevice):
 
 
 class _Pool:
-    """Of captures, as long as one of them lives. Nothing can be replayed."""
+    """The memory pool of captures, as long as one of them lives. Nothing can be replayed."""
 
     def __init__(self, device: CachingDevice) -> None:
         self._device, self._size = device, 0
@@ -140,7 +141,7 @@ class _Pool:
 
 
 def write_model(directory: Path, **changes: Any) -> Path:
-    """A config.json for dummy weights: a tiny Llama over bytes, whose end is EOS."""
+    """Write a config.json for dummy weights: a tiny Llama over bytes, whose end-of-sequence token is EOS."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": VOCAB,
@@ -161,7 +162,8 @@ def write_model(directory: Path, **changes: Any) -> Path:
 
 
 class MetaDevice(FakeDevice):
-    """Its tensors have no values: whatever reads one back raises, and so do most operations that mix devices."""
+    """A device whose tensors have no values: reading one back raises an exception,
+    and so do most operations that mix devices."""
 
     torch_device = torch.device("meta")
 

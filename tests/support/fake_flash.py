@@ -1,5 +1,5 @@
 """Owns stand-ins for FlashAttention's packages: each checks its call as the real one does, and computes the reference.
-Never knows our rows: what it attends to comes from the arguments alone."""
+Never knows the engine's rows: what it attends to comes from the arguments alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FakeFlash:
     """FlashAttention-2's two calls, as vllm-flash-attn 2.6.2 and flash-attn 2.6 define them."""
 
     any_dtype: bool = False
-    """Take float32, too, which the real ones refuse."""
+    """Accept float32, too, which the real ones refuse."""
     block_multiple: int = 16
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
@@ -126,8 +126,8 @@ class FakeFlash:
         causal: bool,
         window_size: tuple[int, int],
     ) -> Tensor:
-        """Bottom right is where causal masks are aligned, as in FlashAttention since 2.1. A window's two numbers are of
-        tokens before and after a query's own; -1: all."""
+        """Compute attention. Causal masks are aligned at the bottom right, as in FlashAttention since 2.1. A window's
+        two numbers count tokens before and after a query's own; -1: all."""
         assert causal
         before, after = window_size
         assert after == (-1 if before == -1 else 0)
@@ -185,7 +185,7 @@ class FakeFlash3(FakeFlash):
 
 
 def check_integers(tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """What the packages' own checks say of lengths and tables."""
+    """Check lengths and tables as the packages themselves do."""
     assert tensor.dtype == torch.int32
     assert tensor.is_contiguous()
     assert tuple(tensor.shape) == shape

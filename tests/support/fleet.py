@@ -22,7 +22,7 @@ NUM_BLOCKS = 1000
 
 @dataclass(frozen=True)
 class Shape:
-    """One engine, and the requests that come to the fleet: all alike."""
+    """One engine, and the requests that come to the fleet, which are all alike."""
 
     prefill_tokens_per_s: float = 2000
     max_num_seqs: int = 32
@@ -56,7 +56,7 @@ class SimulatedEngine:
         self.queue.append(job)
 
     def step(self, now_s: float) -> list[float]:
-        """One tick; the times to first token of prompts that were completed in it."""
+        """Run one tick; return the times to first token of prompts that were completed in it."""
         self.running = [job for job in self.running if job.ends_s > now_s]
         budget, done = self.shape.prefill_tokens_per_s * TICK_S, []
         while self.queue and budget > 0 and len(self.running) < self.shape.max_num_seqs:
@@ -111,7 +111,7 @@ def load_snapshot(
 
 
 class Fleet:
-    """Serve's part: replicas that take `startup_s` to start, a least-loaded router, reports once a second."""
+    """Plays Serve's part: replicas that take `startup_s` to start, a least-loaded router, and reports once a second."""
 
     def __init__(
         self, settings: ScalingSettings, *, min_replicas: int = 1, max_replicas: int = 20, shape: Shape | None = None
@@ -132,7 +132,8 @@ class Fleet:
             self._start_engine()
 
     def run(self, seconds: float, rate: Callable[[float], float]) -> Fleet:
-        """`rate`: requests a second at a time since this call. They come evenly, as in a fluid."""
+        """Run for so long. `rate` gives the requests a second at a time since this call.
+        They come evenly, as in a fluid."""
         begin = self.now_s
         while self.now_s < begin + seconds:
             self._due += rate(self.now_s - begin) * TICK_S
@@ -185,7 +186,7 @@ class Fleet:
             self._remove_one()
 
     def _remove_one(self) -> None:
-        """Serve stops replicas that are starting first; what an engine held is given to the others."""
+        """Stop a replica, as Serve does one that is starting first; what its engine held is given to the others."""
         if self.starting:
             self.starting.pop()
             return
@@ -205,6 +206,6 @@ class Fleet:
 
 
 def direction_changes(numbers: Iterable[int]) -> int:
-    """How often a series that went up goes down, or the other way round."""
+    """Count how often a series that went up goes down, or the other way round."""
     rises = [after > before for before, after in pairwise(numbers) if after != before]
     return sum(one != other for one, other in pairwise(rises))

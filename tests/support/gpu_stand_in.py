@@ -32,7 +32,7 @@ engine.execution.device.choose_device = engine.build.executor.choose_device = ch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever model is asked for, it is one layer of the shape's own line and vocabulary."""
+    """Replace every model that is asked for by one layer of the shape's own architecture and vocabulary."""
     directory = Path(os.environ["STAND_IN_SHAPES"])
     for module in {getattr(item, "module", None) for item in items}:
         if (shapes := getattr(module, "SHAPES", None)) and isinstance(shapes, Path):

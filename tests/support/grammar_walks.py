@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 EOS = 256
 MAX_BYTES = 600
-"""After which a walk goes the shortest way that it finds to an end."""
+"""The length after which a walk takes the shortest way that it finds to an end."""
 _CLOSED = ("\n</parameter>", "\n</arg_value>", "</think>", "[/THINK]", "<|end|>")
 _CLOSERS = [list(text.encode()) for text in (*_CLOSED, '"', "}", "]", ")", ", ", "\n")]
 _OPENED = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "</think>", "<think>", "{", "[", "functools[", " to=")
@@ -19,7 +19,7 @@ _TAGS = [text.encode() for text in _OPENED]
 
 
 class _Bytes:
-    """Token id = byte; 256 is the end; then the special tokens."""
+    """A tokenizer in which a token id is a byte; 256 is the end; the special tokens follow."""
 
     eos_token_id = EOS
     bos_token_id = None
@@ -34,7 +34,7 @@ class _Bytes:
 
 
 class Walker:
-    """`specials`: texts of special tokens. `closers`: further texts that close something."""
+    """Walks through grammars. `specials` are texts of special tokens, `closers` further texts that close something."""
 
     def __init__(self, specials: Sequence[str] = (), closers: Sequence[str] = ()) -> None:
         self._closers = [*(list(text.encode()) for text in closers), *_CLOSERS]
@@ -48,7 +48,7 @@ class Walker:
         return matcher
 
     def tokens(self, text: str) -> list[int]:
-        """With special tokens where the text has theirs."""
+        """Encode a text, with special tokens where it has their texts."""
         for special in self.specials:
             if special in text:
                 before, _, after = text.partition(special)
@@ -56,7 +56,7 @@ class Walker:
         return list(text.encode())
 
     def admits(self, grammar: str, text: str) -> bool:
-        """The whole text, and no more is needed."""
+        """Return whether a grammar admits the whole text, and needs no more."""
         matcher, tokens = self.matcher(grammar), self.tokens(text)
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
@@ -65,7 +65,7 @@ class Walker:
         return self.matcher(grammar).try_consume_tokens(tokens) == len(tokens)
 
     def walk(self, grammar: str, seed: object) -> str:
-        """A text that the grammar admits, or the beginning of one, if an assertion fails: no walk is endless."""
+        """Return a text that the grammar admits. An assertion fails if the walk finds no end; no walk is endless."""
         rng, matcher, tokens = random.Random(str(seed)), self.matcher(grammar), list[int]()
         while not matcher.is_stopped() and len(tokens) < 10 * MAX_BYTES:
             chosen = _pick(rng, matcher, len(tokens), self._closers)
@@ -81,7 +81,7 @@ class Walker:
 
 
 def _pick(rng: random.Random, matcher: LLMatcher, length: int, closing: Sequence[list[int]]) -> list[int]:
-    """Any token, but rather what closes something; ASCII rather than others, so that most texts can be read."""
+    """Pick any token, but prefer what closes something, and ASCII, so that most texts can be read."""
     is_late = length > MAX_BYTES
     allowed = [token for token, is_allowed in enumerate(matcher.compute_logit_bias()) if is_allowed]
     assert allowed, matcher.get_error()

@@ -1,4 +1,4 @@
-"""Owns images as requests have them: made up, as files, data URLs, and a server on a free port that gives them.
+"""Owns images as requests have them: made up, as files, as data URLs, and from a server on a free port.
 Never answers from outside this machine."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from PIL import Image
 
 
 def make_image(seed: int, width: int, height: int) -> Image.Image:
-    """Noise over a slope: no two seeds give the same."""
+    """Make an image of noise over a slope: no two seeds give the same."""
     generator = np.random.default_rng(seed)
     noise = generator.integers(0, 120, (height, width, 3))
     slope = np.linspace(0, 135, width)[None, :, None]

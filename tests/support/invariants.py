@@ -1,5 +1,5 @@
 """Owns the checks of the specification's invariants on a running engine core. Long: I-1 to I-35, each by name.
-Never steers: whoever drives the core decides what happens to it, and every step of it is looked at."""
+Never steers: whoever drives the core decides what happens to it, and every step of it is checked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.oracle import answer_of, logprobs_of, pooled_of, prompt_logpr
 
 
 class CheckedCore(RecordingCore):
-    """A core whose every plan, step and event is held to the invariants. `fault` is what happens to the next step."""
+    """A core that checks the invariants on every plan, step and event. `fault` is what happens to the next step."""
 
     def __init__(self, **overrides: Any) -> None:
         super().__init__(before_step=self._before_step, failing=self._fails_alone, graph_sizes=(1, 2, 4), **overrides)
@@ -75,7 +75,7 @@ class CheckedCore(RecordingCore):
     )
 
     def reached(self) -> set[str]:
-        """Which of THINGS happened so far."""
+        """Return which of THINGS have happened so far."""
         return self._reached | ({"preempted"} if self.load().num_preemptions else set())
 
     # --- driving ----------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class CheckedCore(RecordingCore):
             assert promised <= self._blocks.num_available, "I-15"
 
     def _check_forecast(self, running: list[Request]) -> None:
-        """What is expected of all is the sum of what is expected of each who runs, to the last digit."""
+        """Check that what is expected of all is exactly the sum of what is expected of each request that runs."""
         forecast = self._scheduler._forecast
         if forecast is None:
             return
@@ -353,7 +353,7 @@ class CheckedCore(RecordingCore):
         self._last_ratio, self._last_preemptions = ratio, self._num_preemptions
 
     def _check_progress(self, running: list[Request]) -> None:
-        """The oldest request that holds memory gets on, within the bounds of the config."""
+        """Check that the oldest request that holds memory progresses, within the bounds of the config."""
         if not running:
             self._progress = (-1, -1, 0)
             return
@@ -405,7 +405,7 @@ class CheckedCore(RecordingCore):
         assert not executor._outputs, "I-33: residue"
 
     def check_answer(self, request_id: str) -> None:
-        """What one request got, against what it gets alone (I-1)."""
+        """Compare what one request got with what it gets alone (I-1)."""
         prompt, params = self.submitted[request_id]
         events = self.events[request_id]
         terminals = [event for event in events if isinstance(event, TERMINAL)]

@@ -1,4 +1,4 @@
-"""Owns how a valid body is broken: one seeded stream of bytes that are almost what a client would send.
+"""Owns how a valid body is broken: a seeded stream of bytes that are almost what a client would send.
 Never decides what a server should answer."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _with_more(rng: random.Random, body: Any) -> Any:
 
 
 def _swapped(rng: random.Random, body: Any) -> Any:
-    """A value from elsewhere in the body."""
+    """Return a value from elsewhere in the body."""
     places = [path for path in paths_of(body) if path]
     one, other = rng.choice(places), rng.choice(places)
     value = copy.deepcopy(_at(body, other))
@@ -120,7 +120,7 @@ _CHANGES: tuple[Callable[[random.Random, Any], Any], ...] = (_replaced, _replace
 
 
 def mutant(rng: random.Random, seeds: list[dict[str, Any]]) -> bytes:
-    """A copy of one of the seeds with one to three changes; one in five is not even JSON."""
+    """Return a copy of one of the seeds with one to three changes; one in five is not even JSON."""
     body: Any = copy.deepcopy(rng.choice(seeds))
     if rng.random() < 0.2:
         return _broken_bytes(rng, json.dumps(body).encode())

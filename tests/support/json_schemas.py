@@ -1,5 +1,5 @@
-"""Owns random JSON schemas, one for each seed, of the keywords that clients use and the server keeps.
-Never makes one that no value fits, nor alternatives of which two may fit: `oneOf` is kept as `anyOf`."""
+"""Owns random JSON schemas, one for each seed, of the keywords that clients use and the server supports.
+Never makes one that no value fits, nor alternatives of which two may fit: `oneOf` is treated as `anyOf`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORMATS = ("date", "uuid", "ipv4", "time")
 
 
 def random_schema(seed: object, depth: int = 3) -> Schema:
-    """Of an object."""
+    """Return the random schema of an object."""
     rng = random.Random(str(seed))
     schema = _object(rng, depth)
     if rng.random() < 0.5:
@@ -59,7 +59,7 @@ def _array(rng: random.Random, depth: int) -> Schema:
 
 
 def _alternatives(rng: random.Random, depth: int) -> Schema:
-    """Each of another type."""
+    """Return alternatives, each of another type."""
     options = [
         {"type": "string", "maxLength": rng.randint(0, 9)},
         _integer(rng),

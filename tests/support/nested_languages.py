@@ -1,5 +1,5 @@
 """Owns languages whose rules nest: each as Lark, as texts drawn from it, and as a reader of its own.
-Never uses llguidance: what is tested with it is not judged by it."""
+Never uses llguidance, which must not judge what is tested with it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Draw = Callable[[random.Random], str]
 
 @dataclass(frozen=True)
 class Language:
-    """`rules`: options, each of names of rules, of terminals, and of quoted texts. `ignored`: stands anywhere between
-    these, as often as it likes."""
+    """A language. `rules` have options, each made of names of rules, names of terminals, and quoted texts. `ignored`
+    may be anywhere between these, as often as it likes."""
 
     lark: str
     rules: Mapping[str, list[str]]
@@ -29,13 +29,13 @@ class Language:
     def _drawn(self, rng: random.Random, symbol: str, depth: int) -> str:
         if symbol in self.rules:
             options = self.rules[symbol]
-            option = options[0] if depth > 12 else rng.choice(options)  # the first one ends
+            option = options[0] if depth > 12 else rng.choice(options)  # the first option ends
             return "".join(self._drawn(rng, each, depth + 1) for each in option.split())
         text = symbol[1:-1] if symbol.startswith("'") else self.terminals[symbol][1](rng)
         return rng.choice(self.gaps) + text
 
     def has(self, text: str) -> bool:
-        """Whether it is of the language, where a terminal takes as much as it can."""
+        """Return whether the text is of the language, where a terminal takes as much as it can."""
         return len(text) in _Reading(self, text).ends("start", 0)
 
 

@@ -35,14 +35,14 @@ def prompt_logprobs_of(prompt: Sequence[int], count: int) -> tuple[TokenLogprobs
 
 
 def pooled_of(prompt: Sequence[int], pooling: str) -> list[float]:
-    """The vector of a prompt's hidden states, which are eight numbers a position."""
+    """Return the vector of a prompt's hidden states, which are eight numbers a position."""
     lengths = range(1, len(prompt) + 1) if pooling == "mean" else [len(prompt)]
     states = [[mix64(digest_of(prompt[:n]) ^ i) / 2**63 - 1 for i in range(8)] for n in lengths]
     return [sum(column) / len(states) for column in zip(*states, strict=True)]
 
 
 def answer_of(prompt: Sequence[int], params: SamplingParams) -> tuple[list[int], bool]:
-    """(the tokens of the answer, whether a stop token ended it)."""
+    """Return the tokens of the answer, and whether a stop token ended it."""
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
     text, digest = list(prompt), digest_of(prompt)
     assert params.max_tokens is not None

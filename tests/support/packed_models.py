@@ -1,5 +1,5 @@
 """Owns tiny checkpoints with packed matrices, written number by number from each format's definition.
-Never uses what reads them: a packer that shared its shifts with the reader would share its mistakes."""
+Never uses the code that reads them: a packer that shared its shifts with the reader would share its mistakes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.tiny_models import edit_config, save_model
 
 Parts = dict[str, Tensor]
 AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which output each four bits of an int32 hold, the lowest first (AutoAWQ, gemm)."""
+"""The output that each four bits of an int32 hold, the lowest first (AutoAWQ, gemm)."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Format:
 
 
 def save_packed(packed: Path, plain: Path, name: str, kind: str = "llama") -> None:
-    """A checkpoint of that format, and one of the same weights as they are, in float32."""
+    """Save a checkpoint of that format, and one of the same weights stored plainly, in float32."""
     form = FORMATS[name]
     for directory in (packed, plain):
         save_model(kind, directory)
@@ -53,7 +53,8 @@ def save_packed(packed: Path, plain: Path, name: str, kind: str = "llama") -> No
 
 
 def rounded(weight: Tensor, group: int, low: int, high: int, *, zeros: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers of `low` to `high`, and a scale and a zero point for each `group` inputs of an output, in float16."""
+    """Round to integers of `low` to `high`, with a scale and a zero point
+    for each `group` inputs of an output, in float16."""
     outputs, inputs = weight.shape
     count = -(-inputs // group)
     q, scales, points = torch.zeros(outputs, inputs), torch.zeros(outputs, count), torch.zeros(outputs, count)
@@ -73,7 +74,7 @@ def rounded(weight: Tensor, group: int, low: int, high: int, *, zeros: bool) -> 
 
 
 def expand(weight_q: Tensor, scales: Tensor, points: Tensor, groups: list[int]) -> Tensor:
-    """(q - zero) * scale, one number after the other."""
+    """Compute (q - zero) * scale, one number after the other."""
     weight = torch.zeros(weight_q.shape)
     for column, group in enumerate(groups):
         weight[:, column] = (weight_q[:, column] - points[:, group]).float() * scales[:, group]
@@ -81,7 +82,7 @@ def expand(weight_q: Tensor, scales: Tensor, points: Tensor, groups: list[int]) 
 
 
 def in_int32(values: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
-    """[rows, columns] -> [rows, columns / per int]: bits of a row side by side; `places`: whose come first."""
+    """Pack [rows, columns] to [rows, columns / per int]: bits of a row side by side; `places` says whose come first."""
     per_int = 32 // bits
     packed = torch.zeros(len(values), -(-values.shape[1] // per_int), dtype=torch.int64)
     for column in range(packed.shape[1]):
@@ -102,7 +103,7 @@ def gptq(bits: int, group: int | None, *, ordered: bool, zeros: bool, v2: bool =
         unsorted = torch.zeros_like(q)
         for place, source in enumerate(order.tolist()):
             g_idx[source], unsorted[:, source] = place // size, q[:, place]
-        points = points if v2 else points.clamp(min=1)  # the first version cannot say 0
+        points = points if v2 else points.clamp(min=1)  # the first version cannot express 0
         stored = points if v2 else points - 1
         parts = {
             "qweight": in_int32(unsorted, bits).T,
@@ -188,7 +189,7 @@ def float_quantized(strategy: str) -> Format:
         scales = (weight.abs().view(rows, -1).amax(dim=1, keepdim=True) / 448).float()
         q = (weight / scales).to(torch.float8_e4m3fn)
         stored = scales if strategy == "channel" else scales.flatten()
-        # A module of the default format may say how activations are rounded: nobody asks.
+        # A module of the default format may say how activations are rounded, which does not matter here.
         return {"weight": q, "weight_scale": stored, "input_scale": torch.ones(1)}, q.float() * scales
 
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
@@ -197,7 +198,7 @@ def float_quantized(strategy: str) -> Format:
 
 
 def fp8_blocks(rows: int, columns: int) -> Format:
-    """Sizes that divide no matrix: the last blocks are smaller."""
+    """Block sizes that divide no matrix: the last blocks are smaller."""
 
     def pack(weight: Tensor, _: torch.Generator) -> tuple[Parts, Tensor]:
         outputs, inputs = weight.shape
@@ -216,11 +217,12 @@ def fp8_blocks(rows: int, columns: int) -> Format:
 
 
 FP8_BLOCK = 64
-"""Of `save_in_fp8`: it divides all matrices of the default model, as blocks of 128 do those of larger ones."""
+"""The block size of `save_in_fp8`. It divides all matrices of the default model,
+as blocks of 128 do those of larger ones."""
 
 
 def to_fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers, and a scale for each block of FP8_BLOCK x FP8_BLOCK: its largest magnitude is 448."""
+    """Return numbers, and a scale for each block of FP8_BLOCK x FP8_BLOCK: its largest magnitude is 448."""
     rows, columns = (size // FP8_BLOCK for size in weight.shape)
     blocks = weight.float().view(rows, FP8_BLOCK, columns, FP8_BLOCK)
     scales = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
@@ -233,7 +235,7 @@ def from_fp8_blocks(q: Tensor, scales: Tensor) -> Tensor:
 
 
 def save_in_fp8(source: Path, directory: Path) -> None:
-    """The checkpoint of `source` with all matrices but embedding and LM head in blocks of fp8."""
+    """Save the checkpoint of `source` with all matrices but embedding and LM head in blocks of fp8."""
     stored = load_file(source / "model.safetensors")
     for key in [key for key in stored if key.endswith("_proj.weight")]:
         q, scales = to_fp8_blocks(stored.pop(key))

@@ -1,5 +1,5 @@
-"""Owns Codex's grammar of patches, patches drawn from it, and a reader of its own that says what is one.
-Never uses llguidance: what is tested with it is not judged by it."""
+"""Owns Codex's grammar of patches, patches drawn from it, and a reader of its own that decides what a patch is.
+Never uses llguidance, which must not judge what is tested with it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ eof_line: "*** End of File" LF
 
 %import common.LF
 """
-"""As version 0.169.0 sends it."""
+"""The grammar as version 0.169.0 sends it."""
 
 _LETTERS = "abcXYZ019 .,;:_-+*/\\\"'`$%&#@!?(){}[]<>|~^=\té漢🦜\r\x01"
 
 
 def draw(rng: random.Random) -> str:
-    """A patch of any shape that the grammar has."""
+    """Draw a patch of any shape that the grammar has."""
     hunks = "".join(rng.choice((_add, _delete, _update))(rng) for _ in range(rng.randint(1, 4)))
     return f"*** Begin Patch\n{hunks}*** End Patch" + rng.choice(("", "\n"))
 
 
 def is_patch(text: str) -> bool:
-    """Line by line: which lines may follow which."""
+    """Decide line by line which lines may follow which."""
     lines = text.split("\n")
     if lines[-1] == "" and len(lines) > 1:
         lines.pop()

@@ -1,5 +1,5 @@
 """Owns hand-made plans for executor tests: one request fed in chunks, several side by side.
-Never schedules: tests say what each step holds."""
+Never schedules: tests say what each step has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def greedy(num_logprobs: int | None = None) -> RowSampling:
 
 
 def chunk(name: str, tokens: Sequence[int], start: int, end: int, blocks: Sequence[int]) -> ScheduledRequest:
-    """Positions [start, end) of a prompt; LAST if that completes it."""
+    """Make a chunk of the positions [start, end) of a prompt; its kind is LAST if that completes the prompt."""
     last = end == len(tokens)
     sampling = greedy() if last else None
     kind = RowKind.LAST if last else RowKind.MIDDLE
@@ -33,14 +33,15 @@ def decode(name: str, token: int, position: int, blocks: Sequence[int]) -> Sched
 
 
 def stateful(executor: ModelExecutor, row: ScheduledRequest, slot: int = 0) -> ScheduledRequest:
-    """The row with a state slot, where the model has recurrent state."""
+    """Give the row a state slot, if the model has recurrent state."""
     return replace(row, state=StateUse(slot)) if executor.capabilities.recurrent_state else row
 
 
 def scored(
     name: str, tokens: Sequence[int], start: int, end: int, blocks: Sequence[int], num_logprobs: int = 0
 ) -> ScheduledRequest:
-    """Positions [start, end) of a prompt that is only scored: each predicts the prompt's next token, if it has one."""
+    """Make a chunk of the positions [start, end) of a prompt that is only scored:
+    each predicts the prompt's next token, if it has one."""
     scoring = PromptScoring(start, tuple(tokens[start + 1 : end + 1]), num_logprobs)
     return replace(chunk(name, tokens, start, end, blocks), sampling=None, scoring=scoring)
 
@@ -48,7 +49,8 @@ def scored(
 def prompt_scores(
     executor: ModelExecutor, tokens: Sequence[int], blocks: Sequence[int], ends: Sequence[int], num_logprobs: int = 0
 ) -> list[TokenLogprobs]:
-    """Log-probabilities of a prompt fed in chunks that end at `ends`, one after another as each chunk returns them."""
+    """Return log-probabilities of a prompt fed in chunks that end at `ends`,
+    in the order in which the chunks return them."""
     found: list[TokenLogprobs] = []
     for start, end in pairwise((0, *ends)):
         executor.launch(StepPlan(start, (scored("a", tokens, start, end, blocks, num_logprobs),)))
@@ -66,7 +68,7 @@ def run(executor: ModelExecutor, *rows: ScheduledRequest, step_id: int = 0) -> t
 def forced_logits(
     executor: ModelExecutor, tokens: Sequence[int], blocks: Sequence[int], chunk_size: int | None = None
 ) -> Tensor:
-    """Logits at each position of one sequence, fed in chunks. # [len(tokens), vocab] float32"""
+    """Return logits at each position of one sequence, fed in chunks. # [len(tokens), vocab] float32"""
     size = chunk_size or len(tokens)
     steps = [chunk("a", tokens, start, min(start + size, len(tokens)), blocks) for start in range(0, len(tokens), size)]
     plans = [StepPlan(number, (stateful(executor, row),)) for number, row in enumerate(steps)]
@@ -76,7 +78,7 @@ def forced_logits(
 def forced_logits_together(
     executor: ModelExecutor, sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]], chunk_size: int
 ) -> list[Tensor]:
-    """As `forced_logits` for several sequences that share every step."""
+    """Do as `forced_logits` for several sequences that share every step."""
     parts: list[list[Tensor]] = [[] for _ in sequences]
     for start in range(0, max(map(len, sequences)), chunk_size):
         live = [number for number, tokens in enumerate(sequences) if start < len(tokens)]
@@ -92,11 +94,10 @@ def forced_logits_together(
 def forced_steps(
     executor: DeviceExecutor, sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]], begins: Sequence[int]
 ) -> list[tuple[Tensor, GraphUse | None]]:
-    """Logits of every token of each step, and which capture the step was. # [num_tokens, vocab] float32
+    """Return logits of every token of each step, and which capture the step was. # [num_tokens, vocab] float32
 
-    Of each sequence the tokens before `begins` are a step of their own; then all decode side by side, one known token
-    a step, as long as they have any.
-    """
+    The tokens of each sequence before `begins` are a step of their own. Then all sequences decode side by side, one
+    known token a step, as long as they have any."""
     steps = [
         [chunk(str(number), tokens, 0, begin, table)]
         for number, (tokens, table, begin) in enumerate(zip(sequences, tables, begins, strict=True))
@@ -116,7 +117,7 @@ def forced_steps(
 def greedy_text(
     executor: ModelExecutor, prompt: Sequence[int], blocks: Sequence[int], count: int, chunk_size: int | None = None
 ) -> list[int]:
-    """`count` greedy tokens of one request that has the executor to itself."""
+    """Return `count` greedy tokens of one request that has the executor to itself."""
     tokens = list(prompt)
     size = chunk_size or len(prompt)
     for start in range(0, len(prompt), size):

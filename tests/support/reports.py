@@ -11,7 +11,7 @@ from serve_app.routing.stats import encode
 def snapshot(
     *, requests: int = 0, waiting: int = 0, queued: int = 0, free_blocks: int = 100, cached: int = 0
 ) -> LoadSnapshot:
-    """The load of an engine with 100 KV blocks."""
+    """Return the load of an engine with 100 KV blocks."""
     return LoadSnapshot(
         num_running=requests - waiting,
         num_waiting=waiting,
@@ -31,5 +31,5 @@ def snapshot(
 
 
 def stats(taken_at_s: float, *digests: bytes, limit: int = 100, rate: float = 0.0, **load: int) -> dict[str, Any]:
-    """What an engine with that load and those cached blocks returns to Serve."""
+    """Return what an engine with that load and those cached blocks returns to Serve."""
     return encode(snapshot(**load), digests, limit=limit, prefill_tokens_per_s=rate, taken_at_s=taken_at_s)

@@ -13,7 +13,7 @@ import pytest
 
 VARIABLE = "CHUNKSERVE_TEST_SEED"
 FIXED = 0
-"""What the variable is where it is unset. Then hypothesis tries the same examples in every run, too."""
+"""The value of the variable where it is unset. Then hypothesis tries the same examples in every run, too."""
 
 _drawn = ("", 0)
 """The test that drew last, and how often it did."""
@@ -27,13 +27,13 @@ def run_seed() -> int:
 
 
 def derived_seed(*names: object) -> int:
-    """Of this run and these names; below 2**31, which every library takes."""
+    """Derive a seed from this run and these names; it is below 2**31, which every library takes."""
     text = repr((run_seed(), *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 def next_seed() -> int:
-    """The running test's own, whatever ran before it; another one with each call, which is printed."""
+    """Return the running test's own next seed, whatever ran before it, and print it."""
     global _drawn
     current = os.environ.get("PYTEST_CURRENT_TEST")
     assert current, "drawn outside of a test: it would depend on what else is collected"
@@ -50,8 +50,8 @@ def seeded_random() -> random.Random:
 
 
 def seed_globals(test: str) -> None:
-    """Before each test: what is drawn from without a generator being given. Weights of a new model are one such thing,
-    the seed of a request that names none another. Nothing is imported that the test would not import."""
+    """Seed, before each test, what is drawn from without a generator being given: weights of a new model, for example,
+    or the seed of a request that names none. Import nothing that the test would not import."""
     seed = derived_seed("globals", test)
     random.seed(seed)
     secrets.randbits = random.Random(seed).getrandbits

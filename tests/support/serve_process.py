@@ -1,4 +1,4 @@
-"""Runs this project's config.yaml as a user would, with the settings that a test wants; loadtest/server.py is how.
+"""Runs this project's config.yaml as a user would, with the settings that a test wants, by loadtest/server.py.
 Never reuses a running server, and never leaves a child behind."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def serve_run(args: dict[str, Any], *, env: dict[str, str] | None = None) -> Ite
 
 @contextmanager
 def starting(args: dict[str, Any], *, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """`serve_run` without waiting until it answers."""
+    """Do as `serve_run`, without waiting until it answers."""
     config = yaml.safe_load((ROOT / "config.yaml").read_text())
     config["applications"][0]["args"].update(args)
     with starting_config(config, env or {}) as server:
@@ -37,7 +37,7 @@ def starting(args: dict[str, Any], *, env: dict[str, str] | None = None) -> Iter
 
 
 def members_of(session: int) -> dict[int, str]:
-    """The name of every process in a session by its id: the processes that a `serve run` started, and itself."""
+    """Map the processes in a session to their names: those that a `serve run` started, and itself."""
     found = {}
     for process in session_members(session):
         with suppress(OSError):  # ended meanwhile
@@ -46,7 +46,7 @@ def members_of(session: int) -> dict[int, str]:
 
 
 def listening(pids: list[int]) -> list[tuple[str, int]]:
-    """(address, port) of every TCP socket on which one of these processes listens."""
+    """Return (address, port) of every TCP socket on which one of these processes listens."""
     inodes = {os.readlink(fd) for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
     found = []
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:

@@ -14,7 +14,7 @@ STEP_S = 0.05
 
 
 def scenario(jobs: list[Job], **settings: Any) -> Scenario:
-    """Engines of eight seats whose steps take STEP_S each."""
+    """Make engines of eight seats whose steps take STEP_S each."""
     config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_prefill_tokens": 64, "num_kv_blocks": 256}
     config |= settings.pop("config", {})
     return Scenario(

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 TIMEOUT_S = 180
-"""Longest life of a stream. Only ever reached by a failure."""
+"""Longest life of a stream, which only a failure reaches."""
 _GRACE_S = 5
 _TICK_S = 0.02
 
@@ -31,11 +31,11 @@ class Stream:
     completion_tokens: int | None = None
     error: dict[str, Any] | None = None
     done: bool = False
-    """[DONE] came, and the response ended as HTTP says."""
+    """Whether [DONE] came, and the response ended as HTTP says."""
     broken: str | None = None
     """How the connection failed."""
     longest_gap_s: float = 0.0
-    """Between two frames."""
+    """The longest time between two frames."""
     _last_frame: float | None = None
 
     @property
@@ -44,12 +44,12 @@ class Stream:
 
     @property
     def answer(self) -> Answer:
-        """What must be the same whatever happened on the way."""
+        """Return what must be the same whatever happened on the way."""
         return self.text, self.finish_reason, self.completion_tokens
 
     @property
     def fault(self) -> str | None:
-        """Why this is not a whole answer; None if it is one."""
+        """Return why this is not a whole answer; None if it is one."""
         if self.error is not None:
             return f"{self.status}: {self.error}"
         if self.broken is not None:
@@ -74,7 +74,7 @@ class Stream:
 
 
 def request_bytes(url: str, body: dict[str, Any]) -> bytes:
-    """A streamed completion as it goes over the wire."""
+    """Return the request for a streamed completion as it goes over the wire."""
     data = json.dumps({"stream": True, "stream_options": {"include_usage": True}, **body}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nContent-Type: application/json\r\n"
     return head.encode() + f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
@@ -136,7 +136,7 @@ class Crowd:
         self._tasks = [asyncio.ensure_future(read_stream(self.url, body, stream)) for body, stream in pairs]
 
     async def until(self, what: Callable[[Stream], bool], timeout_s: float = 60) -> None:
-        """Wait until each stream is so, or has ended."""
+        """Wait until `what` is true of each stream, or it has ended."""
         async with asyncio.timeout(timeout_s):
             while not all(stream.ended or what(stream) for stream in self.streams):
                 await asyncio.sleep(_TICK_S)

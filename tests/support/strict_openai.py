@@ -18,22 +18,22 @@ OURS: dict[str, frozenset[str]] = {
     "Choice": frozenset({"token_ids", "stop_reason", "matched_stop"}),
     "CompletionChoice": frozenset({"token_ids", "prompt_token_ids", "prompt_logprobs", "stop_reason", "matched_stop"}),
 }
-"""What a model has besides, by its name."""
+"""Fields that a model has besides OpenAI's, by the model's name."""
 
 NULLS: dict[tuple[str, str], Any] = {
     ("CompletionChoice", "finish_reason"): Literal["stop", "length"] | None,
     ("Logprobs", "token_logprobs"): list[float | None] | None,
     ("Logprobs", "top_logprobs"): list[dict[str, float] | None] | None,
 }
-"""Where OpenAI itself sends nulls that its types leave out: in the chunks before the last, and for the first token of a
-prompt, which nothing predicts."""
+"""Places where OpenAI itself sends nulls that its types leave out: in the chunks before the last, and for the first
+token of a prompt, which nothing predicts."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 @cache
 def strict(model: type[ModelT]) -> type[ModelT]:
-    """The same model, and those inside it, which forbids what it does not know."""
+    """Return the same model, and those inside it, such that they forbid unknown fields."""
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         kind = NULLS.get((model.__name__, name)) or _strict_type(field.annotation)

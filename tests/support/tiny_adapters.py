@@ -1,5 +1,5 @@
 """Owns tiny random LoRA adapters, written as PEFT writes them, and models that they are merged into.
-Never shares code with the engine: what an adapter does is said here once more, by the weights that it adds to."""
+Never shares code with the engine: what an adapter does is defined here once more, by the weights that it adds to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def save_adapter(
     size: float = 0.1,
     **config: Any,
 ) -> Path:
-    """An adapter for `model`, on its modules of these names. `config`: further keys of adapter_config.json."""
+    """Save an adapter for `model`, on its modules of these names. `config` has further keys of adapter_config.json."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, module in model.named_modules():
@@ -67,7 +67,7 @@ def save_adapter(
 
 
 def _factors(model: PreTrainedModel, directory: Path) -> Iterator[tuple[torch.nn.Module, Tensor, Tensor]]:
-    """Each adapted module of `model` with A, and scale * B."""
+    """Yield each adapted module of `model` with A, and scale * B."""
     config = json.loads((directory / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config["use_rslora"] else config["r"])
     tensors = load_file(directory / "adapter_model.safetensors")
@@ -79,7 +79,7 @@ def _factors(model: PreTrainedModel, directory: Path) -> Iterator[tuple[torch.nn
 
 
 def merged(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """A copy of `model` whose weights are W + scale * B A."""
+    """Return a copy of `model` whose weights are W + scale * B A."""
     copy = deepcopy(model)
     with torch.no_grad():
         for module, a, b in _factors(copy, directory):
@@ -88,7 +88,8 @@ def merged(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
 
 
 def beside(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """A copy of `model` that computes W x and scale * B A x apart and adds them, all in its own type, as PEFT does."""
+    """Return a copy of `model` that computes W x and scale * B A x separately
+    and adds them, all in its own type, as PEFT does."""
     copy = deepcopy(model)
     for module, a, b in _factors(copy, directory):
         first, second = a.to(module.weight.dtype), b.to(module.weight.dtype)

@@ -20,7 +20,7 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 
 
 def hf_weights(arch: str, seed: int = 0, tied: bool = True) -> dict[str, np.ndarray]:
-    """Random Hugging Face weights, float32 values that bfloat16 holds exactly."""
+    """Return random Hugging Face weights, with float32 values that bfloat16 holds exactly."""
     rng = np.random.default_rng(seed)
     hidden, inner, head_dim, vocab = (SHAPE[name] for name in ("hidden", "inner", "head_dim", "vocab"))
     q, kv = SHAPE["heads"] * head_dim, SHAPE["kv_heads"] * head_dim
@@ -50,7 +50,7 @@ def hf_weights(arch: str, seed: int = 0, tied: bool = True) -> dict[str, np.ndar
 
 
 def bf16_exact(values: np.ndarray) -> np.ndarray:
-    """Float32 with the low 16 bits cleared."""
+    """Return float32 with the low 16 bits cleared."""
     return (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
 
 
@@ -73,7 +73,7 @@ _NAMES = {
 
 
 def gguf_tensors(arch: str, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same weights under GGUF names, with llama's Q and K rows as llama.cpp stores them."""
+    """Return the same weights under GGUF names, with llama's Q and K rows as llama.cpp stores them."""
     tensors = {}
     for name, values in weights.items():
         stem, suffix = name.rsplit(".", 1)
@@ -91,7 +91,7 @@ def gguf_tensors(arch: str, weights: dict[str, np.ndarray]) -> dict[str, np.ndar
 
 
 def metadata(arch: str) -> dict[str, Any]:
-    """What a converter writes for the tiny model. A test changes or removes keys; None leaves one out."""
+    """Return what a converter writes for the tiny model. A test changes or removes keys; None leaves one out."""
     return {
         f"{arch}.context_length": 512,
         f"{arch}.embedding_length": SHAPE["hidden"],

@@ -70,7 +70,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 
 
 WINDOW = 24
-"""Neither a multiple of a block nor of a chunk."""
+"""A length that is a multiple neither of a block nor of a chunk."""
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 GEMMA_ROPES = {
     GLOBAL: {"rope_type": "default", "rope_theta": 1e5},
@@ -129,14 +129,14 @@ LONG: dict[str, Any] = {
     },
     "original_max_position_embeddings": 64,
 }
-"""LongRoPE, which is another model within the original context than beyond it: see phi3_long."""
+"""Fields of LongRoPE, which is another model within the original context than beyond it: see phi3_long."""
 
 
 SHARPENED = ("mixtral", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_vl")
 
 
 def greedy_answer(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What transformers goes on with, whatever ends there may be."""
+    """Return the tokens with which transformers continues, ignoring ends."""
     ids = torch.tensor([list(prompt)])
     answer = model.generate(
         ids,
@@ -151,20 +151,20 @@ def greedy_answer(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int
 
 
 def make_model(kind: str) -> PreTrainedModel:
-    """A float32 model with random weights, norms and biases included, the same at every call."""
+    """Make a float32 model with random weights, norms and biases included, the same at every call."""
     torch.manual_seed(7)
     model = _MAKERS[kind]()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                from_zero = kind == "gemma3" or (kind in HYBRIDS and "linear_attn" not in name)  # they are 1 + w
+                from_zero = kind == "gemma3" or (kind in HYBRIDS and "linear_attn" not in name)  # stored as 1 + w
                 parameter.copy_(torch.rand_like(parameter) + (-0.5 if from_zero else 0.5))
-            elif name.endswith("A_log"):  # slow decays: a state is of what is far behind, too
+            elif name.endswith("A_log"):  # slow decays: a state remembers what is far behind, too
                 parameter.copy_(torch.rand_like(parameter) * 3 - 4)
             elif name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter))
             elif kind in SHARPENED and name.endswith("mlp.gate.weight"):
-                parameter.mul_(4)  # unequal shares: what a near tie decides in bfloat16 weighs less
+                parameter.mul_(4)  # unequal shares: what a near tie decides in bfloat16 then weighs less
     return model.eval()
 
 
@@ -204,16 +204,17 @@ _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def _with_vision(kind: type[PreTrainedConfig], **fields: Any) -> PreTrainedConfig:
-    """Of a vision-language model; `fields`: of its text decoder, besides those of all hybrids."""
+    """Make the config of a vision-language model;
+    `fields` are those of its text decoder, besides those of all hybrids."""
     text = SHAPE | HYBRID | deepcopy(INTERLEAVED) | fields
     return kind(text_config=text, vision_config=dict(TOWER), tie_word_embeddings=False)
 
 
 KINDS = tuple(_MAKERS)
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl")
-"""With recurrent state; of the last two the text decoder alone is served."""
-LINES = ("mistral", "gemma3", "smollm3", "phi3", "qwen3_moe", "mixtral", *HYBRIDS)
-"""Those that differ from Llama in more than a bias or a norm."""
+"""Models with recurrent state; of the last two only the text decoder is served."""
+DISTINCT_FAMILIES = ("mistral", "gemma3", "smollm3", "phi3", "qwen3_moe", "mixtral", *HYBRIDS)
+"""Models that differ from Llama in more than a bias or a norm."""
 _MAKERS["phi3_long"] = lambda: Phi3ForCausalLM(Phi3Config(**SHAPE | PHI, **deepcopy(LONG)))
 
 

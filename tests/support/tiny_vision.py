@@ -19,7 +19,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from engine.multimodal_inputs import SpanInput
 
 TEXT_VOCAB = 256
-"""Text is of ids below: a byte each."""
+"""Ids of text are below this: a byte each."""
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 IM_START, IM_END, VISION_START, IMAGE, VISION_END = range(TEXT_VOCAB, TEXT_VOCAB + len(SPECIALS))
 VOCAB = TEXT_VOCAB + len(SPECIALS) + 2
@@ -29,7 +29,7 @@ TEMPLATE = (
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""What Qwen2.5-VL's has for texts and images."""
+"""The chat template of Qwen2.5-VL for texts and images."""
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 96,
@@ -57,12 +57,12 @@ VISION: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 PIXELS = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 256, "max_pixels": 4096}
-"""Of 4 to 64 tokens."""
+"""Image sizes of 4 to 64 tokens."""
 SIDE = 8
 
 
 def make_vision_model() -> Qwen2_5_VLForConditionalGeneration:
-    """A float32 model with random weights, norms and biases included, the same at every call."""
+    """Make a float32 model with random weights, norms and biases included, the same at every call."""
     torch.manual_seed(7)
     config = Qwen2_5_VLConfig(
         text_config=TEXT,
@@ -83,7 +83,7 @@ def make_vision_model() -> Qwen2_5_VLForConditionalGeneration:
 
 
 def save_vision_model(directory: Path) -> Qwen2_5_VLForConditionalGeneration:
-    """Write the checkpoint as transformers does, with what it says of images and of texts, and return the model."""
+    """Write the checkpoint as transformers does, with its processor and chat template, and return the model."""
     model = make_vision_model()
     model.save_pretrained(directory)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -118,7 +118,7 @@ class Shown:
 
 
 def show(*parts: list[int] | Image.Image) -> Shown:
-    """Texts and images in this order, each image between its marks."""
+    """Make a prompt of texts and images in this order, each image between its marks."""
     processor = Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, size={"shortest_edge": PIXELS["min_pixels"], "longest_edge": PIXELS["max_pixels"]}
     )

@@ -1,5 +1,5 @@
 """Owns the random configs and requests that property tests draw from.
-Never draws what is refused: of two settings that exclude each other, one gives way."""
+Never draws what is refused: of two settings that exclude each other, one is dropped."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ PARAMS = st.fixed_dictionaries(
 
 @st.composite
 def spans(draw: st.DrawFn, length: int) -> tuple[tuple[int, int], ...]:
-    """Mostly none; else spans in order, apart or touching."""
+    """Draw mostly no spans; otherwise spans in order, apart or touching."""
     if length < 2 or draw(st.integers(0, 3)):
         return ()
     cuts = sorted(draw(st.sets(st.integers(0, length), min_size=2, max_size=4)))

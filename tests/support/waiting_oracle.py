@@ -1,5 +1,5 @@
-"""Owns the order of a queue by definition: everything that waits is looked at each time, and nothing is forgotten.
-Never fast: engine/scheduling/waiting.py is to say the same."""
+"""Owns the order of a queue by definition: everything that waits is looked at each time, and nothing is remembered.
+Never fast: engine/scheduling/waiting.py has to give the same order."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class PlainQueue:
 
 
 def _since(lane: Iterable[Request]) -> float:
-    """Of those that ran before, and the first one behind them that did not."""
+    """Return the earliest time since which one of a lane waits:
+    of those that ran before, and of the first behind them that did not."""
     return min(_told_by(lane), default=math.inf)
 
 

@@ -13,9 +13,9 @@ SERVERS = "servers"
 
 
 class WholeModules(LoadScopeScheduling):
-    """A worker takes whole modules, whose fixtures are then made once, and one of them takes all that start servers,
-    before all else: two at a time would starve each other. (`--dist loadgroup` of pytest-xdist 3.8 finds no groups with
-    pytest 9.2.)"""
+    """Gives a worker whole modules, whose fixtures are then made once. One worker gets all modules that start servers,
+    before all else: two servers at a time would starve each other. (`--dist loadgroup` of pytest-xdist 3.8 finds no
+    groups with pytest 9.2.)"""
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.partition("::")[0]
@@ -29,5 +29,5 @@ class WholeModules(LoadScopeScheduling):
 
 @cache
 def starts_servers(module: str) -> bool:
-    """By its text, for it is collected elsewhere. module: its path below the checkout."""
+    """Decide by a module's text, because it is collected elsewhere. `module` is its path below the checkout."""
     return "pytest.mark.server" in (ROOT / module).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Owns what is claimed of the device's benchmark: every cell is there, and ceilings and aims are computed as they say.
+"""Owns the claims of the device's benchmark: every cell is there, and ceilings and aims are computed as documented.
 Never asserts a time."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tests.support.tiny_models import save_model
 def test_every_cell_is_measured_on_any_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The longest request is set: block tables were as wide as 131,072 tokens take, in every step."""
+    """The longest request bounds the block tables. They were once as wide as 131,072 tokens take, in every step."""
     monkeypatch.setattr("benchmarks.engine.gpu.MAX_MODEL_LEN", 120)
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "head_dim": 16}))
     sizes = ["--steps", "2", "--copy-mib", "1", "--matrix", "32", "--seed", "3"]
@@ -73,7 +73,8 @@ def test_every_cell_is_measured_on_any_device(
 def test_a_load_that_fails_costs_its_own_cells_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything was printed at the end: what fails on a card that is there for minutes took all else with it."""
+    """Regression: everything was printed at the end, so one failure on a card that is lent for minutes lost all
+    results."""
 
     def host_gap(*_: Any) -> Any:
         yield {"cell": "host_gap", "size": 1}
@@ -94,8 +95,8 @@ def test_a_load_that_fails_costs_its_own_cells_alone(
 
 
 class Clocks:
-    """A device and an executor of it in simulated milliseconds: a step is two kernels of 1 ms, and Python takes
-    `python_ms` before each of them."""
+    """Simulate a device and its executor in milliseconds: a step is two kernels of 1 ms, and Python takes `python_ms`
+    before each of them."""
 
     def __init__(self, python_ms: float, *, waits: bool = False) -> None:
         self.host_ms = self.device_ms = 0.0
@@ -133,7 +134,8 @@ class ClockedEvent:
 
 @pytest.mark.parametrize("python_ms", [0.1, 5.0])
 def test_a_step_takes_the_device_as_long_however_long_python_takes_to_launch_it(python_ms: float) -> None:
-    """Four steps launched one after another had the time of their launches, and no gap where it was all a gap."""
+    """Regression: for four steps launched back to back the time of their launches was reported, and no gap even where
+    the device mostly waited."""
     clocks: Any = Clocks(python_ms)
     assert device_times(clocks, clocks, StepPlan(0, ()), clocks.work, 3) == [2.0, 2.0, 2.0]
 
@@ -144,14 +146,14 @@ def test_a_launch_that_waits_for_the_device_leaves_its_own_time_unknown() -> Non
 
 
 class TimedDevice(FakeDevice):
-    """On which every step takes a quarter of a millisecond."""
+    """A device on which every step takes a quarter of a millisecond."""
 
     def timing_event(self) -> TimingEvent:
         return _Quarter()
 
 
 class LazyDevice(TimedDevice):
-    """Which runs nothing of what it captures before it is replayed."""
+    """A device that runs captured work only when it is replayed."""
 
     def capture(self, work: Callable[[], None], beside: object = None) -> Any:
         return Namespace(replay=work)
@@ -169,7 +171,8 @@ def options_of(*arguments: str) -> Namespace:
 
 
 def test_decode_rows_and_a_chunk_are_a_captured_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a row more than there are seats it was an eager one, held against a captured one without decode rows."""
+    """Regression: one row more than there are seats made the step an eager one, which was then compared with a captured
+    step without decode rows."""
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", FakeFlash(any_dtype=True))  # type: ignore[arg-type]
     monkeypatch.setattr("kernels.flash.DTYPES", (torch.float32,))
     model, device = write_model(tmp_path), TimedDevice()
@@ -196,8 +199,8 @@ def test_decode_rows_and_a_chunk_are_a_captured_step(tmp_path: Path, monkeypatch
 def test_whole_prompts_beside_streams_are_a_captured_step_of_little_padding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool, captures: bool
 ) -> None:
-    """They were padded to the next size of all, and chunks were faster than them by as much. Where nothing is captured,
-    they are measured all the same."""
+    """Regression: whole prompts were padded to the next size of all, and chunks seemed faster by just that padding.
+    Where nothing is captured, whole prompts are measured all the same."""
     device = LazyDevice()
     monkeypatch.setattr(device, "captures", captures)
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", FakeFlash(any_dtype=True))  # type: ignore[arg-type]
@@ -249,7 +252,8 @@ class CountingExecutor(FakeExecutor):
 
 
 def test_the_throughput_is_that_of_a_second_run(tmp_path: Path) -> None:
-    """Kernels were compiled within the only one, while transformers' second run was what it was compared with."""
+    """Regression: there was one run, which included compiling kernels, and it was compared with the second run of
+    transformers."""
     config = resolved_config(
         vocab_size=64, max_model_len=64, num_kv_blocks=64, overlap=True, enable_prefix_caching=False
     )
@@ -273,7 +277,8 @@ def test_the_full_load_is_s1s_cell_and_has_every_size_of_decode_steps() -> None:
 
 
 def test_what_a_step_must_do_at_least_follows_from_the_shape() -> None:
-    """Llama-3.1-8B: 6.98e9 weights in 32 layers and 0.53e9 in the LM head; 128 KiB of K and V a token."""
+    """The figures are for Llama-3.1-8B: 6.98e9 weights in 32 layers, 0.53e9 in the LM head, and 128 KiB of K and V per
+    token."""
     model = read_model_config(SHAPES / "llama-3.1-8b")
     assert matrix_params(model) == 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336) == 6_979_321_856
     head = 128256 * 4096
@@ -319,7 +324,7 @@ def test_an_aim_is_met_or_missed_by_its_own_sign_and_left_out_if_nothing_was_mea
 
 @pytest.mark.parametrize("valid", [(True, True), (True, False), (False, True)])
 def test_an_aim_is_not_met_by_cells_that_are_not_valid(valid: tuple[bool, bool]) -> None:
-    """S1-R5: prompts that had waited for the streams to end gave the best figures of all."""
+    """S1-R5: prompts that had waited until the streams ended gave the best figures of all."""
     cells = [
         {"cell": "mixed", "size": 2048, "ms_p50": 1.0, "least_ms": 1.0, "valid": valid[1]},
         {"cell": "mixed_load", "size": 512, "gap_max": 1.0, "valid": valid[0]},
@@ -329,7 +334,7 @@ def test_an_aim_is_not_met_by_cells_that_are_not_valid(valid: tuple[bool, bool])
 
 
 def test_steps_of_a_model_with_recurrent_state_are_measured(tmp_path: Path) -> None:
-    """Their rows had no slots: no cell of qwen3.5-27b could be measured."""
+    """Regression: their rows had no slots, so no cell of qwen3.5-27b could be measured."""
     save_model("qwen3_5", tmp_path)
     bench = DeviceBench(options_of("--model", str(tmp_path)))
     with bench.engine() as (executor, resolved):

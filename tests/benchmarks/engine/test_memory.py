@@ -1,4 +1,5 @@
-"""The KV-tight benchmark runs on the fake executor: its document is whole, and what no clock decides is right."""
+"""The KV-tight benchmark runs on the fake executor: its document is complete, and what does not depend on a clock is
+right."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ RATIO = ("ratio", "ratio_scaled")
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Two runs with one seed. All requests arrive at once, so that no figure but the times depends on the machine."""
+    """Run the benchmark twice with one seed. All requests arrive at once, so only the times depend on the machine."""
     found = []
     for number in range(2):
         path: Path = tmp_path_factory.mktemp("bench") / f"{number}.json"
@@ -77,7 +78,8 @@ def test_whole_lives_are_never_preempted_and_prompts_alone_are_in_a_tight_pool(d
 
 
 def test_each_token_is_computed_once_and_only_preemptions_compute_it_again(documents: list[dict[str, Any]]) -> None:
-    """The last token of an answer is never fed back; the figure for a cell without preemptions is the load's own."""
+    """The last token of an answer is never fed back. For a cell without preemptions the figure is exactly the load's
+    own."""
     for document in documents:
         once = {
             tuple(a - b for a, b in zip(cell["computed_tokens"], cell["recomputed_tokens"], strict=True))
@@ -118,7 +120,7 @@ def test_a_wait_for_a_seat_is_not_a_wait_for_memory() -> None:
 
 
 def test_the_scripted_stop_token_ends_no_answer_before_its_time() -> None:
-    """An executor whose every token is the stop token: the script alone decides."""
+    """Every token of this executor is the stop token, so only the script can decide when an answer ends."""
     arrivals = [Arrival(0.0, tuple(range(2, 18)), 24, length) for length in (2, 5, 23)]
     config = resolved_config(num_kv_blocks=200, enable_prefix_caching=False, scheduler=cells(24)["full"])
     figures = KvTight(FakeExecutor(200, config.block_size, [0]), config, arrivals).run()

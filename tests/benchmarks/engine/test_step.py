@@ -65,7 +65,8 @@ def test_the_last_line_is_one_document_with_a_cell_for_each_shape(
 def test_the_loop_has_room_for_its_streams_whatever_else_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With `--rows` and nothing behind it, sixteen streams never had blocks enough at once, and it waited for ever."""
+    """Regression: with `--rows` as the last option, sixteen streams never had enough blocks at once, and the bench
+    waited for ever."""
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "head_dim": 16}))
     arguments = ["--model", str(tmp_path), "--load-format", "dummy", "--kernels", "native", "--rounds", "1"]
     main([*arguments, "--context", "60", "--steps", "2", "--rows", "--prefill", "1", "--loop", "70"])
@@ -88,7 +89,7 @@ def test_the_mixed_load_runs_on_any_executor_and_says_if_it_measured_anything() 
 
 
 def test_streams_that_end_before_the_last_prompt_are_no_valid_mixed_load() -> None:
-    """On a fast card they did, and the last prompts disturbed nobody."""
+    """Regression: on a fast card the streams ended first, and the last prompts disturbed nobody."""
     config = resolved_config(max_model_len=4096, num_kv_blocks=4096, max_num_batched_tokens=64, max_prefill_tokens=64)
     for answer, num_ended in ((1500, 0), (50, 4)):
         executor = FakeExecutor(config.num_kv_blocks, config.block_size, range(32))
@@ -122,7 +123,8 @@ def test_a_stream_that_fails_ends_the_mixed_load_and_is_no_good_figure() -> None
 
 
 def test_the_tools_of_the_cpu_ask_for_it_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left to choose, the engine took the GPU, and refused the CPU's kernels that they had asked for."""
+    """Regression: left to choose, the engine took the GPU, and then refused the CPU kernels that the tools had asked
+    for."""
     asked: list[EngineConfig] = []
 
     class AskedError(Exception):
@@ -150,7 +152,7 @@ def drafting_config() -> ResolvedConfig:
 
 
 def test_the_drafts_bench_serves_the_same_answers_with_each_setting() -> None:
-    """On the scripted executor, with requests that a look-up does foresee."""
+    """Run on the scripted executor, with requests that prompt lookup does foresee."""
     config = drafting_config()
     reply = [3, 1, 4, 1, 5] * 40
     executors = {name: FakeExecutor(512, config.block_size, range(32), reply=reply, verifies=True) for name in ARMS}

@@ -1,5 +1,6 @@
-"""Owns the contract of the stall benchmark: its requests are the largest that are taken, and its figures are told.
-Never holds a time against a limit."""
+"""Owns the contract of the stall benchmark: its requests are the largest that are accepted, and its figures are
+reported.
+Never compares a time with a limit."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def test_each_request_is_as_large_as_is_taken_and_is_taken(name: str) -> None:
     READERS[case.path](case.body)
 
 
-def test_the_waits_of_others_are_told_with_each_answers_status(tmp_path: Path) -> None:
+def test_the_waits_of_others_are_reported_with_each_answers_status(tmp_path: Path) -> None:
     Tokenizer.byte_level()._core.save(str(tmp_path / "tokenizer.json"))
     case = CASES["30k tokens"](Tokenizer.byte_level())
     with served(tmp_path, 8192) as port:

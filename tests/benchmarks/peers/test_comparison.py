@@ -1,4 +1,4 @@
-"""What the comparison with peers says: medians, ratios, vLLM's better setting, aims, and the tables of them."""
+"""What the comparison with peers reports: medians, ratios, vLLM's better setting, aims, and the tables of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLD_START = row_of("", "cold_start_s")
 
 
 def document(failed: dict[str, str] | None = None, **figures: dict[str, list[float]]) -> dict[str, Any]:
-    """`figures`: of each server, by row ("single.tpot_ms"), one value a round."""
+    """Make a document. `figures` maps each server to its rows ("single.tpot_ms"), with one value per round."""
     servers = {name.replace("_", "-"): of_server for name, of_server in figures.items()}
     num_rounds = max(len(values) for of_server in servers.values() for values in of_server.values())
     rounds: list[dict[str, Any]] = [{} for _ in range(num_rounds)]
@@ -38,7 +38,7 @@ def test_a_figure_is_the_median_with_the_least_and_most_of_the_rounds() -> None:
 
 def test_a_ratio_is_that_of_the_medians_and_its_range_that_of_the_rounds() -> None:
     found = document(chunkserve={"single.tpot_ms": [2.0, 6.0, 4.0]}, vllm={"single.tpot_ms": [10.0, 10.0, 5.0]})
-    assert ratio(found, TPOT, "vllm") == (0.4, 0.2, 0.8)  # the median of the rounds' ratios would be 0.6
+    assert ratio(found, TPOT, "vllm") == (0.4, 0.2, 0.8)  # The median of the rounds' ratios would be 0.6.
 
 
 def test_a_ratio_needs_a_round_that_both_have() -> None:
@@ -57,7 +57,7 @@ def test_vllms_better_setting_is_the_lower_time_and_the_higher_throughput() -> N
 
 
 def test_long_prompts_are_compared_at_the_setting_that_disturbs_streams_least() -> None:
-    """The other setting answers long prompts sooner, by holding the streams up: one cannot have both."""
+    """The other setting answers long prompts sooner, but only by holding the streams up: one cannot have both."""
     found = document(
         vllm={"mixed.longest_gap_ms": [600.0], "mixed.long_ttft_ms": [500.0]},
         vllm_512={"mixed.longest_gap_ms": [250.0], "mixed.long_ttft_ms": [700.0]},
@@ -113,7 +113,7 @@ def test_a_server_that_failed_has_a_column_and_is_named_with_the_reason() -> Non
     assert "Ray Serve LLM was not measured: it broke" in text
 
 
-def test_a_short_run_says_that_its_figures_are_none() -> None:
+def test_a_short_run_says_that_its_figures_do_not_count() -> None:
     found = document(chunkserve={"single.tpot_ms": [4.0]})
     assert "A short run" not in table(found)
     assert "A short run" in table({**found, "short": True})

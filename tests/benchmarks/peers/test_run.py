@@ -1,4 +1,5 @@
-"""The comparison with peers: servers in turn, the same prompts, what is left of them, and what makes a run fail."""
+"""The comparison with peers: servers run in turn on the same prompts, nothing is left of them, and failures fail the
+run."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Machine:
         self._tmp_path = tmp_path
 
     def contender(self, name: str, lose: int = 0, fails: Exception | None = None) -> Contender:
-        """A server that leaves `lose` tokens out of each answer, or that `fails` to start."""
+        """Make a server that drops `lose` tokens of each answer, or that `fails` to start."""
 
         @contextmanager
         def start(setup: Setup) -> Iterator[Server]:
@@ -178,7 +179,7 @@ def install(setup: Setup, *programs: str) -> None:
 
 
 def command_of(monkeypatch: pytest.MonkeyPatch, setup: Setup, name: str) -> tuple[list[str], dict[str, str]]:
-    """What would have been run."""
+    """Return the command that would have been run."""
     found: list[tuple[list[str], dict[str, str]]] = []
 
     @contextmanager
@@ -221,7 +222,7 @@ def test_a_peer_does_not_see_this_repository(
     install(setup, *programs)
     command, environment = command_of(monkeypatch, setup, name)
     assert environment["PYTHONPATH"] == ""
-    assert name == "vllm" or "-P" in command  # the directory of the script that is run stays off the path, too
+    assert name == "vllm" or "-P" in command  # The directory of the script that is run stays off the path, too.
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-512", "ray-llm"])
@@ -252,7 +253,7 @@ def test_ours_is_config_yaml_as_it_is(monkeypatch: pytest.MonkeyPatch, setup: Se
 
 
 def test_a_worker_that_outlives_its_parent_is_gone_when_the_server_has_ended() -> None:
-    """vLLM's do: the next server would share the cores with them."""
+    """vLLM's workers do outlive it: the next server would share the cores with them."""
     worker = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )

@@ -1,4 +1,4 @@
-"""The transport benchmark: what its client reads, how its figures come about, and the ways it compares with."""
+"""The transport benchmark: what its client reads, how its figures come about, and the paths it compares."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stream(*parts: bytes) -> bytes:
 
 
 def reads(raw: bytes, cuts: list[int]) -> list[tuple[float, bytes]]:
-    """The bytes in pieces, one a second."""
+    """Deliver the bytes in pieces, one a second."""
     edges = [0, *sorted(cuts), len(raw)]
     pieces = [raw[begin:end] for begin, end in pairwise(edges) if begin < end]
     return [(float(i), piece) for i, piece in enumerate(pieces)]
@@ -115,9 +115,10 @@ def test_a_stream_that_breaks_off_within_a_chunk_is_a_bad_answer() -> None:
 
 
 class _Scripted:
-    """An HTTP server on a free port that answers each request with the next of `answers`, the last one again and again.
-    `by_tokens`: other answers, for requests of so many tokens. `cuts`: it closes the connection after an answer
-    that has no end."""
+    """An HTTP server on a free port that answers each request with the next of `answers`, and repeats the last one for
+    ever.
+    `by_tokens`: other answers, for requests of so many tokens. `cuts`: it closes the connection after an answer that
+    has no end."""
 
     def __init__(self, *answers: bytes, cuts: bool = False, by_tokens: dict[int, bytes] | None = None) -> None:
         self._by_tokens = by_tokens or {}
@@ -229,7 +230,7 @@ def test_the_cost_of_a_token_and_of_a_request_are_told_apart() -> None:
 
 def test_gaps_are_taken_while_all_streams_of_a_wave_run() -> None:
     late = answer((0.5, 0.52, 0.54, 0.56))
-    early = answer((0.02, 0.3, 0.5, 0.52, 0.54))  # its pauses came while the other was still being set up
+    early = answer((0.02, 0.3, 0.5, 0.52, 0.54))  # Its pauses came while the other stream was still being set up.
     found = pace_figures([early, late])
     assert found["gap_max_ms"] == pytest.approx(20)
     assert found["gap_all_max_ms"] == pytest.approx(280)
@@ -301,7 +302,7 @@ def test_a_process_is_counted_by_what_it_runs(command: str, kind: str) -> None:
 
 
 def test_cpu_time_is_that_of_all_processes_of_the_session(tmp_path: Path) -> None:
-    # Not in the parent's own command, which would be counted in the child's stead.
+    # The code is not in the parent's own command, which would be counted in place of the child's.
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass', ':Eng' + 'ine'])"
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     server = Server(process, 0, tmp_path / "log")
@@ -311,7 +312,7 @@ def test_cpu_time_is_that_of_all_processes_of_the_session(tmp_path: Path) -> Non
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
-        # All at once: a list of them has missed the child that was being started, which then ran on for ever.
+        # All at once: a list of them once missed the child that was just being started, which then ran for ever.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

@@ -1,5 +1,5 @@
-"""Owns faults that only a process can do to itself. Python imports this by its name wherever this directory is on
-PYTHONPATH; `tests.chaos.hangs` puts it there for one server, and orders a fault by a file named by the process's id.
+"""Owns faults that only a process can do to itself. Python imports this module by its name wherever this directory is
+on PYTHONPATH; `tests.chaos.hangs` puts it there for one server, and orders a fault by a file named by the process's id.
 Never does anything unordered."""
 
 import ctypes
@@ -19,13 +19,13 @@ def _wait_for_orders(order: Path) -> None:
     while not order.exists():
         _sleep(LOOK_S)
     if order.read_text() == "holds the interpreter lock":
-        ctypes.PyDLL(None).sleep(FOR_EVER_S)  # a PyDLL's calls keep the lock
+        ctypes.PyDLL(None).sleep(FOR_EVER_S)  # calls of a PyDLL keep the interpreter lock
     else:
         _steps_hang.set()
 
 
 def _sleep_in_steps(seconds: float) -> None:
-    """A scripted engine sleeps in place of computing; like a kernel, without the interpreter lock."""
+    """A scripted engine sleeps where others compute; like a kernel, it does so without the interpreter lock."""
     is_step = threading.current_thread().name == "engine-steps"
     _sleep(FOR_EVER_S if is_step and _steps_hang.is_set() else seconds)
 

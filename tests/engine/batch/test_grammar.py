@@ -97,7 +97,7 @@ def test_masks_follow_the_answer_and_the_drafts_and_allow_the_end_only_where_the
 
 
 def test_a_forgotten_answer_is_replayed() -> None:
-    """What preemption and migration rest on: the matcher is made anew from the tokens of the answer."""
+    """Preemption and migration rest on this: the matcher is made anew from the tokens of the answer."""
     grammars = Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID)
     grammar = "start: /[ab]{3}c/"
     for length in range(4):
@@ -234,7 +234,8 @@ def test_the_grammar_has_the_last_word(controls: dict[str, Any]) -> None:
 
 
 def test_a_grammar_that_becomes_too_much_work_fails_its_own_request_alone() -> None:
-    """It compiles, and its second mask takes more than one token may cost: the client's mistake, and no fault."""
+    """The grammar compiles, but its second mask takes more work than one token may cost. That is the client's mistake,
+    and no fault of the engine."""
     core = grammar_core()
     for name in "abc":
         core.send(name, PROMPT, max_tokens=60, grammar=f"start: /{'.?' * 300}/" if name == "b" else WORDS)
@@ -255,11 +256,12 @@ def test_an_answer_that_leaves_its_grammar_is_a_fault_of_the_engine() -> None:
 
 
 class PanicException(BaseException):
-    """As the library raises it."""
+    """The panic as the library raises it."""
 
 
 def test_a_panic_of_the_library_fails_the_request_that_caused_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen with llguidance 1.9.1. It is no Exception: it would end the thread of the steps, and every stream hang."""
+    """Seen with llguidance 1.9.1. The panic is no Exception:
+    it would end the thread that runs the steps, and every stream would hang."""
     fill = grammar.fill_next_token_bitmask_par
 
     def panicking(workers: Any, work: Any, filled: Any) -> None:

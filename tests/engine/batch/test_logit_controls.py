@@ -1,4 +1,5 @@
-"""Owns the contract of what changes logits before a token is chosen: against the naive definition, and at the seam.
+"""Owns the contract of what changes logits before a token is chosen: compared with the naive definition, and at the
+seam.
 Never tests what a control does to text; tests/golden compares that with transformers."""
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from engine.scheduling.request import create_request
 from engine.step import PENDING_TOKEN, LogitControls, RowKind, RowSampling
 from kernels import reference
 from tests.support.engines import EOS, VOCAB, RecordingCore, resolved_config
+from tests.support.plan_rows import rows_of
 from tests.support.seeds import next_seed
 
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5}
@@ -72,7 +74,7 @@ def test_a_batch_of_mixed_rows_equals_the_definition() -> None:
 
 
 def words_of(allowed: list[set[int]], vocab: int) -> torch.Tensor:
-    """As llguidance packs them."""
+    """Pack the allowed tokens as llguidance does."""
     words = [[0] * -(-vocab // 32) for _ in allowed]
     for row_words, tokens in zip(words, allowed, strict=True):
         for token in tokens:
@@ -88,7 +90,7 @@ def test_a_batch_with_grammars_equals_the_definition() -> None:
         rows = [row(random_controls(draw, vocab), draw.choice([(), (0, 4)])) for _ in range(6)]
         limited = draw.sample(range(6), 4)
         allowed = [set(draw.sample(range(vocab), draw.choice([1, 2, vocab]))) for _ in limited]
-        allowed[0] = {0, 4}  # in some rows all of it is banned
+        allowed[0] = {0, 4}  # in some rows everything that it allows is banned
         want = torch.stack([by_definition(*each) for each in zip(logits, rows, [()] * 6, strict=True)])
         for number, tokens in zip(limited, allowed, strict=True):
             want[number] = reference.keep_within(want[number], logits[number], sorted(tokens))
@@ -119,7 +121,7 @@ def test_a_word_of_several_tokens_is_banned_only_where_the_answer_ends_with_its_
 
 
 def answers_of(core: RecordingCore, request_id: str) -> list[tuple[int, ...]]:
-    rows = [row for plan in core.plans for row in plan.rows if row.request_id == request_id]
+    rows = rows_of(core, request_id)
     assert all(not row.answer for row in rows if row.kind is RowKind.MIDDLE)
     return [row.answer for row in rows if row.sampling is not None]
 
@@ -144,7 +146,8 @@ def test_a_row_that_does_not_look_back_carries_no_answer(controls: dict[str, Any
 
 
 def test_the_answer_is_the_same_after_a_preemption() -> None:
-    """The sampled tokens are computed again as if they were of the prompt; for penalties they are the answer's."""
+    """After a preemption the sampled tokens are computed again as if they were part of the prompt;
+    for penalties they are still the answer."""
     policy = SchedulerConfig(reserve_mode="prompt", preempt_policy="lifo", watermark_blocks=0)
     core = RecordingCore(num_kv_blocks=5, max_num_seqs=2, scheduler=policy, enable_prefix_caching=False)
     for name in "ab":

@@ -34,14 +34,14 @@ OTHER_BLOCKS = (1, 2, 4, 5, 6)
 
 
 def oracle(logits: Tensor, token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
-    """In double precision and by sorting everything. logits: [vocab]"""
+    """Compute the alternatives in double precision and by sorting everything. logits: [vocab]"""
     values = logits.double().log_softmax(-1).tolist()
     order = sorted(range(len(values)), key=lambda other: (-logits[other].item(), other))
     return values[token], [(other, values[other]) for other in order[:count]]
 
 
 def rank_of(logits: Tensor, token: int) -> int:
-    """By sorting everything. logits: [vocab]"""
+    """Compute the rank by sorting everything. logits: [vocab]"""
     return sorted(range(len(logits)), key=lambda other: (-logits[other].item(), other)).index(token) + 1
 
 
@@ -75,7 +75,7 @@ def test_equal_alternatives_come_in_the_order_of_their_ids() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_has_its_rank_among_all_tokens_wherever_it_is(dtype: torch.dtype) -> None:
-    """In bfloat16 many logits are equal: the order is that of the alternatives."""
+    """In bfloat16 many logits are equal; then the order is that of the alternatives."""
     logits = torch.randn(60, 301, generator=torch.Generator().manual_seed(9)).to(dtype)
     tokens = torch.randint(0, 301, (60,), generator=torch.Generator().manual_seed(10)).tolist()
     found = token_logprobs(logits, tokens, [20] * 60, ranked=True)
@@ -121,7 +121,8 @@ def test_only_rows_that_ask_are_computed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
-    """And what transformers says of TOKENS: the logits of every position. # [len(TOKENS), vocab]"""
+    """Save a checkpoint, and return what transformers says of TOKENS: the logits of every position.
+    # [len(TOKENS), vocab]"""
     directory = tmp_path_factory.mktemp("qwen3")
     with torch.inference_mode():
         return directory, save_model("qwen3", directory)(torch.tensor([TOKENS])).logits[0].float()
@@ -140,7 +141,8 @@ def step(executor: TorchExecutor, *rows: object) -> StepOutput:
 
 
 def assert_scores(got: list[TokenLogprobs], want: Tensor, count: int) -> None:
-    """Of TOKENS[1:], each exactly once. want: transformers' logits of the same positions, [len(TOKENS), vocab]"""
+    """Check the scores of TOKENS[1:], each of which is there once. want:
+    transformers' logits of the same positions, [len(TOKENS), vocab]"""
     assert [each.token_id for each in got] == TOKENS[1 : len(got) + 1]
     for each, logits in zip(got, want.double().log_softmax(-1), strict=False):
         assert each.logprob == pytest.approx(logits[each.token_id].item(), abs=2e-4)
@@ -153,7 +155,8 @@ def assert_scores(got: list[TokenLogprobs], want: Tensor, count: int) -> None:
 def test_any_partition_of_a_prompt_scores_every_token_once_and_as_transformers_does(
     checkpoint: tuple[Path, Tensor], executor: TorchExecutor, cuts: set[int]
 ) -> None:
-    """S3-R2: the first token of a chunk is predicted by the chunk before, and nothing predicts the prompt's first."""
+    """S3-R2: the first token of a chunk is predicted by the chunk before,
+    and nothing predicts the prompt's first token."""
     got = prompt_scores(executor, TOKENS, BLOCKS, [*sorted(cuts), len(TOKENS)], 3)
     assert len(got) == len(TOKENS) - 1
     assert_scores(got, checkpoint[1], 3)
@@ -175,7 +178,7 @@ def test_chunks_of_any_size_score_every_token_once_and_as_transformers_does(
 def test_a_chunk_may_score_from_any_of_its_positions_on(
     checkpoint: tuple[Path, Tensor], executor: TorchExecutor
 ) -> None:
-    """After a preemption a chunk computes again what is already scored, up to somewhere inside it."""
+    """After a preemption a chunk computes again what is already scored, up to some position inside it."""
     before = scored("b", TOKENS, 0, 9, OTHER_BLOCKS)
     row = replace(scored("a", TOKENS, 0, 40, BLOCKS), scoring=PromptScoring(25, tuple(TOKENS[26:36]), 0))
     got = step(executor, before, row).prompt_logprobs
@@ -253,7 +256,8 @@ def test_a_mixed_step_gives_every_row_the_log_probabilities_it_gets_alone(execut
 
 
 def test_a_sampled_token_has_the_models_own_log_probability(executor: TorchExecutor) -> None:
-    """Not that of the distribution it was drawn from, which bans, temperature and filters have changed."""
+    """The reported value is not that of the distribution the token was drawn from, which bans,
+    temperature and filters have changed."""
     best = int(executor.logits(StepPlan(0, (chunk("a", TOKENS, 0, 9, BLOCKS),)))[-1].argmax())
     changed = replace(greedy(3), temperature=3.0, top_k=4, min_p=0.01, seed=8, banned_token_ids=(best,))
     row = replace(chunk("a", TOKENS[:9], 0, 9, BLOCKS), sampling=changed)
@@ -269,7 +273,7 @@ def test_a_row_whose_prompt_has_no_finite_logits_fails_alone(checkpoint: tuple[P
     executor, _ = create_executor(checkpoint[0], EngineConfig(dtype="float32", num_kv_blocks=20))
     good, bad = scored("good", [1, 2, 3], 0, 3, (0,)), scored("bad", [1, 7, 4, 5], 0, 3, (1,))
     expected = step(executor, good).prompt_logprobs[0]
-    executor.model.decoder.weights.embedding[7] = torch.nan  # whoever reads this token gets NaN
+    executor.model.decoder.weights.embedding[7] = torch.nan  # the row that reads this token gets NaN
     asks = replace(chunk("asks", [7], 0, 1, (2,)), sampling=greedy(num_logprobs=1))
     output = step(executor, bad, good, asks)
     assert output.failed == ((0, NO_LOGIT), (2, NO_LOGIT))

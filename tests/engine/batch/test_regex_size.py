@@ -1,4 +1,5 @@
-"""Owns the contract of the limit of a grammar's regexes: what would stop a step is refused before llguidance sees it.
+"""Owns the contract of the limit on the size of a grammar's regexes: one that would stall a step is refused before
+llguidance sees it.
 Never measures time."""
 
 from __future__ import annotations

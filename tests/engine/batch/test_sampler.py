@@ -43,7 +43,7 @@ def oracle(logits: torch.Tensor, spec: RowSampling, position: int = 0) -> int:
 
 
 def test_philox_gives_the_published_known_answers() -> None:
-    """The kat_vectors of Random123 for philox4x32-10."""
+    """The vectors are those of Random123's kat_vectors for philox4x32-10."""
     ones = 0xFFFFFFFF
     assert philox4x32((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     assert philox4x32((ones,) * 4, (ones,) * 2) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
@@ -131,7 +131,7 @@ def test_all_mass_in_one_token_is_always_that_token() -> None:
 
 
 def test_a_draw_near_one_stays_on_a_token_with_mass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression guard: u * total may round to total, which no cumulative sum exceeds."""
+    """Regression: u * total may round to total, which no cumulative sum exceeds."""
     logits = torch.tensor([[0.0, 0.3, 0.7, -torch.inf, -torch.inf]])
     for value, token in ((1 - 2.0**-53, 2), (0.0, 0)):
         monkeypatch.setattr("engine.batch.sampler.uniform", lambda seed, position, value=value: value)

@@ -56,7 +56,7 @@ def test_dummy_weights_need_nothing_but_a_config_and_are_the_same_every_time(tmp
 
 
 def test_threads_of_torch_do_not_spin_beside_a_server_unless_they_are_told_to(tmp_path: Path) -> None:
-    """On two busy cores spinning made a step several times as long. The policy is read when torch is loaded."""
+    """On two busy cores spinning made a step several times as long. torch reads the policy when it is loaded."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     code = (
         "import os; from engine.build.engine import build_engine; from engine.config import EngineConfig;"

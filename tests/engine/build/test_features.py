@@ -1,4 +1,4 @@
-"""Owns the promise that the table of engine.features is what is refused: each rule by an engine that breaks it.
+"""Owns the promise that the table of engine.features is exactly what is refused: each rule is broken by an engine.
 Never reads a weight: all of it is refused before."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ VALUES: dict[Feature, Any] = {
     features.TORCH_CPU: "torch_cpu",
     features.REFERENCE: "reference",
 }
-"""What turns a feature on, by its setting."""
+"""A value for each feature's setting that turns it on."""
 
 BESIDE: dict[Feature, dict[str, Any]] = {
     features.LOCAL_CHUNKS: {"scheduler.max_partial_prefills": 0},
@@ -87,7 +87,7 @@ BESIDE: dict[Feature, dict[str, Any]] = {
     features.FAKE: {"executor": "fake"},
     features.NO_SECOND_MODEL: {"num_speculative_tokens": 2},
 }
-"""What else has to be set, lest another rule be broken first."""
+"""What else has to be set, so that no other rule is broken first."""
 
 KINDS: dict[Feature, str] = {
     features.EXPERTS: "qwen3_moe",
@@ -98,7 +98,7 @@ KINDS: dict[Feature, str] = {
     features.DRAFT_TAKES_IMAGES: "llama",
     features.DRAFT_HAS_STATE: "llama",
 }
-"""The checkpoint that is such a model; all others are llama's."""
+"""The checkpoint of a model that has the feature; all others are llama's."""
 
 DRAFTS = {features.DRAFT_TAKES_IMAGES: "vision", features.DRAFT_HAS_STATE: "qwen3_next"}
 
@@ -133,7 +133,8 @@ def packed(directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of a tiny checkpoint by its kind, saved when it is first asked for."""
+    """Return a function that gives the directory of a tiny checkpoint of a kind,
+    and saves it when it is first asked for."""
     saved: dict[str, Path] = {}
 
     def find(kind: str) -> Path:
@@ -147,7 +148,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 def config_with(settings: dict[str, Any]) -> dict[str, Any]:
-    """EngineConfig's arguments, from dotted paths."""
+    """Turn dotted paths into the arguments of EngineConfig."""
     parts: dict[str, dict[str, Any]] = {"": {}, "scheduler": {}, "speculative": {}}
     for path, value in settings.items():
         part, _, name = path.rpartition(".")
@@ -157,7 +158,7 @@ def config_with(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def start(terms: tuple[Feature, ...], find: Callable[[str], Path]) -> None:
-    """An engine in which all of them are on."""
+    """Start an engine in which all of these features are on."""
     settings: dict[str, Any] = {}
     for term in terms:
         settings |= BESIDE.get(term, {})
@@ -198,7 +199,7 @@ def test_what_breaks_a_rule_is_refused_by_both_and_the_reason(
 
 
 def test_what_breaks_no_rule_is_not_refused(checkpoint: Callable[[str], Path]) -> None:
-    """Without features that are on, all of the above starts: it is they that are refused."""
+    """All models of the test above start when no feature is turned on, so it is the features that are refused."""
     for kind in ("llama", "qwen3_moe", "qwen3_next", "vision"):
         config = EngineConfig(load_format="dummy", kernels="torch_cpu", num_kv_blocks=64)
         start_on_cpu(checkpoint(kind), config, (HostDevice(), "a test"), 1).claim.release()
@@ -233,7 +234,7 @@ def test_reasons_are_clauses_and_each_rule_is_there_once() -> None:
 # --- nothing is refused beside it ------------------------------------------------------------------------------------
 
 NOT_OF_FEATURES = {
-    # a value out of its bounds, or a list of sizes that is none
+    # a value out of its bounds, or a list of sizes that cannot be used
     "engine/config.py check_bounds": 2,
     "engine/execution/gpu/cuda_graph_buckets.py _checked": 3,
     # two numbers that contradict each other
@@ -258,22 +259,22 @@ NOT_OF_FEATURES = {
     "engine/build/gpu.py GpuStart._attach": 1,
     "engine/build/gpu.py GpuStart._captures_fit": 1,
     "engine/build/gpu.py _fits": 1,
-    # what this machine has not, or a model's shape: found out by trying
+    # what this machine does not have, or a model's shape: found out by trying
     "engine/execution/device.py choose_device": 1,
     "engine/build/cpu.py _kernels": 2,
     "engine/build/gpu.py _attention": 1,
-    # another's refusal, with the name of the model that it is of
+    # passes on another refusal, with the name of the model that it concerns
     "engine/build/cpu.py _draft_kernels": 1,
-    # another's refusal, with what the preset has set
+    # passes on another refusal, with what the preset has set
     "engine/config.py _with_presets": 1,
     # the table
     "engine/config.py refuse_conflicts": 1,
 }
-"""Every place that refuses a config, with how often, and why it is none of a feature beside another."""
+"""Every function that refuses a config by itself, how often it does, and why that is no conflict between features."""
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """(qualified name, function) of all functions, those inside of others left to them."""
+    """Yield the qualified name and node of each function. A function inside another is part of that one."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef):
             yield from functions(node, f"{prefix}{node.name}.")
@@ -284,7 +285,7 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 
 def raised(root: Path, error: str) -> Counter[str]:
-    """`file function` -> how often it raises `error`."""
+    """Count how often each `file function` raises `error`."""
     found: Counter[str] = Counter()
     for path in sorted(root.rglob("*.py")):
         for name, function in functions(ast.parse(path.read_text(encoding="utf-8"))):
@@ -304,7 +305,7 @@ def test_features_are_refused_by_the_table_alone() -> None:
 def test_a_hybrid_model_that_keeps_snapshots_may_have_drafts_of_a_model_without_state(
     checkpoint: Callable[[str], Path],
 ) -> None:
-    """Snapshots are the main model's: the draft model's kernels were refused beside them."""
+    """Regression: snapshots are the main model's, but the draft model's kernels were refused because of them."""
     executor, _ = create_executor(
         checkpoint("qwen3_next"),
         EngineConfig(

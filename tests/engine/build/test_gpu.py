@@ -1,4 +1,4 @@
-"""Owns the start on a device: what is measured and what follows from it, and what is refused with its reason.
+"""Owns the start on a device: what is measured, what follows from it, and what is refused with its reason.
 Never needs a GPU: a fake one answers with memory that the test makes up."""
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ MIB = 1 / 1024
 
 @pytest.mark.usefixtures("_flash")
 def test_kv_blocks_follow_from_what_is_measured_at_the_start(model: Path) -> None:
-    # Free: at the start, with weights, with the probe's cache, after the largest steps, after the captures' own work,
-    # once that is released, after captures.
+    # What is free: at the start, with weights, with the probe's cache, after the largest steps, after the captures' own
+    # work, once that is released, and after captures.
     free = [15, 12, 11.5, 10, 9.75, 11.5, 10.75]
     executor, resolved = create(model, FakeDevice(free), gpu_memory_utilization=0.75)
     left = 12 - 1 - 3 - 1.75 - 0.75  # others, weights, the largest step, captures
@@ -72,7 +72,7 @@ WEIGHTS, OF_A_TOKEN = 3 * 2**20, 64 * 2**10
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> CachingDevice:
-    """A device of 16 MiB that is told of weights, KV caches and forward passes."""
+    """Make a device of 16 MiB that is told of weights, KV caches and forward passes."""
     device, allocate, forward = CachingDevice(16 * 2**20), KVCache.allocate, Decoder.forward
 
     def weights(*args: Any, **options: Any) -> Any:
@@ -102,7 +102,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> CachingDevice:
 def test_what_captures_keep_is_counted_beside_what_steps_use(
     model: Path, monkeypatch: pytest.MonkeyPatch, scope: str, kept: int
 ) -> None:
-    """It was less by what the largest step had left in the allocator's cache: nothing, of captured decode alone."""
+    """Regression: what captures keep was counted less what the largest step had left in the allocator's cache. With
+    only decode steps captured, that was nothing."""
     device = watched(monkeypatch)
     executor, resolved = create(model, device, cuda_graphs=scope)
     spare, left = scope != "none", int(0.9 * 16 * 2**20) - WEIGHTS - (40 + kept) * OF_A_TOKEN
@@ -116,7 +117,7 @@ def test_what_captures_keep_is_counted_beside_what_steps_use(
 def test_captures_larger_than_any_step_have_memory_to_run_their_work_in(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each capture runs its work first: the second of this size does so beside what the first keeps."""
+    """Each capture runs its work first, so the second one of this size runs while the first one keeps its memory."""
     sizes: dict[str, Any] = {"cuda_graph_mixed_tokens": (64,), "cuda_graph_mixed_rows": (2, 4)}
     _, resolved = create(model, watched(monkeypatch), gpu_memory_utilization=1.0, **sizes)
     assert resolved.num_kv_blocks == (16 * 2**20 - WEIGHTS - 2 * 64 * OF_A_TOKEN) // BLOCK_BYTES - 1
@@ -141,10 +142,11 @@ def test_captures_that_do_not_fit_beside_kv_blocks_are_refused_by_their_setting(
 
 
 @pytest.mark.usefixtures("_flash")
-def test_kv_blocks_that_somebody_took_the_memory_of_are_refused_by_their_settings(
+def test_kv_blocks_whose_memory_was_taken_meanwhile_are_refused_by_their_settings(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the measurement and the allocation another process may take it: that was a traceback of torch's."""
+    """Between the measurement and the allocation another process may take the memory:
+    that once ended in a traceback of torch's."""
     allocate = KVCache.allocate
 
     def second_fails(of: ModelConfig, num_blocks: int, *args: Any) -> KVCache:
@@ -159,7 +161,8 @@ def test_kv_blocks_that_somebody_took_the_memory_of_are_refused_by_their_setting
 
 @pytest.mark.usefixtures("_flash")
 def test_the_first_decode_step_of_an_engine_has_long_contexts(model: Path) -> None:
-    """Kernels choose their configurations in it, for good: it was the padding that the first capture runs."""
+    """Kernels choose their configurations in the first step, for good.
+    That step was once the padding that the first capture runs."""
     flash: Any = sys.modules["vllm_flash_attn"]
     create(model)
     first = next(call for name, call in flash.calls if name == "kvcache")
@@ -326,14 +329,14 @@ def test_a_gpu_is_taken_where_torch_sees_one(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", ["num_kv_blocks", "kv_cache_memory_gib"])
-def test_of_two_settings_that_say_how_many_blocks_there_are_one_is_refused(name: str) -> None:
+def test_only_one_setting_may_say_how_many_blocks_there_are(name: str) -> None:
     with pytest.raises(
         ConfigError, match=f"{name} is 3, but gpu_memory_utilization is 0.5: both say how many KV blocks"
     ):
         EngineConfig(**{name: 3, "gpu_memory_utilization": 0.5})
 
 
-def test_faults_of_the_device_are_told_from_want_of_memory_and_from_bugs() -> None:
+def test_faults_of_the_device_are_told_apart_from_lack_of_memory_and_from_bugs() -> None:
     faults = {
         ExecutorOutOfMemoryError: torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."),
         ExecutorFatalError: RuntimeError("CUDA error: device-side assert triggered"),

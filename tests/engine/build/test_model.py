@@ -1,4 +1,4 @@
-"""Every model is put together by one builder, and what devices differ in reaches the parts."""
+"""Every model is put together by one builder, which tells the parts what differs between devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Parts = tuple[Decoder, KVCache, RecurrentState | None]
 
 
 def builder(directory: Path, *, engine: dict[str, Any] | None = None, **differences: Any) -> Any:
-    """Its runner is nothing but the parts that it is given."""
+    """Make a builder whose runner is just the parts that it is given."""
     asked = EngineConfig(**{"num_kv_blocks": 5} | (engine or {}))
     resolved = resolved_config(num_kv_blocks=5, block_size=16, max_num_seqs=3, dtype="bfloat16", max_model_len=64)
     return ModelBuilder(
@@ -55,7 +55,7 @@ def test_a_model_with_recurrent_state_gets_its_slots_in_the_same_way(tmp_path: P
 
 
 def test_a_cache_may_be_of_another_size_and_type_than_what_is_resolved(tmp_path: Path) -> None:
-    """A GPU's start measures on a small one; int8 is kept on a CPU."""
+    """The start on a GPU measures with a small cache, and a CPU may keep its cache in int8."""
     save_model("llama", tmp_path)
     made = builder(tmp_path, engine={"kv_cache_dtype": "int8"})
     _, cache, _ = made.attach(made.load(), 2)

@@ -113,7 +113,7 @@ def test_bfloat16_is_rounded_to_nearest_with_ties_to_even() -> None:
 
 def test_the_config_says_what_the_metadata_says(tmp_path: Path) -> None:
     config = config_of(write_gguf(tmp_path / "tiny.gguf"))
-    assert config["rms_norm_eps"] == 1e-5  # not float32's 9.999999747378752e-06
+    assert config["rms_norm_eps"] == 1e-5  # and not float32's 9.999999747378752e-06
     assert config["rope_theta"] == 50000.0
     assert config["rope_scaling"] is None
     assert config["head_dim"] == SHAPE["head_dim"]
@@ -174,7 +174,7 @@ def test_llama3_scaling_is_recovered_from_the_divisors_in_the_file(tmp_path: Pat
     )
     scaled = ROPE_INIT_FUNCTIONS["llama3"](hf, "cpu")[0].double().numpy()
     divisors = 500000.0 ** -(np.arange(0, 128, 2) / 128) / scaled
-    assert ((divisors > 1.01) & (divisors < 31)).sum() >= 3  # the ramp between the two ends is exercised
+    assert ((divisors > 1.01) & (divisors < 31)).sum() >= 3  # the ramp between the two ends is used
     path = write_gguf(tmp_path / "t.gguf", tensors=with_rope_factors(divisors), llama__rope__freq_base=500000.0)
     from engine.checkpoints.gguf_config import build_config
     from engine.checkpoints.gguf_file import GGUFFile
@@ -255,7 +255,8 @@ def test_a_file_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_damaged_array_length_is_refused_and_not_looped_over(tmp_path: Path) -> None:
-    # Every uint64 in the header that holds the vocabulary's size is an array length; each made huge must be noticed.
+    # Every uint64 in the header that equals the vocabulary's size is an array length;
+    # each must be noticed when it is huge.
     data = bytearray(write_gguf(tmp_path / "whole.gguf").read_bytes())
     size = len(TOKENS).to_bytes(8, "little")
     at = data.find(size, data.find(b"tokenizer.ggml.token_type"))

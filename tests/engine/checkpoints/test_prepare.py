@@ -1,4 +1,5 @@
-"""Owns the contract of model preparation, long for its four forms of a name: one sound directory, or a named refusal.
+"""Owns the contract of model preparation: one sound directory, or a refusal that names what is wrong. Long, because a
+name has four forms.
 Never touches the shared cache, apart from the packaged default, which is prepared there once and then reused."""
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def gguf_path(tmp_path: Path, cache: Path) -> Path:
 
 @pytest.fixture
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The files that were converted, in order."""
+    """Record the files that were converted, in order."""
     made: list[Path] = []
     convert = gguf_convert.convert_gguf
 
@@ -227,7 +228,7 @@ def test_a_gguf_file_that_is_not_there_is_named(tmp_path: Path, cache: Path) -> 
 
 @pytest.fixture
 def local_model(gguf_path: Path, tmp_path: Path) -> Path:
-    """A Hugging Face directory outside the cache."""
+    """Save a Hugging Face directory outside the cache."""
     return Path(shutil.copytree(prepare_model(str(gguf_path), progress=False), tmp_path / "local"))
 
 
@@ -275,7 +276,7 @@ def test_a_shard_that_the_index_lists_must_be_there(local_model: Path) -> None:
 
 
 class Hub(ThreadingHTTPServer):
-    """Speaks the three requests of a snapshot download, for one repository at one commit."""
+    """Answers the three requests of a snapshot download, for one repository at one commit."""
 
     commit = "0123456789abcdef0123456789abcdef01234567"
 
@@ -320,7 +321,7 @@ class _HubHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silent: pytest's output is for pytest."""
+        """Print nothing: pytest's output is for pytest."""
 
 
 def _etag(content: bytes) -> str:

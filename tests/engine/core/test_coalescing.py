@@ -11,7 +11,7 @@ from tests.support.plan_rows import chunks_of, kinds, steps_of
 
 
 def gathering(**settings: object) -> RecordingCore:
-    """A stream that decodes; half of a step of 16 prefill tokens must be queued."""
+    """Start a stream that decodes; half of a step of 16 prefill tokens must be queued before prefill runs."""
     core = RecordingCore(
         tick_ms=10,
         max_num_batched_tokens=24,
@@ -25,7 +25,7 @@ def gathering(**settings: object) -> RecordingCore:
 
 
 def steps(core: RecordingCore, count: int) -> list[str]:
-    """Rows of the next steps."""
+    """Return the rows of the next steps."""
     before = len(core.plans)
     for _ in range(count):
         core.keep(core.step())

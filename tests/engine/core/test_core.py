@@ -1,4 +1,4 @@
-"""Contracts of the engine core: one request's life, what ends it, and who shares its fate. Long: every end of it."""
+"""Contracts of the engine core: a request's life, its end, and whom a fault affects. Long, because ends are many."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_end_of_sequence_ends_the_answer_is_counted_and_is_not_emitted() -> None
 
 
 def test_end_of_sequence_as_the_first_token_is_counted_the_same_way() -> None:
-    """S1-R11: one path counted it and another did not."""
+    """S1-R11: one path counted this token and another did not."""
     core = RecordingCore(reply=[])
     core.send("a", PROMPT, max_tokens=10)
     core.run()
@@ -127,7 +127,7 @@ def test_max_tokens_unset_fills_the_context_and_no_more() -> None:
 
 
 def test_an_empty_prompt_is_refused_at_submit() -> None:
-    """S1-R1: a prompt of no tokens stayed at the head of the queue and wedged it."""
+    """S1-R1: a prompt of no tokens stayed at the head of the queue and blocked it."""
     assert reject(resolved_config(), []).code is ErrorCode.EMPTY_PROMPT
 
 
@@ -157,7 +157,8 @@ def test_a_token_id_out_of_vocabulary_is_refused_by_value() -> None:
 
 
 def test_stop_tokens_that_leave_nothing_to_sample_are_refused() -> None:
-    """With every token banned until min_tokens, the sampler has no choice, and fails its neighbours' step."""
+    """With every token banned until min_tokens the sampler has no choice left,
+    and the step would fail for all of its rows."""
     error = reject(resolved_config(), [1], stop_token_ids=tuple(range(VOCAB)), min_tokens=1)
     assert (error.code, error.param) == (ErrorCode.INVALID_PARAMETER, "stop_token_ids")
 
@@ -185,7 +186,8 @@ def test_a_sampling_parameter_out_of_range_is_refused_by_name(field: str, value:
 
 
 def test_a_lifetime_writes_one_kv_slot_less_than_its_tokens() -> None:
-    """S1-R8: N completions write N - 1 slots. Every size around the block boundaries is held to its true peak."""
+    """S1-R8: N completions write N - 1 slots. Every size around the block boundaries
+    is tested with exactly the memory of its true peak."""
     for prompt_len in range(1, 13):
         for max_tokens in range(1, 13):
             slots = prompt_len + max_tokens - 1
@@ -222,7 +224,7 @@ def test_a_prompt_that_is_still_being_chunked_lends_only_what_is_computed() -> N
 
 
 def test_a_prompt_that_starts_beside_its_own_prefix_hits_what_is_computed_by_then() -> None:
-    """S4-R11: the twin of a prompt that is one chunk of five far may skip that chunk and no more."""
+    """S4-R11: a twin of a prompt of which one chunk of five is computed may skip that chunk and no more."""
     capped = SchedulerConfig(long_prefill_token_threshold=4, max_partial_prefills=0)
     core = RecordingCore(scheduler=capped)
     core.send("a", PROMPT, max_tokens=1)
@@ -368,7 +370,7 @@ def test_a_step_with_prefill_that_ran_out_of_memory_is_tried_again_with_half() -
 
 
 def test_blocks_that_a_request_keeps_for_its_retry_are_not_given_to_others() -> None:
-    """S5-R16: the smaller chunk needed fewer blocks than were held, and that counted as blocks that were free."""
+    """S5-R16: the smaller chunk needed fewer blocks than the request held, and the rest counted as free."""
     core = RecordingCore(
         before_step=out_of_memory_above(20),
         num_kv_blocks=7,
@@ -438,7 +440,8 @@ def test_a_request_ends_at_its_deadline_wherever_it_is() -> None:
 
 
 def test_deadlines_of_requests_that_ended_do_not_pile_up() -> None:
-    """A server whose clients allow ten minutes for answers of one second kept six hundred times too many."""
+    """Regression: a server whose clients allow ten minutes for answers of one
+    second kept six hundred times too many deadlines."""
     core = RecordingCore()
     for i in range(1000):
         core.send(f"r{i}", [1, 2], max_tokens=1, timeout_s=600)

@@ -1,5 +1,6 @@
-"""Regression tests of the specification's defects (section 2) that no other file holds; the docstrings name them.
-Never lists the defects: tests/engine/test_specification.py says for each which test, here or elsewhere, excludes it."""
+"""Regression tests of the specification's defects (section 2) that no other file has; the docstrings name them.
+Never lists the defects: tests/engine/test_specification.py says for each
+which test, here or elsewhere, rules it out."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from engine.batch.inputs import build_inputs
 from engine.build.executor import create_executor
 from engine.config import EngineConfig, SchedulerConfig
 from engine.protocol import SamplingParams
-from engine.step import RowKind, ScheduledRequest, StepPlan
+from engine.step import RowKind, StepPlan
 from tests.support.engines import RecordingCore, answer_alone
 from tests.support.invariants import CheckedCore
-from tests.support.plan_rows import chunks_of, kinds, num_prefill_tokens
+from tests.support.plan_rows import chunks_of, kinds, num_prefill_tokens, rows_of
 from tests.support.plans import forced_logits, forced_logits_together
 from tests.support.tiny_models import save_model
 
 TIGHT = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0, chunk_align=1)
-"""Admits whatever prompt fits, so that memory runs out."""
+"""Admits whatever prompt fits now, so that memory runs out later."""
 FULL = SchedulerConfig(reserve_mode="full", preempt_policy="none", chunk_align=1)
 LOOPS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -34,12 +35,8 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
-def rows_of(core: RecordingCore, request_id: str) -> list[ScheduledRequest]:
-    return [row for plan in core.plans for row in plan.rows if row.request_id == request_id]
-
-
 def crowd(core: RecordingCore, count: int = 6, max_tokens: int = 20) -> dict[str, list[int]]:
-    """Requests that outgrow a pool of a dozen blocks together, with prompts of 1 to 14 tokens; run to their ends."""
+    """Run requests to their ends that together outgrow a pool of a dozen blocks, with prompts of 1 to 14 tokens."""
     prompts = {f"r{i}": [i + 1] * (1 + 5 * i % 14) for i in range(count)}
     for name, prompt in prompts.items():
         core.send(name, prompt, max_tokens=max_tokens, ignore_eos=True)
@@ -52,7 +49,7 @@ def crowd(core: RecordingCore, count: int = 6, max_tokens: int = 20) -> dict[str
 @pytest.mark.parametrize("loop", LOOPS)
 def test_nobody_decodes_before_a_last_chunk_whatever_its_cursors_say(loop: str) -> None:
     """S2-R13: a request at (0, 0) counted as complete, and was decoded without a prompt. Here all cursors of a request
-    are 0 when it is new and when it was preempted; and a cached prompt leaves only one token to compute."""
+    are 0 when it is new and when it was preempted, and a cached prompt leaves only one token to compute."""
     core = RecordingCore(num_kv_blocks=12, max_num_seqs=6, scheduler=TIGHT, **LOOPS[loop])
     prompts = crowd(core)
     core.run()
@@ -132,7 +129,7 @@ def test_the_tail_of_a_prompt_and_the_next_one_fill_the_step() -> None:
 
 
 def test_a_request_is_admitted_while_a_step_is_in_flight() -> None:
-    """S5-R4: a helper returned 0 seats for as long as the device was busy, and nobody was admitted."""
+    """S5-R4: a helper reported 0 seats for as long as the device was busy, and nobody was admitted."""
     core = RecordingCore(overlap=True)
     core.send("stream", [1, 2], max_tokens=30, ignore_eos=True)
     for i in range(5):
@@ -148,7 +145,7 @@ def test_a_request_is_admitted_while_a_step_is_in_flight() -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_happens_to_a_request_later_does_not_change_a_plan_that_was_launched(loop: str) -> None:
-    """S4-R2: batches held the live lists of their requests, which then grew and were preempted under them."""
+    """S4-R2: batches held the live lists of their requests, which then grew or were preempted while the batch ran."""
     launched: list[StepPlan] = []
     core = RecordingCore(
         num_kv_blocks=12, scheduler=TIGHT, before_step=lambda plan: launched.append(deepcopy(plan)), **LOOPS[loop]
@@ -164,7 +161,7 @@ def test_what_happens_to_a_request_later_does_not_change_a_plan_that_was_launche
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("mode", ["mixed", "prefill_first", "decode_first"])
 def test_a_dry_run_is_what_the_step_then_carries_and_changes_nothing(mode: str, loop: str) -> None:
-    """S4-R6, I-32: a predicted shape that was not the step's own made ranks run dummies that were too large."""
+    """S4-R6, I-32: a predicted shape differed from the step's own, and made ranks run dummies that were too large."""
     scheduler = replace(TIGHT, batch_mode=mode, decode_starve_ms=30, prefill_starve_ms=30)
     core = RecordingCore(num_kv_blocks=12, max_prefill_tokens=6, scheduler=scheduler, **LOOPS[loop])
     crowd(core)
@@ -185,7 +182,7 @@ def test_a_dry_run_is_what_the_step_then_carries_and_changes_nothing(mode: str, 
 
 
 def test_as_many_requests_as_there_are_seats_share_a_prefix_as_long_as_the_context() -> None:
-    """S1-R13: each lists the same blocks, and metadata that was sized by the blocks of the pool overflowed."""
+    """S1-R13: each request lists the same blocks, and metadata that was sized by the blocks of the pool overflowed."""
     prefix = [1, 2, 3, 4] * 60
     core = RecordingCore(num_kv_blocks=76, max_num_seqs=8, max_num_batched_tokens=64, scheduler=FULL)
     core.send("prefix", prefix, max_tokens=1)
@@ -204,7 +201,7 @@ def test_as_many_requests_as_there_are_seats_share_a_prefix_as_long_as_the_conte
 
 
 def test_a_hit_leaves_the_prefix_cached_for_the_next_and_nobody_writes_into_it() -> None:
-    """S4-R12: claiming a hit went through the allocation of a fresh block, which wiped its hash; and the last token of
+    """S4-R12: claiming a hit went through the allocation of a fresh block, which wiped its hash. And the last token of
     a prompt that was cached whole was computed again into the shared block."""
     prompt = list(range(1, 17))
     core = RecordingCore(scheduler=FULL)
@@ -268,7 +265,7 @@ def test_growth_evicts_only_the_blocks_that_it_takes() -> None:
 @pytest.mark.parametrize("elder", ["answer", "prompt"])
 @pytest.mark.parametrize("policy", ["lifo", "retract"])
 def test_an_answer_and_a_begun_prompt_that_hold_all_memory_both_get_to_their_ends(elder: str, policy: str) -> None:
-    """S5-R24, I-20: only answers may be preempted, so that a lone one and a partial prompt waited for each other."""
+    """S5-R24, I-20: only answers may be preempted, so a lone answer and a partial prompt waited for each other."""
     core = CheckedCore(
         num_kv_blocks=8,
         enable_prefix_caching=False,
@@ -311,7 +308,7 @@ def test_a_storm_of_preemptions_ends_and_computes_nothing_over_and_over(
 
 
 def goodput(scheduler: SchedulerConfig, max_tokens: int) -> tuple[float, float]:
-    """Answer tokens for each step, and for each token computed: thirty long prompts at once, in a pool of three, each
+    """Return answer tokens per step and per computed token: thirty long prompts at once, in a pool of three, each
     answered with thirty tokens."""
     core = RecordingCore(
         block_size=2,
@@ -331,7 +328,7 @@ def goodput(scheduler: SchedulerConfig, max_tokens: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("max_tokens", [31, 60])
 def test_under_long_prompts_and_short_answers_ratio_yields_what_full_does(max_tokens: int) -> None:
-    """S5-R25: chunk, preempt, chunk: what an overloaded engine computed, it computed again and again."""
+    """S5-R25: an overloaded engine chunked and preempted in turn, and computed the same again and again."""
     full = goodput(FULL, max_tokens)
     ratio = goodput(SchedulerConfig(chunk_align=1), max_tokens)
     assert ratio[0] >= 0.9 * full[0]
@@ -340,7 +337,8 @@ def test_under_long_prompts_and_short_answers_ratio_yields_what_full_does(max_to
 
 @pytest.mark.parametrize("policy", ["lifo", "retract"])
 def test_a_begun_prompt_is_no_victim_while_an_answer_can_be(policy: str) -> None:
-    """S5-R25, I-18: the prompt is the youngest and has no answer to lose, and would be begun again for ever."""
+    """S5-R25, I-18: the prompt is the youngest and has no answer to lose.
+    As a victim it would be begun again for ever."""
     core = RecordingCore(
         num_kv_blocks=11,
         enable_prefix_caching=False,
@@ -361,8 +359,8 @@ def test_a_begun_prompt_is_no_victim_while_an_answer_can_be(policy: str) -> None
 
 
 def test_a_short_prompt_and_a_long_one_hold_each_other_up_no_longer_than_a_step() -> None:
-    """S4-R15: a prompt of 600,000 tokens held one of 91 back for a minute; and the opposite policy starved it. Both are
-    bounded where long_prefill_token_threshold leaves each step room for others."""
+    """S4-R15: a prompt of 600,000 tokens held one of 91 back for a minute, and the opposite policy starved the long
+    one. Both waits are bounded where long_prefill_token_threshold leaves each step room for others."""
     core = RecordingCore(
         max_model_len=512,
         num_kv_blocks=400,
@@ -384,7 +382,7 @@ def test_a_short_prompt_and_a_long_one_hold_each_other_up_no_longer_than_a_step(
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_rows_as_many_as_their_tokens_and_as_a_block_holds_are_not_mixed_up(size: int, tmp_path: Path) -> None:
-    """S2-R9: inputs were cut along the axis whose size was that of the sequence, which may be another axis too."""
+    """S2-R9: inputs were cut along the axis whose size equals the sequence's, which may be another axis too."""
     save_model("llama", tmp_path)
     config = EngineConfig(dtype="float32", num_kv_blocks=4 * size, block_size=size)
     executor, _ = create_executor(tmp_path, config)

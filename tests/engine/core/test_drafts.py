@@ -1,4 +1,4 @@
-"""Contracts of drafted tokens: several are verified in one row, and nobody can tell by the answer.
+"""Contracts of drafted tokens: several are verified in one row, and the answer does not show it.
 The specification's I-30 and I-35, and the accounting defects of S4-R14, S5-R7 and S5-R15."""
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_accepted_drafts_save_steps_and_rejected_ones_are_computed_again() -> No
     assert len(rows) < 40, "a quarter of the drafts is wrong: 2.7 tokens a step are expected"
     overwritten = [before.end - after.start for before, after in pairwise(rows)]
     assert min(overwritten) == 0, "some rows were accepted whole"
-    assert max(overwritten) == 3, "of some, not one draft was: the next row writes over the KV of all three"
+    assert max(overwritten) == 3, "of some rows no draft was: the next row overwrites the KV of all three"
 
 
 def test_without_drafts_an_executor_that_could_propose_them_gets_rows_of_one_token() -> None:
@@ -109,10 +109,12 @@ def test_drafts_nobody_asked_for_leave_half_of_a_step_to_prefill_however_many_se
     assert (crowd.num_speculative_tokens, crowd.max_drafting_tokens, crowd.max_decode_tokens) == (4, 64, 64)
     assert (few.num_speculative_tokens, few.max_drafting_tokens, few.max_decode_tokens) == (4, 20, 20)
     asked = EngineConfig(max_num_seqs=31, num_speculative_tokens=3, max_num_batched_tokens=128)
-    assert ResolvedConfig.of(asked, drafts=True, **FOUND).max_drafting_tokens == 124, "who asks gets them"
+    assert ResolvedConfig.of(asked, drafts=True, **FOUND).max_drafting_tokens == 124, (
+        "a config that asks for drafts gets them"
+    )
 
 
-def test_of_more_drafts_than_a_step_has_room_for_those_who_decode_longest_keep_theirs() -> None:
+def test_if_a_step_has_no_room_for_all_drafts_the_requests_that_decode_longest_keep_theirs() -> None:
     core = drafting(3, max_num_seqs=8, drafting_limit=11)
     for i in range(5):
         core.send(f"r{i}", PROMPT[: 4 + i], max_tokens=40, ignore_eos=True)
@@ -135,8 +137,8 @@ def test_of_more_drafts_than_a_step_has_room_for_those_who_decode_longest_keep_t
 # --- where the answer ends -------------------------------------------------------------------------------------------
 
 
-def test_the_answer_is_cut_at_a_stop_token_among_accepted_drafts_and_counted_as_ever() -> None:
-    """I-30, I-35: what was accepted after the stop token is no part of the answer, and of no usage."""
+def test_the_answer_is_cut_at_a_stop_token_among_accepted_drafts_and_counted_as_usual() -> None:
+    """I-30, I-35: what was accepted after the stop token is part neither of the answer nor of the usage."""
     reply = list(range(1, 21))
     num_cut = 0
     for stop in range(1, 15):
@@ -211,7 +213,7 @@ def test_the_tokens_after_min_tokens_may_stop_in_the_very_next_row() -> None:
 
 
 def test_a_step_reserves_one_token_and_its_drafts_for_each_decode_row_and_prefill_gets_the_rest() -> None:
-    """S5-R15: the budget was charged one token a decode row, and the step came out too large."""
+    """S5-R15: the budget was charged one token per decode row, and the step came out too large."""
     core = drafting(
         3,
         max_num_seqs=6,
@@ -255,7 +257,7 @@ def test_a_row_may_grow_by_several_blocks_at_once() -> None:
 
 @pytest.mark.parametrize("preempt_policy", ["lifo", "retract"])
 def test_a_preemption_drops_the_drafts_and_never_shortens_the_prompt(preempt_policy: Any) -> None:
-    """S4-R14: what a preemption stripped as drafts were the prompt's own tokens."""
+    """S4-R14: what a preemption removed as drafts were the prompt's own tokens."""
     scheduler = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0, preempt_policy=preempt_policy)
     core = drafting(3, num_kv_blocks=24, block_size=2, scheduler=scheduler)
     prompts = {f"r{i}": [1 + i] * (4 + i) for i in range(5)}
@@ -274,7 +276,7 @@ def test_a_preemption_drops_the_drafts_and_never_shortens_the_prompt(preempt_pol
 
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_a_full_reservation_with_drafts_never_runs_out(block_size: int) -> None:
-    """I-15: drafts are charged to what was promised, and none reaches past it."""
+    """I-15: drafts are charged to the memory that was promised, and none reaches past it."""
     scheduler = SchedulerConfig(reserve_mode="full", preempt_policy="none")
     core = drafting(
         7, max_num_batched_tokens=80, block_size=block_size, num_kv_blocks=80 // block_size, scheduler=scheduler
@@ -296,7 +298,7 @@ def test_a_full_reservation_with_drafts_never_runs_out(block_size: int) -> None:
 
 @pytest.mark.parametrize("cut", [3, 8, 17, 30])
 def test_published_blocks_hold_accepted_tokens_only(cut: int) -> None:
-    """The next turn of a chat starts from KV that rejected drafts were once written to."""
+    """The next turn of a chat starts from KV slots that rejected drafts were once written to."""
     core = drafting(3)
     core.send("first", PROMPT, max_tokens=40, ignore_eos=True)
     while len(core.tokens("first")) < cut:

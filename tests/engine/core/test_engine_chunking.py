@@ -1,5 +1,5 @@
-"""Contracts of the engine-internal splitter (S2-B1, S2-R11), and of steps for prompts that are scored (S3).
-The executor records every launch; those of one step share its number."""
+"""Contracts of the splitter inside the engine (S2-B1, S2-R11), and of steps for prompts that are scored (S3).
+The executor records every launch; launches of one step share its number."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def test_decoding_waits_for_prompts_that_the_engine_cuts_no_longer_than_its_boun
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_prompt_that_does_not_fit_beside_decode_rows_is_not_kept_waiting_by_them(num_drafts: int) -> None:
-    """Decode rows with drafts were counted as one token each: the prompt was not cut, and fitted no step with them."""
+    """Regression: decode rows with drafts were counted as one token each.
+    The prompt was not cut, and fitted no step beside them."""
     core = engine_owned(
         tick_ms=10,
         max_num_seqs=2,
@@ -200,7 +201,8 @@ def test_a_step_that_fails_in_a_later_chunk_fails_its_request_and_leaks_nothing(
 
 
 def test_a_chunk_that_runs_out_of_memory_is_tried_again_with_chunks_of_half_the_size() -> None:
-    """Half of the whole prompt was taken for the new limit: larger chunks than those that did not fit."""
+    """Regression: the new limit was half of the whole prompt,
+    which allowed larger chunks than those that had not fitted."""
     ran_out: list[int] = []
 
     def run_out_once(plan: StepPlan) -> None:
@@ -239,7 +241,7 @@ def test_the_engine_cuts_no_prompts_with_overlap_or_of_a_model_with_recurrent_st
 
 
 def scored_beside_streams(how: str, **settings: object) -> RecordingCore:
-    """Two streams, then scored prompts of three chunks each and one that is not scored."""
+    """Run two streams, then scored prompts of three chunks each and one that is not scored."""
     core = RecordingCore(
         tick_ms=10,
         max_num_batched_tokens=20,
@@ -262,7 +264,7 @@ def scored_beside_streams(how: str, **settings: object) -> RecordingCore:
 
 
 def test_scored_chunks_share_steps_with_decode_rows_by_default() -> None:
-    """S3-N3: a dedicated step is the workaround of kernels that cannot return all logits of a mixed one."""
+    """S3-N3: a dedicated step is a workaround for kernels that cannot return all logits of a mixed one."""
     core = scored_beside_streams(SchedulerConfig().prompt_logprobs_step)
     assert [kinds(plan) for plan in core.plans[1:16]] == ["ddp"] * 15
 
@@ -287,7 +289,7 @@ def test_prompts_that_are_not_scored_mix_with_decode_rows_also_when_steps_are_de
 
 
 def test_a_scored_prompt_behind_another_does_not_slip_into_a_mixed_step() -> None:
-    """The first prompt decides how the step is composed; what follows it must fit that."""
+    """The first prompt decides how the step is composed, and any that follows must be allowed in such a step."""
     core = RecordingCore(scheduler=SchedulerConfig(prompt_logprobs_step="dedicated"))
     core.send("stream", [1, 2], max_tokens=10, ignore_eos=True)
     core.keep(core.step())
@@ -319,7 +321,7 @@ def test_a_begun_scored_prompt_behind_another_is_left_out_of_a_mixed_step() -> N
     [({"prompt_logprobs_step": "dedicated"}, "scored"), ({"chunk_owner": "engine"}, "long")],
 )
 def test_decode_first_comes_before_steps_that_prompts_would_have_alone(settings: dict[str, str], name: str) -> None:
-    """Prompts with a step of their own took it at once, while others waited for prefill_starve_ms."""
+    """Regression: prompts with a step of their own took it at once, while others waited for prefill_starve_ms."""
     core = RecordingCore(
         tick_ms=10,
         max_num_batched_tokens=20,

@@ -1,4 +1,4 @@
-"""Tests that reverts of known defects called for: what no other test of the engine would have noticed.
+"""Tests that catch reverts of known fixes which no other test of the engine would have noticed.
 Never repeats a contract that another file tests; `tests/mutations.md` says which revert each of these catches."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FULL = SchedulerConfig(reserve_mode="full", preempt_policy="none")
 
 
 def prompt_of(request_id: str, arrival_index: int, length: int, config: ResolvedConfig, **fields: object) -> Request:
-    """A prompt that was admitted and has nothing computed yet."""
+    """Make a prompt that was admitted and has nothing computed yet."""
     submission = Submission(request_id, tuple(range(1, length + 1)), SamplingParams(max_tokens=1), **fields)
     request = create_request(submission, config, arrival_index)
     request.target = length
@@ -29,7 +29,7 @@ def prompt_of(request_id: str, arrival_index: int, length: int, config: Resolved
 
 
 def chunks_planned(config: ResolvedConfig, blocks: BlockManager, *prompts: Request) -> list[tuple[str, int]]:
-    """(request, tokens) of the rows that a step over these begun prompts would carry."""
+    """Plan a step over these begun prompts; return (request, tokens) of its rows."""
     view = View(
         waiting=WaitingQueue(config.scheduler),
         prefilling={request.request_id: request for request in prompts},
@@ -69,9 +69,9 @@ def test_blocks_that_a_prompt_holds_ahead_of_its_progress_are_not_lent_to_the_ne
 
 
 def test_a_chunk_that_is_short_of_memory_ends_before_the_span_that_it_cannot_finish() -> None:
-    """S2-R8, I-13: all other cuts were kept out of spans, and this one was not."""
+    """S2-R8, I-13: all other cuts were kept out of spans, but not this one."""
     config, blocks = resolved_config(num_kv_blocks=6), BlockManager(6, 4)
-    blocks.allocate(4)  # somebody else's
+    blocks.allocate(4)  # held by another request
     image = prompt_of("image", 0, 16, config, atomic_spans=((4, 12),))
     image.block_ids = blocks.allocate(1)
     assert chunks_planned(config, blocks, image) == [("image", 4)]
@@ -92,7 +92,7 @@ def test_a_block_is_freed_by_victims_only_if_nobody_else_holds_it() -> None:
 
 
 def test_a_row_never_evicts_the_prefix_that_a_later_row_of_its_step_starts_from() -> None:
-    """I-10: "fresh" takes the last free block and one more, and the prefix of "hit" was released before all others."""
+    """I-10: "fresh" takes the last free block and one more, and the prefix of "hit" was released first of all."""
     core = RecordingCore(num_kv_blocks=8, max_num_batched_tokens=64, max_prefill_tokens=64)
     core.send("prefix", [*PREFIX, 13], max_tokens=1)
     core.run()
@@ -107,7 +107,8 @@ def test_a_row_never_evicts_the_prefix_that_a_later_row_of_its_step_starts_from(
 
 
 def test_a_prefix_that_nobody_holds_costs_its_blocks_when_it_is_hit() -> None:
-    """I-10: of eight blocks five are promised to "other", and the four that are cached are no longer there to evict."""
+    """I-10: of eight blocks five are promised to "other",
+    and once the four cached ones are hit they can no longer be evicted."""
     core = RecordingCore(num_kv_blocks=8, max_num_batched_tokens=64, max_prefill_tokens=64, scheduler=FULL)
     core.send("prefix", [*PREFIX, *PREFIX], max_tokens=1)
     core.run()
@@ -158,7 +159,7 @@ def test_the_prefill_limit_is_whole_again_once_the_engine_was_idle() -> None:
     assert chunks_of(core, "after") == [32]
 
 
-def test_the_reason_is_that_of_whoever_does_not_fit_also_if_others_may_pass_and_then_lack_a_seat() -> None:
+def test_the_wait_reason_is_that_of_the_request_that_does_not_fit_even_if_a_later_one_lacks_a_seat() -> None:
     core = RecordingCore(num_kv_blocks=10, max_num_seqs=2, scheduler=SchedulerConfig(admission_order="bypass"))
     core.send("runs", [1, 2], max_tokens=20, ignore_eos=True)
     core.keep(core.step())

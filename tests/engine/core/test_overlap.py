@@ -1,4 +1,5 @@
-"""Contracts of the overlap loop: nobody can tell by the tokens. Long: every end and fault, with a step in flight.
+"""Contracts of the overlap loop: its tokens are those of the plain loop. Long: every end and fault, with a step in
+flight.
 The specification's I-26, I-28 and I-33, and the pipelines that lost results in S4-R8."""
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from engine.step import (
     ExecutorFatalError,
     ExecutorOutOfMemoryError,
     RowKind,
-    ScheduledRequest,
     StepOutput,
     StepPlan,
 )
 from tests.support.engines import EOS, RecordingCore, answer_alone, resource_of
+from tests.support.plan_rows import rows_of
 
 PROMPT = list(range(1, 20))
 TIGHT = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0)
@@ -30,17 +31,13 @@ def overlapped(**overrides: Any) -> RecordingCore:
     return RecordingCore(overlap=True, **overrides)
 
 
-def rows_of(core: RecordingCore, request_id: str) -> list[ScheduledRequest]:
-    return [row for plan in core.plans for row in plan.rows if row.request_id == request_id]
-
-
 def steps(core: RecordingCore, count: int) -> list[list[object]]:
-    """What each of the next `count` steps returned."""
+    """Return what each of the next `count` steps returned."""
     return [list(core.keep(core.step())) for _ in range(count)]
 
 
 def watch_results(core: RecordingCore, fail: Iterable[int] = ()) -> list[StepOutput]:
-    """Every output as it is collected; those of the steps in `fail` are lost on the way."""
+    """Watch every output as it is collected; the outputs of the steps in `fail` get lost."""
     outputs: list[StepOutput] = []
     collect, lost = core._executor.collect, set(fail)
 
@@ -60,7 +57,7 @@ def check_nothing_is_left(core: RecordingCore) -> None:
     assert not core.has_work
     executor: Any = core._executor
     assert not executor._outputs, "every launched step is read back"
-    assert not executor._newest, "the executor remembers nobody"
+    assert not executor._newest, "the executor keeps nothing of any request"
     if core.config.recurrent_state:
         snapshots = resource_of(core, RecurrentStates).snapshots
         assert len(snapshots._free) + len(snapshots._slots) == core.config.scheduler.state_snapshots
@@ -168,8 +165,8 @@ def test_a_request_that_ends_by_length_is_never_launched_beyond_its_end(max_toke
     assert len(core.tokens("a")) == max_tokens
 
 
-def test_after_a_stop_token_one_row_is_executed_and_its_result_is_nobodys() -> None:
-    """I-26: the row that was in flight when the stop token was read, and no other."""
+def test_after_a_stop_token_one_row_is_executed_and_its_result_is_dropped() -> None:
+    """I-26: this is the row that was in flight when the stop token was read, and there is no other."""
     core = overlapped(reply=[7, 8])
     core.send("long", [3], max_tokens=20, ignore_eos=True)
     core.send("a", PROMPT, max_tokens=10)
@@ -233,7 +230,7 @@ def test_an_id_that_is_used_again_does_not_get_the_late_row_of_the_request_befor
     core.keep(core.abort("a"))
     core.events.clear()
     core.send("a", [9, 9], max_tokens=6, ignore_eos=True)
-    assert steps(core, 1) == [[Scheduled("a", 0)]], "the row of the first, read back now, is nobody's"
+    assert steps(core, 1) == [[Scheduled("a", 0)]], "the late row of the first request is dropped"
     core.run()
     assert core.tokens("a") == answer_alone([9, 9], max_tokens=6, ignore_eos=True)
     check_nothing_is_left(core)
@@ -319,10 +316,10 @@ def fail_once(step_id: int, error: Exception) -> Callable[[StepPlan], None]:
 
 def test_a_failed_launch_fails_its_own_rows_after_the_results_of_the_step_in_flight() -> None:
     core = overlapped(before_step=fail_once(1, RuntimeError("kernel fault")), reply=[7, 8, 9])
-    core.send("done", PROMPT[:3], max_tokens=1)  # in step 0 alone
-    core.send("both", PROMPT[:5], max_tokens=5)  # in both
+    core.send("done", PROMPT[:3], max_tokens=1)  # in step 0 only
+    core.send("both", PROMPT[:5], max_tokens=5)  # in both steps
     steps(core, 1)
-    core.send("late", PROMPT[:7], max_tokens=5)  # in step 1 alone
+    core.send("late", PROMPT[:7], max_tokens=5)  # in step 1 only
     steps(core, 1)
     failed = {name: Failed(name, ErrorCode.STEP_FAILED, "kernel fault") for name in ("both", "late")}
     assert core.tokens("done") == [7]
@@ -336,7 +333,7 @@ def test_a_failed_launch_fails_its_own_rows_after_the_results_of_the_step_in_fli
 
 
 def test_a_request_that_ended_in_the_step_before_a_failed_launch_has_not_failed() -> None:
-    """Its row of the failed step was nobody's: the stop token had been sampled before."""
+    """Nobody needed the row it had in the failed step: the stop token had been sampled before."""
     core = overlapped(before_step=fail_once(1, RuntimeError("kernel fault")), reply=[])
     core.send("a", PROMPT, max_tokens=5)
     core.run()
@@ -395,10 +392,11 @@ def test_a_step_that_runs_out_of_memory_while_another_is_in_flight_is_tried_agai
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("idle_steps", [0, 1])
-def test_a_retry_is_owed_to_a_request_although_the_one_before_it_went_away_during_its_own(
+def test_a_request_gets_its_retry_although_the_one_before_it_was_aborted_during_its_own(
     overlap: bool, idle_steps: int
 ) -> None:
-    """The engine took the next request's first failure for the second of one that had been aborted meanwhile."""
+    """Regression: one request was aborted during its retry, and then the engine took the first failure of the next
+    request for the second of the aborted one."""
 
     def check(plan: StepPlan) -> None:
         if plan.num_tokens > 12:
@@ -417,7 +415,7 @@ def test_a_retry_is_owed_to_a_request_although_the_one_before_it_went_away_durin
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("old", "young"), [(PROMPT, PROMPT[:3]), (PROMPT[:3], PROMPT)])
 def test_a_retry_keeps_the_order_of_prompts(old: list[int], young: list[int], overlap: bool) -> None:
-    """A young prompt that the failed step would have completed came back before an older one that is longer."""
+    """Regression: a young prompt that the failed step would have completed came back before an older, longer one."""
     fail = True
 
     def check(plan: StepPlan) -> None:
@@ -460,7 +458,7 @@ def test_a_step_of_prefill_alone_still_delivers_the_results_of_the_step_before()
 
 
 def test_a_chunk_is_lent_to_others_only_once_it_is_read_back() -> None:
-    """S4-R11 under overlap: launched is not computed."""
+    """S4-R11 under overlap: a chunk that is launched is not yet computed."""
     core = overlapped(max_num_batched_tokens=9, max_prefill_tokens=8, max_num_seqs=2)
     core.send("a", PROMPT, max_tokens=1)
     steps(core, 1)

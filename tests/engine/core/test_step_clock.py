@@ -1,4 +1,5 @@
-"""Contracts of the time of a step loop: what stands, and what is only as long as steps are."""
+"""Contracts of the clock of the step loop: when a step counts as hung,
+and when it is only as long as steps are here."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def steps(clock: Clock) -> StepClock:
 
 
 def make(steps: StepClock, clock: Clock, *took_s: float) -> None:
-    """Steps that take so long, one after another; then the loop waits for work."""
+    """Run steps that take so long, one after another; then the loop waits for work."""
     steps.come_round()
     for seconds in took_s[:-1]:
         clock.now += seconds
@@ -35,14 +36,14 @@ def make(steps: StepClock, clock: Clock, *took_s: float) -> None:
     steps.rest()
 
 
-def test_a_loop_that_waits_for_work_stands_at_no_step(steps: StepClock, clock: Clock) -> None:
+def test_a_loop_that_waits_for_work_is_not_hung(steps: StepClock, clock: Clock) -> None:
     make(steps, clock, 0.1)
     clock.now += 1e6
     assert steps.stood_s == 0
     assert not steps.stands(2, 4)
 
 
-def test_a_step_stands_once_it_has_taken_the_least_time_and_many_times_the_slowest(
+def test_a_step_counts_as_hung_once_it_has_taken_the_least_time_and_many_times_the_slowest(
     steps: StepClock, clock: Clock
 ) -> None:
     make(steps, clock, 0.5, 0.1)
@@ -54,7 +55,7 @@ def test_a_step_stands_once_it_has_taken_the_least_time_and_many_times_the_slowe
     assert not steps.stands(2, 5), "four times the slowest step, and not five"
 
 
-def test_long_steps_are_no_standing_where_steps_are_long(steps: StepClock, clock: Clock) -> None:
+def test_a_long_step_does_not_count_as_hung_where_steps_are_long(steps: StepClock, clock: Clock) -> None:
     make(steps, clock, 3.0, 0.01, 0.01)
     steps.come_round()
     clock.now += 11.9

@@ -1,5 +1,5 @@
 """Owns the executor's contract at the seam, on tiny checkpoints that transformers computes too. Long: each kind of row.
-Never measures time; the golden tests hold the default model to recorded tolerances."""
+Never measures time; the golden tests compare the default model with recorded tolerances."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_logits_equal_transformers_for_every_family_and_chunk_size(kind: str, tm
 def test_longrope_is_the_model_of_short_texts_unless_longer_ones_are_asked_for(
     tmp_path: Path, settings: dict[str, int], length: int
 ) -> None:
-    """transformers chooses by each text's length: a cached prefix would be computed in one way and used in another."""
+    """transformers chooses by each text's length.
+    Here that would compute a cached prefix in one way and use it in another."""
     model = save_model("phi3_long", tmp_path)
     with torch.inference_mode():
         want = model(torch.tensor([TOKENS[:length]])).logits[0].float()
@@ -104,7 +105,7 @@ def test_longrope_is_the_model_of_short_texts_unless_longer_ones_are_asked_for(
         ("qwen3_5", "reference"),
     ],
 )
-def test_what_native_kernels_compute_of_a_line_torch_computes_too(kind: str, kernels: str, tmp_path: Path) -> None:
+def test_torch_and_reference_kernels_equal_transformers_too(kind: str, kernels: str, tmp_path: Path) -> None:
     model = save_model(kind, tmp_path)
     with torch.inference_mode():
         want = model(torch.tensor([TOKENS])).logits[0].float()
@@ -153,7 +154,7 @@ def test_a_mixed_step_gives_every_row_what_it_gets_alone(executor: TorchExecutor
 
 
 def test_two_requests_may_share_the_blocks_of_a_prefix(executor: TorchExecutor) -> None:
-    """What a prefix-cache hit is to the executor: a row that starts where another request's KV ends."""
+    """To the executor a prefix-cache hit is a row that starts where another request's KV ends."""
     whole = greedy_text(executor, TOKENS[:40], BLOCKS, 4)
     prompt, shared = TOKENS[:40], (*BLOCKS[:2], *OTHER_BLOCKS)
     tokens = [*run(executor, chunk("hit", prompt, 32, 40, shared))[0]]
@@ -175,7 +176,7 @@ def test_a_row_without_finite_logits_fails_alone(checkpoint: Path) -> None:
     executor = make(checkpoint)
     good, bad = chunk("good", [1, 2, 3], 0, 3, (0,)), chunk("bad", [1, 7], 0, 2, (1,))
     (expected,) = run(executor, good)
-    executor.model.decoder.weights.embedding[7] = torch.nan  # whoever reads this token gets NaN
+    executor.model.decoder.weights.embedding[7] = torch.nan  # the row that reads this token gets NaN
     executor.launch(StepPlan(1, (bad, good)))
     output = executor.collect()
     assert output.failed == ((0, NO_LOGIT),)
@@ -228,11 +229,12 @@ def test_steps_that_go_on_from_pending_tokens_give_the_text_of_known_ones(execut
 
 
 def test_a_row_that_goes_on_from_a_failed_one_fails_alone(checkpoint: Path) -> None:
-    """It was planned before anybody knew; an older token of the request must not take the missing one's place."""
+    """The row was planned before anybody knew of the failure.
+    An older token of the request must not take the missing one's place."""
     executor = make(checkpoint)
     text = greedy_text(executor, TOKENS[:20], OTHER_BLOCKS, 2)
     run(executor, chunk("bad", TOKENS[:5], 0, 5, BLOCKS), chunk("good", TOKENS[:20], 0, 20, OTHER_BLOCKS))
-    executor.model.decoder.weights.embedding[7] = torch.nan  # whoever reads this token gets NaN
+    executor.model.decoder.weights.embedding[7] = torch.nan  # the row that reads this token gets NaN
     executor.launch(StepPlan(1, (decode("bad", 7, 5, BLOCKS),)))
     lost = decode("bad", PENDING_TOKEN, 6, BLOCKS)
     executor.launch(StepPlan(2, (lost, decode("good", PENDING_TOKEN, 20, OTHER_BLOCKS))))
@@ -282,7 +284,7 @@ def test_a_plan_that_breaks_the_contract_fails_alone(
 
 
 def test_rows_may_come_in_any_order_and_each_gets_its_own_answer(executor: TorchExecutor) -> None:
-    """Attention takes decode rows of one token first; a plan has those with drafts among them."""
+    """Attention takes decode rows of one token first, while a plan may have rows with drafts among them."""
     first, second = (greedy_text(executor, TOKENS[:n], at, 4) for n, at in ((20, BLOCKS), (30, OTHER_BLOCKS)))
     third = run(executor, chunk("c", TOKENS[:9], 0, 9, (8, 10)))[0]
     rows = (
@@ -300,7 +302,7 @@ def test_rows_may_come_in_any_order_and_each_gets_its_own_answer(executor: Torch
 def test_drafts_are_accepted_up_to_the_first_that_would_not_have_been_sampled(
     executor: TorchExecutor, wrong_at: int, temperature: float
 ) -> None:
-    """And their log-probabilities, penalties included, are those of one token after another."""
+    """Their log-probabilities, penalties included, are those of one token after another."""
     controls = LogitControls(presence_penalty=1.0, frequency_penalty=0.5)
     sampling = replace(greedy(num_logprobs=2), temperature=temperature, seed=3, controls=controls)
     prompt, text, scores = TOKENS[:20], [], []
@@ -406,7 +408,7 @@ def test_seeded_sampling_does_not_depend_on_chunks_or_neighbours(executor: Torch
     assert alone[0] == together[1] == whole[0]
 
 
-# What the machine and the checkpoint make of a config.
+# How the machine and the checkpoint resolve a config.
 
 
 def resolve(directory: Path, **settings: Any) -> Any:
@@ -414,7 +416,7 @@ def resolve(directory: Path, **settings: Any) -> Any:
 
 
 def test_chunks_halve_where_attention_costs_as_much_as_the_matrix_products(checkpoint: Path) -> None:
-    """Of a layer: 48 inputs to 96 + 2 * 32 outputs, 96 to 48, and three matrices of 48 by 64; attention, two of 96."""
+    """A layer has matrices of 48 by 96 + 2 * 32, of 96 by 48, and three of 48 by 80; attention has two of 96."""
     resolved = resolve(checkpoint)
     assert resolved.scheduler.chunk_halving_context == (48 * (96 + 64) + 96 * 48 + 3 * 48 * 80) // (2 * 96)
     assert "192 for each token that it attends to" in resolved.reasons["chunk_halving_context"]

@@ -1,4 +1,4 @@
-"""Owns the KV cache in fewer bits: its memory, its refusals, and texts that depend on nothing but the request.
+"""Owns the KV cache in fewer bits: its memory, its refusals, and texts that depend on the request alone.
 Never judges how accurate it is: the golden gate does."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_texts_are_the_same_after_a_preemption_and_after_a_migration(bench: Benc
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_keys_and_values_are_in_fewer_bits_and_change_logits_by_little(way: tuple[str, str], tmp_path: Path) -> None:
-    """Little, and not nothing: the option does something."""
+    """The change is small, but not zero: the option has an effect."""
     kept_in, kernels = way
     save_model("llama", tmp_path)
 

@@ -1,4 +1,4 @@
-"""Contracts of pooled hidden states: one vector a prompt, the same for every way that the prompt is computed.
+"""Contracts of pooled hidden states: one vector for each prompt, the same in whatever way the prompt is computed.
 The scripted executor's states are a hash of the prefix; tests/golden compares the model's with transformers'."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from engine.fake.executor import HIDDEN_SIZE
 from engine.protocol import Failed, Finished, Pooled, RequestRejected, SamplingParams, Scheduled, Submission, Token
 from engine.step import ExecutorOutOfMemoryError, ScheduledRequest, StepPlan
 from tests.support.engines import RecordingCore
+from tests.support.plan_rows import rows_of
 
 PROMPT = list(range(1, 20))
 How = Literal["mean", "last"]
@@ -22,7 +23,7 @@ def vectors_of(core: RecordingCore, request_id: str) -> list[tuple[float, ...]]:
 
 
 def alone(prompt: list[int], pooling: How) -> tuple[float, ...]:
-    """Of one request that runs alone, unchunked, without a prefix cache."""
+    """Return the vector of one request that runs alone, unchunked, without a prefix cache."""
     core = RecordingCore(max_num_batched_tokens=256, max_prefill_tokens=256, enable_prefix_caching=False)
     core.send("alone", prompt, max_tokens=0, pooling=pooling)
     core.run()
@@ -83,7 +84,7 @@ def test_a_mean_takes_no_cached_prefix_whose_states_nobody_kept_and_leaves_one_t
 
 
 def test_what_was_summed_before_a_preemption_is_not_summed_again() -> None:
-    """A preempted prompt starts from the blocks it left in the prefix cache, or from its beginning."""
+    """A preempted prompt starts from the blocks that it left in the prefix cache, or from its beginning."""
     core = RecordingCore(
         num_kv_blocks=7,
         max_num_seqs=2,
@@ -95,7 +96,7 @@ def test_what_was_summed_before_a_preemption_is_not_summed_again() -> None:
     core.step()
     core.send("a", PROMPT, max_tokens=0, pooling="mean")
     core.run()
-    rows = [row for plan in core.plans for row in plan.rows if row.request_id == "a"]
+    rows = rows_of(core, "a")
     assert core.load().num_preemptions > 0
     assert sum(len(row.token_ids) for row in rows) > len(PROMPT), "some of it is computed twice"
     assert vectors_of(core, "a") == [pytest.approx(alone(PROMPT, "mean"))]

@@ -1,4 +1,5 @@
-"""Contracts of log-probabilities through the core: of prompts, chunk by chunk and sent once, and of sampled tokens.
+"""Contracts of log-probabilities through the core: those of prompts, chunk by chunk and sent once, and those of sampled
+tokens.
 The specification's I-14, S3-B3 to S3-B6, and the defects S3-R2, S3-R3 and S3-R7."""
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from engine.protocol import (
     TokenLogprobs,
 )
 from engine.scheduling.request import create_request
-from engine.step import ExecutorOutOfMemoryError, RowKind, ScheduledRequest, StepPlan
+from engine.step import ExecutorOutOfMemoryError, RowKind, StepPlan
 from tests.support.engines import EOS, RecordingCore, answer_alone, resolved_config
 from tests.support.oracle import logprobs_of, prompt_logprobs_of
+from tests.support.plan_rows import rows_of
 
 PROMPT = list(range(1, 20))
 EXPECTED = prompt_logprobs_of(PROMPT, 2)
@@ -33,12 +35,8 @@ def scores_of(core: RecordingCore, request_id: str) -> list[tuple[TokenLogprobs,
     return [event.logprobs for event in core.events[request_id] if isinstance(event, PromptLogprobs)]
 
 
-def rows_of(core: RecordingCore, request_id: str) -> list[ScheduledRequest]:
-    return [row for plan in core.plans for row in plan.rows if row.request_id == request_id]
-
-
 def scored_alone(prompt: list[int], count: int) -> tuple[TokenLogprobs, ...]:
-    """Of one request that runs alone, unchunked, without a prefix cache."""
+    """Return the log-probabilities of one request that runs alone, unchunked, without a prefix cache."""
     core = RecordingCore(
         max_num_batched_tokens=10_000, max_prefill_tokens=10_000, enable_prefix_caching=False, num_kv_blocks=256
     )
@@ -60,7 +58,7 @@ def test_a_request_alone_and_unchunked_gets_what_the_distribution_says() -> None
 @pytest.mark.parametrize("loop", [{}, {"overlap": True}, {"num_speculative_tokens": 3}, {"recurrent_state": True}])
 @pytest.mark.parametrize("budget", [1, 2, 4, 5, 18, 19, 64])
 def test_prompt_logprobs_are_the_same_for_every_budget_and_loop(budget: int, loop: dict[str, Any]) -> None:
-    """S3-R2: what a chunk's first token got was off by one, or nothing."""
+    """S3-R2: the first token of a chunk got a log-probability that was off by one, or none."""
     scheduler = SchedulerConfig(chunk_align=1)
     core = RecordingCore(max_num_batched_tokens=64, max_prefill_tokens=budget, scheduler=scheduler, **loop)
     core.send("neighbour", [3] * 6, max_tokens=20, ignore_eos=True)
@@ -88,7 +86,7 @@ def test_prompt_logprobs_are_the_same_whoever_cuts_the_prompt(owner: dict[str, A
         assert core.tokens(name) == answer_alone(PROMPT, max_tokens=4, ignore_eos=True)
 
 
-def test_they_come_in_one_event_after_scheduled_and_before_the_first_token() -> None:
+def test_prompt_logprobs_come_in_one_event_after_scheduled_and_before_the_first_token() -> None:
     core = RecordingCore(max_num_batched_tokens=9, max_prefill_tokens=4)
     core.send("a", PROMPT, max_tokens=2, prompt_logprobs=2, ignore_eos=True)
     for _ in range(4):
@@ -118,8 +116,8 @@ def test_a_chunk_of_only_the_last_token_scores_nothing_and_still_completes_the_p
     assert scores_of(core, "a") == [EXPECTED]
 
 
-def test_nobody_else_is_scored() -> None:
-    """S3-B3: logits of all positions are computed only where somebody asked for them."""
+def test_a_request_that_does_not_ask_is_not_scored() -> None:
+    """S3-B3: logits of all positions are computed only where a request asked for them."""
     core = RecordingCore()
     core.send("a", PROMPT, max_tokens=3, logprobs=2)
     core.send("b", PROMPT, max_tokens=0)
@@ -156,7 +154,7 @@ def test_what_a_scored_prompt_computed_is_lent_to_others() -> None:
 
 # --- preemption ------------------------------------------------------------------------------------------------------
 
-# Memory runs out under a long answer that came first, so that the prompt, which came later, is a victim.
+# Memory runs out under a long answer that came first, so that the prompt, which came later, is the victim.
 TIGHT: dict[str, Any] = dict(
     num_kv_blocks=12,
     max_num_batched_tokens=9,
@@ -168,7 +166,9 @@ TIGHT: dict[str, Any] = dict(
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("head_start", range(2, 28, 3))
-def test_a_preemption_at_any_moment_sends_them_once_and_whole(head_start: int, overlap: bool) -> None:
+def test_prompt_logprobs_are_sent_once_and_whole_after_a_preemption_at_any_moment(
+    head_start: int, overlap: bool
+) -> None:
     core = RecordingCore(**TIGHT, overlap=overlap)
     core.send("elder", [3] * 4, max_tokens=40, ignore_eos=True)
     for _ in range(head_start):
@@ -182,6 +182,17 @@ def test_a_preemption_at_any_moment_sends_them_once_and_whole(head_start: int, o
     assert core.tokens("elder") == answer_alone([3] * 4, max_tokens=40, ignore_eos=True)
 
 
+def preempt_and_run(core: RecordingCore, num_scored: int) -> None:
+    """Preempt the request "a" once so many of its positions are scored, and run to the end."""
+    request = core._scheduler.find("a")
+    assert request is not None
+    assert request.scoring is not None
+    assert len(request.scoring.logprobs) == num_scored
+    core._scheduler._preempt(request, core.now)
+    core._executor.forget(["a"])
+    core.run()
+
+
 def test_a_prompt_that_is_preempted_in_the_middle_goes_on_from_what_is_scored() -> None:
     core = RecordingCore(**{**TIGHT, "num_kv_blocks": 30})
     core.send("elder", [3] * 4, max_tokens=90, ignore_eos=True)
@@ -189,13 +200,7 @@ def test_a_prompt_that_is_preempted_in_the_middle_goes_on_from_what_is_scored() 
     core.send("a", PROMPT, max_tokens=2, prompt_logprobs=2, ignore_eos=True)
     for _ in range(3):
         core.keep(core.step())
-    request = core._scheduler.find("a")
-    assert request is not None
-    assert request.scoring is not None
-    assert len(request.scoring.logprobs) == 12
-    core._scheduler._preempt(request, core.now)
-    core._executor.forget(["a"])
-    core.run()
+    preempt_and_run(core, num_scored=12)
     starts = [row.start for row in rows_of(core, "a")]
     assert starts[:4] == [0, 4, 8, 12], "12 positions are scored: their blocks may be hit now"
     assert scores_of(core, "a") == [EXPECTED]
@@ -210,19 +215,13 @@ def test_a_hit_does_not_reach_beyond_what_is_scored_after_a_preemption() -> None
     core.send("a", PROMPT, max_tokens=2, prompt_logprobs=2, ignore_eos=True)
     for _ in range(2):
         core.keep(core.step())
-    request = core._scheduler.find("a")
-    assert request is not None
-    assert request.scoring is not None
-    assert len(request.scoring.logprobs) == 8
-    core._scheduler._preempt(request, core.now)
-    core._executor.forget(["a"])
-    core.run()
+    preempt_and_run(core, num_scored=8)
     again = [row.start for row in rows_of(core, "a")][2]
     assert again <= 8
     assert scores_of(core, "a") == [EXPECTED]
 
 
-def test_they_are_not_sent_again_after_a_preemption_of_the_answer() -> None:
+def test_prompt_logprobs_are_not_sent_again_after_a_preemption_of_the_answer() -> None:
     core = RecordingCore(**{**TIGHT, "max_prefill_tokens": 9})
     core.send("elder", [3] * 4, max_tokens=40, ignore_eos=True)
     core.send("a", PROMPT, max_tokens=20, prompt_logprobs=2, ignore_eos=True)
@@ -255,7 +254,7 @@ def test_a_chunk_that_ran_out_of_memory_is_scored_once() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_an_abort_in_the_middle_of_the_prompt_sends_nothing_and_keeps_nothing(steps: int, overlap: bool) -> None:
-    """S3-R3: what was scored of an aborted prompt stayed for ever, and went to the next request of that id."""
+    """S3-R3: the scores of an aborted prompt were kept for ever, and went to the next request of that id."""
     core = RecordingCore(max_num_batched_tokens=9, max_prefill_tokens=4, overlap=overlap)
     core.send("a", PROMPT, max_tokens=2, prompt_logprobs=2)
     for _ in range(steps):
@@ -319,7 +318,7 @@ def test_a_prompt_of_one_token_has_no_prediction(max_tokens: int) -> None:
 def test_the_longest_prompts_are_accepted_with_max_tokens_0_and_one_token_more_is_refused(
     overrides: dict[str, Any],
 ) -> None:
-    """A prompt that is only scored needs no room for an answer: S3-R6, nothing that can never run may wait."""
+    """A prompt that is only scored needs no room for an answer. S3-R6: nothing that can never run may wait."""
     most = 20
     settings: dict[str, Any] = {"max_model_len": 64 if overrides else most, **overrides}
     core = RecordingCore(**settings)

@@ -26,7 +26,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def machine(root: Path, *, groups: str, mounts: str) -> Path:
-    """One of 64 GiB, of which 48 are available."""
+    """Make a machine of 64 GiB, of which 48 are available."""
     info = f"MemTotal: {64 * 2**20} kB\nMemFree: {9 * 2**20} kB\nMemAvailable: {48 * 2**20} kB\n"
     return write(root, {"proc/meminfo": info, "proc/self/cgroup": groups, "proc/self/mountinfo": mounts})
 
@@ -87,7 +87,7 @@ def test_the_first_versions_way_to_write_no_limit_is_none(tmp_path: Path) -> Non
 
 
 def test_a_group_that_is_mounted_as_its_own_root_is_found_there(tmp_path: Path) -> None:
-    """A container without a cgroup namespace: its path is the host's, and the mount shows no more than its own part."""
+    """This is a container without a cgroup namespace: its path is the host's, and the mount shows only its own part."""
     mounts = "41 31 0:38 /docker/abc /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
     root = machine(tmp_path, groups="0::/docker/abc/inner\n", mounts=mounts)
     write(root, v2("sys/fs/cgroup/inner", limit=str(3 * GIB)))
@@ -120,7 +120,7 @@ def test_this_machine_says_something_that_can_be() -> None:
     ids=["Docker Desktop on WSL", "no source", "not UTF-8"],
 )
 def test_mounts_that_are_no_cgroups_may_look_as_they_like(tmp_path: Path, mount: bytes) -> None:
-    """Each of them kept an engine from starting."""
+    """Regression: each of these lines kept an engine from starting."""
     root = machine(tmp_path, groups="0::/\n", mounts="")
     (root / "proc/self/mountinfo").write_bytes(mount + b"\n" + V2_MOUNT.encode())
     write(root, v2("sys/fs/cgroup", limit=str(16 * GIB)))

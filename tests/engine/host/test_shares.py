@@ -1,4 +1,4 @@
-"""Engines on one machine do not promise themselves the same memory, and one that has ended has promised nothing."""
+"""Engines on one machine never count on the same memory, and an engine that has ended no longer reserves any."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_five_percent_stay_free_and_the_rest_is_shared(tmp_path: Path) -> None:
 
 @pytest.fixture
 def takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process has as much memory all the time. Really, it takes a page now and then."""
+    """Pretend that this process never takes more memory. In truth it takes a page now and then."""
     monkeypatch.setattr("engine.host.shares._resident", lambda process: GIB)
 
 
@@ -79,7 +79,7 @@ def test_a_promise_ends_with_what_holds_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size_mib", [0, 64])
 def test_another_process_that_was_killed_has_promised_nothing(tmp_path: Path, size_mib: int) -> None:
-    """And what a living one has taken is no longer free, so that it is not taken off a second time."""
+    """What a living process has already taken is no longer free, so it is not deducted a second time."""
     command = [sys.executable, "-c", ANOTHER_ENGINE, str(tmp_path), str(GIB), str(size_mib * 2**20)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as other:
         assert other.stdout is not None

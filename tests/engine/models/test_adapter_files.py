@@ -30,7 +30,7 @@ def read(directory: Path, model_dir: Path, max_rank: int = 16) -> tuple[str, Del
 
 @pytest.fixture
 def made(tmp_path: Path) -> tuple[Path, Path]:
-    """(the model's directory, an adapter's)"""
+    """Return the directory of a model and that of an adapter."""
     model = save_model("llama", tmp_path / "model")
     return tmp_path / "model", save_adapter(model, tmp_path / "adapter")
 
@@ -174,7 +174,7 @@ def test_what_needs_the_native_kernels_is_refused_beside_adapters(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
-def test_a_line_with_linear_attention_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+def test_a_family_with_linear_attention_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     save_model(kind, tmp_path)
     with pytest.raises(ConfigError, match=r"max_loras is 2, .*: adapters are not computed for linear attention"):
         create_executor(tmp_path, EngineConfig(max_loras=2, num_kv_blocks=8))

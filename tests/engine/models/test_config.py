@@ -128,7 +128,7 @@ def windows(**fields: Any) -> list[int | None]:
     return [layer.window for layer in parse_model_config(BASE | {"num_hidden_layers": 4} | fields).layers]
 
 
-def test_each_line_says_which_of_its_layers_see_a_window() -> None:
+def test_each_family_says_which_of_its_layers_see_a_window() -> None:
     assert windows(**QWEN2_WINDOW, use_sliding_window=True) == [None, 64, 64, 64]
     kinds = ["sliding_attention", "full_attention"] * 2
     assert windows(**QWEN2_WINDOW, use_sliding_window=True, layer_types=kinds) == [64, None, 64, None]
@@ -147,7 +147,7 @@ def test_each_line_says_which_of_its_layers_see_a_window() -> None:
 
 
 def test_gemma_3_is_read_from_the_fields_of_its_first_checkpoints() -> None:
-    """Those of the hub: no layer_types, two bases beside each other, and much left out."""
+    """The first checkpoints on the hub have no layer_types, two bases beside each other, and much left out."""
     published = GEMMA3 | {"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None}
     config = parse_model_config(BASE | published | {"num_hidden_layers": 6, "query_pre_attn_scalar": 64})
     thetas = [layer.rope.theta for layer in config.layers if layer.rope is not None]
@@ -270,7 +270,7 @@ def test_memory_and_work_count_the_layers_that_have_keys_and_values() -> None:
     assert parse_model_config(BASE).num_attention_layers == 2
 
 
-def test_of_a_vision_language_model_the_text_decoder_is_read_and_its_head_is_tied_as_the_whole_says() -> None:
+def test_the_text_decoder_of_a_vision_language_model_is_read_and_its_head_is_tied_as_the_whole_says() -> None:
     text = {key: value for key, value in BASE.items() if key != "architectures"}
     decoder = text | {"head_dim": 16, "full_attention_interval": 2, "tie_word_embeddings": True}
     alone = parse_model_config(decoder | {"architectures": ["Qwen3_5ForCausalLM"]})

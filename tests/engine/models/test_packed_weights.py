@@ -1,4 +1,5 @@
-"""Owns the reading of packed checkpoints: weights to the bit, what stays in 8 bits, and refusals by name.
+"""Owns the reading of packed checkpoints: weights are exact to the bit, some stay in 8 bits, and refusals name what is
+wrong.
 Never trusts the reader's own arithmetic: tests/support/packed_models.py writes every format number by number."""
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def test_log_probabilities_are_those_of_the_same_weights_stored_plainly(name: st
 def test_eight_bits_with_a_scale_for_each_output_are_computed_with_as_they_are(
     name: str, kind: str, tmp_path: Path
 ) -> None:
-    """In float32 the kernels multiply by the scale after the sum instead of before: some last bits differ."""
+    """In float32 the kernels multiply by the scale after the sum instead of before it, so some last bits differ."""
     if name.startswith("gptq") and kind == "qwen3_moe":
         pytest.skip("its experts' sizes do not fill int32s")
     save_packed(tmp_path / "packed", tmp_path / "plain", name, kind)

@@ -1,5 +1,5 @@
-"""Owns the executor's contract with recurrent states: where they lie, when they are copied, and what is refused.
-Never measures time; the golden tests hold texts to those of transformers."""
+"""Owns the executor's contract with recurrent states: where they are, when they are copied, and what is refused.
+Never measures time; the golden tests compare texts with those of transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ TOKENS = torch.randint(0, VOCAB, (70,), generator=torch.Generator().manual_seed(
 BLOCKS, OTHER_BLOCKS = (9, 3, 11, 0, 7), (1, 2, 4, 5, 6)
 SNAPSHOTS = SchedulerConfig(state_snapshot_tokens=16, state_snapshots=3)
 BYTES = 2 * (3 * 104 * 4 + 6 * 8 * 12 * 4)
-"""Two layers, in float32: what a convolution of 4 sees of the past in 104 channels, and 6 matrices of 8 x 12."""
+"""The bytes of a state, of two layers in float32:
+the past inputs of a convolution of 4 in 104 channels, and 6 matrices of 8 x 12."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def in_slot(row: ScheduledRequest, slot: int, **use: Any) -> ScheduledRequest:
 
 
 def follow(executor: TorchExecutor, prompt: list[int], blocks: tuple[int, ...], slot: int, count: int) -> list[int]:
-    """A prompt and its greedy answer, alone in a slot."""
+    """Compute a prompt and its greedy answer, alone in a slot."""
     tokens = [*prompt, *run(executor, in_slot(chunk("a", prompt, 0, len(prompt), blocks), slot))[0]]
     while len(tokens) < len(prompt) + count:
         tokens += run(executor, in_slot(decode("a", tokens[-1], len(tokens) - 1, blocks), slot))[0]
@@ -108,7 +109,7 @@ def test_a_model_without_linear_attention_has_no_states(tmp_path: Path) -> None:
 
 
 def numbered(executor: TorchExecutor) -> RecurrentState:
-    """Each slot's and snapshot's states hold its number."""
+    """Fill the states of each slot and snapshot with its number."""
     state = state_of(executor)
     for states in (state.conv, state.delta):
         for place in range(states.shape[1]):
@@ -117,7 +118,7 @@ def numbered(executor: TorchExecutor) -> RecurrentState:
 
 
 def numbers(state: RecurrentState) -> list[int]:
-    """What each slot and snapshot holds, the same in all of its layers."""
+    """Return what each slot and snapshot holds, which is the same in all of its layers."""
     found = []
     for place in range(state.delta.shape[1]):
         values = {*state.conv[:, place].unique().tolist(), *state.delta[:, place].unique().tolist()}
@@ -156,7 +157,7 @@ def test_a_row_from_0_starts_from_zeros_whatever_its_slot_holds(executor: TorchE
     state.conv.fill_(torch.nan)
     state.delta.fill_(torch.nan)
     assert torch.equal(forced_logits(executor, TOKENS, BLOCKS, 16), want)
-    assert state.delta[:, 1:].isnan().all(), "other slots are nobody's"
+    assert state.delta[:, 1:].isnan().all(), "no request has the other slots"
 
 
 def test_a_moved_a_saved_and_a_restored_state_go_on_where_they_were(executor: TorchExecutor) -> None:
@@ -192,7 +193,8 @@ def states_at(executor: TorchExecutor, slot: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("num_right", [0, 1, 2, 3])
 def test_after_drafts_a_state_is_that_of_the_tokens_that_count(checkpoint: Path, num_right: int) -> None:
-    """Beside a row of one token, another with drafts that are all wrong, and a chunk: slots in another order."""
+    """The row is beside a row of one token, a row whose drafts are all wrong, and a chunk;
+    slots are in another order."""
     executor, expected = make(checkpoint)[0], make(checkpoint)[0]
     texts = {
         "a": follow(expected, TOKENS[:20], BLOCKS, 0, 6),
@@ -242,7 +244,7 @@ def test_a_step_whose_drafts_are_all_right_computes_nothing_again(
     calls.clear()
     wrong = replace(decode("a", text[3], 23, BLOCKS), token_ids=(text[3], VOCAB - 1, VOCAB - 1))
     assert len(run(executor, in_slot(wrong, 0))[0]) == 1
-    assert calls == [3, 3, 1, 1], "and what counts of them again, without the rest of the model"
+    assert calls == [3, 3, 1, 1], "and the accepted ones again, without the rest of the model"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -290,7 +292,7 @@ def test_on_the_cpu_it_runs_on_torch_s_operators_and_the_start_says_why(checkpoi
 def test_a_step_without_memory_fails_its_own_requests_and_is_not_run_again(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of the layers may have advanced their states in place: a second run would advance these twice."""
+    """Half of the layers may have advanced their states in place, and a second run would advance those twice."""
     executor, resolved = make(checkpoint)
     core = EngineCore(executor, resolved)
     forward, calls = executor.model.forward, []
@@ -326,7 +328,7 @@ def test_a_want_of_memory_says_that_states_are_lost(executor: TorchExecutor, mon
 
 
 def test_rows_of_a_plan_are_decoded_chunks_or_both(executor: TorchExecutor) -> None:
-    """What each gets beside the others is what it gets alone."""
+    """Each row gets beside the others what it gets alone."""
     want = follow(executor, TOKENS[:20], BLOCKS, 0, 2)
     other = run(executor, in_slot(chunk("b", TOKENS[20:50], 0, 30, OTHER_BLOCKS), 1))
     first = run(executor, in_slot(chunk("a", TOKENS[:20], 0, 20, BLOCKS), 0))
@@ -340,7 +342,7 @@ def test_rows_of_a_plan_are_decoded_chunks_or_both(executor: TorchExecutor) -> N
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
 def test_weights_that_are_made_up_give_finite_logits(kind: str, tmp_path: Path) -> None:
-    """Benchmarks run on them: decays must not blow up, and nothing may be left unfilled."""
+    """Benchmarks run on such weights: decays must not overflow, and no tensor may be left unfilled."""
     save_model(kind, tmp_path)
     executor, _ = make(tmp_path, load_format="dummy")
     logits = forced_logits(executor, TOKENS, BLOCKS, 16)

@@ -1,5 +1,5 @@
 """Owns the comparison of RoPE frequencies with transformers' own, for every supported type and both spellings.
-Never tests rotation itself: the kernels' tests do."""
+Never tests the rotation itself: the kernels' tests do."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_no_rope_fields_at_all_mean_the_default_base() -> None:
 
 
 def test_dynamic_scaling_does_not_depend_on_anything_but_the_served_length() -> None:
-    """Chunks and cached prefixes are rotated at different times; they must agree."""
+    """Chunks and cached prefixes are rotated at different times, and must agree."""
     rope = read_rope({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 4096)
     short = inverse_frequencies(rope, 64, max_model_len=100)
     torch.testing.assert_close(short, inverse_frequencies(rope, 64, max_model_len=4096), rtol=0, atol=0)

@@ -1,4 +1,5 @@
-"""Contracts of the shapes that benchmarks and GPU tests run without a checkpoint: the sizes that their names promise.
+"""Contracts of the shapes that benchmarks and GPU tests run without a checkpoint: they have the sizes that their names
+promise.
 Never allocates a weight: the counts follow from the config alone."""
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ PARAMETERS = {
     "qwen3-next-80b-a3b": 79_674_391_296,
     "qwen3.5-27b": 26_895_998_464,
 }
-"""As the models' own cards count them, tied embeddings once; the hybrids as transformers does, whose cards count towers
-and layers that the decoder has not."""
+"""The counts of the models' own cards, with tied embeddings once. Those of hybrids are transformers' counts, because
+their cards include towers and layers that the decoder does not have."""
 
 
 def count(config: ModelConfig) -> int:
@@ -50,7 +51,8 @@ def test_a_shape_has_as_many_parameters_as_its_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_shape_is_a_model_of_transformers_too(name: str) -> None:
-    """The benchmark compares with its generation: no shape said of which type it was, and the run ended there."""
+    """Regression: the benchmark compares with generation by transformers, and no shape gave its type,
+    so the run ended there."""
     config = AutoConfig.from_pretrained(SHAPES / name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

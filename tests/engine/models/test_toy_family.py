@@ -1,5 +1,5 @@
-"""Owns the proof that a line is added as engine/models/README.md says: one file's worth, and nothing else changes.
-Never touches the lines that are served: the toy is in the table for one test at a time."""
+"""Owns the proof that a model family is added as engine/models/README.md says: by one file, and without other changes.
+Never touches the families that are served: the toy is in the table for one test at a time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ TOY = ModelFamily("ToyForCausalLM", _toy, NAMES)
 
 @pytest.fixture
 def reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GemmaForCausalLM:
-    """The toy is the first Gemma, which is not served, under other names. Its checkpoint is in tmp_path."""
+    """Make a model of the toy family: it is the first Gemma, which is not served, under other names.
+    Its checkpoint is in tmp_path."""
     torch.manual_seed(7)
     model = GemmaForCausalLM(GemmaConfig(**SHAPE, hidden_act="gelu_pytorch_tanh")).eval()
     with torch.no_grad():
@@ -95,7 +96,7 @@ def toy_tensors(model: GemmaForCausalLM) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in found.items()}
 
 
-def test_a_line_of_one_file_gives_the_logits_of_its_model(reference: GemmaForCausalLM, tmp_path: Path) -> None:
+def test_a_family_of_one_file_gives_the_logits_of_its_model(reference: GemmaForCausalLM, tmp_path: Path) -> None:
     with torch.inference_mode():
         want = reference(torch.tensor([TOKENS])).logits[0].float()
     executor, _ = create_executor(tmp_path, EngineConfig(dtype="float32", num_kv_blocks=12, num_threads=1))
@@ -104,7 +105,7 @@ def test_a_line_of_one_file_gives_the_logits_of_its_model(reference: GemmaForCau
 
 
 @pytest.mark.usefixtures("reference")
-def test_what_a_line_does_not_compute_is_refused_in_the_name_of_its_field(tmp_path: Path) -> None:
+def test_what_a_family_does_not_compute_is_refused_by_the_name_of_its_field(tmp_path: Path) -> None:
     write_config(tmp_path, activation="relu")
     with pytest.raises(CheckpointError, match=r"config\.json: activation 'relu' is not supported; supported is 'gelu'"):
         read_model_config(tmp_path)
@@ -112,7 +113,7 @@ def test_what_a_line_does_not_compute_is_refused_in_the_name_of_its_field(tmp_pa
 
 @pytest.mark.usefixtures("reference")
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_that_a_line_forgets_is_a_bug_that_shows_at_once(
+def test_a_tensor_name_that_a_family_forgets_is_a_bug_that_shows_at_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor that nobody fills would hold whatever was in memory."""
@@ -128,7 +129,7 @@ def test_without_its_row_in_the_table_it_is_refused_with_those_that_are_there(tm
         read_model_config(tmp_path)
 
 
-def test_the_readme_shows_this_very_line() -> None:
+def test_the_readme_shows_this_very_family() -> None:
     own = Path(__file__).read_text(encoding="utf-8")
     shown = own.split("# --- what README.md shows")[1].split("\n", 1)[1].split("# --- end of it")[0].strip()
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)

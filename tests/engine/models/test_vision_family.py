@@ -1,4 +1,4 @@
-"""Contracts of the line that takes images: what its config.json may say, in both of its forms, and how it starts.
+"""Contracts of the family that takes images: what its config.json may say, in both of its forms, and how it starts.
 Never computes an answer: tests/golden/test_vision.py does."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PUBLISHED: dict[str, Any] = {
     "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
     "vocab_size": 151936,
 }
-"""As Qwen2.5-VL-3B-Instruct's config.json has it."""
+"""The config.json of Qwen2.5-VL-3B-Instruct."""
 
 
 def test_the_published_form_is_read_and_has_as_many_parameters_as_the_model() -> None:
@@ -186,7 +186,7 @@ def test_the_largest_image_is_what_a_step_a_request_and_the_cache_take(tmp_path:
         largest(encoder_cache_memory_gib=3 * 96 * 4 / 2**30)
 
 
-def test_native_kernels_are_refused_by_name_and_not_chosen_and_the_reason_is_told(tmp_path: Path) -> None:
+def test_native_kernels_are_refused_by_name_and_not_chosen_and_the_reason_is_given(tmp_path: Path) -> None:
     save_vision_model(tmp_path)
     resolved = create_executor(tmp_path, settings())[1]
     assert "the native kernels have no encoder" in resolved.reasons["kernels"]

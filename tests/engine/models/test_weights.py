@@ -1,4 +1,4 @@
-"""Owns the loading of checkpoints: whole, sharded, cast, random; and the refusal of broken ones by name.
+"""Owns the loading of checkpoints: whole, sharded, cast, random; broken ones are refused by name.
 Never checks what the model computes with them: the executor's and the golden tests do."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> DecoderWeights:
 def test_every_tensor_of_a_checkpoint_lands_in_its_place(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is changed once all are there is held by the comparison of logits."""
+    """What is changed once all tensors are loaded is tested by comparing logits."""
     monkeypatch.setattr("engine.models.weights.settle", lambda *_: None)
     save_model(kind, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -47,7 +47,7 @@ def test_every_tensor_of_a_checkpoint_lands_in_its_place(
 
 
 def owned(layer: Any) -> list[torch.Tensor]:
-    """Every tensor of a layer, or of a part of it, whatever fields it has."""
+    """Yield every tensor of a layer, or of a part of it, whatever fields it has."""
     found: list[Any] = [getattr(layer, each.name) for each in fields(layer)]
     parts = [part for each in found for part in (each if isinstance(each, tuple) else (each,))]
     return [
@@ -124,7 +124,8 @@ def test_known_harmless_left_overs_are_ignored(tmp_path: Path) -> None:
 
 
 def test_a_text_decoder_that_was_taken_out_of_a_larger_model_is_the_same_model(tmp_path: Path) -> None:
-    """transformers keeps the names that its tensors had there, and experts in one tensor where they were in one."""
+    """transformers keeps the names that the tensors had in the larger model,
+    and keeps experts in one tensor where they were in one."""
     own, taken = tmp_path / "own", tmp_path / "taken"
     save_model("qwen3_5_moe", own)
     save_model("qwen3_5_moe", taken)

@@ -1,4 +1,5 @@
-"""What is learned of answers' lengths: from all that were reached, not only from those that ended; bounded, fading."""
+"""Contracts of what is learned about the lengths of answers: from every length that an answer reached, also if it has
+not ended; in bounded memory, and with old answers fading."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def lengths(**overrides: int) -> AnswerLengths:
 
 
 def see(known: AnswerLengths, length: int, count: int = 1, *, tenant: str = "", by_itself: bool = True) -> LifeTable:
-    """Answers of one length, from their first token to their last."""
+    """Report answers of one length, from their first token to their last."""
     table, interval = known.enter(tenant), known.interval(length)
     for _ in range(count):
         known.reach(table, 0, interval)
@@ -40,7 +41,7 @@ def test_before_any_answer_the_median_is_the_priors_and_grows_with_what_was_answ
 
 
 def test_what_is_still_to_come_depends_on_what_was_answered() -> None:
-    """Half of the answers have 100 tokens and half 1,000: beyond 200, it is one of the long ones."""
+    """Half of the answers have 100 tokens and half 1,000: an answer beyond 200 is one of the long ones."""
     known = lengths()
     for _ in range(100):
         see(known, 100)
@@ -53,7 +54,8 @@ def test_what_is_still_to_come_depends_on_what_was_answered() -> None:
 
 
 def test_answers_that_still_run_count_as_far_as_they_got() -> None:
-    """Of an engine that has just started, the short answers end first: by them alone, all answers are short."""
+    """In an engine that has just started, the short answers end first.
+    Judged by those alone, all answers would be short."""
     known = lengths()
     see(known, 50, 30)
     before = known.population.survival(0, 400)
@@ -65,7 +67,7 @@ def test_answers_that_still_run_count_as_far_as_they_got() -> None:
 
 
 def test_answers_that_were_cut_off_are_no_sign_of_short_ones() -> None:
-    """`max_tokens: 50`, or a client that left: such an answer would have gone on."""
+    """With `max_tokens: 50`, or if the client left, the answer would have been longer."""
     ended, cut = lengths(), lengths()
     see(ended, 50, 200)
     see(cut, 50, 200, by_itself=False)
@@ -96,7 +98,7 @@ def test_tenants_are_bounded_and_whoever_was_away_longest_is_forgotten() -> None
 
 
 def test_old_answers_fade() -> None:
-    """A client whose answers become longer: after some windows, the short ones are forgotten."""
+    """A client's answers become longer: after some windows, the short ones are forgotten."""
     known = lengths(window=64)
     see(known, 50, 2000)
     see(known, 800, 400)
@@ -130,13 +132,14 @@ def test_a_row_says_for_each_horizon_how_many_of_1024_get_there_from_an_interval
     assert math.isfinite(known.population.survival(4000, 100_000)), "beyond all lengths"
 
 
-def test_answers_cut_off_after_what_they_were_counted_in_has_faded_leave_chances_that_are_chances() -> None:
-    """They took back what was no longer there: counts fell below zero, a variance too, and the engine died."""
+def test_chances_stay_within_bounds_when_answers_are_cut_off_after_their_counts_have_faded() -> None:
+    """Regression: such answers were subtracted from counts they were no longer in. Counts and a variance fell below
+    zero, and the engine died."""
     known = lengths()
     table, interval = known.enter("t"), known.interval(1580)
     for _ in range(20):
         known.reach(table, 0, interval)
-    see(known, 8, 8 * 512, tenant="t")  # fades several times
+    see(known, 8, 8 * 512, tenant="t")  # enough answers that counts fade several times
     for _ in range(20):
         known.end(table, interval, by_itself=False)
     see(known, 8, 8 * 512, tenant="t")

@@ -1,5 +1,5 @@
 """Contracts of spans that must not be cut: I-13, S2-R8, S2-R12, S4-R20.
-Every request here is also checked to answer what it answers alone."""
+Every request here is also checked to get the answer that it gets alone."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_i13_no_chunk_and_no_prefix_hit_ends_inside_a_span(settings: str, layout
 
 
 def test_without_spans_the_policy_changes_nothing() -> None:
-    """Chunks whose ends are their own went past max_prefill_tokens together when spans may."""
+    """Regression: where spans may make a step exceed max_prefill_tokens,
+    chunks with ends of their own also did so together."""
     core = RecordingCore(
         block_size=1,
         max_num_seqs=2,
@@ -149,7 +150,8 @@ def test_a_chunk_is_not_cut_inside_a_span_by_its_alignment_either() -> None:
 
 @pytest.mark.parametrize(("how", "longest"), [("defer", 16), ("extend", 24)])
 def test_a_span_that_no_step_could_take_is_refused_at_submit_and_never_queued(how: str, longest: int) -> None:
-    """S2-R12: it was never run, and blocked or was passed by for ever. 32 tokens a step less 8 decode rows are 24."""
+    """S2-R12: such a span never ran; it blocked the others or was passed by for ever.
+    32 tokens a step less 8 decode rows are 24."""
     core = RecordingCore(max_prefill_tokens=16, scheduler=policy(atomic_policy=how))
     with pytest.raises(RequestRejected, match=f"a span of {longest + 1} tokens") as refused:
         core.send("a", PROMPT, max_tokens=1, atomic_spans=((0, 3), (5, 6 + longest)))
@@ -163,7 +165,7 @@ def test_a_span_that_no_step_could_take_is_refused_at_submit_and_never_queued(ho
 @pytest.mark.parametrize("how", ["defer", "extend"])
 @pytest.mark.parametrize("begins", [0, 5])
 def test_a_span_as_long_as_may_be_runs_also_with_endless_short_prompts_behind_it(how: str, begins: int) -> None:
-    """S2-R12: whatever fitted beside the others went ahead, and the image never ran."""
+    """S2-R12: whatever fitted beside the others was scheduled first, and the image never ran."""
     core = RecordingCore(max_prefill_tokens=16, scheduler=policy(atomic_policy=how, max_partial_prefills=0))
     longest = core.config.max_atomic_span
     for i in range(60):
@@ -178,7 +180,7 @@ def test_a_span_as_long_as_may_be_runs_also_with_endless_short_prompts_behind_it
 
 @pytest.mark.parametrize("how", ["defer", "extend"])
 def test_a_begun_prompt_reaches_its_span_also_with_endless_urgent_prompts_before_it(how: str) -> None:
-    """Each of them leaves too little of the step; the age bound gives the span a step of its own."""
+    """Each urgent prompt leaves too little of the step; the age bound gives the span a step of its own."""
     core = RecordingCore(
         tick_ms=10,
         max_prefill_tokens=16,
@@ -252,8 +254,8 @@ def test_a_span_whose_own_step_runs_out_of_memory_is_tried_once_more_and_fails_a
 def test_a_prefix_hit_that_ends_inside_a_span_goes_back_to_a_block_boundary_before_it(
     spans: Spans, cached: int
 ) -> None:
-    """Of a prompt, 20 tokens in blocks of 4 are cached. Before (15, 22) the last boundary is 12, which is
-    inside (9, 15) in turn."""
+    """20 tokens of a prompt are cached, in blocks of 4. The last boundary before the span (15, 22) is 12, which in turn
+    is inside the span (9, 15)."""
     core = RecordingCore(max_num_batched_tokens=64, max_prefill_tokens=64)
     core.send("before", PROMPT[:21], max_tokens=1)
     core.run()

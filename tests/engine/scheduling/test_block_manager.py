@@ -124,7 +124,7 @@ def test_a_reset_forgets_what_nobody_holds_and_keeps_what_somebody_does() -> Non
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Random holders, prefixes and releases against a model that counts by hand."""
+    """Random holders, prefixes and releases, compared with a model that counts by hand."""
 
     def __init__(self) -> None:
         super().__init__()

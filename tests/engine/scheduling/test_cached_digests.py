@@ -1,4 +1,4 @@
-"""Contracts of what an engine tells about its prefix cache, from the blocks up to the library."""
+"""Contracts of what an engine reports about its prefix cache, from the blocks up to the library."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_dead_engine_raises_instead_of_never_answering() -> None:
 
 
 def test_an_engine_that_dies_with_the_question_in_its_queue_raises() -> None:
-    """The thread runs no command after its last step: whoever asked during that step would wait for ever."""
+    """The thread runs no command after its last step, so a caller that asked during that step would wait for ever."""
     in_step, asked = threading.Event(), threading.Event()
 
     def die(plan: StepPlan) -> None:
@@ -113,7 +113,7 @@ def test_an_engine_that_dies_with_the_question_in_its_queue_raises() -> None:
         request = asyncio.ensure_future(anext(engine.generate(PROMPT, SamplingParams(max_tokens=1))))
         assert await asyncio.to_thread(in_step.wait, 10)
         question = asyncio.ensure_future(engine.cached_digests(1))
-        await asyncio.sleep(0)  # it is in the queue
+        await asyncio.sleep(0)  # the question is in the queue
         asked.set()
         async with asyncio.timeout(10):
             with pytest.raises(EngineError) as raised:
@@ -125,7 +125,7 @@ def test_an_engine_that_dies_with_the_question_in_its_queue_raises() -> None:
     asyncio.run(main())
 
 
-def test_who_stops_waiting_does_the_engine_no_harm() -> None:
+def test_a_caller_that_stops_waiting_does_the_engine_no_harm() -> None:
     async def main() -> None:
         engine = make_engine()
         mishaps: list[object] = []

@@ -1,5 +1,6 @@
-"""Owns the proof that engine/DESIGNS.md is true: a snippet is a config with its design's plans. Long: five designs.
-Never changes a mode: examples run as they stand there, and other traces scale budgets and memory down, nothing else."""
+"""Owns the proof that engine/DESIGNS.md is true: each snippet is a config, and gives its design's plans. Long: five
+designs.
+Never changes a mode: examples run as they are written, and other traces scale down only budgets and memory."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ from engine.presets import PRESETS
 from engine.step import RowKind, StepPlan
 from serve_app.settings.application import AppSettings
 from tests.support.engines import RecordingCore, answer_alone
+from tests.support.plan_rows import chunks
 
 DESIGNS = ["S1", "S2", "S3", "S4", "S5"]
 
 
 @cache
 def snippets() -> dict[str, dict[str, Any]]:
-    """Design -> the mapping that stands under `args:`."""
+    """Map each design to the mapping under `args:` in its snippet."""
     text = (Path(engine.__file__).parent / "DESIGNS.md").read_text()
     found = re.findall(r"^## (S\d)(?:(?!^## ).)*?^```yaml\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     return {name: yaml.safe_load(body) for name, body in found}
@@ -38,7 +40,7 @@ def design(name: str) -> EngineConfig:
 
 
 def core_of(name: str, scheduler: dict[str, Any] | None = None, **scaled: Any) -> RecordingCore:
-    """A core that runs the design, with `scaled` settings; `scheduler` scales its counts of tokens."""
+    """Make a core that runs the design with `scaled` settings; `scheduler` scales its counts of tokens."""
     asked = replace(design(name), **{"block_size": 4, "max_model_len": 256, "num_kv_blocks": 200, **scaled})
     return core_from(replace(asked, scheduler=replace(asked.scheduler, **(scheduler or {}))))
 
@@ -53,10 +55,6 @@ def core_from(asked: EngineConfig) -> RecordingCore:
 def step(core: RecordingCore) -> StepPlan:
     core.keep(core.step())
     return core.plans[-1]
-
-
-def chunks(plan: StepPlan) -> list[tuple[str, int]]:
-    return [(row.request_id, len(row.token_ids)) for row in plan.rows if row.kind is not RowKind.DECODE]
 
 
 def sizes(plan: StepPlan) -> list[int]:
@@ -105,7 +103,7 @@ SCALED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("name", "temperature"), list(product(DESIGNS, (0.0, 1.0))))
 def test_the_tokens_are_those_of_each_request_alone(name: str, temperature: float) -> None:
-    """Chunks, neighbours, prefix hits, overtaking and preemptions decide when a token comes, and never which."""
+    """Chunks, neighbours, prefix hits, overtaking and preemptions decide when a token comes, but never which."""
     core = core_of(name, **TIGHT, **SCALED[name])
     prompts = {f"r{i}": [1, 2, 3, 4, *[i + 1] * length] for i, length in enumerate((5, 30, 1, 17, 12, 9, 26, 3))}
     sampling = {"temperature": temperature, "seed": 7, "max_tokens": 18, "ignore_eos": True}
@@ -141,9 +139,9 @@ class Example:
     num_decoding: int
     prompts: tuple[int, ...]
     steps: tuple[str, ...]
-    """Each as its chunks and decode rows are written, in order."""
+    """The chunks and decode rows of each step as the table writes them, in order."""
     is_whole: bool
-    """Its steps are all there are until the prompts are computed."""
+    """Whether the steps are all that it takes to compute the prompts."""
 
     def __str__(self) -> str:
         return f"{self.design} {self.prompts} {self.settings}"
@@ -187,7 +185,7 @@ def test_every_design_has_examples() -> None:
 
 @pytest.mark.parametrize("example", examples(), ids=str)
 def test_a_design_gives_its_own_examples(example: Example) -> None:
-    """With the snippet as it stands, but for what the example says and the memory of the machine."""
+    """Run the snippet as it is written, except for what the example changes and the memory of the machine."""
     asked = example.config()
     core = core_from(replace(asked, max_model_len=2**17, num_kv_blocks=2**18 // asked.block_size))
     for number in range(example.num_decoding):
@@ -268,7 +266,7 @@ def test_s2_a_last_chunk_of_one_token_is_not_a_decode_row() -> None:
 
 
 def test_s2_full_seats_leave_prefill_a_token_and_a_config_in_which_they_would_not_is_refused() -> None:
-    """S2-R14: 3,000 decode rows at a budget of 2,048 starved prefill, and always dropped the same rows."""
+    """S2-R14: 3,000 decode rows at a budget of 2,048 starved prefill, and always the same rows were dropped."""
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(2048\) must be at least max_num_seqs \+ 1"):
         replace(design("S2"), max_num_seqs=3000)
     core = core_of("S2", max_num_batched_tokens=9, max_num_seqs=8)
@@ -303,7 +301,7 @@ def test_s2_starts_what_fits_now_and_takes_memory_from_the_latest_arrival_which_
 
 
 def test_s3_a_long_prompt_shares_budget_and_queue_and_decoding_never_waits_for_it() -> None:
-    """S3-B1, and S3-B6 on purpose otherwise: upstream's decode rows wait while such a prompt is computed."""
+    """S3-B1; and deliberately not S3-B6: upstream's decode rows wait while such a prompt is computed."""
     core = core_of("S3", max_prefill_tokens=16, max_num_batched_tokens=24)
     core.send("stream", [1, 2], max_tokens=30, ignore_eos=True)
     step(core)
@@ -349,7 +347,7 @@ def test_s4_a_step_is_prefill_or_decode_and_resumes_before_it_admits() -> None:
 
 
 def test_s4_decoding_waits_no_longer_than_its_bound() -> None:
-    """S4-R15: a long prompt held decoding up for as long as it lasted."""
+    """S4-R15: a long prompt held decoding up until all of it was computed."""
     core = core_of("S4", dict(decode_starve_ms=40), max_num_batched_tokens=9, max_num_seqs=8)
     core.send("a", [1, 2], max_tokens=30, ignore_eos=True)
     step(core)
@@ -389,8 +387,9 @@ def test_s4_takes_memory_from_the_latest_arrival_which_waits_at_the_front_with_i
 def test_s5_admits_beside_the_share_of_running_answers_and_those_admitted_now_in_full(
     ratio: float, admitted: list[list[str]]
 ) -> None:
-    """S5-B3 to B5. In the first step a's 24 tokens count in full: 2 + ceil(48 / 4) = 14 blocks of 13. In the second
-    they count by the share: 2 + ceil((24 + 23 * 0.7) / 4) = 13 blocks of 13; by a share of 1, they are 14."""
+    """S5-B3 to B5. Beside a's prompt 13 blocks are free. In the first step a's 24 tokens count in full:
+    2 + ceil(48 / 4) = 14 blocks. In the second they count by the share: 2 + ceil((24 + 23 * 0.7) / 4) = 13 blocks.
+    By a share of 1, it would be 14."""
     core = core_of("S5", dict(ratio_init=ratio), num_kv_blocks=15, enable_prefix_caching=False)
     for i, name in enumerate(("a", "b")):
         core.send(name, [i + 1] * 8, max_tokens=24, ignore_eos=True)
@@ -406,7 +405,7 @@ def test_s5_has_one_active_chunk_and_fills_the_rest_of_its_step() -> None:
     assert [chunks(plan) for plan in plans] == [
         [("first", 16)],
         [("first", 16)],
-        [("first", 4), ("short", 5), ("second", 4)],  # 7 are left, cut to a block
+        [("first", 4), ("short", 5), ("second", 4)],  # 7 are left, cut down to a block
         [("second", 16)],
         [("second", 10)],
     ]

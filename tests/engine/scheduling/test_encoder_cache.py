@@ -1,4 +1,5 @@
-"""Contracts of what is kept encoded: held contents stay, others go by age, and what went is told once."""
+"""Contracts of the cache of encoded inputs: contents that are held stay, others go by age,
+and each loss is reported once."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_a_content_is_held_until_the_last_request_lets_go() -> None:
 
 
 def test_requests_that_a_plan_preempts_hold_nothing_in_it() -> None:
-    """Else a plan that preempts whoever holds the room would still find none for the request that it makes it for."""
+    """Otherwise a plan that preempts the holders of the room would still find
+    none for the request that it preempts them for."""
     cache = EncoderCache(10)
     cache.hold(A, "r")
     cache.use(A, 10)

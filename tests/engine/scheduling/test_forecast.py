@@ -1,4 +1,5 @@
-"""What admission keeps free by default: what the answers that run are expected to take, by how long answers were."""
+"""Contracts of the memory that admission keeps free by default:
+what running answers are expected to take, judged by how long answers were."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def request_of(name: str, prompt: int, max_tokens: int | None = None, **options:
 
 
 OPTIMISTIC = SchedulerConfig(reserve_clip=1, reserve_margin=0.0)
-"""It looks one token ahead, and so runs out of memory."""
+"""A forecast that looks one token ahead, and so lets memory run out."""
 CONFIG = resolved_config(max_model_len=8192, num_kv_blocks=4096, block_size=16)
 
 
@@ -35,7 +36,7 @@ def forecast_of(core: EngineCore) -> Forecast:
 
 
 def answer(forecast: Forecast, request: Request, length: int, *, by_itself: bool = True) -> None:
-    """Its whole life."""
+    """Report the whole life of an answer."""
     forecast.admit(request, 0)
     request.was_scheduled = True
     for _ in range(length):
@@ -53,7 +54,8 @@ def learned(length: int, count: int = 200) -> Forecast:
 
 
 def test_requests_that_do_not_say_how_long_their_answers_get_run_side_by_side() -> None:
-    """By `ratio`, each had to find all that it might answer free, and with `max_tokens` unset one ran at a time."""
+    """Regression: with `ratio`, each had to find memory free for its longest answer,
+    so with `max_tokens` unset one ran at a time."""
 
     def running(mode: str) -> int:
         core = RecordingCore(scheduler=SchedulerConfig(reserve_mode=mode), enable_prefix_caching=False)  # type: ignore[arg-type]
@@ -67,12 +69,13 @@ def test_requests_that_do_not_say_how_long_their_answers_get_run_side_by_side() 
 
 
 @pytest.mark.parametrize(("clip", "expected"), [(1, (1,)), (16, (16,)), (17, (16, 17)), (100, (16, 32, 64, 100))])
-def test_memory_is_looked_at_up_to_the_clip(clip: int, expected: tuple[int, ...]) -> None:
+def test_horizons_reach_up_to_the_clip(clip: int, expected: tuple[int, ...]) -> None:
     assert horizons_up_to(clip) == expected
 
 
 def test_an_answer_that_cannot_end_before_its_limit_counts_with_all_of_it() -> None:
-    """With `ignore_eos` its length is known: 100 tokens more at the horizon that comes next, and then nothing."""
+    """With `ignore_eos` its length is known: the growth reaches 100 tokens at the horizon that follows,
+    and then all is free."""
     forecast = Forecast(CONFIG)
     growth, variance = forecast.candidate(request_of("a", 64, 100, ignore_eos=True), 0)
     assert forecast.horizons[:4] == (16, 32, 64, 128)
@@ -157,13 +160,13 @@ def test_a_core_tells_its_margin_and_starts_over_when_it_is_idle() -> None:
 
 
 def counts(core: RecordingCore) -> tuple[float, float]:
-    """Answers that were begun, and those that ended by themselves."""
+    """Count the answers that were begun, and those that ended by themselves."""
     table = forecast_of(core)._lengths.population
     return table._reached[0], sum(table._ended)
 
 
 def test_an_answer_is_counted_once_however_often_it_loses_its_memory() -> None:
-    """The same answers teach the same, with memory for all of them and with too little."""
+    """The same answers teach the same, with memory for all of them or with too little."""
 
     def learned_in(num_kv_blocks: int) -> tuple[list[float], list[float], int]:
         core = RecordingCore(num_kv_blocks=num_kv_blocks, scheduler=OPTIMISTIC, enable_prefix_caching=False)
@@ -193,7 +196,7 @@ def test_answers_that_cannot_end_by_themselves_teach_nothing() -> None:
 def test_an_answer_that_its_caller_ends_counts_as_cut_off_unless_it_found_its_end(
     reason: FinishReason, expected: tuple[float, float]
 ) -> None:
-    """A stop string is found by who reads the text; a client that left says nothing of lengths."""
+    """A stop string is found by whoever reads the text; a client that left says nothing about lengths."""
     core = RecordingCore()
     core.send("a", [1] * 8, max_tokens=100)
     core.keep(core.step())

@@ -1,4 +1,4 @@
-"""Contracts of requests with images whose encoder cache is full: each gets its turn, whoever comes after it."""
+"""Contracts of requests with images when the encoder cache is full: each gets its turn, whatever arrives after it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CACHE_BYTES = 64 * 1024
 
 
 class ImageCore:
-    """A core with twenty requests with small images at any time, each another image."""
+    """A core that has twenty requests with small images at any time, each with another image."""
 
     def __init__(self, *, overlap: bool) -> None:
         asked = EngineConfig(
@@ -56,7 +56,8 @@ class ImageCore:
 @pytest.mark.parametrize("text", [0, 1], ids=["whole", "after a first chunk of text"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_image_that_needs_the_whole_cache_gets_it_though_smaller_ones_keep_coming(overlap: bool, text: int) -> None:
-    """Those behind it took what each step gave back, for ever: with overlap, a step in flight holds its images."""
+    """Regression: the requests behind it took what each step gave back, for ever.
+    With overlap, a step in flight holds its images."""
     core = ImageCore(overlap=overlap)
     core.step()
     core.send("large", rows=8, text=text)

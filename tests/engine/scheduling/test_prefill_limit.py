@@ -50,12 +50,13 @@ def failing_above(tokens: int) -> Callable[[StepPlan], None]:
 
 
 def tokens_of(core: RecordingCore, request_id: str) -> list[int]:
-    """Of the chunks of a prompt."""
+    """Return the lengths of the chunks of a prompt."""
     return chunks_of(core, request_id)
 
 
 def test_a_prompt_of_4096_tokens_takes_four_steps_at_most_after_a_small_step_ran_out_of_memory() -> None:
-    """A chunk of 40 tokens left a limit of 20, of 2,048: the next prompt took 206 steps, until the engine was idle."""
+    """Regression: a chunk of 40 tokens cut the limit from 2,048 to 20, and the next prompt took 206 steps,
+    until the engine was idle."""
     core = large_core(failing_times(1))
     core.send("stream", [1] * 40, max_tokens=60, ignore_eos=True)
     for _ in range(3):
@@ -86,7 +87,7 @@ def test_steps_are_as_large_as_before_a_while_after_a_shortage_that_is_over() ->
 
 
 def test_a_shortage_that_lasts_costs_one_step_in_many_and_no_request_after_the_first() -> None:
-    """A limit that grew into it at once would fail every few steps."""
+    """A limit that grew back into the shortage at once would fail every few steps."""
     core = large_core(failing_above(1500))
     core.send("stream", [1] * 4, max_tokens=300, ignore_eos=True)
     core.keep(core.step())

@@ -19,7 +19,7 @@ def core_of(loop: str = "plain", **overrides: Any) -> RecordingCore:
 
 
 def order_of(core: RecordingCore) -> list[str]:
-    """Requests in the order of their first rows."""
+    """Return the requests in the order of their first rows."""
     return list(dict.fromkeys(row.request_id for plan in core.plans for row in plan.rows))
 
 
@@ -49,7 +49,7 @@ def test_a_request_that_is_being_prepared_does_not_run_and_is_no_work(loop: str)
     check_nothing_is_left(core)
 
 
-def test_its_tokens_count_as_queued_once_it_is_prepared() -> None:
+def test_tokens_of_a_request_count_as_queued_once_it_is_prepared() -> None:
     core = core_of()
     core.send("late", PROMPT, max_tokens=4, prepared=False)
     assert core.load().num_queued_tokens == 0
@@ -59,7 +59,7 @@ def test_its_tokens_count_as_queued_once_it_is_prepared() -> None:
     check_nothing_is_left(core)
 
 
-def test_others_run_meanwhile() -> None:
+def test_others_run_while_a_request_is_prepared() -> None:
     """S5-B17: a request at the head whose image was still being decoded held up everyone."""
     core = core_of()
     core.send("late", PROMPT, max_tokens=4, prepared=False)
@@ -71,8 +71,8 @@ def test_others_run_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("loop", ["plain", "overlap"])
-def test_it_keeps_its_place_although_later_ones_ran_first(loop: str) -> None:
-    """S5-R20: what was skipped went to the end of the queue, again and again."""
+def test_a_request_that_is_prepared_keeps_its_place_although_later_ones_ran_first(loop: str) -> None:
+    """S5-R20: a request that was skipped went to the end of the queue, again and again."""
     core = core_of(loop, max_num_seqs=1)
     core.send("late", PROMPT, max_tokens=2, prepared=False)
     for name in ("first", "second", "third"):
@@ -84,7 +84,7 @@ def test_it_keeps_its_place_although_later_ones_ran_first(loop: str) -> None:
     assert order_of(core) == ["first", "late", "second", "third"]
 
 
-def test_its_place_is_among_its_equals_of_priority_and_tenant() -> None:
+def test_a_request_that_is_prepared_has_its_place_among_its_priority_and_tenant() -> None:
     core = core_of(max_num_seqs=1)
     core.send("late", PROMPT, max_tokens=2, prepared=False, priority=1)
     core.send("urgent", PROMPT, max_tokens=2, priority=0)
@@ -94,7 +94,7 @@ def test_its_place_is_among_its_equals_of_priority_and_tenant() -> None:
     assert order_of(core) == ["urgent", "late", "equal"]
 
 
-def test_several_are_prepared_in_any_order_and_run_in_that_of_their_arrival() -> None:
+def test_requests_that_are_prepared_in_any_order_run_in_that_of_their_arrival() -> None:
     core = core_of(max_num_seqs=1)
     for name in "abcd":
         core.send(name, PROMPT, max_tokens=1, prepared=False)
@@ -157,13 +157,16 @@ def end_by_deadline(core: RecordingCore) -> None:
 @pytest.mark.parametrize("loop", ["plain", "overlap"])
 @pytest.mark.parametrize("timeout", ["timeout_s", "queue_timeout_s"])
 @pytest.mark.parametrize("end", [end_by_abort, end_by_failure, end_by_deadline])
-def test_it_ends_once_and_leaves_nothing(end: Any, timeout: str, loop: str) -> None:
-    """S5-R20, S5-R21: failed preparation left the id in a map; an abort of what waits was ignored with a log line."""
+def test_a_request_that_ends_while_it_is_prepared_ends_once_and_leaves_nothing(
+    end: Any, timeout: str, loop: str
+) -> None:
+    """S5-R20, S5-R21: a failed preparation left the id in a map,
+    and an abort of a waiting request was ignored with a log line."""
     core = core_of(loop)
     core.send("late", PROMPT, max_tokens=2, prepared=False, tenant="t", **{timeout: 5.0})
     end(core)
     assert len(core.events["late"]) == 1
-    assert core.prepared("late") == [], "the prompt that comes after all is nobody's"
+    assert core.prepared("late") == [], "a prompt that still arrives is dropped"
     core.run()
     assert core.step() == []
     assert core.plans == []
@@ -175,7 +178,7 @@ def test_it_ends_once_and_leaves_nothing(end: Any, timeout: str, loop: str) -> N
     check_nothing_is_left(core)
 
 
-def test_its_end_does_not_disturb_what_runs() -> None:
+def test_the_end_of_a_request_that_is_prepared_does_not_disturb_what_runs() -> None:
     core = core_of()
     core.send("late", PROMPT, max_tokens=2, prepared=False)
     core.send("other", PROMPT[:5], max_tokens=9, ignore_eos=True)
@@ -188,7 +191,7 @@ def test_its_end_does_not_disturb_what_runs() -> None:
 
 
 def test_the_ratio_starts_over_when_nothing_is_left_but_what_is_being_prepared() -> None:
-    """I-16: it holds no memory and asks for none, so the engine is idle."""
+    """I-16: a request that is being prepared holds no memory and asks for none, so the engine is idle."""
     core = core_of(scheduler=SchedulerConfig(ratio_decay_steps=3))
     core.send("late", PROMPT, max_tokens=2, prepared=False)
     core.send("other", PROMPT[:5], max_tokens=9, ignore_eos=True)

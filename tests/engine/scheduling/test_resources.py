@@ -21,7 +21,7 @@ TIGHT = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0, preempt_polic
 
 
 class Ledger(Resource):
-    """Counts what it is told, and refuses to be told it twice."""
+    """Counts what it is told, and fails when it is told the same twice."""
 
     def __init__(self) -> None:
         self.held: set[str] = set()
@@ -114,7 +114,7 @@ def test_a_failed_step_is_lost_before_its_rows_are_discarded(again: bool) -> Non
 
 
 class OneAtATime(Resource):
-    """A plan may have a chunk of one request only, and of that no more than two blocks."""
+    """A plan may have a chunk of one request only, and that chunk may have no more than two blocks."""
 
     class Turn:
         def __init__(self) -> None:
@@ -149,7 +149,7 @@ def test_a_prompt_goes_as_far_as_every_allowance_reaches_and_the_next_one_waits_
 
 
 class Reachable(Resource):
-    """A request can start from as many blocks as are reachable, and not from an odd number of them."""
+    """A request can start from as many blocks as are reachable, but not from an odd number of them."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks

@@ -19,7 +19,7 @@ PROMPT_ONLY = {"reserve_mode": "prompt", "watermark_blocks": 0}
 RATIO = {"reserve_mode": "ratio"}
 GATHERING = {"prefill_fill_ratio": 1.0}
 
-# setting -> (base of both runs, the other value)
+# Each setting with the base of both runs and its other value.
 WITNESSES: dict[str, tuple[dict[str, Any], Any]] = {
     "preset": ({}, "atom"),
     "batch_mode": ({}, "prefill_first"),
@@ -65,12 +65,12 @@ GOES_WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("preempt_policy", "none"): {"reserve_mode": "full"},
     ("chunk_boundary", "request_local"): {"max_partial_prefills": 0},
 }
-"""What a value is refused without."""
+"""What else has to be set for a value to be accepted."""
 
 LEARNING = ("reserve_margin", "reserve_caution", "reserve_prior", "reserve_window", "reserve_tenants")
 """Settings of what is learned from answers that end by themselves."""
 
-# The same for settings beside the scheduler's that change what is planned.
+# The same for settings outside the scheduler's that change what is planned.
 ENGINE_WITNESSES: dict[str, tuple[dict[str, Any], Any]] = {
     "overlap": ({}, True),
     "num_speculative_tokens": ({"max_num_seqs": 4}, 3),
@@ -84,8 +84,9 @@ LOOKING = SpeculativeConfig(method="suffix", min_match=1, num_tokens=5, adaptive
 
 PROPOSED = SpeculativeConfig(method="draft_model", model="a name", model_cost=0.1, free_tokens=8)
 
-# And for those of drafts; base and other are settings of SpeculativeConfig. Which model drafts changes no plan of the
-# scripted executor, which has none: tests/golden/test_draft_model.py holds that it changes what is accepted.
+# The same for those of drafts, where base and other value are settings of SpeculativeConfig. Which model drafts changes
+# no plan of the scripted executor, which has no model: tests/golden/test_draft_model.py tests that it changes what is
+# accepted.
 LOOKUP_WITNESSES: dict[str, tuple[SpeculativeConfig, Any]] = {
     "method": (replace(LOOKING, max_match=1), "ngram"),
     "min_match": (LOOKING, 3),
@@ -101,14 +102,14 @@ HYBRID = {"recurrent_state": True, "enable_prefix_caching": True}
 
 
 def plans(engine: dict[str, Any] | None = None, ends: bool = False, **settings: Any) -> list[StepPlan]:
-    """Every step of the trace."""
+    """Return every step of the trace."""
     return core_after_trace(engine, ends, **settings).plans
 
 
 def core_after_trace(engine: dict[str, Any] | None = None, ends: bool = False, **settings: Any) -> RecordingCore:
-    """What ran a trace with long and short prompts, arrivals while others decode, and too little memory. It has
-    two priorities of three tenants, prompts that share prefixes, spans that must not be cut, and scored prompts.
-    `ends`: answers end by themselves, too."""
+    """Run a trace with long and short prompts, arrivals while others decode, and too little memory; return the core.
+    The trace has two priorities with three tenants each, prompts that share prefixes, spans that must not be cut, and
+    scored prompts. With `ends`, answers also end by themselves."""
     core = RecordingCore(
         tick_ms=10,
         scheduler=SchedulerConfig(**settings),
@@ -143,7 +144,7 @@ def core_after_trace(engine: dict[str, Any] | None = None, ends: bool = False, *
 def base_plans(
     engine: tuple[tuple[str, Any], ...], settings: tuple[tuple[str, Any], ...], ends: bool = False
 ) -> list[StepPlan]:
-    """What settings are compared with, run twice: a difference would be the trace's own."""
+    """Run twice what settings are compared with: a difference between the runs would be due to the trace itself."""
     found = plans(dict(engine), ends, **dict(settings))
     assert found == plans(dict(engine), ends, **dict(settings))
     return found
@@ -158,7 +159,8 @@ def test_i34_a_setting_changes_a_plan(name: str) -> None:
 
 @pytest.mark.parametrize("name", choices_of(SchedulerConfig))
 def test_i34_each_value_of_a_setting_has_plans_of_its_own(name: str) -> None:
-    """A value that the code does not know was taken for another: anything but `lifo` was `retract`."""
+    """Regression: a value that the code did not know was taken for another:
+    anything but `lifo` was treated as `retract`."""
     base, _ = WITNESSES[name]
     found = {
         value: plans(**{**base, name: value, **GOES_WITH.get((name, value), {})})
@@ -169,7 +171,7 @@ def test_i34_each_value_of_a_setting_has_plans_of_its_own(name: str) -> None:
 
 
 def test_i34_no_request_gives_up_memory_where_none_may_and_some_does_otherwise() -> None:
-    """`preempt_policy: none` goes with a reservation of its own, which alone would change plans."""
+    """`preempt_policy: none` needs a reservation of its own, which by itself would change plans."""
 
     def preemptions(**settings: Any) -> int:
         core = core_after_trace(**settings)
@@ -186,7 +188,7 @@ def test_i34_a_setting_of_the_engine_changes_a_plan(name: str) -> None:
 
 
 def test_i34_each_source_of_drafts_has_plans_of_its_own() -> None:
-    """But `auto`, which is none of its own: it is resolved before anything is planned."""
+    """`auto` is left out: it is resolved to one of the others before anything is planned."""
     engine = {"max_num_seqs": 4, "num_speculative_tokens": 3}
     methods = [method for method in choices_of(SpeculativeConfig)["method"] if method != "auto"]
     found = {

@@ -1,5 +1,6 @@
-"""Contracts of what happens behind a prompt that cannot use what a step has left: others do, and it is not held up.
-It may be one prompt too many that is partly computed, or one with a span or an image that does not fit."""
+"""Contracts of prompts behind one that cannot use what a step has left: others use it, and the one that was passed is
+not delayed.
+It is passed because one prompt too many is partly computed, or because a span or an image of it does not fit."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ import pytest
 from engine.config import SchedulerConfig
 from engine.scheduling.planner import MAX_PASSED
 from engine.scheduling.reservation import Admission
-from engine.step import RowKind, StepPlan
+from engine.step import RowKind
 from tests.support.engines import RecordingCore, answer_alone
-from tests.support.plan_rows import chunks_of, num_prefill_tokens, steps_of
+from tests.support.plan_rows import chunks, chunks_of, num_prefill_tokens, steps_of
 
 
 def core_of(*, max_num_seqs: int = 64, num_kv_blocks: int = 4000, **settings: object) -> RecordingCore:
-    """A step has 64 tokens of prefill, of which one prompt gets sixteen."""
+    """Make a core whose steps have 64 tokens of prefill, of which one prompt gets sixteen."""
     scheduler = {"chunk_align": 1, "long_prefill_token_threshold": 16, **settings}
     return RecordingCore(
         max_model_len=2048,
@@ -29,16 +30,13 @@ def core_of(*, max_num_seqs: int = 64, num_kv_blocks: int = 4000, **settings: ob
     )
 
 
-def chunks(plan: StepPlan) -> list[tuple[str, int]]:
-    return [(row.request_id, len(row.token_ids)) for row in plan.rows if row.kind is not RowKind.DECODE]
-
-
 # --- one partial prompt too many -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["strict", "bypass"])
 def test_short_prompts_behind_a_second_long_one_have_the_rest_of_the_step(order: str) -> None:
-    """They waited for the first long prompt's end, twenty steps with three quarters of their budget lost."""
+    """Regression: they waited until the first long prompt ended,
+    for twenty steps with three quarters of their budget unused."""
     core = core_of(admission_order=order)
     core.send("long", [1] * 320, max_tokens=1)
     core.send("second", [2] * 320, max_tokens=1)
@@ -55,7 +53,7 @@ def test_short_prompts_behind_a_second_long_one_have_the_rest_of_the_step(order:
 
 
 def test_a_long_prompt_begins_as_soon_as_the_one_before_it_is_done_whoever_goes_past_it() -> None:
-    """Short prompts that keep coming fill every step, and take none from it."""
+    """Short prompts that keep coming fill every step, and take nothing from it."""
     core = core_of()
     for name in ("first", "second", "third"):
         core.send(name, [1] * 160, max_tokens=1)
@@ -71,7 +69,8 @@ def test_a_long_prompt_begins_as_soon_as_the_one_before_it_is_done_whoever_goes_
 
 
 def test_among_those_that_pass_nobody_is_left_partly_computed() -> None:
-    """Of another priority one would have had a place of its own, and the beginning of the next step."""
+    """A prompt of another priority would otherwise have got a partial place of its own,
+    and the beginning of the next step."""
     core = core_of(max_partial_prefills=1)
     core.send("urgent", [1] * 40, priority=0, max_tokens=1)
     core.send("urgent too", [2] * 40, priority=0, max_tokens=1)
@@ -129,7 +128,7 @@ def test_in_a_strict_queue_nobody_goes_past_a_long_prompt_for_which_there_is_no_
 
 @pytest.mark.parametrize("order", ["strict", "bypass"])
 def test_what_fits_goes_around_a_span_that_does_not(order: str) -> None:
-    """Twenty prompts waited behind a span, and what the step had left was lost."""
+    """Regression: twenty prompts waited behind a span, and what the step had left was unused."""
     core = core_of(admission_order=order, long_prefill_token_threshold=0)
     core.send("text", [1] * 40, max_tokens=1)
     core.send("image", [2] * 60, max_tokens=1, atomic_spans=((0, 50),))
@@ -159,7 +158,7 @@ def test_what_goes_around_a_span_is_taken_whole_so_that_the_next_step_begins_wit
 @pytest.mark.parametrize("order", ["strict", "bypass"])
 @pytest.mark.parametrize("how", ["defer", "extend"])
 def test_a_span_of_the_greatest_length_is_in_the_first_step_that_no_begun_prompt_shares(order: str, how: str) -> None:
-    """S2-R12: whatever fits goes around it, in a flood that never ends, and none of it delays it by a step."""
+    """S2-R12: whatever fits goes around it, in a flood that never ends, and none of it delays the span by a step."""
     core = core_of(admission_order=order, atomic_policy=how, long_prefill_token_threshold=0)
     longest = core.config.max_atomic_span
     core.send("begun", [1] * 300, max_tokens=1)
@@ -172,7 +171,7 @@ def test_a_span_of_the_greatest_length_is_in_the_first_step_that_no_begun_prompt
     assert steps_of(core, "image")[0] <= steps_of(core, "begun")[-1] + 1
 
 
-def test_a_chunk_that_depends_on_its_request_alone_is_gone_around_too() -> None:
+def test_others_go_around_a_chunk_that_depends_on_its_request_alone_too() -> None:
     core = core_of(chunk_boundary="request_local", max_partial_prefills=0, long_prefill_token_threshold=0)
     core.send("first", [1] * 40, max_tokens=1)
     core.send("second", [2] * 60, max_tokens=1)

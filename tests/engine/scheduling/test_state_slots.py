@@ -1,5 +1,7 @@
-"""Contracts of recurrent state: dense slots, snapshots for prefix hits, what faults leave. Long: a fault of each kind.
-The specification's I-9, and the hand-over of S1-B3. The fake executor fails a row whose state is not its prefix's."""
+"""Contracts of recurrent state: dense slots, snapshots for prefix hits, and what is left after faults. Long: a fault of
+each kind.
+The specification's I-9, and the hand-over of S1-B3.
+The fake executor fails a row whose state is not that of its prefix."""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from engine.protocol import ErrorCode, Failed, Finished
 from engine.scheduling.state_slots import RecurrentStates, Snapshots, StateSlots
 from engine.step import Capabilities, ExecutorOutOfMemoryError, RowKind, ScheduledRequest, StepPlan
 from tests.support.engines import RecordingCore, answer_alone, resolved_config, resource_of
+from tests.support.plan_rows import rows_of
 
 PROMPT = list(range(1, 20))
 
@@ -26,10 +29,6 @@ def hybrid(
 ) -> RecordingCore:
     scheduler = SchedulerConfig(state_snapshot_tokens=stride, state_snapshots=snapshots, **(policy or {}))
     return RecordingCore(recurrent_state=True, scheduler=scheduler, **overrides)
-
-
-def rows_of(core: RecordingCore, request_id: str) -> list[ScheduledRequest]:
-    return [row for plan in core.plans for row in plan.rows if row.request_id == request_id]
 
 
 def check_nothing_is_left(core: RecordingCore) -> None:
@@ -78,10 +77,10 @@ def test_a_request_has_one_slot() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.one_of(st.just("take"), st.just("step"), st.integers(0, 6)), max_size=60))
 def test_slots_stay_dense_and_moves_keep_the_state_of_every_owner(ops: list[str | int]) -> None:
-    """An array plays the device: a step makes its moves, then every running request rewrites its own slot."""
+    """An array stands for the device: a step makes its moves, then every running request rewrites its own slot."""
     slots = StateSlots()
     device: dict[int, str] = {}
-    running: dict[str, str | None] = {}  # owner -> the state it had after its last step; None: it has not run
+    running: dict[str, str | None] = {}  # owner -> the state it had after its last step; None if it has not run
     for number, op in enumerate([*ops, "step"]):
         if op == "take":
             slots.take(f"r{number}")
@@ -171,7 +170,7 @@ def test_tokens_are_those_of_a_model_without_state(stride: int, budget: int, ove
 
 
 def test_every_step_finds_its_rows_in_the_first_slots() -> None:
-    """S1-B3: a captured graph sees one range of slots, whoever left."""
+    """S1-B3: a captured graph uses one range of slots, whichever requests have left."""
     core = hybrid(max_num_seqs=5)
     for i in range(9):
         core.send(f"r{i}", [1 + i] * 3, max_tokens=3 + 5 * i % 11, ignore_eos=True)
@@ -246,7 +245,7 @@ def test_a_block_without_its_snapshot_is_no_hit_and_a_snapshot_without_its_block
 def test_a_snapshot_that_a_plan_starts_from_is_not_overwritten_by_a_save_of_the_same_step(
     others_first: bool, overlap: bool
 ) -> None:
-    """The save of a row before it took the only snapshot, and the engine died of a KeyError."""
+    """Regression: the save of a row before it took the only snapshot, and the engine died of a KeyError."""
     core = hybrid(4, snapshots=1, policy=dict(max_partial_prefills=0), overlap=overlap)
     core.send("first", PROMPT[:6], max_tokens=1)
     core.run()
@@ -337,7 +336,7 @@ def test_a_failed_step_leaves_the_states_of_others_right_and_gives_its_snapshots
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_row_that_fails_alone_before_its_slot_was_ever_written_harms_nobody(overlap: bool) -> None:
-    """The save of its state, which did not exist, failed the whole step."""
+    """Regression: the save of a state that did not exist failed the whole step."""
     core = hybrid(4, failing=lambda row: "broken" if row.request_id == "bad" else None, overlap=overlap)
     core.send("good", [2] * 3, max_tokens=9, ignore_eos=True)
     core.send("bad", PROMPT, max_tokens=1)
@@ -352,7 +351,7 @@ def test_a_row_that_fails_alone_before_its_slot_was_ever_written_harms_nobody(ov
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_that_started_from_a_snapshot_keeps_its_state_through_a_retry(overlap: bool) -> None:
-    """What a plan that ran out of memory had copied is not copied again: it stays."""
+    """A plan that ran out of memory has already copied the snapshot; the copy stays, and is not made again."""
     fail = False
 
     def check(plan: StepPlan) -> None:
@@ -400,7 +399,7 @@ def test_an_abort_gives_the_slot_and_the_snapshots_in_the_making_back(steps: int
 
 
 def drafting(stride: int, num_drafts: int, **overrides: Any) -> RecordingCore:
-    """The fake executor's drafts are right or wrong by the text."""
+    """Make a core with drafts; whether the fake executor's are right depends on the text."""
     return hybrid(stride, num_speculative_tokens=num_drafts, **overrides)
 
 
@@ -427,7 +426,8 @@ def test_answers_with_drafts_are_those_without(num_drafts: int) -> None:
 
 
 def test_a_row_ends_where_its_state_is_to_be_kept_and_keeps_it_if_its_drafts_were_right() -> None:
-    """The next turn of a chat starts from the last answer: a row past the place would have no state to keep there."""
+    """The next turn of a chat starts from the last answer,
+    and a row that ran past the place would have no state to keep there."""
     core = drafting(8, 5)
     core.send("first", PROMPT[:6], max_tokens=40, ignore_eos=True)
     core.run()

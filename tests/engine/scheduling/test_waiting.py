@@ -18,35 +18,35 @@ from engine.step import RowKind
 from tests.support.engines import RecordingCore, answer_alone, resolved_config
 
 
-class Line:
+class Queue:
     """A queue that is filled by hand."""
 
     def __init__(self, **settings: object) -> None:
-        self.queue = WaitingQueue(SchedulerConfig(**settings))
+        self.entries = WaitingQueue(SchedulerConfig(**settings))
         self._arrivals = count()
 
     def enter(self, name: str, *, priority: int = 0, tenant: str = "", since: float = 0.0, tokens: int = 4) -> Request:
         submission = Submission(name, (1,) * tokens, SamplingParams(max_tokens=1), priority=priority, tenant=tenant)
         request = create_request(submission, resolved_config(), next(self._arrivals))
         request.waiting_since = since
-        self.queue.enter(request)
+        self.entries.enter(request)
         return request
 
     def end(self, request: Request) -> None:
-        self.queue.remove(request)
-        self.queue.leave(request)
+        self.entries.remove(request)
+        self.entries.leave(request)
 
     def names(self, now: float = 0.0) -> list[str]:
-        return [request.request_id for request in self.queue.in_order(now)]
+        return [request.request_id for request in self.entries.in_order(now)]
 
 
 def one_seat(**settings: object) -> RecordingCore:
-    """A core that computes one request at a time, so that the order of service is the order of the queue."""
+    """Make a core that computes one request at a time, so that the order of service is the order of the queue."""
     return RecordingCore(max_num_seqs=1, enable_prefix_caching=False, scheduler=SchedulerConfig(**settings))
 
 
 def served(core: RecordingCore) -> list[str]:
-    """Requests in the order of their first chunks."""
+    """Return the requests in the order of their first chunks."""
     return list(dict.fromkeys(row.request_id for plan in core.plans for row in plan.rows))
 
 
@@ -61,28 +61,28 @@ def test_a_lower_number_is_served_first_and_arrival_decides_inside_a_priority() 
     assert served(core) == ["a0", "a1", "b0", "b1", "b2", "c0"]
 
 
-def test_whoever_waited_for_the_age_bound_goes_before_everything_and_by_arrival_among_its_like() -> None:
-    line = Line(priority_age_ms=100)
-    line.enter("old and unimportant", priority=9, since=0.0)
-    line.enter("old and urgent", priority=0, since=0.02)
-    line.enter("young and urgent", priority=-5, since=0.09)
-    assert line.names(now=0.099) == ["young and urgent", "old and urgent", "old and unimportant"]
-    assert line.names(now=0.1) == ["old and unimportant", "young and urgent", "old and urgent"]
-    assert line.names(now=0.13) == ["old and unimportant", "old and urgent", "young and urgent"]
+def test_requests_that_waited_for_the_age_bound_go_before_all_others_in_order_of_arrival() -> None:
+    queue = Queue(priority_age_ms=100)
+    queue.enter("old and unimportant", priority=9, since=0.0)
+    queue.enter("old and urgent", priority=0, since=0.02)
+    queue.enter("young and urgent", priority=-5, since=0.09)
+    assert queue.names(now=0.099) == ["young and urgent", "old and urgent", "old and unimportant"]
+    assert queue.names(now=0.1) == ["old and unimportant", "young and urgent", "old and urgent"]
+    assert queue.names(now=0.13) == ["old and unimportant", "old and urgent", "young and urgent"]
 
 
 def test_a_request_behind_one_that_was_just_preempted_ages_all_the_same() -> None:
-    line = Line(priority_age_ms=500)
-    line.enter("preempted", since=1.0).was_scheduled = True
-    line.enter("aged", since=0.0)
-    line.enter("urgent", priority=-1, since=1.0)
-    assert line.names(now=1.1) == ["preempted", "aged", "urgent"]
-    assert line.queue.oldest_since() == 0.0
+    queue = Queue(priority_age_ms=500)
+    queue.enter("preempted", since=1.0).was_scheduled = True
+    queue.enter("aged", since=0.0)
+    queue.enter("urgent", priority=-1, since=1.0)
+    assert queue.names(now=1.1) == ["preempted", "aged", "urgent"]
+    assert queue.entries.oldest_since() == 0.0
 
 
 @pytest.mark.parametrize("seats", [1, 4])
 def test_an_endless_stream_of_urgent_requests_delays_another_by_its_age_bound_and_no_longer(seats: int) -> None:
-    """S5-R13's kin: strict priorities starve whoever is not urgent."""
+    """Related to S5-R13: strict priorities starve whoever is not urgent."""
     core = RecordingCore(
         tick_ms=10,
         max_num_seqs=seats,
@@ -102,25 +102,25 @@ def test_an_endless_stream_of_urgent_requests_delays_another_by_its_age_bound_an
 
 
 def test_looking_at_the_queue_changes_nothing() -> None:
-    line = Line()
+    queue = Queue()
     for i in range(9):
-        line.enter(f"r{i}", tenant="xyz"[i * i % 3], priority=i % 2, tokens=1 + i)
-    order = line.names()
-    assert line.names() == order
-    half_way = line.queue.in_order(0.0)
+        queue.enter(f"r{i}", tenant="xyz"[i * i % 3], priority=i % 2, tokens=1 + i)
+    order = queue.names()
+    assert queue.names() == order
+    half_way = queue.entries.in_order(0.0)
     next(half_way), next(half_way)
-    assert line.names() == order
+    assert queue.names() == order
     assert sorted(order) == [f"r{i}" for i in range(9)]
 
 
 def test_the_queue_counts_the_requests_and_the_tokens_that_wait() -> None:
-    line = Line()
-    a = line.enter("a", tokens=5)
-    b = line.enter("b", tenant="other", tokens=7)
-    assert (len(line.queue), line.queue.num_tokens, line.queue.find("b")) == (2, 12, b)
-    assert line.queue.remove(a)
-    assert not line.queue.remove(a), "it runs, and waits no more"
-    assert (len(line.queue), line.queue.num_tokens, line.queue.find("a")) == (1, 7, None)
+    queue = Queue()
+    a = queue.enter("a", tokens=5)
+    b = queue.enter("b", tenant="other", tokens=7)
+    assert (len(queue.entries), queue.entries.num_tokens, queue.entries.find("b")) == (2, 12, b)
+    assert queue.entries.remove(a)
+    assert not queue.entries.remove(a), "it runs, and waits no more"
+    assert (len(queue.entries), queue.entries.num_tokens, queue.entries.find("a")) == (1, 7, None)
 
 
 @pytest.mark.parametrize(
@@ -132,22 +132,22 @@ def test_the_queue_counts_the_requests_and_the_tokens_that_wait() -> None:
     ],
 )
 def test_a_preempted_request_returns_to_its_place(where: Literal["arrival", "front", "back"], order: list[str]) -> None:
-    """The one that began last gives up its memory first."""
-    line = Line()
-    first, second, _ = (line.enter(name) for name in ("first", "second", "third"))
+    """The request that began last is the first to give up its memory."""
+    queue = Queue()
+    first, second, _ = (queue.enter(name) for name in ("first", "second", "third"))
     for request in (first, second):
-        line.queue.remove(request)
+        queue.entries.remove(request)
     for request in (second, first):
-        line.queue.put_back(request, where)
-    assert line.names() == order
+        queue.entries.put_back(request, where)
+    assert queue.names() == order
 
 
 def test_whoever_is_put_back_in_front_goes_before_all_that_came_earlier() -> None:
-    line = Line()
-    _, second = line.enter("first"), line.enter("second")
-    line.queue.remove(second)
-    line.queue.put_back(second, "front")
-    assert line.names() == ["second", "first"]
+    queue = Queue()
+    _, second = queue.enter("first"), queue.enter("second")
+    queue.entries.remove(second)
+    queue.entries.put_back(second, "front")
+    assert queue.names() == ["second", "first"]
 
 
 # --- shares ----------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_two_tenants_of_a_priority_alternate_although_one_queued_fifty_requests_
 
 
 def test_tenants_alternate_within_one_step_too() -> None:
-    """A turn counts before the next one in the same plan, or a step of eight seats would go to one tenant."""
+    """A turn has to count before the next one in the same plan, or a step of eight seats would go to one tenant."""
     core = RecordingCore(max_num_seqs=4, scheduler=SchedulerConfig(reserve_mode="prompt"))
     for tenant in ("a", "b"):
         for i in range(6):
@@ -196,40 +196,41 @@ def test_a_share_is_of_one_priority_and_is_no_excuse_to_overtake_another() -> No
 
 
 def test_a_tenant_that_returns_is_not_owed_what_others_were_served_meanwhile() -> None:
-    line = Line()
-    busy = line.enter("busy0", tenant="busy")
-    line.end(line.enter("away", tenant="idle"))
-    line.queue.serve(busy, prompt_tokens=1000)
+    queue = Queue()
+    busy = queue.enter("busy0", tenant="busy")
+    queue.end(queue.enter("away", tenant="idle"))
+    queue.entries.serve(busy, prompt_tokens=1000)
     for i in range(1, 4):
-        line.enter(f"busy{i}", tenant="busy")
-        line.enter(f"idle{i}", tenant="idle")
-    assert line.names() == ["busy0", "idle1", "busy1", "idle2", "busy2", "idle3", "busy3"]
+        queue.enter(f"busy{i}", tenant="busy")
+        queue.enter(f"idle{i}", tenant="idle")
+    assert queue.names() == ["busy0", "idle1", "busy1", "idle2", "busy2", "idle3", "busy3"]
 
 
 def test_a_tenant_that_stays_keeps_what_it_has_used_also_when_it_was_away_for_a_moment() -> None:
-    line = Line()
-    heavy, light = line.enter("heavy0", tenant="heavy"), line.enter("light0", tenant="light")
-    line.queue.serve(heavy, prompt_tokens=1000)
-    line.end(heavy)
-    line.enter("heavy1", tenant="heavy")
-    line.enter("light1", tenant="light")
-    assert line.names() == ["light0", "light1", "heavy1"]
-    line.queue.remove(light)  # it runs, so that its tenant is still there
-    line.enter("third", tenant="new")
-    assert line.names() == ["light1", "third", "heavy1"], "a new tenant starts where the least served one is"
+    queue = Queue()
+    heavy, light = queue.enter("heavy0", tenant="heavy"), queue.enter("light0", tenant="light")
+    queue.entries.serve(heavy, prompt_tokens=1000)
+    queue.end(heavy)
+    queue.enter("heavy1", tenant="heavy")
+    queue.enter("light1", tenant="light")
+    assert queue.names() == ["light0", "light1", "heavy1"]
+    queue.entries.remove(light)  # it runs, so that its tenant is still there
+    queue.enter("third", tenant="new")
+    assert queue.names() == ["light1", "third", "heavy1"], "a new tenant starts where the least served one is"
 
 
 @pytest.mark.parametrize(("weight", "first"), [(1.0, "talks"), (2.0, "reads")])
 def test_an_answer_token_counts_as_much_as_the_setting_says(weight: float, first: str) -> None:
-    line = Line(answer_token_weight=weight)
-    talks, reads = line.enter("talks", tenant="talks"), line.enter("reads", tenant="reads")
-    line.queue.serve(talks, answer_tokens=3)
-    line.queue.serve(reads, prompt_tokens=5)
-    assert line.names()[0] == first
+    queue = Queue(answer_token_weight=weight)
+    talks, reads = queue.enter("talks", tenant="talks"), queue.enter("reads", tenant="reads")
+    queue.entries.serve(talks, answer_tokens=3)
+    queue.entries.serve(reads, prompt_tokens=5)
+    assert queue.names()[0] == first
 
 
 def test_what_a_tenant_is_served_comes_from_its_prompts_and_from_its_answers() -> None:
-    """Nine answer tokens weigh 18, so that three requests of 8 tokens go before the talker's next."""
+    """Nine answer tokens weigh 18, so that three requests of 8 tokens go before
+    the next request of the tenant that answered."""
     core = one_seat()
     for i in range(3):
         core.send(f"talk{i}", [1] * 6, tenant="talk", max_tokens=9, ignore_eos=True)
@@ -245,7 +246,7 @@ def test_what_a_tenant_is_served_comes_from_its_prompts_and_from_its_answers() -
 
 
 def test_drafts_that_were_accepted_count_as_answer_tokens() -> None:
-    """One count a row made the share of an answer depend on how well it was guessed."""
+    """Regression: one count per row made a tenant's share depend on how well its answers were guessed."""
     orders = []
     for num_drafts in (0, 3):
         core = RecordingCore(
@@ -264,26 +265,26 @@ def test_drafts_that_were_accepted_count_as_answer_tokens() -> None:
 
 
 def test_once_a_priority_is_idle_its_tenants_start_over() -> None:
-    line = Line()
-    heavy, light = line.enter("heavy", tenant="heavy"), line.enter("light", tenant="light")
-    assert line.queue.shares
-    line.queue.serve(heavy, prompt_tokens=1000)
-    line.end(heavy)
-    line.end(light)
-    assert not line.queue.shares, "nothing is kept of tenants that are gone"
-    line.enter("heavy", tenant="heavy")
-    line.enter("light", tenant="light")
-    assert line.names() == ["heavy", "light"]
+    queue = Queue()
+    heavy, light = queue.enter("heavy", tenant="heavy"), queue.enter("light", tenant="light")
+    assert queue.entries.shares
+    queue.entries.serve(heavy, prompt_tokens=1000)
+    queue.end(heavy)
+    queue.end(light)
+    assert not queue.entries.shares, "nothing is kept of tenants that are gone"
+    queue.enter("heavy", tenant="heavy")
+    queue.enter("light", tenant="light")
+    assert queue.names() == ["heavy", "light"]
 
 
 def test_another_priority_that_is_busy_keeps_its_own_counts_when_one_ends() -> None:
-    line = Line()
-    other = line.enter("other", priority=1)
-    heavy, light = line.enter("heavy", tenant="heavy"), line.enter("light", tenant="light")
-    line.queue.serve(heavy, prompt_tokens=1000)
-    line.end(other)
-    assert line.names() == ["light", "heavy"]
-    line.end(light)
+    queue = Queue()
+    other = queue.enter("other", priority=1)
+    heavy, light = queue.enter("heavy", tenant="heavy"), queue.enter("light", tenant="light")
+    queue.entries.serve(heavy, prompt_tokens=1000)
+    queue.end(other)
+    assert queue.names() == ["light", "heavy"]
+    queue.end(light)
 
 
 def test_many_tenants_are_served_in_turn_and_in_the_same_order_every_time() -> None:
@@ -400,7 +401,7 @@ def test_whoever_is_least_urgent_gives_up_memory_first(how: str) -> None:
 
 
 def full_core(**settings: object) -> RecordingCore:
-    """A prompt of priority 1 that has begun; what remains of memory fits 12 tokens and no more."""
+    """Make a core with a begun prompt of priority 1 in which the remaining memory fits exactly 12 tokens."""
     core = RecordingCore(
         block_size=4,
         num_kv_blocks=24,
@@ -421,7 +422,7 @@ def full_core(**settings: object) -> RecordingCore:
 
 
 def test_a_step_tests_no_more_misfits_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Testing 2,000 waiting requests took 4.6 ms of every step. Urgent ones are looked at twice: before the prompts
+    """Testing 2,000 waiting requests took 4.6 ms of every step. Urgent requests are looked at twice: before the prompts
     that have begun and after them."""
     core = full_core()
     for i in range(3 * MAX_PASSED):
@@ -443,7 +444,8 @@ def test_a_step_tests_no_more_misfits_than_its_bound(monkeypatch: pytest.MonkeyP
 
 
 def test_no_request_is_overtaken_more_often_than_its_bound_within_one_step() -> None:
-    """Urgent misfits were tested before begun prompts and after them, with the whole bound each time."""
+    """Regression: urgent requests that did not fit were tested before begun prompts and after them,
+    with the whole bound each time."""
     core = full_core(max_overtakes=2)
     core.send("large", [2] * 80, priority=0, max_tokens=1)
     for i in range(4):
@@ -455,7 +457,7 @@ def test_no_request_is_overtaken_more_often_than_its_bound_within_one_step() -> 
 
 
 def test_in_a_strict_queue_nobody_goes_before_one_that_does_not_fit() -> None:
-    """Also when the step looks at the queue twice, before the prompts that have begun and after them."""
+    """This also holds when the step looks at the queue twice, before the prompts that have begun and after them."""
     core = full_core(admission_order="strict")
     core.send("large", [2] * 80, priority=0, max_tokens=1)
     for priority in (0, 1):

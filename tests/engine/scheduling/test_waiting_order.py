@@ -1,4 +1,4 @@
-"""Contracts of the queue beside its definition, in lives of their own, and of what its operations cost, counted.
+"""Contracts of the queue compared with its definition, in random lives, and of what its operations cost, counted.
 The costs are comparisons and requests looked at: a clock would measure the machine."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def request_of(arrival_index: int, *, tenant: str = "", priority: int = 0, token
 
 
 class Life:
-    """One queue, and another that works everything out anew, through the same random events."""
+    """Sends the same random events to a queue and to another one that works everything out anew."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -104,12 +104,12 @@ def test_the_order_is_that_of_a_queue_which_is_sorted_anew_each_time(seed: int) 
     for _ in range(120):
         life.draw.choice(events)()
         life.now += life.draw.choice([0.0, 0.01, 0.2])
-        if life.draw.random() < 0.6:  # else several events come between two looks
+        if life.draw.random() < 0.6:  # otherwise several events come between two looks
             life.check()
 
 
 @pytest.mark.parametrize("where", ["front", "back"])
-def test_whom_a_preemption_puts_elsewhere_stands_there_and_nobody_who_arrives_later_is_held_up(where: str) -> None:
+def test_a_preempted_request_waits_where_it_was_put_and_holds_up_nobody_who_arrives_later(where: str) -> None:
     queue = WaitingQueue(SchedulerConfig())
     requests = [request_of(arrival_index) for arrival_index in range(8)]
     for request in requests[:5]:
@@ -128,7 +128,7 @@ def test_whom_a_preemption_puts_elsewhere_stands_there_and_nobody_who_arrives_la
 
 
 class Key(int):
-    """Part of a place that counts how often it was compared."""
+    """Part of a queue position that counts how often it was compared."""
 
     compared = 0
 
@@ -144,7 +144,7 @@ class Key(int):
 
 
 def long_queue(num_tenants: int = 1, requeue: str = "arrival") -> tuple[WaitingQueue, list[Request]]:
-    """One in which MANY wait, and sixteen that were admitted from its front."""
+    """Make a queue in which MANY wait, and sixteen that were admitted from its front."""
     queue = WaitingQueue(SchedulerConfig())
     template = request_of(0)
     requests = []
@@ -176,7 +176,8 @@ def long_queue(num_tenants: int = 1, requeue: str = "arrival") -> tuple[WaitingQ
 def test_sixteen_preemptions_among_twenty_thousand_compare_as_often_as_a_search_does(
     where: str, num_tenants: int
 ) -> None:
-    """Each sorted its whole line again, or looked at the places of all who wait: 590 ms among 100,000."""
+    """Regression: each preemption sorted its whole lane again, or looked at the places of all that wait:
+    590 ms among 100,000."""
     queue, admitted = long_queue(num_tenants)
     Key.compared = 0
     for victim in admitted:
@@ -205,7 +206,7 @@ def test_an_abort_among_twenty_thousand_costs_a_search(num_tenants: int) -> None
 
 @pytest.mark.parametrize("num_tenants", [1, 10_000])
 def test_a_look_at_the_queue_sees_as_many_as_it_asks_for(num_tenants: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan copied every line, and asked each tenant's first for its rank."""
+    """Regression: a plan copied every lane, and asked the first request of each tenant for its rank."""
     queue, _ = long_queue(num_tenants)
     list(islice(queue.in_order(0.0), 1))
     seen = 0
@@ -219,7 +220,7 @@ def test_a_look_at_the_queue_sees_as_many_as_it_asks_for(num_tenants: int, monke
 
     monkeypatch.setattr(SortedList, "__iter__", counting)
     assert len(list(islice(queue.in_order(0.01), 10))) == 10
-    assert seen <= 60, "ten lines, their first requests, and what comes next in each"
+    assert seen <= 60, "ten lanes, their first requests, and what comes next in each"
     assert queue.oldest_since() == 0.0
     assert seen <= 60
 
@@ -246,7 +247,7 @@ def test_a_tenant_that_has_gone_is_remembered_only_while_it_is_ahead_of_those_pr
 
 
 def test_five_thousand_tenants_that_came_and_went_leave_nothing_while_another_stays() -> None:
-    """Their state was kept until the whole priority was idle, and every submission looked at all of it."""
+    """Regression: their state was kept until the whole priority was idle, and every submission looked at all of it."""
     queue = WaitingQueue(SchedulerConfig())
     stays = request_of(0, tenant="stays")
     queue.enter(stays)
@@ -280,7 +281,7 @@ def test_what_is_remembered_is_bounded_also_while_the_least_served_gets_nothing(
 def test_a_submission_looks_at_no_more_tenants_than_have_been_served_since_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It asked each tenant for its count: 1.1 ms among 50,000."""
+    """Regression: a submission asked each tenant for its count: 1.1 ms among 50,000."""
     counters = Shares(answer_weight=2.0)
     for number in range(5_000):
         counters.enter((0, f"t{number}"))

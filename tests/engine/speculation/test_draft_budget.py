@@ -1,5 +1,6 @@
-"""Contracts of how many tokens are drafted: as many as are expected to pay, and nobody is slowed down for another's.
-All is arithmetic: chances are taken for true, and steps for as long as the curve says."""
+"""Contracts of how many tokens are drafted: as many as are expected to pay, without slowing one stream down for
+another.
+All is arithmetic: the chances are taken to be exact, and steps to take as long as the curve says."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ COSTS = st.sampled_from([Costs(1), Costs(4), Costs(8), Costs(128)])
 
 
 def gained(wish: Wish, length: int) -> float:
-    """Tokens that are expected of a draft."""
+    """Return the number of tokens that a draft is expected to gain."""
     return sum(wish.chance**i for i in range(1, length + 1))
 
 
 def pace(wishes: list[Wish], lengths: list[int], beside: Beside, costs: Costs) -> float:
-    """Tokens for the time of a step of one token."""
+    """Return the tokens per time of a step of one token."""
     tokens = beside.num_rows + beside.num_forced
     expected = tokens + sum(map(gained, wishes, lengths))
     return expected / (costs.of(tokens + sum(lengths)) + START * any(lengths))
@@ -94,8 +95,8 @@ def test_a_step_takes_longer_with_each_token_and_ever_more_so(tokens: int, costs
     assert costs.of(1) == 1
 
 
-def test_the_curve_is_told_from_what_it_was_fitted_to() -> None:
-    """It once named figures that its page did not have."""
+def test_the_curve_names_what_it_was_fitted_to() -> None:
+    """Regression: it once named figures that its page did not have."""
     results = Path(__file__).parents[3] / "loadtest" / "results"
     code = Path(draft_budget.__file__).read_text(encoding="utf-8")
     told = " ".join(code.partition("CHEAP, DEAR")[2].partition("START =")[0].split())

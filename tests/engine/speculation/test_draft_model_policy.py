@@ -1,4 +1,4 @@
-"""Contracts of drafts of a second model: nobody can tell by the answer. Long: what is read, when, and how many.
+"""Contracts of drafts by a second model: the answer does not show them. Long: what is read, when, and how much.
 Texts are hashes, of which the scripted draft model foresees three tokens of four."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ADAPTIVE = replace(ALWAYS, adaptive=True)
 
 
 class DraftingCore(RecordingCore):
-    """A RecordingCore that holds what the draft model is said to have read against the requests' texts, each step."""
+    """A RecordingCore that compares in each step what the draft model is said to have read with the requests' texts."""
 
     def __init__(self, speculative: SpeculativeConfig = ALWAYS, **overrides: Any) -> None:
         settings = {"num_speculative_tokens": 3, "max_num_batched_tokens": 64, **overrides}
@@ -103,9 +103,9 @@ def test_every_event_but_its_step_is_that_of_the_plain_loop(
 
 ARRIVALS = st.lists(
     st.tuples(
-        st.integers(1, 30),  # of the prompt
-        st.integers(1, 20),  # of the answer
-        st.integers(0, 2),  # which of the texts it begins like
+        st.integers(1, 30),  # tokens of the prompt
+        st.integers(1, 20),  # tokens of the answer
+        st.integers(0, 2),  # the text whose beginning it shares
         st.integers(0, 6),  # steps before the next arrival
         st.none() | st.integers(1, 12),  # steps until it is cancelled
     ),
@@ -116,10 +116,11 @@ ARRIVALS = st.lists(
 
 @settings(deadline=None)
 @given(arrivals=ARRIVALS, adaptive=st.booleans(), blocks=st.integers(16, 40), tokens=st.integers(17, 40))
-def test_whoever_comes_goes_or_loses_memory_what_is_read_is_the_text_and_nothing_is_left(
+def test_what_is_read_is_the_text_and_nothing_is_left_whichever_requests_come_go_or_lose_memory(
     arrivals: list[tuple[int, int, int, int, int | None]], adaptive: bool, blocks: int, tokens: int
 ) -> None:
-    """Blocks are shared by prefix, given up, taken by others and found again: the draft model's K and V with them."""
+    """Blocks are shared by prefix, given up, taken by others and found again,
+    and the draft model's K and V with them."""
     core = DraftingCore(
         replace(ALWAYS, adaptive=adaptive),
         num_kv_blocks=blocks,
@@ -224,7 +225,8 @@ def test_a_prefix_that_was_read_for_another_is_not_read_again() -> None:
 
 
 def test_a_prefix_that_only_the_model_has_computed_is_read() -> None:
-    """While nobody was drafted for, nothing was read, and blocks were published all the same."""
+    """Regression: while no request was drafted for, the draft model read nothing,
+    but blocks were published all the same."""
     core = DraftingCore()
     core.send("a", PROMPT, max_tokens=1)
     core.run()
@@ -247,8 +249,8 @@ def test_blocks_that_others_have_written_over_are_read_again() -> None:
 
 @pytest.mark.parametrize("budget", [16, 40])
 def test_what_two_share_is_read_by_one_of_them_at_a_time(budget: int) -> None:
-    """Kernels may clear what follows the last token of a row in its block: when two read into blocks that they shared,
-    each lost what the other had read ahead. Acceptance fell from 100 % to 86 %, and nothing else told of it."""
+    """Kernels may clear what follows the last token of a row in its block. When two requests read into blocks that they
+    shared, each lost what the other had read ahead. Acceptance fell from 100 % to 86 %, and nothing else showed it."""
     core = DraftingCore(max_num_batched_tokens=budget, max_num_seqs=3, num_kv_blocks=60, block_size=16)
     text = [1 + number % 31 for number in range(48)]
     core.send("a", [*text, *[7] * 22], max_tokens=40, ignore_eos=True)
@@ -270,7 +272,7 @@ def test_what_two_share_is_read_by_one_of_them_at_a_time(budget: int) -> None:
 
 
 def test_a_row_that_is_drafted_for_says_what_leads_to_its_newest_token() -> None:
-    """The seam's contract, as the scripted draft model holds it."""
+    """This is the contract at the seam, as the scripted draft model checks it."""
     row = ScheduledRequest(
         "a", RowKind.DECODE, 5, (7, DRAFT_TOKEN), (0, 1), None, draft_context=DraftContext(0, (1, 2, 3))
     )
@@ -308,7 +310,7 @@ def test_rows_carry_no_more_drafts_than_asked_and_all_together_what_a_full_engin
     assert most == {0: 0, 1: 8, 2: 10, 3: 9, 4: 8}, "what four rows of three tokens have room for"
 
 
-def test_drafts_are_given_up_before_anybodys_memory_is() -> None:
+def test_drafts_are_given_up_before_any_request_loses_memory() -> None:
     core = DraftingCore(block_size=2, num_kv_blocks=24, scheduler=TIGHT)
     for i in range(4):
         core.send(f"r{i}", [1 + i] * 4, max_tokens=30, ignore_eos=True)
@@ -351,7 +353,7 @@ def answer_long(prompt: list[int], **params: Any) -> list[int]:
 
 
 def requests(count: int) -> tuple[ModelDrafts, list[Request]]:
-    """Requests that decode, in an engine of no steps."""
+    """Make requests that decode, for an engine that runs no steps."""
     config = resolved_config(
         speculative=ADAPTIVE, num_speculative_tokens=3, max_num_batched_tokens=64, max_model_len=4096
     )
@@ -362,7 +364,7 @@ def requests(count: int) -> tuple[ModelDrafts, list[Request]]:
 
 
 def proposals(drafts: ModelDrafts, decoding: list[Request], right: bool, steps: int) -> Iterator[int]:
-    """How many tokens each step is drafted, if all drafts are right or all are wrong."""
+    """Return how many tokens each step is drafted, if all drafts are right or all are wrong."""
     for _ in range(steps):
         drafted = drafts.propose(decoding)
         yield sum(len(places) for _, places in drafted)
@@ -417,7 +419,8 @@ COSTS = st.sampled_from([Costs(1), Costs(4), Costs(8), Costs(128)])
 
 
 def took(lengths: list[int], beside: Beside, drafter: ModelCosts) -> float:
-    """Of a step with such drafts: the draft model's i-th pass has the rows that are drafted i tokens or more."""
+    """Return the time of a step with such drafts:
+    the draft model's i-th pass has the rows that are drafted i tokens or more."""
     passes = [sum(length > i for length in lengths) for i in range(max(lengths, default=0))]
     tokens = beside.num_rows + beside.num_forced + sum(lengths)
     return drafter.costs.of(tokens) + START * any(lengths) + sum(map(drafter.of, passes))
@@ -449,7 +452,7 @@ def test_proposals_are_expected_to_pay_and_every_row_keeps_its_pace(
 def test_alone_a_row_has_almost_as_many_proposals_as_are_best(
     chance: float, most: int, costs: Costs, ratio: float
 ) -> None:
-    """What is not drafted is what is expected to gain less than a quarter over what it takes."""
+    """A token is not drafted if it is expected to gain less than a quarter over what it takes."""
     beside, drafter = Beside(1, 0, 0), ModelCosts(ratio, costs)
     (length,) = choose_model_lengths([Wish(chance, most)], beside, 100, costs, drafter)
     paces = [sum(chance**i for i in range(each + 1)) / took([each], beside, drafter) for each in range(most + 1)]
@@ -457,7 +460,8 @@ def test_alone_a_row_has_almost_as_many_proposals_as_are_best(
 
 
 def test_a_pass_for_one_row_of_four_does_not_pay_and_may_pay_for_all_four() -> None:
-    """Judged one token after the other, the first would have had to pay for the pass, and so there would be none."""
+    """If rows were judged one after the other, the first would have to pay for the whole pass,
+    and there would be no pass."""
     drafter = ModelCosts(0.2, Costs(16))
     likely, hopeless = Wish(0.8, 1), Wish(0.05, 1)
     rows = Beside(4, 0, 0)
@@ -465,7 +469,7 @@ def test_a_pass_for_one_row_of_four_does_not_pay_and_may_pay_for_all_four() -> N
     assert choose_model_lengths([likely] * 4, rows, 100, drafter.costs, drafter) == [1] * 4
 
 
-def test_the_dearer_the_draft_model_the_fewer_its_proposals_and_none_beside_many_rows() -> None:
+def test_the_more_expensive_the_draft_model_the_fewer_its_proposals_and_none_beside_many_rows() -> None:
     costs, wish = Costs(8), Wish(0.9, 8)
     by_ratio = [
         choose_model_lengths([wish], Beside(1, 0, 0), 100, costs, ModelCosts(ratio, costs))[0]
@@ -516,7 +520,7 @@ def test_a_draft_model_where_no_token_is_drafted_is_refused(settings: dict[str, 
         EngineConfig(speculative=SpeculativeConfig(method="draft_model", model="small"), **settings)
 
 
-def test_what_it_costs_is_what_was_asked_or_what_was_found() -> None:
+def test_the_cost_of_a_draft_model_is_the_setting_or_else_what_was_found() -> None:
     found: dict[str, Any] = dict(
         max_model_len=64,
         num_kv_blocks=8,
@@ -552,7 +556,7 @@ def test_the_fake_executor_is_served_drafts_of_a_model_that_it_makes_up() -> Non
 
 
 class Verifications:
-    """An EngineObserver of drafts."""
+    """An EngineObserver that collects what is verified of drafts."""
 
     def __init__(self) -> None:
         self.verified: list[Verified] = []

@@ -1,5 +1,5 @@
-"""Contracts of the search for what may follow a text: what is found did stand there, and nothing longer was near.
-The oracles look at the whole text for each token, which is what the indexes never do."""
+"""Contracts of the search for what may follow a text: a match is really in the text, and no longer one was near.
+The oracles look at the whole text for each token, which the indexes never do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALL = 1 << 30
 
 
 def ending_at(text: Sequence[int], place: int) -> int:
-    """How many tokens before `place` are the text's last ones."""
+    """Count the tokens before `place` that equal the last ones of the text."""
     length = 0
     while length < place and text[place - 1 - length] == text[len(text) - 1 - length]:
         length += 1
@@ -52,7 +52,7 @@ def suffix_oracle(text: Sequence[int], least: int) -> Match | None:
 
 
 def grown(index: TextIndex, text: Sequence[int], steps: Sequence[int]) -> Match | None:
-    """What is found at last, the text having come in pieces."""
+    """Return what is found at the end, when the text arrived in pieces."""
     end = 0
     for step in steps:
         end = min(end + step, len(text))

@@ -1,5 +1,6 @@
-"""Contracts of drafts that are looked up in a request's own text: nobody can tell by the answer, and they stop when
-they do not pay. Texts that repeat themselves are scripted; all others are hashes, which nobody foresees."""
+"""Contracts of drafts that are looked up in a request's own text: the answer does not show them, and they stop when
+they do not pay.
+Texts that repeat themselves are scripted; all others are hashes, which nobody can foresee."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def all_verified(core: RecordingCore) -> list[Verified]:
 
 
 def test_no_token_that_would_end_the_answer_is_drafted() -> None:
-    """What came after it before would be verified for nothing."""
+    """What followed that token earlier in the text would be verified for nothing."""
     core = looking(reply=[7, 8, 1, 2, 9] * 6)
     core.send("a", [7, 8, 9, 1, 2, 7, 8, 9], max_tokens=30, stop_token_ids=(9,))
     core.run()
@@ -95,7 +96,7 @@ def test_no_token_that_would_end_the_answer_is_drafted() -> None:
     plain = looking(reply=[7, 8, 1, 2, 9] * 6)
     plain.send("a", [7, 8, 9, 1, 2, 7, 8, 9], max_tokens=30)
     plain.run()
-    assert any(9 in row.token_ids[1:] for row in decode_rows(plain)), "where it would not, it is"
+    assert any(9 in row.token_ids[1:] for row in decode_rows(plain)), "a token that would not end the answer is drafted"
 
 
 # --- what it saves, and what it may cost -----------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def test_rows_carry_no_more_drafts_than_asked_and_all_together_what_a_full_engin
     }, "what four rows of three tokens have room for"
 
 
-def test_drafts_are_given_up_before_anybodys_memory_is() -> None:
+def test_drafts_are_given_up_before_any_request_loses_memory() -> None:
     scheduler = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0, preempt_policy="lifo")
     core = looking(replace(EAGER, num_tokens=8), block_size=2, num_kv_blocks=26, scheduler=scheduler, reply=[1, 2] * 40)
     plans: list[tuple[Plan, dict[str, bool]]] = []
@@ -193,13 +194,13 @@ def test_beside_many_rows_nothing_is_drafted_or_even_looked_at_until_few_are_lef
 
 
 def requests(count: int) -> tuple[Speculation, list[Request]]:
-    """Requests whose texts repeat themselves, in an engine of no steps."""
+    """Make requests whose texts repeat themselves, for an engine that runs no steps."""
     config = resolved_config(speculative=ADAPTIVE, num_speculative_tokens=3, max_num_batched_tokens=64)
     return Speculation(config), decoding_requests(config, count)
 
 
 def proposals(speculation: Speculation, decoding: list[Request], right: bool, steps: int) -> Iterator[int]:
-    """How many tokens each step is drafted, if all drafts are right or all are wrong."""
+    """Return how many tokens each step is drafted, if all drafts are right or all are wrong."""
     for _ in range(steps):
         drafted = speculation.propose(decoding)
         yield sum(len(drafts) for _, drafts in drafted)
@@ -242,10 +243,10 @@ def test_what_was_right_of_others_is_where_a_new_request_begins() -> None:
     assert sum(len(drafts) for _, drafts in wrong.propose(decoding[3:])) <= 1
 
 
-# --- what is told of it ----------------------------------------------------------------------------------------------
+# --- what is reported of it ------------------------------------------------------------------------------------------
 
 
-def test_drafted_and_accepted_tokens_are_told_with_each_step() -> None:
+def test_drafted_and_accepted_tokens_are_reported_with_each_step() -> None:
     core = looking(reply=[1, 2, 3, 1, 2, 4] * 10)
     core.send("a", [9], max_tokens=50, ignore_eos=True)
     verified: list[Verified] = []

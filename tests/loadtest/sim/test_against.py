@@ -1,4 +1,5 @@
-"""A live load's report against the same load simulated. The live one is made here, from figures that are known."""
+"""A live load's report compared with the same load simulated.
+The live report is made here, from figures that are known."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def simulated() -> dict[str, Any]:
 
 @pytest.fixture
 def live(simulated: dict[str, Any]) -> dict[str, Any]:
-    """As if a server had answered exactly as the simulation did."""
+    """Make the report of a server that answered exactly as the simulation did."""
     made: dict[str, Any] = json.loads(json.dumps(simulated))
     del made["deployment"]
     for name in ("replicas", "router", "engine"):

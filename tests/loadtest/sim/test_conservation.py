@@ -1,4 +1,4 @@
-"""No token is lost, made up or computed for nothing, and the same seed gives the same world."""
+"""No token is lost, made up or computed needlessly, and the same seed gives the same world."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.sim_worlds import scenario
 
 
 def is_at_rest(world: World) -> bool:
-    """Nobody holds anything any more."""
+    """Return whether no request holds anything any more."""
     loads = [replica.load() for replica in world.deployment.running.values()]
     held = [load.num_held_blocks or load.num_running or load.num_waiting for load in loads]
     gate = world.gate.snapshot()

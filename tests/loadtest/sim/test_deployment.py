@@ -1,4 +1,4 @@
-"""Requests live through failures, drains, upgrades and cold starts as the shipped migration and gate have it."""
+"""Requests survive failures, drains, upgrades and cold starts, with the migration and gate that are shipped."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def kill_busy(world: World) -> None:
 
 
 def test_an_answer_goes_on_at_another_replica_after_a_failure_from_where_it_was() -> None:
-    """That each of its tokens came once and in order is asserted where it is served."""
+    """The serving code asserts that each token came once and in order."""
     figures, world = simulate(scenario([LONG], replicas=2), happening=at(5.02, kill_busy))
     assert (figures["ok"], figures["output_tokens"], figures["moves"]) == (1, 200, 1)
     assert len(world.deployment.gone) == 1
-    # The other computes prompt and answer so far anew: 199 tokens in four chunks, after a pause of 50 ms.
+    # The other replica computes prompt and answer so far anew: 199 tokens in four chunks, after a pause of 50 ms.
     assert figures["itl_max_ms"] == pytest.approx(1000 * (0.02 + 0.05 + 4 * STEP_S), abs=1)
 
 
@@ -99,7 +99,7 @@ def test_a_rolling_upgrade_replaces_every_replica_and_loses_no_request() -> None
 
 
 def test_an_upgrade_during_which_a_replica_fails_ends_with_as_many_as_before() -> None:
-    """The failure gives up a start that is the upgrade's own, which then ended with two of four."""
+    """Regression: the failure gave up a start that was the upgrade's own, so the upgrade ended with two of four."""
     jobs = poisson(4.0, 60, num_prompt_tokens=30, num_answer_tokens=20, seed=8)
 
     async def upgrade(world: World) -> None:

@@ -1,4 +1,4 @@
-"""Named loads, simulated: asked as a server is asked, and judged and reported as a server is."""
+"""Named loads, simulated: they ask as they ask a server, and are judged and reported like loads of a server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan_of(*arguments: str) -> Plan:
 
 
 def world_of(plan: Plan, answers: list[Timeline] | None = None, **settings: Any) -> World:
-    """Engines whose steps take STEP_S each."""
+    """Make engines whose steps take STEP_S each."""
     made: Scenario = scenario([], config=ROOMY, duration_s=sum(point.seconds for point in plan.points), **settings)
 
     async def send(world: World) -> None:
@@ -41,7 +41,7 @@ def world_of(plan: Plan, answers: list[Timeline] | None = None, **settings: Any)
 
 
 def simulated(out: Path, *arguments: str) -> dict[str, Any]:
-    """The report of the command."""
+    """Return the report of the command."""
     with pytest.raises(SystemExit) as ended:
         main(["--out", str(out), *SHORT, *arguments])
     found: dict[str, Any] = json.loads((out / "report.json").read_text())
@@ -77,7 +77,7 @@ def test_a_point_begins_when_the_last_answer_of_the_one_before_has_ended() -> No
     plan = plan_of("--scenario", "sweep", "--clients", "1", "--seconds", "1", "--lengths", "0.01")
     world_of(plan, answers)
     ended = 0.0
-    for answer in answers:  # of one client
+    for answer in answers:  # with one client
         assert answer.due == pytest.approx(ended)
         ended = answer.ended
 

@@ -1,4 +1,4 @@
-"""What queueing theory says must be so, whatever the scheduler does."""
+"""What queueing theory says has to hold, whatever the scheduler does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE_SEAT = {"max_num_seqs": 1, "max_num_batched_tokens": 2, "max_prefill_tokens"
 
 
 def lindley(arrivals: list[float], service_s: float) -> list[float]:
-    """Waits in a queue of one server whose service takes a fixed time (Lindley, 1952)."""
+    """Return the waits in a queue of one server whose service takes a fixed time (Lindley, 1952)."""
     waits = [0.0]
     for before, after in pairwise(arrivals):
         waits.append(max(0.0, waits[-1] + service_s - (after - before)))
@@ -26,7 +26,7 @@ def lindley(arrivals: list[float], service_s: float) -> list[float]:
 
 @pytest.mark.parametrize("load", [0.3, 0.7])
 def test_one_seat_and_one_step_for_each_request_is_an_m_d_1_queue(load: float) -> None:
-    """Wait by wait as Lindley has it, of whose waits Pollaczek and Khinchine say the mean."""
+    """The waits are compared one by one with Lindley's, and their mean with the Pollaczek-Khinchine formula."""
     jobs = poisson(load / STEP_S, 80, num_prompt_tokens=1, num_answer_tokens=1, seed=3)
     answers: list[Timeline] = []
     simulate(scenario(jobs, config=ONE_SEAT), on_answer=answers.append)

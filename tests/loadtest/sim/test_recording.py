@@ -1,4 +1,4 @@
-"""What is seen of a simulated request, as a client of a real server would see it."""
+"""What is recorded of a simulated request is what a client of a real server would see."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_app.errors.api_error import ApiError, overloaded, to_api_error
 
 
 def seen(*tokens_s: float, error: ApiError | None = None) -> Recording:
-    """It was due at 10 s, and its first chunk began at 10.2."""
+    """Record a request that was due at 10 s and whose first chunk began at 10.2 s."""
     made = Recording(10.0, num_prompt_tokens=7)
     made.note(Scheduled("r", 3), 10.2)
     for at_s in tokens_s:
@@ -38,7 +38,7 @@ def test_an_answer_that_moves_has_waited_until_it_began_for_the_first_time() -> 
     assert made.num_cached_tokens == 3
 
 
-def test_how_an_answer_ended_is_told() -> None:
+def test_how_an_answer_ended_is_recorded() -> None:
     made = seen(10.5)
     made.note(Finished("r", FinishReason.LENGTH, Usage(7, 1, 3)), 10.5)
     assert made.ended(10.5).finish_reason == "length"
@@ -58,7 +58,7 @@ def test_what_is_refused_before_its_first_token_says_when_to_come_again() -> Non
     [
         (ErrorCode.QUEUE_FULL, (), REJECTED),
         (ErrorCode.CONTEXT_LENGTH_EXCEEDED, (), FAILED),
-        (ErrorCode.ENGINE_DEAD, (10.5,), FAILED),  # its status was sent long ago: the stream breaks
+        (ErrorCode.ENGINE_DEAD, (10.5,), FAILED),  # its status was sent long ago, so the stream breaks
     ],
 )
 def test_a_failure_is_what_the_servers_own_table_and_the_clients_own_rule_make_of_it(

@@ -1,4 +1,4 @@
-"""Who gets a request: in turn, the shorter of two queues, or where its prefix is."""
+"""Which replica gets a request: each in turn, the shorter of two queues, or the one that has its prefix."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_round_robin_gives_each_replica_as_many() -> None:
     assert tokens_by_replica(world) == [4 * 31] * 3
 
 
-def test_of_two_queues_the_shorter_one_is_chosen() -> None:
-    """The first request lasts; with two replicas, all later ones that come while it runs go to the other."""
+def test_the_shorter_of_two_queues_is_chosen() -> None:
+    """The first request lasts long; with two replicas, all later ones that come while it runs go to the other."""
     jobs = [Job(0.0, 50, 200), *(Job(1.0 + i, 10, 1) for i in range(8))]
     _, world = simulate(scenario(jobs, replicas=2), lambda: PowerOfTwo(1))
     assert sorted(tokens_by_replica(world)) == [8 * 10, 50 + 199]

@@ -21,7 +21,7 @@ CROWD = [Job(0.05 * i, num_prompt_tokens=20, num_answer_tokens=400) for i in ran
 
 
 def first_growth_s(world: World) -> float:
-    """When more replicas ran than at the beginning."""
+    """Return when more replicas ran than at the beginning."""
     return next(at for at, size in world.deployment.sizes if size > 1)
 
 
@@ -34,7 +34,7 @@ def serves(clock: Callable[[], float]) -> Scaler:
 
 
 def test_serves_policy_adds_replicas_after_thirty_simulated_seconds() -> None:
-    """Its delays are measured with `time.time()`: unpatched it saw a few real milliseconds, and never scaled."""
+    """Its delays are measured with `time.time()`: unpatched, it saw a few real milliseconds and never scaled."""
     _, world = simulate(scenario(CROWD, cold_start_s=1.0), scaler=serves)
     assert 30 < first_growth_s(world) < 35
 
@@ -68,7 +68,7 @@ class Broken:
 
 
 def test_a_scaler_that_fails_ends_the_simulation_with_its_own_error() -> None:
-    """What went on without it had the figures of a deployment that nobody scales."""
+    """A simulation that went on without its scaler would give the figures of a deployment that nobody scales."""
     with pytest.raises(ZeroDivisionError, match="no report"):
         simulate(scenario(CROWD), scaler=lambda clock: Broken())
 

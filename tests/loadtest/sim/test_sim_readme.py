@@ -1,4 +1,5 @@
-"""loadtest/sim/README.md is executed: shorter loads, and of what takes hours only what make would run."""
+"""loadtest/sim/README.md is executed, with shorter loads.
+For what takes hours, only the command that make would run is checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a simulated step takes, from what a measured one took."""
+"""How long a simulated step takes, derived from measured ones."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_measurements_that_no_linear_model_could_make_are_refused() -> None:
 
 
 def test_a_servers_log_of_its_steps_is_as_good_as_a_bench(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """Lines as the engine writes them, each kind of step now shorter and now longer than its mean, and two kinds that
-    were too rare to have one."""
+    """The lines are as the engine writes them: steps of each kind are now shorter and now longer than their mean, and
+    two kinds were too rare to have one."""
     caplog.set_level("INFO")
     kinds = [(decodes, tokens) for decodes in (0, 1, 5, 9) for tokens in (0, 17, 128) if decodes or tokens]
     for decodes, tokens in kinds:

@@ -1,4 +1,4 @@
-"""A study runs what its results lack, and its plot and table say what the results hold."""
+"""A study runs what its results lack, and its plot and table show what the results hold."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ def test_reservation_modes_differ_in_what_they_admit() -> None:
     assert found["prompt"]["queue_mean_ms"] < found["full"]["queue_mean_ms"]
 
 
-def test_who_does_not_say_how_long_an_answer_may_get_does_not_wait_for_memory_that_answers_do_not_take() -> None:
-    """Each candidate had to find 4,096 tokens free, and each running answer kept 860: half of the requests came late.
-    By what answers take, about as many are in time as by looking at prompts alone, and few lose their memory."""
+def test_requests_without_a_length_limit_do_not_wait_for_memory_that_answers_do_not_take() -> None:
+    """By `ratio`, each candidate had to find 4,096 tokens free, and each running answer kept 860, so half of the
+    requests came late. By what answers really take, about as many are in time as by looking at prompts alone, and few
+    lose their memory."""
     crowded = {"trace": "unset, 40k", "seed": 0, "requests": 200, "rate": 5.0}
     found = {
         policy: run_spec("reservation", {**crowded, "policy": policy}) for policy in ("vllm-v1", "ratio", "learned")
@@ -103,7 +104,7 @@ def test_a_run_that_another_study_holds_is_taken_over_and_not_simulated_twice(tm
 def test_options_of_no_study_are_refused_and_the_results_stay(
     option: str, value: str, limit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No seeds were all that a study had, so that every kept run was another form's, and was dropped."""
+    """Regression: with no seeds a study had no runs of its own, so every kept run looked foreign and was dropped."""
     path = tmp_path / "results.json"
     save({**empty("reservation"), "runs": [run_of("full", 0, 0.9)]}, path)
     held = path.read_text()

@@ -25,7 +25,7 @@ JOBS = poisson(4.0, 20, num_prompt_tokens=40, num_answer_tokens=10, seed=1)
 
 
 def of_a_load(answers: list[Timeline], goal: Goal, seconds: float) -> Tally:
-    """What the load generator would make of the same answers."""
+    """Return what the load generator would make of the same answers."""
     found = Tally(goal)
     found.open_window(POINT, seconds)
     for answer in answers:
@@ -44,7 +44,7 @@ def test_the_figures_are_those_of_a_load_with_the_same_answers() -> None:
 
 
 def test_goodput_is_of_the_time_in_which_requests_came() -> None:
-    """One answer is good; the other's first token comes after three steps of its own and waits for nothing else."""
+    """One answer is good. The other's first token comes after three steps of its own, and waits for nothing else."""
     jobs = [Job(0.0, 10, 2), Job(5.0, 150, 2)]
     asked = scenario(jobs, goal=Goal(ttft_ms=2.5 * STEP_S * 1000, tpot_ms=None), duration_s=10.0)
     figures, _ = simulate(asked)

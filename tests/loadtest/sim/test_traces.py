@@ -1,4 +1,4 @@
-"""Traces are read as their publishers wrote them; the jobs that come of them are what the traces say."""
+"""Traces are read as their publishers wrote them, and the jobs made of them are what the traces say."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from loadtest.sim.validation import LIVE, LOADS, compare, live_figures, simulate
 
 LIVE_RESULTS = json.loads(LIVE.read_text())
 MOST_RATIO = 1.75
-"""Of each figure, either way. The live server shares its two cores with the client, Ray and the ingress."""
+"""The largest factor between the two, for each figure, either way. The live server shares its two cores with the
+client, Ray and the ingress."""
 
 
 def test_every_simulated_figure_is_near_the_measured_one() -> None:

@@ -1,4 +1,5 @@
-"""Owns the contract of models' names: a list of them, aliases, under which name answers come, and what is listed.
+"""Owns the contract of models' names: which names and aliases a client may use, which name an answer carries,
+and what is listed.
 Never loads an adapter: names need none."""
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ async def get(path: str, model: ServedModel = MODEL) -> Answer:
         ("gpt-5", MODEL.id),
         ("law", "law"),
         ("second:law", "second:law"),
-        ("claude-3", "law"),  # a name goes before the patterns
-        ("claude-law-1", MODEL.id),  # of which the first counts
+        ("claude-3", "law"),  # a name comes before the patterns
+        ("claude-law-1", MODEL.id),  # of which the first match counts
     ],
 )
 def test_a_name_or_an_alias_is_answered_by_what_it_stands_for(asked: str, answers: str) -> None:
@@ -93,7 +94,7 @@ def test_an_alias_of_an_adapter_lives_as_long_as_it() -> None:
 
 def test_a_pattern_is_matched_in_time_that_a_client_cannot_stretch() -> None:
     aliases = Aliases({"*a*a*a*a*a*a*a*a*b": "x"})
-    assert aliases.target("a" * 20_000) is None  # exponential, if the matcher went back
+    assert aliases.target("a" * 20_000) is None  # exponential, if the matcher backtracked
 
 
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -110,7 +111,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 async def test_an_answer_says_which_model_it_is_from_and_not_what_it_was_asked_for(
     path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    """As at vLLM and OpenAI: a client that asks for a name sees what that stands for."""
+    """As with vLLM and OpenAI, a client that asks for an alias is told the name that it stands for."""
     for asked, named in (("second", MODEL.id), ("claude-x", MODEL.id), ("claude-3", "law")):
         client = ScriptedClient([scheduled()], tokens("hello"), [finished()])
         data = json.dumps(body | {"model": asked, "stream": stream}).encode()

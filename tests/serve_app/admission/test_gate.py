@@ -143,7 +143,7 @@ async def test_one_who_leaves_before_a_place_is_free_is_not_given_it() -> None:
     gate = Gate(at_most(1))
     first, second, third = (Guest(gate) for _ in range(3))
     await quiet()
-    second.task.cancel()  # it will know in the next turn of the loop,
+    second.task.cancel()  # It will learn so in the next turn of the loop, in which the place becomes free as well.
     first.finish()  # in which the place becomes free as well
     await quiet()
     assert third.inside
@@ -168,7 +168,7 @@ async def test_a_place_given_back_early_is_the_next_ones_and_is_given_back_once(
     guests = [Guest(gate) for _ in range(3)]
     await quiet()
     assert guests[0].visit is not None
-    guests[0].visit.finished()  # the engine has ended it; its reader is slow
+    guests[0].visit.finished()  # the engine has ended it, while its reader is slow
     await quiet()
     assert [guest.inside for guest in guests] == [True, True, False]
     guests[0].finish()
@@ -340,7 +340,7 @@ async def test_a_refused_prompt_is_told_when_its_tokens_will_have_room() -> None
     guests = [Guest(gate, num_tokens=40), Guest(gate, num_tokens=40), Guest(gate, BOB, num_tokens=9000)]
     await quiet()
     clock.now += 4
-    guests.pop().finish()  # somebody else's tokens are no measure of this tenant's
+    guests.pop().finish()  # the tokens of others are no measure of this tenant's
     await quiet()
     assert guests[0].visit is not None
     guests[0].visit.started()  # 40 tokens in 4 s
@@ -504,7 +504,7 @@ async def test_too_long_a_prompt_for_the_queue_is_refused_before_the_first_byte_
 
 
 @pytest.mark.parametrize("code", [ErrorCode.QUEUE_FULL, ErrorCode.DRAINING])
-async def test_a_refusal_by_the_engine_is_told_the_measured_rate_too(code: ErrorCode) -> None:
+async def test_a_refusal_by_the_engine_carries_the_measured_rate_too(code: ErrorCode) -> None:
     clock = Clock()
     gate = Gate(clock=clock)
     guests = [Guest(gate), Guest(gate)]

@@ -1,4 +1,4 @@
-"""Owns that answers in the formats of the models that agents use are read over HTTP, special tokens among them.
+"""Owns the promise that answers in the formats of the models that agents use are parsed over HTTP, with special tokens.
 Never tests a grammar or a cut: tests/serve_app/parsing does."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def gpt_oss() -> Tokenizer:
 
 
 def written(tokenizer: Tokenizer, text: str) -> list[Token]:
-    """Each tag is one token."""
+    """Encode the text so that each tag is one token."""
     return [Token("r", token_id) for token_id in tokenizer.encode(text)]
 
 

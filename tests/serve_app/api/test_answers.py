@@ -109,7 +109,7 @@ async def test_usage_comes_in_a_last_frame_without_choices_when_asked_for(send: 
     assert all(frame["usage"] is None for frame in frames[:-1])
 
 
-async def test_length_is_told_as_such() -> None:
+async def test_an_end_by_length_is_reported_as_length() -> None:
     client = ScriptedClient([*tokens("ab"), finished(FinishReason.LENGTH)])
     assert (await chat(client)).json["choices"][0]["finish_reason"] == "length"
 

@@ -1,5 +1,5 @@
 """Owns the contract of fields that clients of vLLM and SGLang read, and of what they send besides OpenAI's API.
-Never depends on a real engine: every event is scripted, but where a grammar must be kept."""
+Never depends on a real engine: every event is scripted, except where a grammar must be followed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def stopped_by(token_id: int) -> Finished:
 
 
 async def stop_of(client: ScriptedClient, path: str, body: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """`finish_reason`, vLLM's word and SGLang's: the same in a whole answer and in the last chunk of a stream."""
+    """Return `finish_reason` with vLLM's and SGLang's word for it,
+    which are the same in a whole answer and in a stream's last chunk."""
     choice = (await post(app_for(client), path, body)).json["choices"][0]
     *before, last = (await post(app_for(client), path, body | {"stream": True})).frames
     assert all(frame["choices"][0].get("matched_stop") is None for frame in before)
@@ -55,13 +56,13 @@ async def stop_of(client: ScriptedClient, path: str, body: dict[str, Any]) -> tu
 
 
 @pytest.mark.parametrize(("path", "body"), GENERATE)
-async def test_a_stop_string_is_told_in_both_words(path: str, body: dict[str, Any]) -> None:
+async def test_a_stop_string_is_reported_in_both_fields(path: str, body: dict[str, Any]) -> None:
     client = ScriptedClient([scheduled()], tokens("one two"), [finished()])
     assert await stop_of(client, path, body | {"stop": ["zz", "tw"]}) == ("stop", "tw", "tw")
 
 
 @pytest.mark.parametrize(("path", "body"), GENERATE)
-async def test_a_stop_token_is_told_by_its_id(path: str, body: dict[str, Any]) -> None:
+async def test_a_stop_token_is_reported_by_its_id(path: str, body: dict[str, Any]) -> None:
     assert await stop_of(ends(stopped_by(97)), path, body | {"stop_token_ids": [97]}) == ("stop", 97, 97)
 
 
@@ -73,7 +74,7 @@ async def test_the_end_of_sequence_is_no_stop_reason_at_vllm_and_a_matched_stop_
 
 
 @pytest.mark.parametrize(("path", "body"), GENERATE)
-async def test_an_end_of_sequence_that_the_client_named_is_told(path: str, body: dict[str, Any]) -> None:
+async def test_an_end_of_sequence_that_the_client_named_is_reported(path: str, body: dict[str, Any]) -> None:
     named = body | {"stop_token_ids": [256], "ignore_eos": True}
     assert await stop_of(ends(stopped_by(256)), path, named) == ("stop", 256, 256)
 
@@ -121,7 +122,7 @@ async def test_vllms_clients_read_null_where_nothing_was_asked_for() -> None:
 
 
 async def test_each_chunk_of_a_completion_has_lists_of_the_tokens_that_were_asked_for() -> None:
-    """vLLM's own suite adds them up, with no look at whether they are there."""
+    """vLLM's own suite adds the lists up without checking that they are there."""
     extra = {"return_token_ids": True, "return_tokens_as_token_ids": True}
     async with openai_client(app_for(ends(Finished("r", FinishReason.LENGTH, USAGE)))) as client:
         stream = await client.completions.create(**PROMPT, stream=True, logprobs=0, extra_body=extra)

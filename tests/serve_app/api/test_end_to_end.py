@@ -44,7 +44,7 @@ REPLY = "Bonjour à tous 🦜. The end."
 
 @asynccontextmanager
 async def served(app: ASGIApp) -> AsyncIterator[int]:
-    """The app on a free port of the loopback interface, ended whatever happens."""
+    """Serve the app on a free port of the loopback interface; end it whatever happens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
@@ -72,7 +72,8 @@ MakeApp = Callable[..., ASGIApp]
 
 @pytest.fixture
 def make_app() -> Iterator[MakeApp]:
-    """Builds the app over a real engine that answers with `reply`; engines are shut down at the end."""
+    """Return a function that builds the app over a real engine that answers with `reply`;
+    engines are shut down at the end."""
     engines: list[AsyncEngine] = []
 
     def build(**config: object) -> ASGIApp:
@@ -204,7 +205,8 @@ async def test_scores_of_a_prompt_in_many_chunks_are_those_of_a_prompt_in_one(
 
 
 async def test_openais_client_reads_scores_and_every_token_counted_has_one(make_app: MakeApp) -> None:
-    """As lm-evaluation-harness asks: the prompt as token ids, one token more, of which the scores are cut off."""
+    """The request is that of lm-evaluation-harness:
+    the prompt as token ids, and one token more, whose scores are cut off."""
     async with openai_client(make_app()) as client:
         answer = await client.completions.create(
             model=MODEL.id, prompt=list(b"to be"), echo=True, logprobs=1, max_tokens=1, temperature=0

@@ -1,5 +1,5 @@
 """Owns the contract that every refusal of every route has its API's envelope, whatever the method, path or failure.
-Never names the routes: it walks those that are declared, which a test of the document holds against the app's."""
+Never names the routes: it walks those that are declared, which a test of the document compares with the app's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one
 
 
 def refused(operation: Operation, answer: Answer, kind: str, code: str) -> None:
-    """Anthropic's envelope has no codes."""
+    """Check a refusal. Anthropic's envelope has no codes."""
     if operation.error is ErrorAnswer:
         assert answer.anthropic_error["type"] == kind
     else:

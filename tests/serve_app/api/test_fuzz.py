@@ -1,5 +1,5 @@
-"""Owns the contract that no body, however broken, is more than a refusal: thousands of mutants over every POST route.
-Never checks what a good answer says: each mutant has only a status, an envelope and a size to keep."""
+"""Owns the contract that any body, however broken, is at most refused: thousands of mutants go to every POST route.
+Never checks what a good answer says: an answer to a mutant only has to keep to a status, an envelope and a size."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from tests.support.seeds import VARIABLE, run_seed, seeded_random
 pytestmark = pytest.mark.anyio
 
 MUTANTS = int(os.environ.get("FUZZ_MUTANTS", "6000"))
-"""Over all routes; those that generate get most of them."""
+"""Mutants over all routes; those that generate get most of them."""
 WARM_UP = 200
 PANICS = "start: %json " + json.dumps({"required": [{"\U0001f511" * 60: 1}]}, ensure_ascii=False)
 """A schema on which llguidance 1.9.1 panics; see tests/serve_app/grammars/test_json_schema.py."""
 MAX_GROWTH_BYTES = 64 * 2**20
-"""Of the process, from the warm-up to the end of a route: less than a tenth of what its mutants weigh."""
+"""The growth of the process from the warm-up to the end of a route: less than a tenth of what its mutants weigh."""
 MAX_MESSAGE_BYTES = 2000
 
 ADMIN_KEY = "x"
@@ -217,7 +217,7 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
 }
 SEEDS |= {f"/v1{path}": SEEDS[path] for path in ("/tokenize", "/detokenize")}
 ROUTES = [one for one in OPERATIONS if one not in UNVERSIONED]
-"""Those of the same handler again would cost as much, and find the same."""
+"""Routes, without a second one for the same handler, which would cost as much and find the same."""
 POSTS = [one.path for one in ROUTES if one.method == "post"]
 SHARES = {path: 5 if path in ("/v1/chat/completions", "/v1/completions") else 1 for path in POSTS}
 # No request of that name is live, no adapter is there, and none was loaded.
@@ -226,7 +226,8 @@ GOOD_STATUS = {"/admin/abort": 404, "/v1/load_lora_adapter": 400, "/v1/unload_lo
 
 @pytest.fixture
 def app() -> Iterator[ASGIApp]:
-    """Everything that a body can ask for: tools, reasoning, documents, over an engine that answers at once."""
+    """Make an app with everything that a body can ask for (tools, reasoning,
+    documents) over an engine that answers at once."""
     fake = FakeConfig(reply="It rains.", images=True)
     engine = build_engine("", EngineConfig(executor="fake", fake=fake, max_model_len=256, max_loras=2))
     tokenizer = Tokenizer.byte_level(images=True)

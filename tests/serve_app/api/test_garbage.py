@@ -1,5 +1,5 @@
-"""Owns the promise that a request, however it ends, leaves nothing for the garbage collector: collecting what was large
-stops every stream of an ingress replica, for seconds where it held 100,000 messages.
+"""Owns the promise that a request, however it ends, leaves nothing for the garbage collector. Collecting something
+large stops every stream of an ingress replica, for seconds where it held 100,000 messages.
 Never measures time, nor memory."""
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ async def test_an_answer_and_a_refusal_leave_nothing(
         return
     app = app_for(ScriptedClient(*WHOLE))
     body = body | {"stream": True} if stream else body
-    assert (await post(app, path, body)).status == status  # the first makes what lives as long as the process
+    assert (await post(app, path, body)).status == status  # the first request makes what lives as long as the process
     with no_garbage():
         assert (await post(app, path, body)).status == status
 
@@ -99,7 +99,7 @@ async def test_an_answer_and_a_refusal_leave_nothing(
     ],
     ids=["refused", "lost at once", "lost in the middle", "failed", "cut off"],
 )
-async def test_neither_does_what_an_engine_ends(script: Any, stream: bool) -> None:
+async def test_an_answer_that_an_engine_ends_leaves_nothing(script: Any, stream: bool) -> None:
     app, body = app_for(ScriptedClient(*script)), CHAT | {"stream": stream}
     await post(app, "/v1/chat/completions", body)
     with no_garbage():
@@ -107,8 +107,8 @@ async def test_neither_does_what_an_engine_ends(script: Any, stream: bool) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_neither_does_a_client_that_leaves(stream: bool) -> None:
-    """Where Ray says so by cancelling, asyncio's own waits leave a cycle."""
+async def test_a_client_that_leaves_leaves_no_garbage(stream: bool) -> None:
+    """If Ray reports it by cancelling, asyncio's own waits leave a cycle."""
     client = ScriptedClient([scheduled()], tokens("a"), asyncio.Event())
     app, body = app_for(client), json.dumps(CHAT | {"stream": stream}).encode()
 

@@ -1,5 +1,5 @@
-"""Owns the contract of large JSON: what is written in steps is what one call writes, and a body that would hold the
-parser for long is refused by its counts."""
+"""Owns the contract of large JSON: written in steps, it is what one call writes; and a body that would keep the parser
+busy for long is refused by counting its parts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def test_what_is_written_in_steps_is_what_one_call_writes() -> None:
 
 
 def test_what_is_nested_deep_is_looked_at_once() -> None:
-    """170 levels around 200,000 numbers, in an answer that repeats its request, took seconds at each event."""
+    """Regression: 170 levels around 200,000 numbers, in an answer that repeats its request,
+    took seconds at each event."""
     looks = 0
 
     class Watched(dict[str, Any]):
@@ -94,7 +95,8 @@ def test_what_is_nested_deep_is_looked_at_once() -> None:
 async def test_a_number_that_no_float_holds_is_refused_by_its_place(
     number: str, path: str, body: str, place: str
 ) -> None:
-    """JSON's parsers read it as infinite, which cannot be written again: the whole answer was a 500."""
+    """Regression: JSON's parsers read such a number as infinite, which cannot be written again,
+    so the whole answer was a 500."""
     text = body.replace("N}", f"{number}}}").replace("[N]", f"[{number}]").replace("{", f'{{"model": "{MODEL.id}", ', 1)
     answer = await Exchange(app_for(ScriptedClient()), "POST", path, text.encode()).finish()
     assert answer.status == 400
@@ -122,7 +124,8 @@ def test_a_response_has_starlettes_type_and_length() -> None:
 
 
 def counted(value: Any) -> tuple[int, int]:
-    """(items, keys): of containers, a comma or an opening bracket each; an empty one has its bracket."""
+    """Return (items, keys). In a container each comma and the opening bracket count one item;
+    an empty one has its bracket."""
     if isinstance(value, dict):
         inner = [counted(one) for one in value.values()]
         return max(len(value), 1) + sum(items for items, _ in inner), len(value) + sum(keys for _, keys in inner)
@@ -133,7 +136,7 @@ def counted(value: Any) -> tuple[int, int]:
 
 
 def test_items_and_keys_are_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.api.requests.json_size.MAX_ITEMS", -1)  # or nothing is counted exactly
+    monkeypatch.setattr("serve_app.api.requests.json_size.MAX_ITEMS", -1)  # otherwise nothing is counted exactly
     draw = random.Random(8)
     for _ in range(300):
         value = [random_json(draw, 3), draw.choice(TEXTS) * 9, {draw.choice(TEXTS): draw.choice(TEXTS)}]
@@ -182,7 +185,8 @@ async def test_biases_beyond_the_limit_are_counted_and_not_read() -> None:
 
 
 async def test_what_answers_share_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of a context's length and words to ban were made again for each of a hundred answers, on the loop."""
+    """Regression: a prompt of a context's length, and words to ban, were made again for each of a hundred answers,
+    on the event loop."""
     words: list[str] = []
     encode = Tokenizer.encode
 

@@ -1,5 +1,5 @@
-"""Owns the contract of prompts of any length: the interpreter lock is free while they are encoded and decoded, what
-cannot fit is refused before it is encoded, and the tokens are those of the library's own `encode`."""
+"""Owns the contract of prompts of any length: the interpreter lock is free while they are encoded and decoded, a prompt
+that cannot fit is refused before it is encoded, and the tokens are those of the library's own `encode`."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def test_no_text_has_fewer_tokens_than_its_length_says(core: tokenizers.Tokenize
 
 
 def test_characters_that_the_vocabulary_drops_count_for_nothing() -> None:
-    """The default model's has no token for some control characters: a megabyte of them is an empty prompt."""
+    """The default model's vocabulary has no token for some control characters:
+    a megabyte of them is an empty prompt."""
     span = longest_span(byte_level("Ą"))  # the byte-level letter of 0x04
     assert span == TokenSpan(4, "\x04")
     assert span.least_tokens("\x04" * 1000) == 0
@@ -137,7 +138,7 @@ def test_characters_that_the_vocabulary_drops_count_for_nothing() -> None:
 
 
 def unbounded() -> Iterator[tokenizers.Tokenizer]:
-    """Each has a text of a thousand characters and one or two tokens."""
+    """Yield tokenizers for which a text of a thousand characters has one or two tokens."""
     for normalizer in (normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" +"), " "), normalizers.Nmt()):
         core = byte_level()
         core.normalizer = normalizer
@@ -166,7 +167,7 @@ def unbounded() -> Iterator[tokenizers.Tokenizer]:
 
 @pytest.mark.parametrize("option", ["end_of_word_suffix", "continuing_subword_prefix"])
 def test_a_model_that_marks_where_in_a_word_a_character_is_tells_nothing_by_length(option: str) -> None:
-    """The marked character may have no token, and is left out then, although the plain one has one."""
+    """The marked character may have no token, and is then left out, although the plain one has a token."""
     vocabulary = {letter: i for i, letter in enumerate(BYTE_LETTERS)}
     core = tokenizers.Tokenizer(models.BPE(vocabulary, [], **{option: "@@"}))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -180,8 +181,8 @@ def test_a_tokenizer_that_may_leave_text_out_tells_nothing_by_length(number: int
 
 
 def runs_beside(work: Callable[[], object]) -> bool:
-    """Whether another thread gets the interpreter lock while `work` has the processor. Threads are not made to give it
-    up meanwhile, so that only `work` itself can."""
+    """Return whether another thread gets the interpreter lock while `work` has the processor. Threads are not made to
+    release it meanwhile, so that only `work` itself can."""
     started, ran = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -215,14 +216,14 @@ def test_the_interpreter_lock_is_free_while_a_text_is_encoded_and_decoded() -> N
 
 
 class NothingIsEncoded:
-    """In the tokenizer's place once a model is loaded."""
+    """Replaces the tokenizer once a model is loaded."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AssertionError(f"{name} was called")
 
 
 TOO_LONG = "x" * 2601
-"""The byte-level tokenizer's longest token has 13 characters, and the model takes 200."""
+"""Too long to fit: the byte-level tokenizer's longest token has 13 characters, and the model takes 200 tokens."""
 LONG_TURN = {"messages": [{"role": "user", "content": TOO_LONG}]}
 
 

@@ -27,7 +27,7 @@ NUM_TURNS, KILLED_AT, COMPACTED_AT = 43, 15, 30
 BLOCK = 16
 SHARE = 0.95
 MODEL = ServedModel(id="org/agent", max_model_len=131_072, created=0, tool_parser="hermes", reasoning_parser="qwen3")
-# As Qwen3 writes a conversation: tools in the system's turn, thoughts of the turns since the user spoke, JSON in tags.
+# Qwen3's form of a conversation: tools in the system turn, thoughts of the turns since the user spoke, JSON in tags.
 TEMPLATE = (
     "<|im_start|>system\n{{ messages[0].content }}{% for t in tools %}\n{{ t | tojson }}{% endfor %}<|im_end|>\n"
     "{% for m in messages[1:] %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
@@ -76,7 +76,7 @@ class Chat:
 
 
 class Messages(Chat):
-    """The same of Anthropic's."""
+    """A program that speaks Anthropic's messages API."""
 
     path = "/v1/messages"
 
@@ -95,7 +95,7 @@ class Messages(Chat):
 
 
 class Responses(Chat):
-    """The same of OpenAI's responses."""
+    """A program that speaks OpenAI's Responses API."""
 
     path = "/v1/responses"
 
@@ -129,8 +129,8 @@ def app_of_a_new_engine() -> tuple[ASGIApp, Callable[[], None]]:
 
 @pytest.mark.parametrize("program", [Chat, Messages, Responses])
 async def test_a_long_session_is_read_from_the_cache(program: type[Chat]) -> None:
-    """Of what was sent before, nearly all; and but for the turn after its engine was lost, a turn computes what is new,
-    and what is left of a block."""
+    """Nearly all that was sent before is read from the cache. Except in the turn after its engine was lost, a turn
+    computes only what is new, and what is left of a block."""
     app, end = app_of_a_new_engine()
     asks, before = program(), 0
     sent_again = from_cache = 0

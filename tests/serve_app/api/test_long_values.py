@@ -1,4 +1,4 @@
-"""Values in errors are short enough to be read, whichever field they came from and whoever refuses them."""
+"""Values in errors are short enough to be read, whichever field they came from and whatever part refuses them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def app() -> Iterator[ASGIApp]:
-    """Over a real engine, which refuses values of its own."""
+    """Make an app over a real engine, which refuses some values itself."""
     engine = build_engine("m", EngineConfig(executor="fake"))
     yield create_app(LocalClient(engine), Tokenizer.byte_level(), MODEL)
     engine.shutdown()
@@ -74,8 +74,8 @@ async def test_no_error_repeats_a_long_value(app: ASGIApp, path: str, body: dict
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_neither_does_a_strict_server_that_cuts_none(path: str, body: dict[str, Any]) -> None:
-    """A `max_tokens` of 401 digits came back whole."""
+async def test_a_strict_server_repeats_no_long_value_either(path: str, body: dict[str, Any]) -> None:
+    """Regression: a `max_tokens` of 401 digits was repeated whole."""
     answer = await post(app_for(ScriptedClient(), strict=True), path, body)
     assert answer.status == 400
     check_short(answer.json["error"]["message"])

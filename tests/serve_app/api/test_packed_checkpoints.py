@@ -1,4 +1,5 @@
-"""Owns the proof that packed checkpoints are served: over HTTP they answer as the same weights do, stored plainly.
+"""Owns the proof that packed checkpoints are served:
+over HTTP they give the same answers as the same weights stored plainly.
 Never leaves an engine behind, and never downloads: checkpoints are tiny and made here."""
 
 from __future__ import annotations

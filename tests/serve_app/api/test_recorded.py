@@ -1,4 +1,5 @@
-"""Owns the contract that what real clients sent is served: recorded by `python -m tests.clients.record`, replayed here.
+"""Owns the contract that requests of real clients are served:
+recorded by `python -m tests.clients.record`, replayed here.
 Never runs a client; `make test-clients` does."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Owns the contract of what is accepted. Long: every field, honoured, neutral or refused by name before the first byte.
+"""Owns the contract of what is accepted. Long:
+every field is honoured, neutral or refused by name before the first byte.
 Never lets a bad request reach the engine."""
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def refused(client: ScriptedClient, path: str, body: Any, status: int = 400) -> dict[str, Any]:
-    """The error of a refusal, which is the same whether or not a stream was asked for."""
+    """Return the error of a refusal, which is the same whether or not a stream was asked for."""
     answer = await post(app_for(client), path, body)
     assert answer.status == status, answer.json
     assert not client.submissions
@@ -217,7 +218,7 @@ async def test_an_unknown_type_is_refused_by_its_name_and_not_by_a_field_of_it(k
     error = await refused(ScriptedClient(), "/v1/chat/completions", CHAT | fields)
     assert f"the type {kind} is not supported by the server; supported are: " in error["message"]
     assert (error["param"].rpartition(".")[2], error["code"]) == ("type", "unsupported_parameter")
-    assert error["message"].count(": ") == 2  # nothing of its other fields
+    assert error["message"].count(": ") == 2  # no field of it is named
 
 
 async def test_unknown_fields_are_refused_by_name_at_every_level() -> None:
@@ -230,7 +231,8 @@ async def test_unknown_fields_are_refused_by_name_at_every_level() -> None:
 
 
 async def test_an_empty_key_of_logit_bias_is_refused_as_any_other_that_is_no_token_id() -> None:
-    """It was not looked at, being false, and Python's own words about int('') went to the client."""
+    """Regression: the empty key is false, so it was not checked,
+    and Python's own message about int('') went to the client."""
     error = await refused(ScriptedClient(), "/v1/chat/completions", CHAT | {"logit_bias": {"": 1}})
     assert error["message"] == "logit_bias: should have token ids as its keys, but one is ''"
 
@@ -408,7 +410,7 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses", {"model": MODEL.id, "input": "x" * 187}, "max_output_tokens"),
     ("/v1/messages", CHAT | {"messages": [{"role": "user", "content": "x" * 187}]}, "max_tokens"),
 ]
-"""Bodies that leave ten tokens of the context, with their names of the limit."""
+"""Bodies that leave ten tokens of the context, each with its name of the limit."""
 
 
 @pytest.mark.parametrize(("path", "body", "name"), LIMITS, ids=lambda value: str(value)[-12:])

@@ -1,4 +1,5 @@
-"""Owns what tests of the token channel share: both of its ends round an engine, a step gate, and a relay that breaks.
+"""Owns what tests of the token channel share:
+both of its ends with an engine between, a step gate, and a relay that breaks.
 Never goes through Ray; the sockets are real ones on 127.0.0.1."""
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from serve_app.channel.frames import Frame, decode_frame, unpack
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
 from serve_app.channel.token_sender import TokenSender
 from serve_app.engines.engine_call import ChannelAddress, EngineCall
+from tests.support.conditions import until
 from tests.support.engines import resolved_config
 
 HOST = "127.0.0.1"
@@ -32,7 +34,7 @@ LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
 
 class Gate:
-    """Lets an engine make so many steps."""
+    """Holds an engine's steps back, and lets it make as many as it is told."""
 
     def __init__(self) -> None:
         self._steps = threading.Semaphore(0)
@@ -83,17 +85,17 @@ class Call:
             self.events += await self.stream.take()
 
     async def read_all(self) -> list[int]:
-        """Take from the stream to its end; the tokens."""
+        """Take from the stream to its end; return the tokens."""
         while not self.events or not isinstance(self.events[-1], TERMINAL):
             self.events += await self.stream.take()
         return self.tokens
 
     async def complete(self) -> None:
-        """What the ingress does with the answer."""
+        """Handle the call's answer as the ingress does."""
         self.stream.complete(decode_frame(await self.answer).entries[0])
 
     async def answered(self) -> list[Event]:
-        """The events in the call's answer."""
+        """Return the events in the call's answer."""
         return unpack(self.request_id, decode_frame(await self.answer).entries[0].events)
 
     @property
@@ -153,7 +155,7 @@ def _held(engine: AsyncEngine) -> int:
 
 @asynccontextmanager
 async def rig(*, gated: bool = False, **overrides: Any) -> AsyncIterator[Rig]:
-    """`gated`: the engine makes the steps that `gate` lets it make."""
+    """Make a rig. `gated`: the engine makes only the steps that `gate` allows."""
     made = Rig(gated, **overrides)
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -162,15 +164,9 @@ async def rig(*, gated: bool = False, **overrides: Any) -> AsyncIterator[Rig]:
         await made.end()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 @contextmanager
 def spied_frames() -> Iterator[list[tuple[Frame, bool]]]:
-    """The frames that engines send, each with whether it was taken."""
+    """Collect the frames that engines send, each with whether it was accepted."""
     seen: list[tuple[Frame, bool]] = []
     send = token_sender.send_now
 
@@ -185,7 +181,7 @@ def spied_frames() -> Iterator[list[tuple[Frame, bool]]]:
 
 
 async def handshake_event(socket: Any, endpoint: str) -> int:
-    """Connect; how the handshake ends: the first word of the monitor that decides it."""
+    """Connect; return how the handshake ended: the first word of the monitor that decides it."""
     monitor = socket.get_monitor_socket()
     socket.connect(endpoint)
     decisive = (
@@ -205,7 +201,7 @@ async def handshake_event(socket: Any, endpoint: str) -> int:
 
 
 class Relay:
-    """A TCP hop from the engine to the ingress that can lose what the engine sends, stand still, break, or refuse."""
+    """A TCP hop from the engine to the ingress that can lose what the engine sends, stall, break, or refuse."""
 
     def __init__(self, address: ChannelAddress) -> None:
         self._target = int(address.endpoint.rsplit(":", 1)[1])
@@ -251,7 +247,7 @@ class Relay:
         writer.close()
 
     def freeze(self) -> None:
-        """The connections that are there carry nothing any more, and say nothing about it; new ones work."""
+        """Make existing connections carry nothing any more, without saying so; new ones work."""
         for flow in self._flows:
             flow.clear()
 
@@ -267,13 +263,13 @@ class Relay:
             flow.set()
 
     def cut(self) -> None:
-        """Break the connections that are there."""
+        """Break the existing connections."""
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
 
     def refuse(self) -> None:
-        """Take no new connections."""
+        """Accept no new connections."""
         self._server.close()
 
     async def stop(self) -> None:
@@ -294,8 +290,21 @@ async def relay_to(address: ChannelAddress) -> AsyncIterator[Relay]:
         await relay.stop()
 
 
+async def lose_ten_steps(engine: Rig, call: Call, relay: Relay) -> None:
+    """Let the events of ten steps arrive and those of ten more get lost, and have the connection replaced."""
+    await engine.submitted(1)
+    engine.gate.let(10)
+    await call.read(11)
+    relay.losing = True
+    engine.gate.let(10)
+    await until(lambda: len(engine.gate.plans) == 20 and relay.num_lost_bytes)
+    relay.cut()
+    relay.losing = False
+    await until(lambda: relay.num_connections >= 2)
+
+
 def spied_aborts(engine: Rig) -> set[str]:
-    """The requests that the engine is told to end, from now on."""
+    """Collect the requests that the engine is told to end from now on."""
     seen: set[str] = set()
     abort = engine.engine.abort
 

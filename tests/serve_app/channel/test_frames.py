@@ -1,4 +1,5 @@
-"""Contracts of the channel's bytes: every event comes out as it went in, and what is no frame is refused as such.
+"""Contracts of the channel's bytes: every event comes out as it went in,
+and bytes that are no frame are refused as such.
 Never opens a socket."""
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ FRAMES = st.builds(
 
 
 def read(data: bytes) -> None:
-    """All that an ingress does with the bytes of a frame."""
+    """Read everything that an ingress reads from the bytes of a frame."""
     for entry in decode_frame(data).entries:
         unpack("r", entry.events)
 
@@ -104,8 +105,8 @@ def test_the_most_alternatives_of_a_certain_token_come_out_as_they_went_in() -> 
 
 
 def test_ranks_are_beside_the_scores_so_that_another_version_reads_its_own() -> None:
-    """While a deployment is rolled out, engines and ingresses of two versions meet: one without ranks read the first
-    list alone, and sends no second."""
+    """While a deployment is rolled out, engines and ingresses of two versions meet: one without ranks reads only the
+    first list, and sends no second one."""
     scores = (TokenLogprobs(5, -0.5, ((4, -0.25),), 2), TokenLogprobs(6, -9.0, (), 700))
     raw = pack(PromptLogprobs("r", scores))
     assert isinstance(raw, list)
@@ -211,7 +212,8 @@ def test_well_formed_messagepack_that_is_no_event_is_malformed_or_read(events: l
     ],
 )
 def test_hostile_bytes_are_malformed(data: bytes) -> None:
-    """The first three raised what nobody caught, and the task that reads the channel for all streams ended."""
+    """Regression: the first three raised an exception that nobody caught,
+    and the task that reads the channel for all streams ended."""
     with pytest.raises(MalformedFrame):
         read(data)
 

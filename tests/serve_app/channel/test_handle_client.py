@@ -35,7 +35,8 @@ from serve_app.channel.token_sender import TokenSender
 from serve_app.engines import engine_count
 from serve_app.engines.engine_call import EngineCall
 from serve_app.engines.engine_client import Course
-from tests.serve_app.channel.rig import LONG, Rig, rig, spied_aborts, until
+from tests.serve_app.channel.rig import LONG, Rig, rig, spied_aborts
+from tests.support.conditions import until
 from tests.support.engines import answer_alone
 
 pytestmark = pytest.mark.anyio
@@ -54,7 +55,7 @@ def no_backoff() -> Iterator[None]:
 
 
 class Response:
-    """What a call returns at once, as Serve's does: awaited for the result, and cancelled by its caller."""
+    """What a call returns at once, as Serve's does: it is awaited for the result, and cancelled by its caller."""
 
     def __init__(self, work: Awaitable[bytes | EngineError], *, deaf: bool) -> None:
         self.task = asyncio.ensure_future(work)
@@ -76,7 +77,8 @@ class Response:
 
 
 class Handle:
-    """A deployment whose replicas answer by these methods, one call each and the last for all others."""
+    """A deployment whose replicas answer with these methods, one for each call;
+    the last one serves all further calls."""
 
     def __init__(self, *methods: Method, deaf: bool = False) -> None:
         """`deaf`: cancelling a call does not reach its replica."""
@@ -103,7 +105,7 @@ class Handle:
 
 
 def running(sender: TokenSender) -> Method:
-    """What an engine replica does with a call."""
+    """Return a method that does what an engine replica does with a call."""
 
     async def generate(call: EngineCall) -> bytes | EngineError:
         try:
@@ -153,7 +155,8 @@ class Ingress:
 async def ingress(
     *methods: Method, gated: bool = False, deaf: bool = False, max_migrations: int = 3
 ) -> AsyncIterator[Ingress]:
-    """`methods` answer the first calls, the engine all others. Whatever a task of it leaves unsaid is an error."""
+    """Make an ingress. `methods` answer the first calls, the engine all others.
+    An exception that a task never reports is an error."""
     unsaid: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unsaid.append(context))
     async with rig(gated=gated) as engine:
@@ -248,7 +251,7 @@ async def test_a_request_that_may_not_move_fails_with_an_engine_error(answer: An
         await at.nothing_left()
 
 
-async def test_a_refusal_is_told_as_the_engine_gave_it() -> None:
+async def test_a_refusal_is_passed_on_as_the_engine_gave_it() -> None:
     refusal = RequestRejected(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long", "prompt", 256, 300)
     async with ingress(answering(refusal)) as at:
         with pytest.raises(RequestRejected) as caught:
@@ -312,11 +315,11 @@ async def test_cancelling_a_reader_ends_its_request_by_either_way_alone(num_step
         await until(lambda: aborted == {"r"})
         at.engine.gate.open()
         await until(lambda: at.handle.responses[0].task.done())
-        assert len(at.engine.gate.plans) < 100, "the engine went on for nobody"
+        assert len(at.engine.gate.plans) < 100, "the engine kept computing for a reader that had left"
         await at.nothing_left()
 
 
-async def test_a_reader_that_leaves_is_told_to_the_engine_by_the_channel_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_channel_also_tells_the_engine_that_a_reader_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ingress(gated=True, deaf=True) as at:
         aborted: list[Reply] = []
         monkeypatch.setattr(at.receiver, "_reply", lambda peer, reply: aborted.append(reply))
@@ -332,7 +335,7 @@ async def test_a_reader_that_leaves_is_told_to_the_engine_by_the_channel_too(mon
 
 
 async def has_all_it_wants(at: Ingress) -> None:
-    """Read one item, and leave content."""
+    """Read one item, and stop the stream as complete."""
     course = Course()
     stream = at.client.stream(Submission("r", PROMPT, LONG), course=course)
     first = asyncio.ensure_future(anext(stream))
@@ -346,12 +349,12 @@ async def has_all_it_wants(at: Ingress) -> None:
 async def test_a_reader_that_has_all_it_wants_stops_its_request_and_the_call_returns_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Serve's cancellation may come before the channel's word, and would make an abort of it."""
+    """Serve's cancellation may arrive before the channel's message, and would turn this into an abort."""
     async with ingress(gated=True) as at:
         abort, stopped = at.engine.engine.abort, asyncio.Event()
         monkeypatch.setattr(at.engine.engine, "abort", lambda *word: (abort(*word), stopped.set()))
         await has_all_it_wants(at)
-        await stopped.wait()  # a hundred steps of this engine take less time than the word on its way
+        await stopped.wait()  # this engine makes a hundred steps before the message arrives
         at.engine.gate.open()
         answer = await at.handle.responses[0].task
         assert isinstance(answer, bytes)
@@ -418,7 +421,7 @@ async def test_streams_that_are_ended_give_what_they_have_and_then_say_why() -> 
                 await task
             assert caught.value.code is ErrorCode.DRAINING
         assert [tokens(events) for events in got] == [EXPECTED[: len(tokens(events))] for events in got]
-        assert len(at.handle.calls) == 2, "nobody was asked to go on"
+        assert len(at.handle.calls) == 2, "no replica was asked to continue"
         at.engine.gate.open()
         await at.nothing_left()
 

@@ -1,6 +1,6 @@
-"""Contracts of what follows when an engine falls silent: its streams move, it gets nothing new, and once it is back it
-computes for nobody.
-Never waits for a patience to pass: a test looks as often as it wants."""
+"""Contracts of what follows when an engine falls silent:
+its streams move, it gets nothing new, and once it is back it computes for nobody.
+Never waits for real patience to run out: a test makes the receiver look as often as it wants."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from serve_app.channel.silence import LOOK_S
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.engines import liveness
 from serve_app.engines.engine_call import ChannelAddress, EngineCall
-from tests.serve_app.channel.rig import HOST, LONG, Relay, Rig, relay_to, rig, spied_aborts, until
+from tests.serve_app.channel.rig import HOST, LONG, Relay, Rig, lose_ten_steps, relay_to, rig, spied_aborts
+from tests.support.conditions import until
 from tests.support.engines import answer_alone
 
 pytestmark = pytest.mark.anyio
@@ -36,7 +37,7 @@ FIRST, SECOND = "replica-1", "replica-2"
 
 @pytest.fixture(autouse=True)
 def looked_at_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks but the test, beats are frequent, and the process knows two engines."""
+    """Let nobody look but the test, make beats frequent, and let the process know two engines."""
     monkeypatch.setattr(token_receiver, "LOOK_S", 3600)
     monkeypatch.setattr(token_sender, "BEAT_S", 0.01)
     monkeypatch.setattr(migration, "FIRST_BACKOFF_S", 0)
@@ -50,14 +51,14 @@ def receiver_of(engine: Rig) -> TokenReceiver:
 
 
 def look(receiver: TokenReceiver, times: int) -> frozenset[str]:
-    """What would pass in as many tenths of a second, if nothing came in them."""
+    """Look so many times: what would happen in as many tenths of a second in which nothing came."""
     for _ in range(times):
         receiver.look()
     return liveness.silent_engines()
 
 
 class Beats:
-    """What a receiver has heard by beats, from now on: by engine, whether each said that it is late."""
+    """The beats that a receiver hears from now on: for each, whether the engine said that it is late."""
 
     def __init__(self, receiver: TokenReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
         self.late: list[bool] = []
@@ -111,7 +112,7 @@ async def test_an_engine_without_work_beats_for_every_ingress_that_has_attached_
         assert len(engine.sender._peers) == 1
 
 
-async def test_a_step_that_may_never_return_is_told_by_a_beat_and_its_streams_fail(
+async def test_a_step_that_may_never_return_is_reported_by_a_beat_and_its_streams_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with rig(gated=True) as engine:
@@ -172,7 +173,7 @@ async def test_a_stream_that_has_nowhere_to_go_waits_for_its_engine(may_move: bo
 
 
 async def test_a_call_that_its_engine_never_heard_of_fails_too() -> None:
-    """The router has sent it to an engine that stands still, and nothing has ever come from there."""
+    """The router has sent the call to an engine that hangs, and nothing has ever come from there."""
     async with rig() as engine:
         receiver = receiver_of(engine)
         stream = receiver.open("r", may_move=True)
@@ -250,7 +251,8 @@ async def two_engines() -> AsyncIterator[Pair]:
 async def test_a_stream_goes_on_at_another_engine_and_the_one_that_was_cut_off_computes_for_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Serve's cancellation of the call does not reach it, and neither does what is said while it is cut off."""
+    """Serve's cancellation of the call does not reach that engine,
+    and neither does what is sent while it is cut off."""
     monkeypatch.setattr(channel_socket, "HEARTBEAT_MS", 50)
     async with two_engines() as pair:
         first, second = pair.engines
@@ -268,7 +270,7 @@ async def test_a_stream_goes_on_at_another_engine_and_the_one_that_was_cut_off_c
             first.gate.let(10)
             await reader
             pair.relay.hold()
-            first.gate.let(20)  # it lives, and goes on
+            first.gate.let(20)  # it is alive, and continues
             await until(lambda: len(first.gate.plans) == 30)
             second.gate.open()
             look(pair.receiver, MOST_LOOKS + 1)
@@ -276,15 +278,15 @@ async def test_a_stream_goes_on_at_another_engine_and_the_one_that_was_cut_off_c
         assert [event.token_id for event in got if isinstance(event, Token)] == EXPECTED
         assert not aborted
         pair.relay.go_on()
-        await until(lambda: aborted)  # by what was late to come, or by a beat
+        await until(lambda: aborted)  # by a late frame, or by a beat
         first.gate.open()
         await first.idle()
-        assert len(first.gate.plans) < 100, "it went on for nobody"
+        assert len(first.gate.plans) < 100, "it kept computing for a stream that had moved"
         await until(lambda: look(pair.receiver, 1) == set())
 
 
 async def test_a_request_that_waits_in_an_engine_for_nobody_is_ended_by_a_beat() -> None:
-    """It has no frame to which the ingress could reply."""
+    """It sends no frame to which the ingress could reply."""
     async with rig(gated=True) as engine:
         receiver = receiver_of(engine)
         aborted = spied_aborts(engine)
@@ -298,23 +300,15 @@ async def test_a_request_that_waits_in_an_engine_for_nobody_is_ended_by_a_beat()
 
 
 async def test_what_was_lost_with_a_connection_is_sent_again() -> None:
-    """A stream with a gap used to stand still until its request's end."""
+    """Regression: a stream with a gap stood still until its request's end."""
     async with rig(gated=True) as engine:
         receiver = receiver_of(engine)
         async with relay_to(receiver.address) as relay:
             call = engine.call(receiver, address=relay.address)
-            await engine.submitted(1)
-            engine.gate.let(10)
-            await call.read(11)
-            relay.losing = True
-            engine.gate.let(10)
-            await until(lambda: len(engine.gate.plans) == 20 and relay.num_lost_bytes)
-            relay.cut()
-            relay.losing = False
-            await until(lambda: relay.num_connections >= 2)
+            await lose_ten_steps(engine, call, relay)
             engine.gate.let(1)
             await call.read(22)
-            assert not call.answer.done(), "all by the channel"
+            assert not call.answer.done(), "all tokens came through the channel"
             engine.gate.open()
             assert await call.read_all() == EXPECTED
             assert call.stream.counts.gaps == 1
@@ -336,7 +330,7 @@ async def test_a_request_to_send_again_that_is_lost_is_made_again_with_the_next_
         engine.gate.let(2)
         await until(lambda: lost)
         monkeypatch.setattr(receiver, "_reply", send)
-        await until(lambda: call.stream.missing is None)  # while the call runs: an engine beats for no others
+        await until(lambda: call.stream.missing is None)  # during the call, because an engine beats for no others
         engine.gate.open()
         assert await call.read_all() == EXPECTED
 
@@ -345,7 +339,7 @@ async def test_a_request_to_send_again_that_is_lost_is_made_again_with_the_next_
 
 
 class Deployment:
-    """Engine replicas as one ingress replica's handle reaches them."""
+    """Engine replicas as the handle of one ingress replica reaches them."""
 
     def __init__(self, engine: Rig, *errors: Exception) -> None:
         self._engine = engine

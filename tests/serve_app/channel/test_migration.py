@@ -1,4 +1,4 @@
-"""Contracts of streams that move to another engine replica unseen by the client. Long: each place of a failure.
+"""Contracts of streams that move to another engine replica without the client noticing. Long: each place of a failure.
 Never uses Ray or sockets: attempts are scripted, and answers are an engine's own."""
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from engine.protocol import (
 from serve_app.channel import migration
 from serve_app.channel.migration import Attempt, Migration
 from serve_app.engines.engine_client import Course
+from tests.support.conditions import until
 from tests.support.engines import RecordingCore
 from tests.support.tiny_models import save_model
 from tests.support.traffic import PARAMS, PROMPTS
@@ -59,7 +60,7 @@ def no_backoff() -> Iterator[None]:
 
 
 def undisturbed(submission: Submission) -> list[Event]:
-    """What one replica answers, by an engine that has seen nothing before."""
+    """Return what one replica answers, using an engine that has seen nothing before."""
     core = RecordingCore()
     core.send_params(
         submission.request_id, submission.prompt_token_ids, submission.sampling, pooling=submission.pooling
@@ -69,7 +70,7 @@ def undisturbed(submission: Submission) -> list[Event]:
 
 
 def anonymous(events: Sequence[Event]) -> list[Event]:
-    """Without the request id, which differs between attempts."""
+    """Leave out the request id, which differs between attempts."""
     return [replace(event, request_id="") for event in events]
 
 
@@ -78,18 +79,18 @@ class Script:
     """How an attempt goes: so many of the answer's events, in batches of these sizes, then what happens."""
 
     num_events: int | None = None
-    """None: all."""
+    """How many events come; None: all."""
     batches: tuple[int, ...] = (1,)
     end: Exception | None = None
-    """What `take` raises then; None: it waits for ever."""
+    """What `take` then raises; None: it waits for ever."""
     as_event: bool = False
-    """The failure comes as a Failed event, in one batch with what came before."""
+    """Whether the failure comes as a Failed event, in one batch with what came before."""
     replica_id: str | None = "replica"
 
 
 @dataclass
 class ScriptedAttempt:
-    """An attempt that plays a script over an engine's own answer."""
+    """An attempt that follows a script over an engine's own answer."""
 
     script: Script
     submission: Submission
@@ -208,7 +209,7 @@ def test_an_answer_from_several_replicas_is_that_of_one(
     ],
 )
 async def test_a_failure_after_any_event_changes_nothing(sampling: SamplingParams, as_event: bool) -> None:
-    """Tokens that came in one batch with the failure were counted as sent, and never were."""
+    """Regression: tokens that came in one batch with the failure were counted as sent, but never were."""
     whole = undisturbed(asking(sampling))
     for cut in range(len(whole)):
         replicas = Replicas(failing(cut, batches=(3,), as_event=as_event))
@@ -283,7 +284,7 @@ async def test_a_request_moves_as_often_as_it_may_and_then_fails_with_the_last_e
 @pytest.mark.parametrize(
     "code", [ErrorCode.STEP_FAILED, ErrorCode.INVALID_PARAMETER, ErrorCode.DEADLINE_EXCEEDED, ErrorCode.QUEUE_FULL]
 )
-async def test_a_failure_of_the_request_itself_is_told_and_not_repeated_elsewhere(
+async def test_a_failure_of_the_request_itself_is_reported_and_not_repeated_elsewhere(
     code: ErrorCode, as_event: bool
 ) -> None:
     replicas = Replicas(failing(3, end=EngineError(code, "no"), as_event=as_event))
@@ -347,7 +348,7 @@ async def test_a_deadline_shrinks_by_the_time_that_has_passed_and_a_wait_for_the
 def _passing(
     replicas: Replicas, passed: list[float], seconds: float
 ) -> Callable[[Submission, tuple[str, ...]], Attempt]:
-    """Each attempt takes so long, on a clock turned by hand."""
+    """Make each attempt take so long, on a clock turned by hand."""
 
     def start(submission: Submission, avoid: tuple[str, ...]) -> Attempt:
         attempt = replicas.start(submission, avoid)
@@ -423,9 +424,7 @@ async def test_cancelling_whoever_waits_closes_the_attempt_once(scripts: list[Sc
     replicas, got = Replicas(*scripts), list[Event]()
     task = asyncio.ensure_future(collect(moving().stream(asking(), replicas.start), got))
     total = sum(script.num_events or 0 for script in scripts) - (len(scripts) - 1 if scripts[-1].num_events else 0)
-    async with asyncio.timeout(TIMEOUT_S):
-        while len(got) < total or len(replicas.attempts) < len(scripts):
-            await asyncio.sleep(0.001)
+    await until(lambda: len(got) >= total and len(replicas.attempts) >= len(scripts))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -436,9 +435,7 @@ async def test_cancelling_between_two_attempts_starts_no_other(monkeypatch: pyte
     monkeypatch.setattr(migration, "FIRST_BACKOFF_S", 1000)
     replicas = Replicas(failing(2))
     task = asyncio.ensure_future(collect(moving().stream(asking(), replicas.start)))
-    async with asyncio.timeout(TIMEOUT_S):
-        while not replicas.attempts or not replicas.attempts[0].num_closed:
-            await asyncio.sleep(0.001)
+    await until(lambda: replicas.attempts and replicas.attempts[0].num_closed)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

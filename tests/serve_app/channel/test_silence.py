@@ -1,4 +1,5 @@
-"""Contracts of who is silent: counted in looks, so that no clock and no pause of the observer takes part."""
+"""Contracts of who counts as silent. It is counted in looks,
+so that neither a clock nor a pause of the observer matters."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def test_an_engine_that_never_said_anything_is_silent_from_when_something_was_se
     assert look(at, 2 * MOST) == set()
     at.expect("a")
     assert look(at, MOST) == set()
-    at.expect("a")  # what is sent there later makes it no younger
+    at.expect("a")  # what is sent there later makes the silence no younger
     assert look(at) == {"a"}
 
 
@@ -47,7 +48,7 @@ def test_a_late_engine_is_silent_at_once_until_a_beat_says_otherwise() -> None:
     at = silence()
     at.heard("a", is_late=True)
     assert at.silent == {"a"}
-    at.heard("a")  # what was on its way
+    at.heard("a")  # a frame that was on its way
     assert at.silent == {"a"}
     at.heard("a", is_late=False)
     assert at.silent == set()

@@ -1,4 +1,4 @@
-"""Owns the promise that an engine whose steps stand still gives its requests up, so that they go on elsewhere.
+"""Owns the promise that an engine whose steps hang gives its requests up, so that they continue elsewhere.
 Never goes through Ray: tests/chaos stops whole processes."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from serve_app.replicas import deployment
 from serve_app.replicas.deployment import EngineReplica
 from serve_app.settings.application import AppSettings
 from tests.serve_app.channel.rig import HOST, LONG, TIMEOUT_S, Gate, engine_of
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.anyio
 
@@ -30,11 +31,11 @@ async def is_healthy(replica: EngineReplica) -> bool:
 
 
 async def warm_already(engine: AsyncEngine) -> None:
-    """The gate is closed."""
+    """Skip the warm-up, which the closed gate would hold for ever."""
 
 
 async def test_a_stalled_engine_fails_its_health_check_and_gives_up_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They used to wait for Serve to end the replica, which first waited for them."""
+    """Regression: the calls waited until Serve ended the replica, and Serve first waited for the calls."""
     gate = Gate()
     engine = engine_of(gate, stall_timeout_s=0.05)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="stalls"))
@@ -56,9 +57,8 @@ async def test_a_stalled_engine_fails_its_health_check_and_gives_up_its_calls(mo
         assert isinstance(given_up, EngineError)
         assert given_up.code is ErrorCode.ENGINE_DEAD
         gate.open()
+        await until(lambda: not (engine.load().num_held_blocks or engine.load().num_running))
         async with asyncio.timeout(TIMEOUT_S):
-            while engine.load().num_held_blocks or engine.load().num_running:
-                await asyncio.sleep(0.01)
             while not await is_healthy(replica):
                 await asyncio.sleep(0.01)
         assert replica._watchdog._is_well()

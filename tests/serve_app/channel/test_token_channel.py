@@ -1,5 +1,5 @@
 """Contracts of the token channel, from an engine's step to a stream's reader. Long: every way in which an end fails.
-Never goes through Ray: what a call's answer repairs is the answer of TokenSender.generate."""
+Never goes through Ray: the answer with which a call repairs its stream is that of TokenSender.generate."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ from tests.serve_app.channel.rig import (
     Call,
     Rig,
     handshake_event,
+    lose_ten_steps,
     relay_to,
     rig,
     spied_aborts,
     spied_frames,
-    until,
 )
+from tests.support.conditions import until
 from tests.support.engines import answer_alone
 
 pytestmark = pytest.mark.anyio
@@ -136,7 +137,8 @@ async def test_one_engine_writes_to_an_ingress_over_one_connection() -> None:
 
 
 async def test_a_backlog_that_is_read_at_once_ends_no_stream_whose_reader_keeps_up() -> None:
-    """Messages that are there are received without a pause: readers never ran in between, and all were too slow."""
+    """Regression: messages that are there are received without a pause, so readers never ran in between,
+    and all counted as too slow."""
     receiver = TokenReceiver(HOST, max_unread_tokens=100)
     context = zmq.asyncio.Context()
     socket = connect(context, receiver.address)
@@ -163,21 +165,13 @@ async def test_a_backlog_that_is_read_at_once_ends_no_stream_whose_reader_keeps_
 async def test_frames_lost_with_a_connection_are_noticed_and_the_answer_completes_the_stream_without_repeating(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where nothing that the ingress asks for comes again."""
+    """This also holds if nothing that the ingress asks for again ever comes."""
     async with rig(gated=True) as engine:
         receiver = engine.receiver()
         monkeypatch.setattr(receiver, "_reply", lambda *what: False)
         async with relay_to(receiver.address) as relay:
             call = engine.call(receiver, address=relay.address)
-            await engine.submitted(1)
-            engine.gate.let(10)
-            await call.read(11)
-            relay.losing = True
-            engine.gate.let(10)
-            await until(lambda: len(engine.gate.plans) == 20 and relay.num_lost_bytes)
-            relay.cut()
-            relay.losing = False
-            await until(lambda: relay.num_connections >= 2)
+            await lose_ten_steps(engine, call, relay)
             other = engine.call(receiver, "other", prompt_of(1), address=relay.address)
             await engine.submitted(2)
             engine.gate.open()
@@ -280,7 +274,7 @@ async def test_an_ingress_that_stops_has_its_requests_ended_and_nothing_is_kept_
 
 
 async def test_events_of_an_ingress_that_is_gone_are_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    """Steps that were under way when its socket was closed still have news for it."""
+    """Steps that were under way when its socket was closed still have events for it."""
     async with rig(gated=True) as engine:
         call = engine.call(engine.receiver())
         engine.gate.let(3)
@@ -299,7 +293,7 @@ async def test_events_of_an_ingress_that_is_gone_are_dropped_in_silence(caplog: 
 async def test_an_ingress_on_the_port_of_one_that_is_gone_has_a_connection_of_its_own_and_the_old_one_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Frames for it went out under the keys of the old one, and never came."""
+    """Regression: frames for the new one were sent under the keys of the old one, and never arrived."""
     monkeypatch.setattr(token_sender, "PEER_LOST_S", 0.3)
     async with rig(gated=True) as engine:
         receiver = engine.receiver()
@@ -440,7 +434,7 @@ async def test_a_malformed_abort_message_is_dropped_and_the_next_one_counts() ->
 
 
 def _aborted(events: list[Event]) -> Event:
-    """The terminal event of an aborted request."""
+    """Return the terminal event of an aborted request."""
     num_tokens = sum(isinstance(event, Token) for event in events)
     return Finished("r", FinishReason.ABORT, Usage(len(PROMPT), num_tokens, 0))
 
@@ -467,7 +461,7 @@ STATES = ["before the first frame", "in the queue", "in its prefill", "while it 
 
 
 async def _bring(engine: Rig, receiver: TokenReceiver, state: str) -> tuple[Call, list[Call]]:
-    """A call in a state of its life, and the calls beside it."""
+    """Bring a call to a state of its life; return it, and the calls beside it."""
     others = []
     if state == "in the queue":
         others = [engine.call(receiver, f"other{i}", prompt_of(i)) for i in range(2)]
@@ -516,7 +510,7 @@ async def test_cancelling_a_call_ends_its_request_and_no_other(state: str) -> No
         for i, other in enumerate(others):
             assert await other.read_all() == expected(prompt_of(i))
         await engine.idle()
-        assert len(engine.gate.plans) < (150 if others else 60), "the engine went on for nobody"
+        assert len(engine.gate.plans) < (150 if others else 60), "the engine kept computing for a reader that had left"
         (peer,) = engine.sender._peers.values()
         assert not peer._calls
         assert not peer._request_ids
@@ -552,7 +546,7 @@ async def test_a_reader_that_is_too_slow_loses_its_stream_and_only_that() -> Non
         assert caught.value.status == 408
         answered = await slow.answered()
         assert answered[-1] == _aborted(answered)
-        assert len(answered) < 80, "the engine went on for nobody"
+        assert len(answered) < 80, "the engine kept computing for a reader that had left"
         await engine.idle()
 
 
@@ -587,7 +581,7 @@ def _entry(first: int, end: int) -> Entry:
 
 
 def _taken(stream: TokenStream) -> list[Event]:
-    """What is there, without waiting."""
+    """Take what is there, without waiting."""
     return asyncio.run(stream.take()) if stream._pending else []
 
 
@@ -596,7 +590,8 @@ def _taken(stream: TokenStream) -> list[Event]:
 def test_a_stream_gives_each_event_once_and_in_order_whatever_frames_come(
     steps: list[tuple[int, int] | None], answered_after: int
 ) -> None:
-    """None is a reader that takes; any cut, duplicate, overlap, loss or order of frames, and the answer in between."""
+    """None stands for a reader that takes. Frames may be cut, duplicated, overlapping, lost or in any order,
+    with the answer in between."""
     stream = TokenStream("r", 0, 1000)
     taken: list[Event] = []
     for place, step in enumerate([*steps, *[None] * (answered_after + 1 - len(steps))]):

@@ -1,4 +1,4 @@
-"""A config file that is none says so by line, with what was expected; nobody sees a traceback."""
+"""An invalid config file is reported by line, with what was expected; nobody sees a traceback."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def refusal(tmp_path: Path, text: str | bytes) -> str:
         (f"{APPLICATION}    name: b\n", "c.yaml, line 4: name stands on line 2 already: expected it once"),
     ],
 )
-def test_what_is_no_config_is_told_by_line_with_what_was_expected(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_config_is_reported_by_line_with_what_was_expected(tmp_path: Path, text: str, message: str) -> None:
     assert message in refusal(tmp_path, text)
 
 
@@ -84,7 +84,7 @@ def test_a_port_may_be_a_string_of_digits(tmp_path: Path, port: str) -> None:
     assert address_of(read_config(path)) == ("0.0.0.0", 8123)
 
 
-def test_a_missing_file_and_a_directory_are_told_by_name(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_directory_are_reported_by_name(tmp_path: Path) -> None:
     for path, why in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(ConfigRefused, match=f"{path}: {why}.*: expected the YAML file of a Serve config"):
             read_config(path)
@@ -108,7 +108,7 @@ def test_the_configs_of_this_project_are_ones(name: str) -> None:
 
 
 def test_the_keys_are_those_of_ray_serve() -> None:
-    """In another process: this one may not import ray.serve before a test has set its environment."""
+    """It runs in another process, because this one may not import ray.serve before a test has set its environment."""
     code = """
 import json
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema

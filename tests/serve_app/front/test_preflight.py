@@ -65,7 +65,7 @@ def test_the_config_of_this_project_passes() -> None:
     preflight(read_config(ROOT / "config.yaml"))
 
 
-def test_somebody_elses_application_is_left_to_ray(tmp_path: Path) -> None:
+def test_another_projects_application_is_left_to_ray(tmp_path: Path) -> None:
     preflight(read_config(config_with(tmp_path, {"anything": 1}, import_path="their.app:build")))
 
 

@@ -39,7 +39,7 @@ def written(tmp_path: Path, *applications: dict[str, Any]) -> Path:
 
 
 def environment(*configs: Path, arguments: list[str] = LOCAL, **environ: str) -> dict[str, str]:
-    """What is set inside of `serve run`."""
+    """Return what is set while `serve run` runs."""
     with serving_environment(arguments, list(configs), environ):
         return dict(environ)
 
@@ -99,12 +99,12 @@ def test_configs_without_our_application_and_other_commands_change_nothing(tmp_p
     assert environment(arguments=["status"]) == {}
 
 
-def test_beside_somebody_elses_application_handles_may_still_be_called_from_synchronous_code(tmp_path: Path) -> None:
+def test_beside_another_projects_application_handles_may_still_be_called_from_synchronous_code(tmp_path: Path) -> None:
     chosen = environment(written(tmp_path, OURS, THEIRS))
     assert chosen[ENABLE] == "1"
     assert not ONE_LOOP & chosen.keys()
-    assert chosen[GUARD] == "serve_app.edge.http_server:guard_shared", "their texts are theirs"
-    assert "RAY_SERVE_HAPROXY_RETRY_ON" not in chosen, "their requests may not bear to run twice"
+    assert chosen[GUARD] == "serve_app.edge.http_server:guard_shared", "another application has error texts of its own"
+    assert "RAY_SERVE_HAPROXY_RETRY_ON" not in chosen, "another application's requests may not be safe to repeat"
 
 
 def test_haproxy_outlives_every_drain(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_two_servers_share_no_file_and_no_port_and_leave_nothing(tmp_path: Path)
 
 
 def test_paths_leave_room_for_what_ray_and_haproxy_add_to_them(tmp_path: Path) -> None:
-    """A Unix socket's path has 107 bytes. Ray adds its node's id, HAProxy a process id while it binds."""
+    """The path of a Unix socket has 107 bytes. Ray adds its node's id, and HAProxy a process id while it binds."""
     directory = Path(environment(written(tmp_path, OURS))[CONFIG_FILE]).parent
     assert len(str(directory / ("n" * 56) / "metrics.sock.4194304.tmp")) <= 107
 
@@ -161,7 +161,7 @@ def test_a_haproxy_that_was_asked_for_by_name_and_does_not_run_is_an_error(tmp_p
 
 
 def test_the_environment_is_set_before_ray_serve_is_imported() -> None:
-    """Ray Serve reads it at import; set later it would be believed by the daemons and not by the command."""
+    """Ray Serve reads the environment at import: set later, it would affect the daemons but not the command."""
     look = "import sys, serve_app.front.cli; sys.exit('ray.serve' in sys.modules)"
     subprocess.run([sys.executable, "-c", look], check=True, timeout=60, cwd=ROOT)
 

@@ -1,4 +1,5 @@
-"""Our `serve run`, with Ray Serve's part of it stubbed: what is said, what is fatal, and what is then taken down."""
+"""This project's `serve run`, with Ray Serve's part of it stubbed:
+what it prints, what is fatal, and what is then taken down."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ NOT_ANSWERED = StartFailed("http://x/health is not answered by this server")
 
 
 class Said(Console):
-    """The lines, instead of a terminal's."""
+    """Keeps the lines instead of printing them on a terminal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Said(Console):
 
 
 class Cluster:
-    """What Serve has, and what was done to it."""
+    """The applications that Serve runs, and what was done to it."""
 
     def __init__(self, **statuses: str) -> None:
         self.statuses, self.done = statuses, list[str]()
@@ -72,7 +73,8 @@ def launch(tmp_path: Path, own_cluster: bool, **top: Any) -> Launch:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cluster:
-    """Ours and theirs run, and another application that no config of ours names; a signal comes once all is told."""
+    """Run this project's application, another one of the config, and one that no config here names.
+    A signal comes once everything is printed."""
     found = Cluster(ours="RUNNING", theirs="RUNNING", another="RUNNING")
     for name in ("status", "delete", "shutdown"):
         monkeypatch.setattr(serve, name, getattr(found, name))
@@ -91,7 +93,7 @@ def raising(error: BaseException) -> Any:
 
 
 def said_by(of: Launch) -> list[str]:
-    """The lines until the signal."""
+    """Return the lines up to the signal."""
     console = Said()
     with pytest.raises(SystemExit):
         running.run(of, [], console)
@@ -154,7 +156,7 @@ def test_an_error_that_nobody_foresaw_takes_down_what_runs(
     assert cluster.done[-1] == "shutdown"
 
 
-def test_a_failure_is_told_even_if_nothing_can_be_taken_down(
+def test_a_failure_is_reported_even_if_nothing_can_be_taken_down(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "status", lambda: raising(RayError("the controller died")))
@@ -165,7 +167,7 @@ def test_a_failure_is_told_even_if_nothing_can_be_taken_down(
 
 
 def test_an_error_that_nobody_foresaw_is_a_line_on_the_terminal_and_a_traceback_in_the_log(tmp_path: Path) -> None:
-    """In another process: the terminal's file descriptors become the log's."""
+    """It runs in another process, because the terminal's file descriptors become the log's."""
     code = """
 import sys
 from serve_app.front import cli
@@ -195,13 +197,13 @@ cli.main()
     assert log.read_text().startswith("Traceback")
 
 
-def test_what_ray_sends_of_a_traceback_is_told_by_its_last_line() -> None:
+def test_a_traceback_that_ray_sends_is_reported_by_its_last_line() -> None:
     assert in_a_line(ValueError("ray::f() (pid=7)\n  File x\nKeyError: 'a'\n")) == "ValueError: KeyError: 'a'"
     assert in_a_line(TimeoutError()) == "TimeoutError"
 
 
 def test_rays_command_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would wait for ever beside an application that failed; ours waits in its place."""
+    """Ray's command would wait for ever beside an application that failed; this project's waits in its place."""
     given: list[str] = []
     monkeypatch.setattr(scripts.cli, "main", lambda args, **_: given.extend(args))
     running._submit(Arguments.read(["run", "c.yaml", "--blocking"], {}))

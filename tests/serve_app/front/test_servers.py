@@ -1,4 +1,4 @@
-"""`serve status` beside `serve run` finds the server that runs; our arguments are told from Ray's."""
+"""`serve status` finds the server that `serve run` runs, and tells this project's arguments from Ray's."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_two_applications_are_one_server() -> None:
     assert os.environ["RAY_DASHBOARD_ADDRESS"] == FIRST.dashboard
 
 
-def test_of_several_none_is_guessed() -> None:
+def test_with_several_servers_none_is_guessed() -> None:
     with (
         noted(FIRST),
         noted(SECOND),
@@ -112,7 +112,7 @@ def test_verbose_is_ours_in_a_run_alone() -> None:
 
 
 def test_the_options_with_a_value_are_those_of_ray() -> None:
-    """In another process: this one may not import ray.serve before a test has set its environment."""
+    """It runs in another process, because this one may not import ray.serve before a test has set its environment."""
     code = """
 import click, json
 from ray.serve.scripts import run

@@ -103,7 +103,7 @@ def test_what_a_deployment_waits_for_is_said_once(monkeypatch: pytest.MonkeyPatc
 
 @contextmanager
 def answering(*answers: tuple[int, dict[str, str]]) -> Iterator[str]:
-    """A server that gives these answers, the last one for ever."""
+    """Run a server that gives these answers, the last one for ever."""
     left = list(answers)
 
     class Handler(BaseHTTPRequestHandler):
@@ -115,7 +115,7 @@ def answering(*answers: tuple[int, dict[str, str]]) -> Iterator[str]:
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
-            """Nobody reads it."""
+            """Print nothing: nobody reads it."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -141,7 +141,7 @@ def test_another_server_is_not_announced(monkeypatch: pytest.MonkeyPatch, header
         wait_until_answering(url)
 
 
-def test_a_server_that_never_answers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_app.front.start._ANSWER_TIMEOUT_S", 0.05)
     monkeypatch.setattr("serve_app.front.start._POLL_S", 0)
     with (

@@ -1,4 +1,4 @@
-"""What only this machine can tell is told before Ray starts: by file, line, setting and value."""
+"""Problems that only this machine can reveal are reported before Ray starts: by file, line, setting and value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAKE = {"engine": {"executor": "fake"}}
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """One that somebody listens on."""
+    """Return a port that somebody listens on."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -52,7 +52,7 @@ def test_a_config_that_fits_passes(tmp_path: Path) -> None:
     checked(config(tmp_path))
 
 
-def test_a_port_in_use_is_told_at_once(tmp_path: Path, port: int) -> None:
+def test_a_port_in_use_is_reported_at_once(tmp_path: Path, port: int) -> None:
     with pytest.raises(ConfigRefused, match=rf"c\.yaml, line 3: http_options.port {port} on 127.0.0.1 is not free"):
         check_port(config(tmp_path, port=port))
 
@@ -63,7 +63,7 @@ def test_without_a_proxy_no_port_need_be_free(tmp_path: Path, port: int) -> None
     check_port(of)
 
 
-def test_a_host_that_is_not_this_machines_is_told(tmp_path: Path) -> None:
+def test_a_host_that_is_not_this_machines_is_reported(tmp_path: Path) -> None:
     of = config(tmp_path)
     of.content["http_options"]["host"] = "192.0.2.1"
     with pytest.raises(ConfigRefused, match=r"on 192.0.2.1 is not free: Cannot assign requested address"):
@@ -151,7 +151,7 @@ def test_a_file_that_a_replica_would_not_find_is_named(tmp_path: Path, args: Any
         ),
     ],
 )
-def test_what_an_engine_would_refuse_is_told_by_its_setting(
+def test_what_an_engine_would_refuse_is_reported_by_its_setting(
     tmp_path: Path, engine: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigRefused) as caught:

@@ -16,7 +16,7 @@ from loadtest.server import ROOT, SERVE, free_port
 
 Change = Callable[[dict[str, Any]], object]
 
-# What is wrong, and what names it. Those of `engine` are found by a process that loads torch.
+# What is wrong, and what names it. Mistakes below `engine` are found by a process that loads torch.
 WRONG: dict[str, tuple[Change, str]] = {
     "a misspelt setting": (lambda c: args(c).update(modle="x"), "args.modle: Extra inputs are not permitted"),
     "a value out of bounds": (lambda c: engine(c).update(block_size=0), "args.engine.block_size: Input should be gre"),
@@ -50,7 +50,7 @@ def engine(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(path: Path, tmp_path: Path) -> list[str]:
-    """The lines of a `serve run` that must not get as far as Ray."""
+    """Return the lines of a `serve run` that must not get as far as Ray."""
     environment = {**os.environ, "RAY_TMPDIR": str(tmp_path / "ray")}
     command = [SERVE, "run", "--address", "local", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)

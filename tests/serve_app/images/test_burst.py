@@ -1,4 +1,4 @@
-"""Owns the promise that an image-heavy burst leaves no growth after it ends, from HTTP to the encoder's outputs.
+"""Owns the promise that a burst of many images leaves no growth after it ends, from HTTP to the encoder's outputs.
 Never measures a first burst: what is made once is no growth."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Contracts of chats with images, from a request's body to the answer of a real engine over a tiny checkpoint.
-The answers are those that transformers gives to the same prompt, which it makes by its own processor."""
+The answers are those that transformers gives to the same prompt, which it makes with its own processor."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Served:
         return found
 
     def prompt(self, *parts: str | Image.Image) -> Shown:
-        """The conversation of one message with these parts."""
+        """Return the conversation of one message with these parts."""
         made: list[list[int] | Image.Image] = [self.tokenizer.encode("<|im_start|>user\n")]
         made += [self.tokenizer.encode(part) if isinstance(part, str) else part for part in parts]
         return show(*made, self.tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n"))
@@ -100,7 +100,7 @@ def test_a_stream_tells_the_same(served: Served) -> None:
 
 
 def test_two_images_of_one_size_are_told_apart_and_the_same_one_is_found_again(served: Served) -> None:
-    """Their prompts have the same tokens: only what the blocks are hashed with is different."""
+    """Their prompts have the same tokens: only what the blocks are hashed with differs."""
     one, other = make_image(4, 64, 64), make_image(5, 64, 64)
     prompts = [served.prompt(image, "?") for image in (one, other)]
     assert prompts[0].token_ids == prompts[1].token_ids
@@ -166,7 +166,7 @@ def test_too_many_images_are_refused(served: Served) -> None:
 
 
 def test_images_of_one_request_are_fetched_side_by_side(served: Served) -> None:
-    """One after another, a slow server would take its time for each of them."""
+    """If they were fetched one after another, a slow server would take its time for each of them."""
     arrived = threading.Barrier(3)
     file = image_file(make_image(1, 20, 20))
     paths = {f"/{number}": Given(file, wait=lambda: arrived.wait(20)) for number in range(3)}

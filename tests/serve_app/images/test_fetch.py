@@ -1,4 +1,4 @@
-"""Contracts of images that are fetched: from listed hosts alone, within size, type and time, and never elsewhere."""
+"""Contracts of images that are fetched: only from listed hosts, and within limits of size, type and time."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_a_host_that_is_not_listed_is_never_asked(server: ImageServer) -> 
 async def test_a_listed_name_that_leads_to_a_private_address_is_refused_unless_the_address_is_listed(
     server: ImageServer,
 ) -> None:
-    """A name's owner may point it anywhere, such as at what only this machine is meant to reach."""
+    """The owner of a name may point it anywhere, such as to a server that only this machine is meant to reach."""
     name = f"localhost:{server.port}"
     url = f"http://{name}/a.png"
     before = list(server.asked)
@@ -136,7 +136,7 @@ async def test_a_certificate_is_held_against_the_name_and_not_the_address(
 
 
 def self_signed(directory: Path, name: str) -> Path:
-    """A key and its certificate in one file."""
+    """Write a key and its certificate into one file."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     today = datetime.datetime.now(datetime.UTC)
@@ -151,7 +151,7 @@ def self_signed(directory: Path, name: str) -> Path:
     return path
 
 
-async def test_a_server_that_is_gone_is_told() -> None:
+async def test_a_server_that_is_gone_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         host = f"127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(ImageRefused, match="did not answer: ConnectionRefusedError"):

@@ -1,4 +1,5 @@
-"""Contracts of the way from a file to pixels: sizes as transformers chooses them, and what the file says of itself."""
+"""Contracts of the way from a file to pixels:
+sizes as transformers chooses them, and what the file says about itself."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from serve_app.images.intake import AskedImage, ImageIntake
 from serve_app.images.pixels import MOST_UNEQUAL, Pixels, read_pixels, scaled_size
 from serve_app.images.refusal import ImageRefused
 from serve_app.settings.images import ImageSettings
+from tests.support.conditions import until
 from tests.support.image_files import data_url, image_file, make_image
 
 KIND = InputKind(name="image", token_id=1, side=28, min_pixels=3136, max_pixels=1_003_520, chunkable=False)
@@ -46,7 +48,7 @@ def test_a_file_is_known_by_its_contents(kind: str) -> None:
 
 
 def test_a_picture_that_lies_on_its_side_is_put_upright() -> None:
-    """Cameras store which way is up beside the pixels."""
+    """Cameras store beside the pixels which way is up."""
     image = make_image(1, 84, 56)
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -105,7 +107,6 @@ async def test_the_event_loop_goes_on_while_an_image_is_decoded(monkeypatch: pyt
     reading = asyncio.create_task(
         ImageIntake(KIND, ImageSettings()).read([AskedImage(data_url(make_image(1, 9, 9)), "a")])
     )
-    while not seen.is_set():
-        await asyncio.sleep(0.001)
+    await until(seen.is_set)
     going.set()
     assert await reading == [Pixels((1, 1, 1), b"")]

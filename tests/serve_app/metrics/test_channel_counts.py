@@ -1,5 +1,5 @@
-"""Contracts of what an ingress replica counts of its way to the engines: each frame, gap and move once.
-Never goes through a socket but where it counts frames."""
+"""Contracts of what an ingress replica counts on its way to the engines: each frame, gap and move once.
+Never goes through a socket except where it counts frames."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEAD = EngineError(ErrorCode.ENGINE_DEAD, "gone")
 
 
 class Attempt:
-    """Gives these events, then raises."""
+    """An attempt that gives these events, and then raises."""
 
     replica_id = "a"
 
@@ -53,7 +53,7 @@ class Attempt:
 
 
 async def move(*attempts: Attempt, max_migrations: int = 2) -> tuple[ChannelCounts, EngineError | None]:
-    """What was counted while one answer went through these, and how it failed."""
+    """Return what was counted while one answer went through these attempts, and how it failed."""
     counts, left = ChannelCounts(), list(attempts)
     asked = Submission("r", (1, 2), SamplingParams(max_tokens=3))
     moving = Migration(max_migrations, 10.0, 256, counts)

@@ -62,7 +62,7 @@ class Bench:
 
     @property
     def adapters(self) -> tuple[list[str], list[str]]:
-        """Those of requests that run, and of requests that wait."""
+        """Return the adapters of requests that run, and of requests that wait."""
         (found,) = (s for s in self.recorder.samples(self.core.load()) if s.name == LORA)
         assert found.value == TODAY + self.core.now
         most, *names = found.labels
@@ -82,13 +82,13 @@ class Bench:
             self.step()
 
     def __getitem__(self, name: str) -> float:
-        """A number of the only series of a name, or of one that is named like `name{label}`."""
+        """Return the number of the only series of a name, or of the series `name{label}`."""
         value = self.values[name]
         assert not isinstance(value, Distribution)
         return value
 
     def histogram(self, name: str) -> tuple[int, float]:
-        """How many values, and their sum."""
+        """Return how many values there are, and their sum."""
         value = self.values[name]
         assert isinstance(value, Distribution)
         return sum(value.counts), round(value.sum, 9)
@@ -137,7 +137,7 @@ def test_what_an_aborted_request_has_cost_is_counted_and_its_times_are_not() -> 
     for _ in range(3):
         bench.step()
     bench.abort("a")
-    bench.abort("a")  # again: it is gone
+    bench.abort("a")  # again, when it is gone
     assert ends(bench)["abort"] == 1
     assert (bench["vllm:prompt_tokens"], bench["vllm:generation_tokens"]) == (8, 3)
     assert bench.histogram("vllm:time_to_first_token_seconds")[0] == 1
@@ -185,7 +185,7 @@ def test_preemptions_are_counted_for_the_engine_and_for_the_request() -> None:
     bench.run()
     assert bench["vllm:num_preemptions"] == bench.core.load().num_preemptions > 0
     assert bench.histogram("vllm:request_num_preemptions") == (2, bench["vllm:num_preemptions"])
-    assert bench["vllm:generation_tokens"] == 56  # none twice
+    assert bench["vllm:generation_tokens"] == 56  # none is counted twice
     assert bench["vllm:prompt_tokens"] == bench["vllm:prefix_cache_queries"] == 16
 
 
@@ -226,7 +226,7 @@ def test_only_refusals_that_are_the_engines_are_admission_rejections() -> None:
 
 
 def test_requests_that_came_before_the_recorder_are_not_counted() -> None:
-    """Those of the warm-up."""
+    """This leaves out the requests of the warm-up."""
     bench = Bench()
     bench.core.send("warm-up", range(1, 9), max_tokens=3, ignore_eos=True)
     bench.run()
@@ -237,7 +237,8 @@ def test_requests_that_came_before_the_recorder_are_not_counted() -> None:
 
 
 def test_the_parts_of_a_requests_time_are_where_its_events_say() -> None:
-    """Five ticks between the arrival and the last token; the step that is planned at a tick ends at the same."""
+    """There are five ticks between the arrival and the last token;
+    a step that is planned at a tick ends at the same tick."""
     bench = Bench()
     bench.send("a", [1] * 40, max_tokens=4)  # 32 tokens a step: two steps of prefill
     bench.run()
@@ -407,10 +408,11 @@ def test_the_adapter_of_a_preempted_request_waits_until_it_gets_on() -> None:
 
 
 def test_every_name_of_the_catalogue_is_there_before_the_first_request() -> None:
-    """Prometheus counts from the first value that it sees: a series that appears with its first event has lost it.
+    """Prometheus counts from the first value that it sees:
+    a series that appears only with its first event has lost that event.
 
-    Captured steps have too many names for that, and one of a warm-up is no loss. Without adapters, none are told of.
-    """
+    Captured steps have too many names for that, and an event of the warm-up is no loss.
+    Without adapters none are reported."""
     bench = Bench()
     names = {name.partition("{")[0] for name in bench.values}
     assert names == {metric.name for metric in ENGINE} - {"chunkserve:graph_steps", LORA}

@@ -1,4 +1,5 @@
-"""Contracts of the text that Prometheus reads: it parses, names are those that dashboards know, nothing is added up.
+"""Contracts of the text that Prometheus reads:
+it parses, names are those that dashboards know, replicas are not added up.
 Never parses by itself: Prometheus's own client does."""
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ NEW_OF_ENGINE = {
 }
 
 OF_REQUESTS = "request_params_n_bucket"
-"""The ingress measures it: an engine runs answers, and does not know whose."""
+"""Metrics that the ingress measures: an engine runs answers, but does not know whose they are."""
 
 
 def sample(name: str, value: Any = 1, *labels: str) -> Sample:
@@ -75,7 +76,7 @@ def sample(name: str, value: Any = 1, *labels: str) -> Sample:
 
 
 def full(replica_id: str, metrics: Any) -> ReplicaSamples:
-    """One value for every metric."""
+    """Return one value for every metric."""
     made = Histogram((1, 2))
     made.observe(1.5)
     samples = [

@@ -1,4 +1,5 @@
-"""Contracts of asking all replicas: one that hangs, dies or talks nonsense costs a scrape its own series and no other.
+"""Contracts of asking all replicas: one that hangs,
+dies or answers nonsense costs a scrape its own series and no other.
 Never starts Ray: the handle's broadcast is scripted."""
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Call:
 
 
 class Handle:
-    """A deployment's handle whose replicas are these; or nobody can be asked, for this reason."""
+    """A deployment's handle with these replicas; or nobody can be asked, for this reason."""
 
     def __init__(self, *replicas: Replica, error: Exception | None = None) -> None:
         self._replicas = replicas
@@ -96,7 +97,7 @@ async def test_a_replica_that_does_not_answer_is_counted_and_the_others_are_ther
 
 
 @pytest.mark.parametrize("error", [DeploymentUnavailableError(DeploymentID("Engine", "app")), ActorDiedError()])
-async def test_a_deployment_nobody_of_which_can_be_asked_is_one_missing_replica(error: Exception) -> None:
+async def test_a_deployment_in_which_no_replica_can_be_asked_counts_as_one_missing_replica(error: Exception) -> None:
     assert await names(Handle(error=error)) == ([], 1)
 
 
@@ -145,7 +146,7 @@ async def test_what_replicas_do_is_asked_of_both_deployments_with_what_is_known_
     assert [one.engine for one in told.engines] == ["e1", "e2"]
     assert told.engines[0].steps == (StepActivity(5, 1, (30, 2), 0, 1.5, 20),)
     assert told.ingresses == [IngressActivity("i1", 3, 2)]
-    assert told.num_missing == 2, "one that babbles, and one that answers something else"
+    assert told.num_missing == 2, "one answers nonsense, and one something else"
 
 
 async def test_looking_on_does_not_wake_a_deployment_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Contracts of an engine's last steps: what is kept, what is told again and what is not, and the pace of a window.
+"""Contracts of an engine's last steps: which are kept, which are reported again, and the pace of a window.
 Never runs an engine: steps and the clock are written down."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def test_the_last_steps_are_kept_and_no_more() -> None:
     assert [one.id for one in told(recent, 1.0).steps] == list(range(10, NUM_STEPS + 10))
 
 
-def test_a_step_that_is_known_is_not_told_again_and_one_that_was_lost_in_between_is_no_matter() -> None:
+def test_a_known_step_is_not_reported_again_and_a_lost_one_in_between_does_not_matter() -> None:
     recent = RecentSteps(0.0)
     for number in (4, 5, 9, 10):  # 6 to 8 failed
         recent.add(1.0, [step(number)], 1, {})
@@ -37,7 +37,7 @@ def test_a_step_that_is_known_is_not_told_again_and_one_that_was_lost_in_between
     assert [one.id for one in told(recent, 1.0, after=0).steps] == [4, 5, 9, 10]
 
 
-def test_a_steps_facts_are_told_with_its_age() -> None:
+def test_a_steps_facts_are_reported_with_its_age() -> None:
     recent = RecentSteps(0.0)
     recent.add(1.0, [step(7, 2, (30, 4))], 2, {})
     (found,) = told(recent, 1.5).steps
@@ -89,7 +89,7 @@ def test_one_gap_is_both_percentiles_and_a_first_token_is_none() -> None:
 
 
 def test_tokens_that_came_with_no_step_of_their_own_count() -> None:
-    """An abort between steps can bring a stop token; a call that yields nothing is not kept."""
+    """An abort between steps can bring a stop token, and a call that yields nothing is not kept."""
     recent = RecentSteps(0.0)
     recent.add(1.0, [], 1, {})
     recent.add(1.0, [], 0, {})

@@ -1,4 +1,4 @@
-"""Contracts of one request's times: what is the engines', what is not, and when a deadline was missed.
+"""Contracts of one request's times: which part is the engines', which is not, and when a deadline was missed.
 Never waits: the clock is turned by hand."""
 
 from __future__ import annotations

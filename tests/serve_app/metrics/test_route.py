@@ -1,4 +1,4 @@
-"""Contracts of /metrics on the app: what was asked of it is what a scrape counts, whatever became of each request.
+"""Contracts of /metrics on the app: a scrape counts exactly the requests that were made, whatever became of each.
 Never goes through Ray; the engine is a real one in this process, over the fake executor."""
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ COMPLETIONS = "/v1/completions"
 
 
 class Numbers(dict[str, float]):
-    """A scrape: the values by `name{labels besides the model's and the replica's}`."""
+    """The values of a scrape by `name{labels besides the model's and the replica's}`."""
 
     def of(self, name: str) -> dict[str, float]:
-        """By the value of its one label; those that are zero are left out."""
+        """Return the values by their one label; those that are zero are left out."""
         found = {key: value for key, value in self.items() if key.startswith(f"{name}{{") and value}
         return {key.partition('="')[2].removesuffix('"}'): value for key, value in found.items()}
 
@@ -86,7 +86,7 @@ async def local_app(reply: str | None = REPLY, step_delay_ms: float = 0, **optio
 
 
 def measured(client: ScriptedClient, policy: GatePolicy | None = None) -> tuple[ASGIApp, Gate]:
-    """An app over a scripted engine whose own replica alone is scraped."""
+    """Make an app over a scripted engine, of which a scrape only asks this replica."""
     gate = Gate() if policy is None else Gate(policy)
     recorder = IngressRecorder(gate)
 
@@ -125,7 +125,7 @@ async def test_a_scrape_equals_the_requests_that_were_made() -> None:
 
 @pytest.mark.parametrize("stop", [None, "tra-la! la la "])
 async def test_an_answer_that_was_drafted_is_the_same_and_its_drafts_are_counted(stop: str | None) -> None:
-    """A stop string ends it inside a run of accepted drafts, too."""
+    """A stop string may also end it inside a run of accepted drafts."""
     reply = "la la la la tra-la! la la la tra-la! la la la tra-la!"
     answers = []
     for method in ("none", "suffix", "ngram"):
@@ -290,6 +290,6 @@ async def test_what_the_channel_counts_is_in_the_scrape_under_its_name() -> None
 
 
 async def test_every_name_of_the_catalogue_is_there_before_the_first_request() -> None:
-    """But for the hints, which have no list of their own."""
+    """Hints are excepted, because they have no list of their own."""
     names = {metric.name for metric in INGRESS} - {"chunkserve:ignored_fields"}
     assert {sample.name for sample in IngressRecorder(Gate()).samples()} == names

@@ -1,4 +1,4 @@
-"""Owns the proof that one scrape of a real server is of all its replicas, and equals what was asked of it.
+"""Owns the proof that one scrape of a real server covers all its replicas, and equals what was asked of it.
 Never looks inside the server, except to stop a process of it."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def activity(server: Server, query: str = "") -> dict[str, Any]:
 
 
 def total(series: Series, name: str, **labels: str) -> float:
-    """Over all replicas."""
+    """Add up a metric over all replicas."""
     return sum(value for (found, have), value in series.items() if found == name and labels.items() <= have)
 
 
@@ -53,22 +53,22 @@ def replicas(series: Series, label: str) -> set[str]:
 
 
 def ask(server: Server, *, stream: bool, **fields: Any) -> int:
-    """A request to its end; its status."""
+    """Send a request and read it to its end; return its status."""
     body = {"model": MODEL, "prompt": "hello", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": stream}
     return httpx.post(f"{server.url}/v1/completions", json=body | fields, timeout=120).status_code
 
 
 def until(server: Server, condition: Callable[[Series], bool]) -> Series:
-    """The first scrape of which this is so."""
+    """Scrape until the condition is true; return that scrape."""
     deadline = time.monotonic() + WAIT_S
     while not condition(series := scrape(server)):
-        assert time.monotonic() < deadline, "it never came to be so"
+        assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.2)
     return series
 
 
 def told_load(server: Server) -> dict[str, float]:
-    """What a load balancer is told, as soon as the ingress replica that answers has an engine's report."""
+    """Return what a load balancer is told, as soon as the ingress replica that answers has an engine's report."""
     body = {"model": MODEL, "prompt": "hello", "max_tokens": 0, "echo": True}
     deadline = time.monotonic() + WAIT_S
     while True:
@@ -94,9 +94,9 @@ def processes_of(server: Server, deployment: str) -> list[int]:
 def test_a_scrape_of_two_ingresses_and_two_engines_equals_the_requests_made_and_outlives_an_engine() -> None:
     engine = {"executor": "fake", "fake": {"step_delay_ms": 5}}
     with serve_run({"engine": engine, "engine_replicas": 2, "ingress_replicas": 2}) as server:
-        # A server answers as soon as one replica of each is there.
+        # A server answers as soon as one replica of each kind is there.
         first = until(server, lambda series: len(replicas(series, "engine")) == len(replicas(series, "ingress")) == 2)
-        assert total(first, "vllm:request_success_total") == 0, "the warm-up is nobody's request"
+        assert total(first, "vllm:request_success_total") == 0, "the warm-up does not count as a request"
 
         with ThreadPoolExecutor(8) as pool:
             answered = list(pool.map(lambda number: ask(server, stream=number % 2 == 0), range(40)))

@@ -1,5 +1,5 @@
 """Owns the proof that the page does what it shows: a real browser, over a real server with the fake executor.
-Never asks a page what it thinks of itself where the server can be asked; waits for what is to be, and times nothing."""
+Never asks the page about itself where the server can be asked. Waits for states, and measures no time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def browser(server: Server) -> Iterator[Page]:
 
 @pytest.fixture
 def page(browser: Page, server: Server) -> Iterator[Page]:
-    """The page, opened anew."""
+    """Open the page anew."""
     browser.complaints.clear()
     browser.open(server.url)
     browser.until("document.querySelector('canvas')")
@@ -102,7 +102,7 @@ def until_running(server: Server, number: int) -> None:
     until(lambda: engine_of(server)["num_running"] == number, lambda: f"{engine_of(server)}, not {number} running")
 
 
-def test_a_server_that_needs_a_key_is_told_one_in_the_page_and_a_bad_one_is_an_error(page: Page) -> None:
+def test_a_key_that_a_server_needs_is_entered_in_the_page_and_a_bad_one_is_an_error(page: Page) -> None:
     assert page.value("document.querySelector('#key-field').hidden"), "nobody is asked for what may not be needed"
     say(page, "hello")
     page.until("document.activeElement.id === 'key'")
@@ -271,7 +271,7 @@ def test_a_stream_is_read_as_it_is_framed_however_the_network_cuts_it(page: Page
     assert page.value("document.querySelector('#prompt').value") == ("hello" if complaint else "")
 
 
-def test_replicas_come_and_go_on_the_page_and_who_does_not_answer_is_told(page: Page) -> None:
+def test_replicas_come_and_go_on_the_page_and_one_that_does_not_answer_is_shown(page: Page) -> None:
     page.value(
         """
         window.names = ["left", "right"]; window.missing = 0; window.asked = [];
@@ -303,7 +303,7 @@ def test_replicas_come_and_go_on_the_page_and_who_does_not_answer_is_told(page: 
     page.until("document.querySelector('#fleet.bad')?.textContent.includes('1 replica does not answer')")
 
 
-def test_a_server_that_is_gone_is_said_to_be_and_seen_again_when_it_is_back(page: Page) -> None:
+def test_the_page_says_that_a_server_is_gone_and_sees_it_again_when_it_is_back(page: Page) -> None:
     page.value("window.real = window.fetch; window.fetch = () => Promise.reject(new TypeError('gone'))")
     page.until("document.querySelector('#fleet.bad')?.textContent === 'The server cannot be reached.'")
     page.value("window.fetch = real")

@@ -1,4 +1,4 @@
-"""Contracts of the page at `/` as it is sent: one document, that may run and fetch nothing but its own.
+"""Contracts of the page at `/` as it is sent: one document, which may run and fetch nothing but its own.
 Never opens a browser; test_browser does."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ async def test_the_page_needs_nothing_from_elsewhere() -> None:
     assert not re.search(r"@import|url\(|<link(?! rel=\"icon\" href=\"data:)| src=", html)
 
 
-async def test_nothing_that_is_told_becomes_markup_or_code_and_nothing_is_stored() -> None:
+async def test_nothing_that_a_server_sends_becomes_markup_or_code_and_nothing_is_stored() -> None:
     html = await page()
     never = "innerHTML|outerHTML|insertAdjacentHTML|document.write|eval(|new Function|DOMParser|localStorage|cookie"
     assert [word for word in never.split("|") if word in html] == []

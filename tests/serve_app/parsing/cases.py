@@ -1,5 +1,5 @@
 """Owns answers as models write them, family by family, with the content and the calls that each one has.
-Never written by the code under test: every expectation is by hand."""
+Never written by the code under test: every expectation is written by hand."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Calls = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Case:
-    """`calls`: name and the text of the arguments."""
+    """An answer. `calls` has each call's name and the text of its arguments."""
 
     why: str
     text: str
     content: str
     calls: Calls = ()
     truncated: bool = False
-    """The answer ends inside the arguments of the last call, which are no JSON then."""
+    """Whether the answer ends inside the arguments of the last call, which are then no JSON."""
     ids: tuple[str, ...] | None = None
-    """Those that the model gave its calls."""
+    """The ids that the model gave its calls."""
 
 
 def tool(name: str, **properties: object) -> dict[str, object]:

@@ -1,5 +1,5 @@
 """Owns more answers as models write them: families whose calls have tags for every part, and the table of all families.
-Never written by the code under test: every expectation is by hand."""
+Never written by the code under test: every expectation is written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Owns what becomes of a call's arguments that are no JSON object: repaired, told as they are, and taken back.
+"""Owns what becomes of a call's arguments that are no JSON object:
+they are repaired or shown as they are, and accepted back.
 Never tests whole arguments: test_tools does."""
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def call_of(arguments: str) -> str:
 
 
 async def replayed(arguments: str, template: str) -> list[str]:
-    """The prompts of the three APIs."""
+    """Return the prompts of the three APIs."""
     function = {"name": "weather", "arguments": arguments}
     called = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
     block = {"type": "tool_use", "id": "c", "name": "weather", "input": {"INVALID_JSON": arguments}}
@@ -139,7 +140,7 @@ async def test_a_call_that_its_length_cut_says_so_and_has_what_there_is() -> Non
 
 
 async def test_an_answer_with_broken_arguments_can_be_sent_back() -> None:
-    """What this server answered, it takes: the session would else be dead."""
+    """The server accepts back what it answered: otherwise the session would be dead."""
     said, answered = call_of(CUT).removesuffix("}\n</tool_call>"), ScriptedClient()
     for path, key in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
         tools = TOOLS if key == "messages" else test_responses.TOOLS

@@ -27,7 +27,7 @@ FAMILIES = sorted(CALL_GRAMMARS)
 BY_PARAMETER = ("glm45", "pythonic", "qwen3_coder")
 MARKERS = sorted({marker for parser in TOOL_PARSERS.values() for marker in parser.markers})
 WALKERS = {"text": Walker(), "special": Walker(MARKERS)}
-"""The tags of a family are letters to some tokenizers, and tokens of their own to others."""
+"""To some tokenizers the tags of a family are letters, to others tokens of their own."""
 
 WEATHER = {
     "type": "object",
@@ -76,7 +76,7 @@ def read(family: str, text: str, tools: Sequence[tuple[str, Any]] = TOOLS) -> Pa
 
 
 def check_calls(family: str, text: str) -> int:
-    """How many calls a text is, and nothing else."""
+    """Check that a text is nothing but calls; return how many."""
     found = read(family, text)
     assert found.content == ""
     for call in found.calls:
@@ -116,7 +116,7 @@ def grammar_or_refusal(family: str, tools: Sequence[tuple[str, Any]]) -> str | G
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_schema_is_kept_by_a_family_or_refused_by_the_tools_name(family: str) -> None:
-    kept, seeds = 0, 80 if family in BY_PARAMETER else 25  # others write a schema's JSON alike
+    kept, seeds = 0, 80 if family in BY_PARAMETER else 25  # other families write a schema's JSON in the same way
     for seed in range(seeds):
         tools = [("act", random_schema(seed, depth=2))]
         text = grammar_or_refusal(family, tools)
@@ -283,7 +283,7 @@ def test_a_schema_that_a_family_cannot_keep_is_refused_at_its_place(
 
 
 def test_definitions_are_read_once_however_many_parameters_refer_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each parameter walked all of them: 400 parameters and 400 definitions held the event loop for seconds."""
+    """Regression: each parameter walked them all: 400 of each held the event loop for seconds."""
     count = 0
 
     def counted(schema: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Owns the contract of `auto`: what the template writes chooses the parser, and one line of the log says why."""
+"""Owns the contract of `auto`: the text of the template chooses the parser, and one line of the log says why."""
 
 from __future__ import annotations
 

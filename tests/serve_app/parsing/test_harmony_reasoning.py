@@ -1,4 +1,4 @@
-"""Owns the contract of gpt-oss's messages: which are reasoning, which are content, and what of a header is shown.
+"""Owns the contract of gpt-oss's messages: which are reasoning, which are content, and how much of a header is shown.
 Never tests a cut: test_reasoning does, for all parsers."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Owns the contract of tags that are tokens: a grammar means the same whatever the tokenizer calls special.
-Never walks: one answer, token by token, as the model's own tokenizer writes it."""
+Never walks at random: each answer is checked token by token, as the model's own tokenizer writes it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ LIST = '[TOOL_CALLS][{"name": "f", "arguments": {"a": "é"}}]'
 
 @pytest.fixture(params=["special", "added"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Tokenizer, LLTokenizer]:
-    """Byte-level, with the tags as special tokens (DeepSeek, Mistral), or as added ones that are text (Qwen)."""
+    """Make a byte-level tokenizer with the tags as special tokens (DeepSeek, Mistral),
+    or as added tokens that are text (Qwen)."""
     made = Tokenizer.byte_level()
     add = made._core.add_special_tokens if request.param == "special" else made._core.add_tokens
     add(TAGS)
@@ -55,7 +56,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Tokenizer
 
 
 def admits(tokenizer: tuple[Tokenizer, LLTokenizer], grammar: str, text: str) -> bool:
-    """As the model's tokenizer writes it: each tag is one token."""
+    """Return whether the grammar admits the text as the model's tokenizer writes it, with each tag as one token."""
     own, theirs = tokenizer
     tokens = own.encode(text)
     assert len(tokens) < len(text.encode())

@@ -1,5 +1,6 @@
-"""Owns the contract of reasoning parsers: what is reasoning, what is content, and that the cut changes neither.
-Never tells how a parser gets there."""
+"""Owns the contract of reasoning parsers: what is reasoning, what is content,
+and that cutting the text changes neither.
+Never tests how a parser gets there."""
 
 from __future__ import annotations
 

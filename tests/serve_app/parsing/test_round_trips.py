@@ -1,5 +1,7 @@
-"""Owns what a long conversation's prefix needs: an answer that comes back is the same text again, up to its turn's end.
-Never uses a model's own template, which is others' work: those here write the same text (NOTES.md says of which)."""
+"""Owns what the cached prefix of a long conversation depends on: an answer that is sent back becomes the same text
+again, up to its turn's end.
+Never uses a model's own template, which is others' work:
+the templates here write the same text (NOTES.md says of which)."""
 
 from __future__ import annotations
 
@@ -35,9 +37,10 @@ PLAIN = '{"city": "Oslo"}'
 
 @dataclass(frozen=True)
 class Turn:
-    """`text`: what the model writes after the prompt, as it was trained to; `end`: what ends its turn.
-    `comes_back`: what the template makes of it when it differs, and `why`; `forgets`: what it does not write again of
-    the prompt's own end."""
+    """A turn of the model. `text` is what it writes after the prompt, as it was trained to;
+    `end` is what ends its turn.
+    `comes_back` is what the template makes of the text when that differs, and `why`. `forgets` is the part of the
+    prompt's own end that the template does not write again."""
 
     template: str
     what: str
@@ -47,7 +50,7 @@ class Turn:
     why: str = ""
     forgets: str = ""
     is_asked_again: bool = False
-    """The user speaks next, and not a tool."""
+    """Whether the user speaks next, and not a tool."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -231,7 +234,7 @@ def _eos(name: str) -> str:
 
 
 def _read(template: ChatTemplate, prompt: str, text: str) -> tuple[str, Parsed]:
-    """Thoughts, and the rest, by the parsers that the template itself chooses."""
+    """Return the thoughts, and the rest, as read by the parsers that the template itself chooses."""
     thoughts = suggest_reasoning_parser(template.source)
     content = text
     reasoning = ""
@@ -246,7 +249,7 @@ def _read(template: ChatTemplate, prompt: str, text: str) -> tuple[str, Parsed]:
 
 
 def _next_messages(turn: Turn, reasoning: str, parsed: Parsed) -> list[dict[str, Any]]:
-    """As a client sends it back."""
+    """Return the messages with which a client sends the answer back."""
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in parsed.calls

@@ -1,4 +1,4 @@
-"""Owns the contract of thoughts before a constrained answer: they are free, and what the reader calls content is not.
+"""Owns the contract of thoughts before a constrained answer: they are free, but what the parser calls content is not.
 Never tests the answer's grammar."""
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_a_lazy_answer_is_constrained_after_the_thoughts_and_not_in_them(kind: s
     assert walker.admits(grammar, f"<think>\nhm\n</think>\n\n{call}")
     assert walker.admits(grammar, f"Well. {call}")
     assert not walker.admits(grammar, f"<think>\nhm\n</think>\n\n{call.replace('f', 'g')}")
-    if kind == "text":  # special tokens are no thoughts' text
+    if kind == "text":  # special tokens are not part of the thoughts' text
         assert walker.admits(grammar, "<think>\na <tool_call> of what?\n</think>\n\nNo.")
 
 

@@ -1,5 +1,5 @@
-"""Owns the contract of tool parsers: what is content, what is a call, and that the cut of the text changes neither.
-Never tells how a parser gets there."""
+"""Owns the contract of tool parsers: what is content, what is a call, and that cutting the text changes neither.
+Never tests how a parser gets there."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ FRAGMENTS = [
 
 @st.composite
 def broken_cases(draw: st.DrawFn) -> str:
-    """Parts of answers of one family and fragments, which reach further into the grammars than fragments alone."""
+    """Join parts of answers of one family with fragments,
+    which reach further into the grammars than fragments alone."""
     family = draw(st.sampled_from(sorted(CASES)))
     parts = []
     for case in draw(st.lists(st.sampled_from(CASES[family]), min_size=1, max_size=3)):
@@ -120,7 +121,7 @@ def test_any_text_is_read_without_an_error_and_alike_however_it_is_cut(name: str
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(deadline=None)
 @given(text=messy_texts, at=places)
-def test_of_a_call_the_start_comes_first_and_once_and_no_delta_is_empty(name: str, text: str, at: list[int]) -> None:
+def test_the_start_of_a_call_comes_first_and_once_and_no_delta_is_empty(name: str, text: str, at: list[int]) -> None:
     started = 0
     for delta in (delta for piece in deltas(name, cut(text, at), TOOLS) for delta in piece):
         match delta:
@@ -184,7 +185,7 @@ def test_any_arguments_that_a_model_writes_arrive_as_they_were_meant(
     family: str, called: dict[str, Any], at: list[int]
 ) -> None:
     if family == "pythonic":
-        called = {f"x_{key}": value for key, value in called.items()}  # `if=1` is no Python
+        called = {f"x_{key}": value for key, value in called.items()}  # `if=1` is not valid Python
     tools = [{"type": "function", "function": {"name": "run", "parameters": {"properties": declared(called)}}}]
     found = collect(flat(deltas(family, cut(written(family, "run", called), at), tools)))
     assert [call.name for call in found.calls] == ["run"]
@@ -275,7 +276,7 @@ def test_a_python_call_that_takes_too_long_to_read_is_content() -> None:
 
 
 def work(name: str, text: str, size: int) -> int:
-    """How many function calls it takes: a measure of work that no other process disturbs."""
+    """Count the function calls that it takes: a measure of work that no other process disturbs."""
     counted = itertools.count()
 
     def count(frame: object, event: str, argument: object) -> None:

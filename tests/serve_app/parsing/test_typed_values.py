@@ -63,7 +63,7 @@ def test_a_value_has_its_declared_type_or_is_a_string(kind: str, text: str, expe
         (True, "5", '"5"'),
     ],
 )
-def test_of_several_types_the_string_comes_last_and_without_any_it_is_the_only_one(
+def test_with_several_types_string_is_tried_last_and_without_any_type_it_is_the_only_one(
     schema: Any, text: str, expected: str
 ) -> None:
     assert value_json(text, schema) == expected

@@ -1,4 +1,4 @@
-"""Contracts of the process that kills a hung replica: it kills nothing else, and never stays."""
+"""Contracts of the process that kills a hung replica: it kills nothing else, and never stays behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def parents() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def start(parents: list[subprocess.Popen[str]], then: str, seconds: float = 1, is_well: str = "lambda: True") -> int:
-    """A process with a watchdog does `then`; the watchdog's handle, which outlives it."""
+    """Start a process with a watchdog that then does `then`;
+    return a handle of the watchdog, which outlives the process."""
     script = PARENT.format(then=then, seconds=seconds, is_well=is_well)
     pipe = subprocess.PIPE
     parents.append(subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True))
@@ -98,7 +99,7 @@ def test_a_watchdog_ends_with_its_process(parents: list[subprocess.Popen[str]], 
 
 
 class Pipe:
-    """Scripted looks: True where something has come."""
+    """A pipe with scripted looks: True where something has come."""
 
     def __init__(self, *looks: bool) -> None:
         self.looks = list(looks)
@@ -124,7 +125,7 @@ def test_only_looks_in_a_row_that_find_nothing_are_a_silence(
 
 
 def test_a_process_that_is_no_longer_the_parent_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its id may be another process's by then."""
+    """Its id may belong to another process by then."""
     killed: list[int] = []
     monkeypatch.setattr(watchdog_process.os, "kill", lambda pid, signum: killed.append(pid))
     watchdog_process.kill(os.getpid())
@@ -137,7 +138,7 @@ def test_a_process_that_is_no_longer_the_parent_is_not_killed(monkeypatch: pytes
 async def test_a_process_whose_watchdog_has_ended_goes_on_and_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = logging.Logger("watchdog")  # what another test did to the module's, or to those above it, is not asked here
+    own = logging.Logger("watchdog")  # other tests may have changed the loggers
     own.addHandler(caplog.handler)
     monkeypatch.setattr(watchdog_module, "logger", own)
     watchdog = Watchdog(3600)
@@ -151,7 +152,7 @@ async def test_a_process_whose_watchdog_has_ended_goes_on_and_says_so(
 
 
 def test_the_watchdog_needs_nothing_but_python() -> None:
-    """It stands beside every replica, for as long as that lives."""
+    """It stays beside every replica, for as long as that lives."""
     code = f"import runpy, sys; runpy.run_path({watchdog_process.__file__!r}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
     imported = {name.partition(".")[0] for name in done.stdout.split()}

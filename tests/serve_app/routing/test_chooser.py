@@ -49,7 +49,8 @@ def test_a_prompt_with_another_image_or_of_another_salt_is_cached_nowhere() -> N
 
 
 def test_each_request_weighs_what_the_settings_say_beside_its_tokens() -> None:
-    """One queued token, or eight requests that decode: at 0 tokens a request the latter are nothing."""
+    """The loads are one queued token, and eight requests that decode:
+    at 0 tokens a request the latter count nothing."""
     reports = {"queues": stats(NOW, requests=1, queued=1), "decodes": stats(NOW, requests=8)}
     for weight, chosen in ((0, "decodes"), (64, "queues")):
         router = chooser(request_tokens=weight)
@@ -57,7 +58,7 @@ def test_each_request_weighs_what_the_settings_say_beside_its_tokens() -> None:
         assert router.place("r", ASK, list(reports), NOW).ranks[0] == [chosen]
 
 
-def test_those_that_are_full_or_avoided_are_as_placement_has_them() -> None:
+def test_full_and_avoided_replicas_come_where_placement_puts_them() -> None:
     router = chooser("a", "b", "c")
     assert router.place("r", ASK, ["a", "b", "c"], NOW, avoid=("a",), full={"b"}).ranks == [["c"], ["b"]]
     assert router.place("r", ASK, [], NOW).ranks == []

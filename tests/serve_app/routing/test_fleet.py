@@ -1,4 +1,4 @@
-"""Contracts of a router's knowledge: how a report and its own record make one load."""
+"""Contracts of a router's knowledge: how a report and its own record add up to one load."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_the_same_report_again_changes_nothing() -> None:
 
 
 def test_a_queue_becomes_shorter_between_reports_as_fast_as_the_engine_says() -> None:
-    """Else a prompt that was sent half a second ago, and is long computed, would drive others from its prefix."""
+    """Otherwise a prompt that was sent half a second ago, and has long been computed,
+    would drive others from its prefix."""
     known = fleet(a=stats(10.0, queued=300, rate=100))
     assert [known.load("a", now).num_queued_tokens for now in (9.0, 10.0, 11.5, 13.0, 14.0)] == [300, 300, 150, 0, 0]
     known.open("r")
@@ -117,7 +118,7 @@ def test_a_replica_that_is_gone_is_forgotten_with_all_that_was_sent_there() -> N
     assert known.num_cached_tokens("a", KEYS) == 0
     known.update({"a": {}, "b": {}})
     known.close("r")
-    assert known.load("a", NOW) == ReplicaLoad(), "its request's end is nobody's now"
+    assert known.load("a", NOW) == ReplicaLoad(), "the end of its request no longer counts anywhere"
 
 
 def test_an_old_replica_that_speaks_another_format_is_one_without_a_report() -> None:
@@ -150,7 +151,7 @@ acts = (
 def test_when_all_requests_have_ended_an_idle_fleet_has_no_load_whatever_happened(
     life: list[tuple[str, str, str]],
 ) -> None:
-    """No path of an attempt leaves a trace: such a trace would turn requests away from a replica for ever."""
+    """No kind of attempt may leave a trace, which would turn requests away from a replica for ever."""
     known, live = Fleet(BLOCK_SIZE, 10), {"a", "b", "c"}
     for now, (act, attempt, name) in enumerate(life):
         match act:

@@ -1,4 +1,4 @@
-"""Contracts of placement: who may take a request, and who of them does."""
+"""Contracts of placement: which replicas may take a request, and which of them does."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_no_avoided_replica_is_ranked_while_another_lives(
 ) -> None:
     ranked = {name for names in rank(ask, fleet, bound, random) for name in names}
     live = {one.replica_id for one in fleet}
-    assert ranked == ((live - ask.avoid) or live), "nobody else is left out, and nobody ranked twice or made up"
+    assert ranked == ((live - ask.avoid) or live), "every other replica is ranked once, and none is made up"
 
 
 @untimed
@@ -112,7 +112,7 @@ def test_a_cached_prefix_is_worth_exactly_the_tokens_that_it_saves(queued: int, 
     assert first(Ask(1000), fleet) == chosen
 
 
-def test_of_two_holders_the_longer_prefix_wins_while_loads_are_equal() -> None:
+def test_the_holder_of_the_longer_prefix_wins_while_loads_are_equal() -> None:
     fleet = [Candidate("short", num_cached_tokens=100), Candidate("long", num_cached_tokens=800), Candidate("none")]
     assert {first(Ask(1000), fleet, seed=seed) for seed in range(20)} == {"long"}
 
@@ -147,11 +147,11 @@ def test_with_everything_equal_the_choice_spreads() -> None:
     assert all(800 < counts[name] < 1200 for name in "abcd"), counts
 
 
-def test_of_two_drawn_at_random_the_less_loaded_is_chosen_so_that_the_most_loaded_never_is() -> None:
+def test_the_less_loaded_of_two_drawn_at_random_is_chosen_so_that_the_most_loaded_never_is() -> None:
     fleet, random = named(a=0, b=10, c=20, d=30), Random(1)
     counts = Counter(rank(Ask(100), fleet, LOOSE, random)[0][0] for _ in range(2000))
     assert counts["d"] == 0
-    assert counts["a"] > counts["b"] > counts["c"] > 0, "nor does everybody run to the least loaded one"
+    assert counts["a"] > counts["b"] > counts["c"] > 0, "but not all go to the least loaded one"
 
 
 def test_a_call_that_computes_nothing_gets_two_at_random_then_the_others_then_the_full() -> None:
@@ -171,7 +171,7 @@ def test_a_call_that_computes_nothing_gets_two_at_random_then_the_others_then_th
 def test_whoever_neither_holds_the_prefix_nor_was_drawn_is_tried_in_order_of_room_and_load(
     ask: Ask, fleet: list[Candidate], random: Random
 ) -> None:
-    """A first choice may turn the request away: what comes after it is a choice, too."""
+    """A first choice may turn the request away, so what comes after it is a choice, too."""
     ready = [one._replace(full=False) for one in fleet]
     calm = Ask(ask.num_tokens)
     by_id = {one.replica_id: one for one in ready}
@@ -227,7 +227,8 @@ def test_a_session_leaves_a_home_beyond_the_bound_for_its_second_and_comes_back(
 
 
 def test_half_a_character_in_a_session_id_is_no_error() -> None:
-    """JSON can carry a lone surrogate; encoding it strictly raised inside the router, where nobody catches it."""
+    """JSON can carry a lone surrogate. Encoding it strictly raised an exception inside the router,
+    where nobody catches it."""
     assert first(Ask(10, "\ud800"), named(a=0)) == "a"
 
 
@@ -235,7 +236,8 @@ def test_half_a_character_in_a_session_id_is_no_error() -> None:
 
 
 def placed(num_engines: int, *holders: str, load: int = 0) -> list[str]:
-    """The order of engines e0, e1, ... for a request whose adapter those named have; they have `load` to do."""
+    """Return the order of engines e0, e1, ... for a request whose adapter the `holders` have;
+    the holders have `load` to do."""
     engines = [
         Candidate(name, load_tokens=load * (name in holders), adapter_tokens=0 if name in holders else 100)
         for name in (f"e{number}" for number in range(num_engines))
@@ -244,12 +246,12 @@ def placed(num_engines: int, *holders: str, load: int = 0) -> list[str]:
 
 
 def test_a_request_goes_to_an_engine_that_has_its_adapter_out_of_many() -> None:
-    """Two drawn at random would mostly miss it."""
+    """Two engines drawn at random would mostly miss the one that has it."""
     assert placed(30, "e17")[0] == "e17"
     assert set(placed(30, "e3", "e17")[:2]) == {"e3", "e17"}
 
 
-def test_it_spills_over_once_the_holders_have_more_to_do_than_reading_it_counts() -> None:
+def test_a_request_spills_over_once_the_holders_have_more_to_do_than_reading_the_adapter_counts() -> None:
     assert placed(4, "e2", load=99)[0] == "e2"
     assert placed(4, "e2", load=101)[0] != "e2"
 

@@ -24,7 +24,7 @@ def engine_keys(core: EngineCore, limit: int = 100) -> list[bytes]:
 def test_a_router_names_the_blocks_of_a_prompt_as_the_engine_that_computed_them_does(
     salt: str, adapter: AdapterRef | None
 ) -> None:
-    """Fails when either side changes its digest, its chain's root or its block size alone."""
+    """This fails when only one side changes its digest, its chain's root or its block size."""
     core = RecordingCore(block_size=4)
     core.send("r", PROMPT, max_tokens=1, ignore_eos=True, cache_salt=salt, adapter=adapter)
     core.run()

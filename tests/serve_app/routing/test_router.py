@@ -87,7 +87,7 @@ def engine_call(prompt: tuple[int, ...] = PROMPT, **fields: Any) -> EngineCall:
 
 
 def pending(*args: Any, request_id: str = "http request") -> PendingRequest:
-    """As Serve makes it: all calls of one HTTP request have its id."""
+    """Make a pending request as Serve does: all calls of one HTTP request have its id."""
     return PendingRequest(
         args=list(args), kwargs={}, metadata=RequestMetadata(request_id=request_id, internal_request_id=request_id)
     )
@@ -100,7 +100,7 @@ async def route(router: EngineRouter, request: PendingRequest, *, is_retry: bool
 
 
 def end(router: EngineRouter, request: PendingRequest, name: str) -> None:
-    """As Serve tells it, once for each attempt that got a replica."""
+    """Report an end as Serve does, once for each attempt that got a replica."""
     router.on_request_completed(ReplicaID(name, DEPLOYMENT), request.metadata.internal_request_id)
 
 
@@ -183,7 +183,7 @@ async def test_requests_with_one_prefix_spread_once_its_holder_has_more_to_do_th
 
 
 async def test_requests_that_arrive_at_once_see_each_other() -> None:
-    """Counted only when Serve says that they were sent, all would have gone to the replica with the best report."""
+    """If each counted only when Serve says that it was sent, all would go to the replica with the best report."""
     router = make_router()
     idle, busy = (stats(1.0, queued=queued) for queued in (0, 500))
     router.update_replicas([FakeReplica("a", idle), FakeReplica("b", busy)])
@@ -247,7 +247,8 @@ async def test_a_report_of_an_engine_moves_requests_away_from_it() -> None:
 
 
 async def test_two_calls_of_one_http_request_that_wait_at_once_are_both_routed() -> None:
-    """Serve gives both the same id; its base class then never fulfils the second, which tried again for ever."""
+    """Regression: Serve gives both the same id, and its base class then never fulfils the second one,
+    which tried again for ever."""
     router = make_router()
     router.update_replicas([FakeReplica("a"), FakeReplica("b")])
     async with asyncio.timeout(20):
@@ -262,7 +263,7 @@ async def test_the_end_of_a_request_takes_it_off_its_replica() -> None:
     name = await route(router, request)
     assert loads(router, "a") == [1]
     end(router, request, name)
-    end(router, pending(), name)  # a broadcast's: its id was never announced
+    end(router, pending(), name)  # a broadcast's end: its id was never announced
     assert loads(router, "a") == [0]
 
 
@@ -322,7 +323,7 @@ async def test_replicas_that_are_known_to_be_full_come_last() -> None:
 
 @pytest.mark.parametrize("args", [(engine_call(),), ()])
 async def test_while_all_are_full_a_request_waits_and_is_routed_once_one_is_not(args: tuple[Any, ...]) -> None:
-    """Without `should_backoff` Serve asks again at once: the loop of the router would do nothing else."""
+    """Without `should_backoff` Serve asks again at once, and the router's loop would do nothing else."""
     router = make_router()
     replicas = [FakeReplica("a"), FakeReplica("b")]
     for replica in replicas:
@@ -390,7 +391,8 @@ async def test_the_engines_load_is_what_they_report_and_none_without_them() -> N
 
 
 def test_the_router_that_serve_unpickles_counts_engines_where_the_ingress_reads_them() -> None:
-    """Serve pickles the router's module by value: a global of that module would be another one in each process."""
+    """Serve pickles the router's module by value,
+    so a global of that module would be a different one in each process."""
     pickled = router_config(RoutingSettings(), EngineConfig()).get_serialized_request_router_cls()
     code = """
 import sys, pickle
@@ -441,7 +443,8 @@ async def test_index_blocks_bounds_what_is_remembered_of_a_replica() -> None:
 
 
 async def holder_is_chosen(report: dict[str, int], **routing: Any) -> bool:
-    """One of two replicas holds all of PROMPT, which saves it 99 tokens, and has something to do."""
+    """Let one of two replicas hold all of PROMPT, which saves it 99 tokens, and have something to do;
+    return whether it is chosen."""
     router = make_router(**routing)
     digests: list[bytes] = []
     extend_chain(digests, PROMPT, len(PROMPT) // BLOCK_SIZE, BLOCK_SIZE)

@@ -23,7 +23,7 @@ DIGESTS = (b"a" * 16, b"b" * 16)
 
 
 class Engine:
-    """Answers what a test puts there."""
+    """An engine that answers what a test puts there."""
 
     def __init__(self) -> None:
         self.digests: list[bytes] = []
@@ -76,8 +76,8 @@ def test_stats_of_another_kind_are_none(packed: dict[str, Any]) -> None:
     assert decode(packed) is None
 
 
-async def test_nothing_is_told_anew_while_an_idle_engine_stays_as_it_is() -> None:
-    """A new time alone would be broadcast to every router, with the stats of all replicas."""
+async def test_nothing_is_reported_anew_while_an_idle_engine_stays_as_it_is() -> None:
+    """Even a new time alone would be broadcast to every router, with the stats of all replicas."""
     engine = Engine()
     idle = reporter(engine)
     first = await idle.report()
@@ -88,8 +88,8 @@ async def test_nothing_is_told_anew_while_an_idle_engine_stays_as_it_is() -> Non
     assert await idle.report() is second
 
 
-async def test_a_queue_that_does_not_move_is_told_each_time() -> None:
-    """Routers expect it to become shorter from the time of the report on."""
+async def test_a_queue_that_does_not_move_is_reported_each_time() -> None:
+    """Routers expect the queue to become shorter from the time of the report on."""
     engine = Engine()
     engine.snapshot = snapshot(requests=1, queued=100)
     stuck = reporter(engine)

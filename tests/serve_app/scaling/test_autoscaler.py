@@ -55,21 +55,21 @@ class Deployment:
     def step(
         self, reports: Sequence[EngineReport | None], *, router_queued: float = 0, stamp: float | None = None
     ) -> int:
-        """A second passes, and the decision is carried out."""
+        """Let a second pass, and carry the decision out."""
         self.now_s += 1
         self.target = self.decide(reports, router_queued=router_queued, stamp=stamp).num_replicas
         self.history.append(self.target)
         return self.target
 
     def carry(self, load: EngineReport, seconds: int) -> int:
-        """The fleet shares a whole load evenly, for a while."""
+        """Let the fleet share a whole load evenly for so many seconds."""
         for _ in range(seconds):
             self.step(shared(load, self.target))
         return self.target
 
 
 def shared(load: EngineReport, replicas: int) -> list[EngineReport]:
-    """A whole fleet's load, spread evenly; seats and throughput are each engine's own."""
+    """Spread a whole fleet's load evenly; seats and throughput are each engine's own."""
     part = replace(
         load,
         num_running=min(load.max_num_seqs, load.num_running / max(1, replicas)),
@@ -82,7 +82,7 @@ def shared(load: EngineReport, replicas: int) -> list[EngineReport]:
 
 
 def seats(count: float) -> EngineReport:
-    """A whole load of running requests."""
+    """Return a whole load of running requests."""
     return replace(IDLE, num_running=count)
 
 
@@ -113,7 +113,7 @@ SOME_SETTINGS = st.builds(
 
 @st.composite
 def lived(draw: st.DrawFn) -> tuple[Deployment, list[EngineReport]]:
-    """A deployment with any past, and reports of now."""
+    """Return a deployment with any past, and current reports."""
     low = draw(st.integers(0, 2))
     deployment = Deployment(draw(SOME_SETTINGS), target=draw(st.integers(1, 8)), low=low, high=draw(st.integers(3, 9)))
     for reports in draw(st.lists(MAYBE_REPORTS, max_size=8)):
@@ -315,7 +315,7 @@ def test_more_load_must_last_for_the_upscale_delay() -> None:
     assert deployment.carry(seats(13), 4) == 2
 
 
-def test_of_a_peak_in_the_upscale_delay_only_what_lasts_counts() -> None:
+def test_only_the_lasting_part_of_a_peak_in_the_upscale_delay_counts() -> None:
     deployment = Deployment(ScalingSettings(upscale_delay_s=3, startup_time_s=0), target=4)
     deployment.step([seats(8)] * 4)
     deployment.step([replace(seats(10), num_waiting=20)] * 4)
@@ -345,7 +345,7 @@ def test_missed_first_tokens_of_an_idle_fleet_are_not_for_want_of_replicas() -> 
 
 
 def test_a_cured_miss_is_not_forgotten_when_the_load_is_as_it_was() -> None:
-    """Else the second replica goes, first tokens are missed again, and so on for ever."""
+    """Otherwise the second replica goes, first tokens are late again, and so on for ever."""
     deployment = Deployment()
     for _ in range(1200):
         reports = [missed(6, 0.6)] if deployment.target == 1 else shared(missed(6, 1.0), deployment.target)

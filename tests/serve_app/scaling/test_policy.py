@@ -1,4 +1,4 @@
-"""The policy as Ray Serve calls it, through Serve's own post-processing; and the options that the deployment gets."""
+"""The policy as Ray Serve calls it, with Serve's own post-processing; and the options that the deployment gets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def options(**autoscaling: Any) -> AutoscalingConfig:
 
 
 class Controller:
-    """Calls a policy as Serve's does: wrapped, with a context made from the replicas' last reports."""
+    """Calls a policy as Serve's controller does: wrapped, with a context made from the replicas' last reports."""
 
     def __init__(self, config: AutoscalingConfig, target: int = 1) -> None:
         self.config, self.target, self.now_s = config, target, 0.0
@@ -106,7 +106,7 @@ def autoscaled(**autoscaling: Any) -> AppSettings:
 
 
 def test_a_number_to_start_with_is_set_only_where_the_user_gives_one() -> None:
-    """Serve goes back to it at each change of the deployment, whatever the load."""
+    """Serve returns to that number at each change of the deployment, whatever the load."""
     assert options().initial_replicas is None
     given = AppSettings.model_validate({"engine_replicas": 2, "autoscaling": {"max_replicas": 4}})
     assert deployment_options(given)["autoscaling_config"].initial_replicas == 2

@@ -1,4 +1,4 @@
-"""What an engine replica tells the autoscaler: each number against a life of requests that was written down by hand."""
+"""What an engine replica tells the autoscaler: each number is compared with a series of requests written by hand."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ def test_a_request_that_ends_without_an_answer_is_missed_only_if_it_was_late(
 
 
 def test_a_prompt_that_no_idle_engine_computes_in_time_may_take_twice_its_own_time() -> None:
-    """More replicas were asked for where prompts alone took longer than the target, and none of them helped."""
+    """Regression: more replicas were asked for where prompts alone took longer than the target,
+    and none of them helped."""
     life = Life()
     life.serve("measures 500 a second", prompt_tokens=250, ttft_s=0.5)
     life.serve("long", prompt_tokens=1000, ttft_s=3.9)

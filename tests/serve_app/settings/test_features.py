@@ -1,4 +1,4 @@
-"""Owns the promise that each rule of an application is refused, and that no setting refuses another beside the table.
+"""Owns the promise that each rule of an application is refused, and that outside the table no setting refuses another.
 Never starts an application."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VALUES: dict[Feature, Any] = {
     features.ENDPOINT: "http://collector:4318/v1/traces",
     features.NO_OTLP: "none",
 }
-"""What turns a feature on, by its setting. What a model takes is found out later, and so is not here."""
+"""A value for each feature's setting that turns it on. What a model accepts is found out later, and so is not here."""
 
 CONFLICTS = [Conflict(rule, one, other) for rule in APP_RULES for one, other in product(rule.features, rule.against)]
 

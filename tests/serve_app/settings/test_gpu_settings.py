@@ -1,4 +1,4 @@
-"""Contracts of GPUs in Serve: an engine replica has one or none, and config.gpu.yaml says so in a way that is accepted.
+"""Contracts of GPUs in Serve: an engine replica has one or none, and config.gpu.yaml says so in an accepted way.
 Never starts a server: there is no GPU to serve from."""
 
 from __future__ import annotations

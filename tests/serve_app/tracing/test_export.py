@@ -1,4 +1,4 @@
-"""Contracts of where spans go: nowhere and at no cost unless asked for, and a missing exporter is told at start.
+"""Contracts of where spans go: nowhere and at no cost unless asked for; a missing exporter is reported at start.
 Never opens a connection."""
 
 from __future__ import annotations

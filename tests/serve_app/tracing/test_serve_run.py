@@ -1,4 +1,5 @@
-"""Owns the proof that a real server's spans arrive, with their caller's trace, and that a shutdown sends what waits.
+"""Owns the proof that a real server's spans arrive, with their caller's trace,
+and that a shutdown sends those that wait.
 Never looks inside the server: spans are read where they were sent."""
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WAIT_S = 60  # only ever reached by a failure
 FAKE = {"engine": {"executor": "fake", "fake": {"step_delay_ms": 5}}}
 NAMES = {f"chat {MODEL}", "gate", "engine.queue", "engine.prefill", "engine.decode"}
 TOKENS = 60
-"""300 ms: on a busy machine, five tokens came in one piece, and such an answer has no span of its decoding."""
+"""300 ms: on a busy machine five tokens came in one piece, and such an answer has no span of its decoding."""
 
 
 def ask(server: Server, **fields: Any) -> httpx.Response:
@@ -46,7 +47,7 @@ def has_exporter() -> bool:
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[Span]]]:
-    """A URL that takes OTLP over HTTP, and the spans that came."""
+    """Run a collector of OTLP over HTTP; yield its URL, and the spans that came."""
     found: list[Span] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -71,7 +72,7 @@ def collector() -> Iterator[tuple[str, list[Span]]]:
 
 
 def printed(server: Server) -> list[dict[str, Any]]:
-    """The spans on the server's output, before which Ray puts the name of the process."""
+    """Return the spans on the server's output; Ray puts the name of the process before each."""
     lines = (line[line.index('{"name"') :] for line in server.output.splitlines() if '{"name"' in line)
     spans = [json.loads(line[: line.rindex("}") + 1]) for line in lines]
     return [span for span in spans if span["context"]["trace_id"] == f"0x{TRACE_ID}"]

@@ -131,7 +131,7 @@ async def test_a_chat_has_a_server_span_that_says_what_was_asked_and_what_came_o
 
 
 async def test_every_attribute_of_a_convention_has_the_conventions_name() -> None:
-    """The names are written out, since releases move the module that has them; this is where a typing error is seen."""
+    """The names are written out here, because releases move the module that has them; a typing error shows here."""
     modules = (gen_ai_attributes, error_attributes, http_attributes, server_attributes, url_attributes)
     known = {value for module in modules for name, value in vars(module).items() if name.isupper()}
     traced = Traced([scheduled()], tokens("<think>Hm"), [failed(EngineError(ErrorCode.STEP_FAILED, ""))], model=THINKER)
@@ -190,7 +190,7 @@ async def test_several_answers_are_one_span_with_the_reason_of_each_and_the_toke
     assert [span.name for span in traced.parts] == PARTS
 
 
-async def test_the_reasoning_tokens_of_a_model_that_thinks_are_told() -> None:
+async def test_the_reasoning_tokens_of_a_model_that_thinks_are_recorded() -> None:
     traced = Traced([scheduled()], tokens("<think>Hm</think>Yes"), [finished()], model=THINKER)
     await traced.ask(URL, CHAT)
     assert traced.told["gen_ai.usage.reasoning.output_tokens"] == len("<think>Hm</think>")

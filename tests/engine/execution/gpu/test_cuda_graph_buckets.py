@@ -1,4 +1,4 @@
-"""Contracts of the captured sizes: no step that an engine can plan is without one, and none is padded beyond reason.
+"""Contracts of the captured sizes: every step that an engine can plan fits one, with a reasonable amount of padding.
 Needs no GPU: nothing is captured here."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owns that decode steps in every captured size give the logits of plain ones, for tokens that a test knows.
+"""Owns that decode steps in every captured size give the logits of plain ones, for tokens that the test chooses.
 Never needs a GPU: captures are made on the CPU, where a replay does the captured work again on the same tensors."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.plans import forced_steps
 
 TOKENS = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(5)).tolist()
 BEGINS = (1, 15, 16, 17, 31, 48)
-"""How long each prompt is: the first decode rows are at the edges of blocks."""
+"""The length of each prompt: the first decode rows are at the edges of blocks."""
 
 
 def make(model: Path, **options: Any) -> DeviceExecutor:
@@ -32,7 +32,7 @@ def make(model: Path, **options: Any) -> DeviceExecutor:
 def test_decode_rows_of_known_tokens_have_the_same_logits_in_every_captured_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences end one after another, and other sizes take over; what nobody owns is NaN."""
+    """Sequences end one after another, so that other sizes take over. Memory that no row owns is NaN."""
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", FakeFlash(any_dtype=True))  # type: ignore[arg-type]
     monkeypatch.setattr("kernels.flash.DTYPES", (torch.float32,))
     model = write_model(tmp_path)

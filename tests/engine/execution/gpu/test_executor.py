@@ -1,5 +1,6 @@
-"""Owns the contract of the executor for devices: the outputs of the plain one, step for step, and nothing waited for.
-Never needs a device: a fake one does on the CPU what is queued on it."""
+"""Owns the contract of the executor for devices: the outputs of the plain one, step for step, without waiting for the
+device.
+Never needs a device: a fake one runs on the CPU what is queued on it."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def make(model: Path, **settings: Any) -> tuple[DeviceExecutor, ResolvedConfig]:
 
 
 def plain(executor: DeviceExecutor) -> TorchExecutor:
-    """The executor that waits for everything, with the same weights and the same operators."""
+    """Make the executor that waits for everything, with the same weights and the same operators."""
     weights, own = executor.model.decoder, executor.model.cache
     layers = tuple((k.clone(), v.clone()) for k, v in own.layers)
     other = EagerModel(weights, TORCH, KVCache(layers), own.layers[0][0].shape[1])
@@ -78,7 +79,7 @@ def executor(model: Path) -> Iterator[DeviceExecutor]:
 
 
 class Both:
-    """An engine.step.Executor that runs each plan on two, and compares what they give."""
+    """An engine.step.Executor that runs each plan on two executors, and compares their outputs."""
 
     def __init__(self, one: TorchExecutor, other: TorchExecutor) -> None:
         self.both = (one, other)
@@ -106,7 +107,8 @@ class Both:
 
 
 def assert_same(one: StepOutput, other: StepOutput) -> None:
-    """Floats but for their last bits: torch's products differ in them by where in memory a tensor begins."""
+    """Compare two outputs. Floats may differ in their last bits:
+    torch's products depend on where in memory a tensor begins."""
     assert without_floats(one) == without_floats(other)
     assert floats(one) == pytest.approx(floats(other), abs=1e-4, nan_ok=True)
 
@@ -130,7 +132,7 @@ def floats(output: StepOutput) -> list[float]:
 
 
 def traffic(seed: int) -> list[tuple[Submission, int]]:
-    """Requests of every kind that a row can be, and after how many steps each comes."""
+    """Make requests with every kind of row, and the number of steps after which each arrives."""
     draw = random.Random(seed)
     found = []
     for number in range(14):
@@ -166,7 +168,7 @@ def traffic(seed: int) -> list[tuple[Submission, int]]:
 
 
 def serve(executor: Any, resolved: ResolvedConfig, seed: int, cancel: float = 0.0) -> dict[str, list[Event]]:
-    """Every event of the traffic, by request."""
+    """Return every event of the traffic, by request."""
     core = EngineCore(executor, resolved)
     events: dict[str, list[Event]] = defaultdict(list)
     draw = random.Random(seed)
@@ -193,7 +195,8 @@ def serve(executor: Any, resolved: ResolvedConfig, seed: int, cancel: float = 0.
 
 
 def texts(events: dict[str, list[Event]]) -> dict[str, tuple[list[int], object]]:
-    """Tokens and how each ended. Log-probabilities differ in the last bit where a step holds other rows."""
+    """Return the tokens of each request and how it ended. Log-probabilities are left out: they differ in the last bit
+    where a step holds other rows."""
     return {
         request: ([event.token_id for event in found if isinstance(event, Token)], getattr(found[-1], "reason", found))
         for request, found in events.items()
@@ -227,7 +230,7 @@ def test_every_plan_of_a_random_workload_gives_what_the_plain_executor_gives(
 
 @pytest.mark.parametrize("settings", [{}, TIGHT], ids=["plain", "tight"])
 @pytest.mark.parametrize("seed", range(4))
-def test_with_a_step_in_flight_nobody_can_tell_by_the_events(model: Path, seed: int, settings: dict[str, Any]) -> None:
+def test_with_a_step_in_flight_the_events_are_the_same(model: Path, seed: int, settings: dict[str, Any]) -> None:
     executor, resolved = make(model, num_speculative_tokens=0, **settings)
     want = serve(plain(executor), resolved, seed)
     overlapped, resolved = make(model, overlap=True, **settings)
@@ -259,7 +262,7 @@ def test_a_pending_token_is_taken_on_the_device_from_the_step_before(executor: D
 
 def test_a_row_whose_token_was_never_sampled_fails_with_the_one_before_and_alone(executor: DeviceExecutor) -> None:
     good = greedy_text(plain(executor), TOKENS[:9], OTHER_BLOCKS, 2)
-    executor.model.decoder.weights.embedding[7] = torch.nan  # whoever reads this token gets NaN
+    executor.model.decoder.weights.embedding[7] = torch.nan  # the row that reads this token gets NaN
     prompt = [token if token != 7 else 8 for token in TOKENS[:9]]
     assert prompt == TOKENS[:9]
     executor.launch(StepPlan(0, (chunk("bad", [1, 7], 0, 2, BLOCKS), chunk("good", prompt, 0, 9, OTHER_BLOCKS))))

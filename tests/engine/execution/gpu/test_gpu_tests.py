@@ -1,4 +1,4 @@
-"""Owns that the tests of a GPU would run on one: those of the engine and of attention pass on a stand-in.
+"""Owns that the tests for a GPU would run on one: those of the engine and of attention pass on a stand-in.
 Never runs Triton's kernels: tests/kernels/triton does."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 
 @pytest.mark.slow  # all of tests/gpu
 def test_the_tests_of_a_gpu_pass_on_a_stand_in(tmp_path: Path) -> None:
-    """A mistake in them would be found on a card that is lent for minutes. All but the thousand cancels, which take
-    minutes here."""
+    """Without this, a mistake in them would only be found on a card that is lent for minutes. All run here but the
+    thousand cancels, which take minutes."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.gpu_stand_in", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, "tests/gpu/test_engine.py", "tests/gpu/test_attention.py", "-k", "not thousand"],

@@ -1,4 +1,5 @@
-"""Contracts of a device's memory: what is measured has its part, and KV blocks have the rest, to the byte.
+"""Contracts of how a device's memory is divided: each measured use gets its part, and KV blocks get the rest, to the
+byte.
 Needs no device: the figures are made up."""
 
 from __future__ import annotations

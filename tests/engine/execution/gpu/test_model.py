@@ -1,4 +1,4 @@
-"""Owns what a step queues on a device: nothing is read back, and a captured step gives what it gives uncaptured.
+"""Owns what a step queues on a device: nothing is read back, and a captured step gives the same as an uncaptured one.
 Never needs a GPU: captures are made on the CPU, where a replay does the captured work again on the same tensors."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> FakeFlash:
-    """Takes float32, so that what is padded can be told from what is not."""
+    """Accept float32, so that padding can be told from data."""
     fake = FakeFlash(any_dtype=True)
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", fake)  # type: ignore[arg-type]
     monkeypatch.setattr("kernels.flash.DTYPES", (torch.float32, torch.bfloat16))
@@ -79,8 +79,8 @@ def eager(model: Path, flash: FakeFlash) -> Iterator[DeviceExecutor]:
 
 @torch.inference_mode()
 def poison(executor: DeviceExecutor) -> None:
-    """What nobody owns is NaN: KV blocks, the block of padding, and what earlier steps left; their block tables, too,
-    name such a block."""
+    """Fill what no row owns with NaN: KV blocks, the block of padding, and what earlier steps left. Leftover block
+    tables name such a block."""
     executor.model._hidden.fill_(torch.nan)
     executor.model._tables.fill_(len(executor.model.cache.layers[0][0]) - 2)
     for tensors in executor.model.cache.layers:
@@ -112,7 +112,7 @@ def test_captured_and_padded_steps_give_the_logits_of_plain_ones(
     ],
     ids=lambda fields: fields["architectures"][0],
 )
-def test_captured_steps_of_every_line_give_the_logits_of_the_cpu(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_captured_steps_of_every_family_give_the_logits_of_the_cpu(tmp_path: Path, fields: dict[str, Any]) -> None:
     directory = write_model(tmp_path, **fields)
     config = EngineConfig(device="cpu", load_format="dummy", dtype="float32", num_kv_blocks=20, num_threads=1)
     want = forced_logits(create_executor(directory, config)[0], TOKENS, BLOCKS, 16)
@@ -126,7 +126,7 @@ EXPERTS = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
 
 
 def on_cpu(directory: Path, **options: Any) -> tuple[EngineConfig, torch.Tensor]:
-    """A config, and the logits of TOKENS by it."""
+    """Return a config, and the logits of TOKENS with it."""
     config = EngineConfig(device="cpu", load_format="dummy", dtype="float32", num_kv_blocks=20, num_threads=1)
     return config, forced_logits(create_executor(directory, config)[0], TOKENS, BLOCKS, 16)
 
@@ -146,7 +146,8 @@ def test_experts_by_torch_are_not_captured_and_compute_what_the_cpu_computes(tmp
 def test_captured_and_padded_steps_with_experts_by_triton_give_the_logits_of_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all of Triton's kernels these alone, in its interpreter. Padding holds NaN, and has experts, too."""
+    """Of all of Triton's kernels only these run, in its interpreter.
+    Padding holds NaN, and is routed to experts, too."""
     pytest.importorskip("kernels.triton.launch", reason="no Triton that the kernels run on", exc_type=ImportError)
     triton: Ops = import_module(TRITON_TABLE).TRITON
     assert triton.experts_capturable
@@ -184,7 +185,7 @@ def test_a_mixed_captured_step_gives_every_row_what_it_gets_alone(captured: Devi
 def test_padding_has_a_block_of_its_own_and_takes_nothing_from_the_step(
     block_size: int, spans: list[tuple[int, int]], decode_only: bool
 ) -> None:
-    """The packed integers of a step: its own are as they were, and all others speak of the block of padding."""
+    """In the packed integers of a step, its own are unchanged, and all others point to the block of padding."""
     spans = [(start, 1) for start, _ in spans] if decode_only else spans
     blocks, rows = iter(range(1000)), []
     for number, (start, count) in enumerate(spans):
@@ -244,7 +245,7 @@ def test_without_padding_a_packed_step_is_the_step() -> None:
 
 @pytest.mark.usefixtures("flash")
 def test_a_captured_step_copies_block_tables_as_long_as_its_longest_row(tmp_path: Path) -> None:
-    """They were as long as the longest row that there may be, in every step."""
+    """Regression: in every step they were as long as the longest row that there may be."""
     executor = make(write_model(tmp_path, max_position_embeddings=65_536), cuda_graphs="decode")
     device: Any = executor._device
     assert executor.model._tables.shape == (6, 4096)
@@ -268,7 +269,8 @@ def test_a_captured_step_copies_block_tables_as_long_as_its_longest_row(tmp_path
 def test_block_tables_of_longer_steps_before_do_not_reach_shorter_ones(
     captured: DeviceExecutor, eager: DeviceExecutor, size: int | None
 ) -> None:
-    """Of all sizes that share them; a kernel may look up a block behind a row's end, so each entry is one."""
+    """All captured sizes share the tables. A kernel may look up a block beyond a row's end,
+    so each entry has to be a valid block."""
     want = forced_logits(eager, TOKENS[:20], OTHER_BLOCKS, size)
     forced_logits(captured, TOKENS, BLOCKS)
     run(captured, decode("a", 1, 90, BLOCKS), decode("b", 1, 90, BLOCKS))
@@ -317,7 +319,7 @@ def test_hits_and_misses_of_captures_add_up_to_the_steps(captured: DeviceExecuto
 
 
 def test_a_row_longer_than_any_that_was_captured_runs_uncaptured(captured: DeviceExecutor) -> None:
-    """Such a row is nobody's: max_model_len bounds them all. It must not read beyond a captured block table."""
+    """No request has such a row: max_model_len bounds them all. But it must not read beyond a captured block table."""
     captured.model._max_model_len = 256
     blocks = tuple(range(17))
     captured.launch(StepPlan(0, (decode("a", 1, 16 * 16 + 3, blocks),)))
@@ -327,7 +329,8 @@ def test_a_row_longer_than_any_that_was_captured_runs_uncaptured(captured: Devic
 
 
 def test_captures_share_what_they_read_and_write(captured: DeviceExecutor, model: Path, flash: FakeFlash) -> None:
-    """Decode rows of one bucket after those of another, prompts between them: each replay reads its own numbers."""
+    """Decode rows of one bucket follow those of another, with prompts between them:
+    each replay reads its own numbers."""
     texts = {name: greedy_text(captured, TOKENS[at : at + 9], BLOCKS, 6) for name, at in (("a", 0), ("b", 40))}
     tokens = {}
     for name, at, blocks in (("a", 0, BLOCKS), ("b", 40, OTHER_BLOCKS)):

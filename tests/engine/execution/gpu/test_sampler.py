@@ -22,7 +22,7 @@ VOCAB = 300
 
 @pytest.fixture(params=["torch", "triton"])
 def table(request: pytest.FixtureRequest) -> Ops:
-    """Triton's kernels in its interpreter."""
+    """Return Triton's kernels, which run in its interpreter."""
     if request.param == "torch":
         return TORCH
     if find_spec("triton") is None:
@@ -58,7 +58,7 @@ def test_tokens_chosen_on_the_device_are_those_of_the_sampler(seed: int) -> None
 
 
 def test_controls_and_grammars_are_applied_before_the_draw(table: Ops) -> None:
-    """Every control in one row, a grammar beside and over it, and rows that have none."""
+    """Rows have every control, a grammar alone, a grammar beside another control, or no more than a ban."""
     generator = torch.Generator().manual_seed(11)
     logits = (torch.randn(6, VOCAB, generator=generator) * 4).round(decimals=2)
     controls = LogitControls(
@@ -81,7 +81,7 @@ def test_controls_and_grammars_are_applied_before_the_draw(table: Ops) -> None:
     ]
     answers = [(), (4, 4, 6), (8, 14, 6), (), (3,), ()]
     words = torch.zeros(2, -(-VOCAB // 32), dtype=torch.int32)
-    words[0, 3], words[1, 5] = 0b1011, 0b110  # the second leaves nothing of what is allowed
+    words[0, 3], words[1, 5] = 0b1011, 0b110  # the second allows none of its row's allowed_token_ids
     within = Within(torch.tensor([3, 4]), words)
     for position in (0, 2**40):  # the interpreter takes seconds for each
         positions = [position] * len(rows)

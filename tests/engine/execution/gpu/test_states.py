@@ -64,7 +64,8 @@ def create(model: Path, device: FakeDevice | None = None, **settings: Any) -> tu
 
 
 def serve(core: EngineCore, rounds: int, prompts: Sequence[list[int]] = PROMPTS) -> list[list[int]]:
-    """Texts of the last of several rounds of the same prompts, of which later ones hit the cache."""
+    """Serve the same prompts in several rounds, of which later ones hit the cache;
+    return the texts of the last round."""
     texts: dict[str, list[int]] = {}
     for _ in range(rounds):
         texts = {str(number): [] for number in range(len(prompts))}
@@ -79,7 +80,7 @@ def serve(core: EngineCore, rounds: int, prompts: Sequence[list[int]] = PROMPTS)
 
 @pytest.fixture
 def _states_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all of Triton's kernels these alone, in its interpreter."""
+    """Use Triton's kernels for states only, in its interpreter."""
     triton = import_module(TRITON_TABLE).TRITON
     table = replace(TORCH, causal_conv=triton.causal_conv, delta_rule=triton.delta_rule, states_capturable=True)
     monkeypatch.setattr("kernels.choice.TORCH", table)
@@ -115,7 +116,8 @@ def test_captured_steps_padded_with_rows_that_have_no_slot_give_the_same_texts(m
 
 @pytest.mark.usefixtures("_flash", "_states_by_triton")
 def test_a_hybrid_with_experts_is_captured_where_both_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts by torch, which may be captured on this device alone: what Triton computes of them is held elsewhere."""
+    """Experts run on torch, which may be captured on this device only.
+    What Triton computes of experts is tested elsewhere."""
     save_model("qwen3_5_moe", tmp_path)
     why = "none: mixtures of experts by torch's operators wait for the device; 0 sizes"
     assert create(tmp_path)[1].reasons["cuda_graphs"] == why
@@ -170,7 +172,8 @@ def test_the_largest_step_of_a_hybrid_has_a_state_for_each_row() -> None:
 
 
 def test_drafts_are_refused_on_a_device_and_none_are_made_unasked(model: Path) -> None:
-    """A state is taken back once it is known what counts, and a device may be a step further by then."""
+    """A state can only be taken back once it is known which drafts count,
+    and by then a device may be a step further."""
     executor, resolved = create(model, attention="torch")
     assert resolved.num_speculative_tokens == 0
     assert (

@@ -1,4 +1,5 @@
-"""Owns Triton's attention in the engine's way through a device: steps captured, padded and plain, beside the reference.
+"""Owns Triton's attention as the engine calls it on a device: steps captured, padded and plain, compared with the
+reference.
 Never needs a GPU: Triton's interpreter runs the kernels, and captures are made on the CPU."""
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Queries and keys are normalised by head, in the launch that writes them to the cache."""
+    """Write a model whose queries and keys are normalised by head, in the launch that writes them to the cache."""
     directory = tmp_path_factory.mktemp("model")
     return write_model(directory, architectures=["Qwen3ForCausalLM"], num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
 def want(model: Path) -> torch.Tensor:
-    """The reference's logits of TOKENS. # [len(TOKENS), vocab]"""
+    """Return the reference's logits of TOKENS. # [len(TOKENS), vocab]"""
     executor = create_executor(model, EngineConfig(device="cpu", kernels="reference", **SETTINGS))[0]
     return forced_logits(executor, TOKENS, BLOCKS)
 
 
 @pytest.fixture(scope="module")
 def executors(model: Path) -> Iterator[dict[str, DeviceExecutor]]:
-    """Of larger sizes than any step below has, and without captures."""
+    """Make two executors: one captures sizes larger than any step below has, the other captures none."""
     sizes: dict[str, Any] = {"cuda_graph_decode_rows": (3,), "cuda_graph_mixed_tokens": (12,)}
     made = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -63,7 +64,7 @@ def executors(model: Path) -> Iterator[dict[str, DeviceExecutor]]:
 
 @torch.inference_mode()
 def poison(executor: DeviceExecutor) -> None:
-    """What nobody owns is NaN: KV blocks, the block of padding, and what earlier steps left."""
+    """Fill what no row owns with NaN: KV blocks, the block of padding, and what earlier steps left."""
     executor.model._hidden.fill_(torch.nan)
     for tensors in executor.model.cache.layers:
         for tensor in tensors:
@@ -71,7 +72,7 @@ def poison(executor: DeviceExecutor) -> None:
 
 
 def logits(executor: DeviceExecutor, *rows: ScheduledRequest) -> tuple[torch.Tensor, GraphUse | None]:
-    """At each of the step's tokens, and how it ran."""
+    """Return the logits at each of the step's tokens, and how it ran."""
     plan = StepPlan(0, rows)
     found = executor.logits(plan).clone()
     executor.launch(plan)  # the same tokens, into the same slots
@@ -89,7 +90,8 @@ def test_chunks_by_triton_captured_with_padding_or_plain_give_the_logits_of_the_
 def test_decode_and_mixed_steps_by_triton_captured_with_padding_or_plain_give_the_logits_of_the_reference(
     executors: dict[str, DeviceExecutor], want: torch.Tensor
 ) -> None:
-    """Contexts within a block and beyond it; a row of padding in each captured step, and tokens of padding in mixed."""
+    """Contexts are within a block and longer than one. Each captured step has a row of padding;
+    mixed ones have tokens of padding, too."""
     steps = {
         "decode 3": (decode("a", TOKENS[17], 17, BLOCKS), decode("b", TOKENS[4], 4, OTHER_BLOCKS)),
         "mixed 12x3": (decode("a", TOKENS[18], 18, BLOCKS), chunk("b", TOKENS, 5, 12, OTHER_BLOCKS)),

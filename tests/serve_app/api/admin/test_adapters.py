@@ -1,4 +1,5 @@
-"""Owns the contract of adapters over HTTP: under which names they answer, who may change them, what that leaves alone.
+"""Owns the contract of adapters over HTTP: the names they answer under, who may change them,
+and what a change leaves alone.
 Never needs weights: the fake executor's rows differ with each adapter."""
 
 from __future__ import annotations
@@ -274,5 +275,5 @@ async def test_a_load_that_another_engine_refused_is_undone(engine: AsyncEngine,
     named.restore("a", first)
     assert named.known == [first]
     assert engine.adapters.loaded == ()
-    named.restore("b", None)  # it has refused it itself
+    named.restore("b", None)  # this replica's engine has refused it itself
     assert named.known == [first]

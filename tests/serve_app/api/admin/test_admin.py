@@ -33,6 +33,7 @@ from tests.serve_app.harness import (
     scheduled,
     tokens,
 )
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.anyio
 ADMIN, ANNS = "sk-admin", "sk-ann"
@@ -57,13 +58,11 @@ def begin(app: Any, request_id: str, **fields: Any) -> Exchange:
 
 
 async def until_live(gate: Gate, live: int, waiting: int) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while (gate.snapshot().num_live, gate.snapshot().num_waiting) != (live, waiting):
-            await asyncio.sleep(0)
+    await until(lambda: (gate.snapshot().num_live, gate.snapshot().num_waiting) == (live, waiting))
 
 
 async def text_of(exchange: Exchange, text: bytes) -> bytes:
-    """The stream so far, up to the frame that has `text`."""
+    """Return the stream so far, up to the frame that has `text`."""
     seen = b""
     while text not in seen:
         seen += (await exchange.next()).get("body", b"")
@@ -89,7 +88,7 @@ async def test_without_an_admin_key_in_the_config_nobody_is_let_in_and_told_why(
     [(None, 401, "invalid_api_key"), ("sk-nobody", 401, "invalid_api_key"), (ANNS, 403, "admin_key_required")],
 )
 async def test_a_tenants_key_opens_no_admin_route(path: str, key: str | None, status: int, code: str) -> None:
-    """Who is known and may not is a 403: another key than theirs, not a better spelling of it, is what helps."""
+    """A known tenant who may not is a 403: only another key helps, not a better spelling of this one."""
     client = ScriptedClient()
     keys = Keys([ApiKey(tenant="ann", sha256=sha256(ANNS))], sha256(ADMIN))
     answer = await admin(app_for(client, keys=keys), path, {"request_id": "r"}, key)

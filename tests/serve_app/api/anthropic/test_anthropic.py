@@ -61,7 +61,7 @@ async def read_by_the_model(**fields: Any) -> str:
 
 
 def events(answer: Answer) -> list[dict[str, Any]]:
-    """The payloads; each is named as its type."""
+    """Return the payloads; each event is named as its type."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     found = []
     for frame in b"".join(answer.parts).decode().removesuffix("\n\n").split("\n\n"):
@@ -74,7 +74,7 @@ def events(answer: Answer) -> list[dict[str, Any]]:
 
 
 def together(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """A stream's events as one message, as clients put them together; an index out of turn fails."""
+    """Put a stream's events together to one message, as clients do; an index out of order fails."""
     assert [one["type"] for one in found[:2]] == ["message_start", "ping"]
     assert [one["type"] for one in found[-2:]] == ["message_delta", "message_stop"]
     message, inputs, is_open = found[0]["message"], "", False
@@ -102,7 +102,7 @@ def together(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def whole_and_streamed(text: str, model: ServedModel = CALLER, **fields: Any) -> dict[str, Any]:
-    """The message, which is the same whole and streamed, however the text comes."""
+    """Return the message, which is the same whole and streamed, in whatever pieces the text comes."""
     message = (await ask(saying(text), model, **fields)).json
     MessageAnswer.model_validate(message)
     for pieces in (1, 3, len(text)):
@@ -112,7 +112,7 @@ async def whole_and_streamed(text: str, model: ServedModel = CALLER, **fields: A
 
 
 def _unnamed(message: dict[str, Any]) -> dict[str, Any]:
-    """Ids are drawn for each answer."""
+    """Leave out ids, which are drawn for each answer."""
     blocks = [{key: value for key, value in block.items() if key != "id"} for block in message["content"]]
     return message | {"id": "", "content": blocks}
 
@@ -192,7 +192,7 @@ async def test_an_error_names_the_tool_where_the_request_has_it(num_hosted: int)
     assert twice.anthropic_error["message"].startswith(f"tools.{num_hosted + 1}.name: ")
 
 
-async def test_a_call_that_was_cut_off_is_told_as_far_as_it_goes() -> None:
+async def test_a_call_that_was_cut_off_is_shown_as_far_as_it_goes() -> None:
     message = (await ask(saying(CALL[:57], reason=FinishReason.LENGTH), tools=TOOLS)).json
     assert message["stop_reason"] == "max_tokens"
     (block,) = message["content"]
@@ -293,7 +293,7 @@ async def test_a_turn_of_the_systems_is_read_where_it_stands() -> None:
     assert (await count(messages=turns)).status == 200
 
 
-async def test_the_answer_goes_on_with_a_last_message_of_the_assistant() -> None:
+async def test_a_trailing_assistant_message_is_continued() -> None:
     messages = [*ASK["messages"], {"role": "assistant", "content": "Well,"}]
     assert await read_by_the_model(messages=messages) == "[user:hi][assistant:Well,"
 

@@ -1,4 +1,4 @@
-"""Owns what a model reads of the blocks and tools of Anthropic's requests that no chat has.
+"""Owns what a model reads of those blocks and tools of Anthropic's requests that chats do not have.
 Never tests those that chats have, too; test_anthropic does."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AGAIN = {"role": "user", "content": "And?"}
 
 
 def turns(role: str, *blocks: Any) -> list[dict[str, Any]]:
-    """A turn of these blocks, in a conversation that can be answered."""
+    """Return a conversation that has a turn of these blocks and can be answered."""
     turn = {"role": role, "content": list(blocks)}
     return [*ASK["messages"], turn, AGAIN] if role == "assistant" else [turn]
 
@@ -232,7 +232,7 @@ async def test_a_tool_that_the_client_runs_is_a_function_of_its_schema(kind: str
     assert await read_by_the_model(tools=[tool]) == await read_by_the_model(tools=[given])
 
 
-async def test_such_a_tool_is_called_by_its_name_and_may_be_forced() -> None:
+async def test_a_tool_that_the_client_runs_is_called_by_its_name_and_may_be_forced() -> None:
     call = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
     client = saying(call)
     tools = [{"type": "bash_20250124", "name": "bash"}]
@@ -282,7 +282,7 @@ async def test_a_late_turn_of_the_systems_is_not_lost_where_the_template_takes_n
     assert prompt_of(client) == "[system:s][user:hi\n\n<system>\nTold.\n</system>][assistant:a][user:And?]>"
 
 
-async def test_tools_beside_those_of_no_use_are_told() -> None:
+async def test_tools_beside_unusable_ones_are_shown_to_the_model() -> None:
     tools = [*TOOLS, {"type": "code_execution_20250825", "name": "code_execution"}]
     assert json.dumps("weather") in await read_by_the_model(tools=tools)
     assert "code_execution" not in await read_by_the_model(tools=tools)

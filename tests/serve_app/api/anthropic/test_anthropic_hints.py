@@ -1,6 +1,6 @@
-"""Owns the contract of hints in Anthropic's requests. Long, a case a hint: each is taken, changes no prompt, is
+"""Owns the contract of hints in Anthropic's requests. Long, a case a hint: each is accepted, changes no prompt, is
 named in the response, and is refused by a strict server.
-Never tests what a request says in earnest; test_anthropic does."""
+Never tests the fields that change an answer; test_anthropic does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 EPHEMERAL = {"type": "ephemeral"}
 SCOPED = EPHEMERAL | {"scope": "global"}
 CLAUDE_CODE = json.loads((Path(__file__).parent / "claude_code.json").read_text())
-"""What Claude Code 2.1.197 sends first: its texts, and what it tells of a machine and a session, are replaced."""
+"""The first request of Claude Code 2.1.197, whose texts and facts about a machine and a session are replaced."""
 
 
 def app_of(client: ScriptedClient, model: ServedModel = CALLER, template: str = TEMPLATE, **options: Any) -> ASGIApp:
@@ -44,7 +44,7 @@ def user(*blocks: Any) -> dict[str, Any]:
 
 
 def said(*blocks: Any) -> dict[str, Any]:
-    """What the assistant said, and an answer to it."""
+    """Return a conversation with these blocks in an assistant's turn, followed by a user's turn."""
     turns = [
         {"role": "assistant", "content": [{"type": "text", "text": "a"}, *blocks]},
         {"role": "user", "content": "b"},
@@ -145,7 +145,7 @@ ABSENT = {
     "browser_toolset_20260801": "browser_toolset",
     "bash_20991231": "bash",
 }
-"""Types of tools, and what their hints are called."""
+"""Types of tools that nobody here runs, and what their hints are called."""
 SAME_ANSWER += [
     ({"tools": [*TOOLS, {"type": kind, "name": "n", "max_uses": 5}]}, f"tools.{name}", "tools.1.type: a tool", tool())
     for kind, name in ABSENT.items()

@@ -47,7 +47,7 @@ PARROT = "🦜".encode()
 
 
 def scores(token_id: int, top: Sequence[tuple[int, float]] = ()) -> TokenLogprobs:
-    """A log-probability that differs from token to token."""
+    """Make a log-probability that differs from token to token."""
     return TokenLogprobs(token_id, -1 - token_id / 1000, tuple(top))
 
 
@@ -67,14 +67,14 @@ def whole(answer: Answer) -> dict[str, Any]:
 
 
 async def both(client: ScriptedClient, **fields: Any) -> dict[str, Any]:
-    """The choice of the answer, which is the same whole and streamed."""
+    """Return the choice of the answer, which is the same whole and streamed."""
     choice = whole(await complete(client, **fields))
     assert joined_choice(await complete(client, **fields, stream=True)) == choice
     return choice
 
 
 def chunks(answer: Answer) -> list[tuple[str, list[str]]]:
-    """Each chunk's text and its tokens."""
+    """Return the text and the tokens of each chunk."""
     choices = [frame["choices"][0] for frame in answer.frames]
     return [(choice["text"], choice["logprobs"]["tokens"]) for choice in choices]
 
@@ -159,7 +159,7 @@ async def test_a_prompt_that_fills_the_context_can_be_scored_and_one_token_more_
 # --- whole answers, each equal to its stream -------------------------------------------------------------------------
 
 
-async def test_nobody_who_asks_for_neither_gets_either() -> None:
+async def test_echo_and_logprobs_come_only_where_they_are_asked_for() -> None:
     client = ScriptedClient([scheduled()], tokens("Hello"), [finished()])
     choice = await both(client)
     assert choice == {"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "stop"} | EOS | UNASKED
@@ -246,8 +246,8 @@ async def test_an_impossible_token_has_openais_smallest_number_because_json_has_
 
 
 async def test_the_stop_token_has_an_entry_so_that_entries_and_usage_agree() -> None:
-    """lm-evaluation-harness asks for one token and cuts the last entry off: without the stop token's, it would cut off
-    the score of the prompt's last token, and evaluate wrongly in silence."""
+    """lm-evaluation-harness asks for one token and cuts the last entry off. Without an entry for the stop token it
+    would cut off the score of the prompt's last token, and silently evaluate wrongly."""
     end = Finished("r", FinishReason.STOP, Usage(2, 1, 0), stop_token_id=256, stop_logprobs=scores(256))
     client = ScriptedClient([scheduled()], prompt_scored("hi"), [end])
     choice = await both(client, echo=True, logprobs=1, max_tokens=1)
@@ -311,7 +311,7 @@ async def test_the_scores_of_text_that_might_be_a_stop_string_come_with_the_text
 
 @pytest.mark.parametrize("items", [["one STOP"], ["one S", "TO", "P more"], list("one STOP")], ids=str)
 async def test_a_stop_string_cuts_the_text_and_its_tokens_stay_in_the_scores(items: list[str]) -> None:
-    """As at vLLM: an entry for each token that was generated, up to the one that completed the match."""
+    """As with vLLM, there is an entry for each token that was generated, up to the one that completed the match."""
     client = ScriptedClient([scheduled()], *map(scored, items), asyncio.Event())
     choice = await both(client, logprobs=0, stop="STOP")
     assert (choice["text"], choice["finish_reason"]) == ("one ", "stop")
@@ -334,7 +334,7 @@ async def test_everything_in_one_item_is_the_same_answer() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=24), st.lists(st.integers(0, 24), max_size=6), st.sampled_from(["ab", "\x01", "é"]))
-async def test_however_tokens_arrive_and_whatever_they_are_each_is_told_once_in_order_and_the_text_is_the_same(
+async def test_however_tokens_arrive_each_is_reported_once_in_order_and_the_text_is_the_same(
     data: bytes, cuts: list[int], stop: str
 ) -> None:
     ends = sorted({*(cut for cut in cuts if cut < len(data)), len(data)})
@@ -371,7 +371,7 @@ async def test_a_prompt_of_token_ids_is_decoded_with_its_special_tokens_and_the_
 
 @pytest.mark.parametrize("ids", [[259, 0xC3, 256, 98], [0xF0, 0x9F, 257], [256], [0xFF, 0xC3]], ids=str)
 async def test_the_text_of_token_ids_is_that_of_detokenize_where_the_answer_adds_nothing(ids: list[int]) -> None:
-    """And a character that a special token cut off is not completed by the answer."""
+    """Nor does the answer complete a character that a special token cut off."""
     client = ScriptedClient([scheduled()], [finished(FinishReason.LENGTH, completion=0)])
     choice = await both(client, prompt=ids, echo=True, max_tokens=0)
     assert choice["text"] == (await post(app_for(client), "/detokenize", {"tokens": ids})).json["prompt"]
@@ -407,7 +407,7 @@ async def test_a_character_that_begins_in_the_prompt_and_ends_in_the_answer_is_s
 
 
 def sentencepiece() -> tokenizers.Tokenizer:
-    """Ids: <s>, ▁a, b, ▁, a, then the bytes of é. Encoding adds <s>."""
+    """Make a tokenizer with the ids <s>, ▁a, b, ▁, a, then the bytes of é. Encoding adds <s>."""
     pieces = ["<s>", "▁a", "b", "▁", "a", "<0xC3>", "<0xA9>"]
     core = tokenizers.Tokenizer(models.BPE(vocab={piece: at for at, piece in enumerate(pieces)}, merges=[("▁", "a")]))
     core.add_special_tokens(["<s>"])
@@ -503,7 +503,7 @@ def test_a_token_of_text_and_part_of_a_character_is_written_as_bytes_with_its_re
     core.decoder = decoders.ByteLevel()
     tokenizer = Tokenizer(core, None, None)
     assert tokenizer.token_text(0) == r"bytes: \xf0\x9f"
-    assert tokenizer.token_text(1) == "\ufffd"  # the character itself, whole
+    assert tokenizer.token_text(1) == "\ufffd"  # the character itself, as a whole
     assert tokenizer.token_text(2) == r"bytes:\x5c\xf0"
 
 

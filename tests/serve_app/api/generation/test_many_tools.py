@@ -1,5 +1,5 @@
-"""Owns the contract of requests with as many tools as agents offer that have several servers.
-Never tests what a tool is told as."""
+"""Owns the contract of requests with as many tools as agents offer that use several servers.
+Never tests how a tool is shown to the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def functions(num: int, enum_chars: int = 1, **fields: Any) -> list[dict[str, An
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"])
 async def test_as_many_tools_are_told_to_the_model_as_agents_offer(path: str) -> None:
-    """`test_requests` has one more refused."""
+    """`test_requests` has the refusal of one tool more."""
     names = [f"mcp__server__{number}" for number in range(MAX_TOOLS)]
     chats = path.startswith("/v1/chat")
     tools = [{"type": "function", "function": {"name": n}} if chats else {"name": n, "input_schema": {}} for n in names]
@@ -38,7 +38,7 @@ async def test_as_many_tools_are_told_to_the_model_as_agents_offer(path: str) ->
 
 
 async def test_tools_are_strict_by_default_as_long_as_one_grammar_can_hold_them() -> None:
-    """An agent with many tools is answered: whatever it asked for is not refused for what it did not ask for."""
+    """An agent with many tools is answered: no request is refused because of strictness it did not ask for."""
     shell = {"type": "shell"}
     few = await ask(saying("x"), ROOMY, tools=[*functions(10, 300), shell])
     assert {tool.get("strict") for tool in few.json["tools"]} == {True, None}

@@ -1,4 +1,5 @@
-"""Owns the contract of tools whose text is of a grammar that nests: a forced call has such a text, and can have any.
+"""Owns the contract of tools whose input is text of a grammar that nests:
+a forced call has such a text, and can have any.
 Never judges a text by what constrained it."""
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ async def test_a_text_that_nests_is_the_input_of_the_call() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_rules_that_can_write_the_tag_that_ends_a_text_are_refused_where_there_is_one(family: str) -> None:
-    """No terminal has it alone: its letters come from several."""
+    """No single terminal contains the tag: its letters come from several."""
     client = saying("x")
     answer = await ask(client, forced_family(family), tools=[tool(XML)], tool_choice=FORCED)
     if family not in ("qwen3_coder", "glm45"):
@@ -132,14 +133,14 @@ async def test_a_terminal_never_has_the_tag_that_ends_a_text(family: str) -> Non
 
 
 def test_the_languages_differ_from_what_is_nearly_of_them() -> None:
-    """What judges the walks."""
+    """This tests the judges of the random walks."""
     for language, text in ((ARITHMETIC, "(1"), (LANGUAGES["sql"], "SELECT a, FROM b"), (LANGUAGES["json"], "[1,]")):
         assert not language.has(text)
         assert language.has({"(1": "(1)", "[1,]": "[1]"}.get(text, "SELECT a FROM b"))
 
 
 async def test_a_grammar_is_never_translated_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However short its request is: the work is bounded, and still tens of milliseconds."""
+    """However short its request is: the work is bounded, but still takes tens of milliseconds."""
     threads, lark_text = list[int](), patterns.lark_text
 
     def noted(definition: str) -> ToolText:

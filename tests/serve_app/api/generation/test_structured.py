@@ -1,5 +1,6 @@
-"""Owns the contract of structured output over HTTP: answers fit, or are a 400. Long: each field, API and refusal.
-Never tests a grammar's letters: tests/serve_app/grammars and parsing do."""
+"""Owns the contract of structured output over HTTP: answers fit, or the request is a 400. Long:
+each field, API and refusal.
+Never tests the text that a grammar allows: tests/serve_app/grammars and parsing do."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def serving(engine: AsyncEngine, model: ServedModel = CALLER) -> ASGIApp:
 
 
 async def choice_of(app: ASGIApp, **fields: Any) -> dict[str, Any]:
-    """The choice of a whole answer, which a stream with the same seed gives too."""
+    """Return the choice of a whole answer; a stream with the same seed gives the same."""
     body = CHAT | LIMITS | fields
     whole = await post(app, "/v1/chat/completions", body)
     assert whole.status == 200, whole.json
@@ -120,7 +121,8 @@ async def test_a_schema_by_any_name_gives_json_that_it_allows(engine: AsyncEngin
 
 
 async def test_two_hundred_random_schemas_are_kept_whole_and_streamed_in_chunks_and_after_preemptions() -> None:
-    """Sixteen at a time, with memory for a third of what they come to hold: every second answer is a stream."""
+    """Sixteen requests run at a time, with memory for a third of what they come to hold.
+    Every second answer is a stream."""
     scheduler = SchedulerConfig(reserve_mode="prompt")
     tight = EngineConfig(
         executor="fake",
@@ -185,7 +187,7 @@ async def test_each_choice_of_an_answer_keeps_to_it(engine: AsyncEngine) -> None
 
 
 async def submitted(model: ServedModel = CALLER, **fields: Any) -> str | None:
-    """The grammar that an engine is sent."""
+    """Return the grammar that an engine is sent."""
     client = saying("x")
     answer = await post(app_of(client, model), "/v1/chat/completions", CHAT | fields)
     assert answer.status == 200, answer.json
@@ -271,10 +273,10 @@ async def test_a_format_beside_tools_leaves_the_model_the_choice_between_both() 
 
 
 @pytest.mark.parametrize("format_", [{"type": "json_object"}, {"type": "json_object", "schema": SCHEMA}], ids=str)
-async def test_a_format_beside_calls_that_must_be_made_is_of_a_text_that_there_is_not(
+async def test_a_format_beside_calls_that_must_be_made_has_no_text_to_apply_to(
     engine: AsyncEngine, format_: dict[str, Any]
 ) -> None:
-    """As at OpenAI and vLLM: the calls win. The format has to be one all the same."""
+    """As with OpenAI and vLLM the calls win, and there is no text for the format. It has to be valid all the same."""
     fields = {"tools": TOOLS, "tool_choice": "required", "response_format": format_}
     assert await submitted(**fields) == await submitted(tools=TOOLS, tool_choice="required")
     choice = await choice_of(serving(engine), **fields)
@@ -295,7 +297,7 @@ async def test_thoughts_are_before_the_constrained_answer_and_not_in_a_plain_com
 
 
 class Forecast(pydantic.BaseModel):
-    """What OpenAI's client makes a strict schema of, with references and annotations."""
+    """A class of which OpenAI's client makes a strict schema, with references and annotations."""
 
     class Day(pydantic.BaseModel):
         degrees: int = pydantic.Field(ge=-50, le=50)

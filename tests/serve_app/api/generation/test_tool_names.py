@@ -1,4 +1,4 @@
-"""Owns the promise that tools are called by the long names that servers of MCP give them, on every route.
+"""Owns the promise that tools are called by the long names that MCP servers give them, on every route.
 Never reads a call's arguments."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ASKED = {"role": "user", "content": "hi"}
 
 
 def body_for(route: str, name: str) -> dict[str, Any]:
-    """A tool that was called, and that must be called again."""
+    """Return a request in which a tool was called and must be called again."""
     function = {"name": name, "parameters": SCHEMA}
     chosen = {"type": "function", "function": {"name": name}}
     if route == "/v1/chat/completions":

@@ -1,4 +1,4 @@
-"""Owns the contract of tools whose text is of a regex: it means the same in each format of calls.
+"""Owns the contract of tools whose input is text of a regex: the regex means the same in each format of calls.
 Never tests how a call is read back."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_regex_means_the_same_in_each_format(
     family: str, pattern: str, taken: list[str], others: list[str]
 ) -> None:
-    """Anchors at its ends say nothing new."""
+    """Anchors at the ends of a regex add nothing: it always matches the whole text."""
     tool = PATCH | {"format": {"type": "grammar", "syntax": "regex", "definition": pattern}}
     grammar = await grammar_of(family, tools=[tool], tool_choice=FORCED)
     assert [text for text in taken if not WALKER.admits(grammar, written(family, text))] == []

@@ -1,4 +1,4 @@
-"""Owns the contract of chats that think and call tools: what the template sees, and what a response says of the answer.
+"""Owns the contract of chats that think and call tools: what the template sees, and how a response presents the answer.
 Never tests a model's grammar: tests/serve_app/parsing does."""
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def prompt_of(client: ScriptedClient) -> str:
 
 
 async def whole_and_streamed(text: str, model: ServedModel = CALLER, **fields: Any) -> tuple[dict[str, Any], str]:
-    """The message and the finish reason, which are the same whole and streamed, however the text comes."""
+    """Return the message and the finish reason, which are the same whole and streamed,
+    in whatever pieces the text comes."""
     body = (await ask(saying(text), model, **fields)).json
     ChatCompletion.model_validate(body, strict=False)
     choice = body["choices"][0]
@@ -75,7 +76,7 @@ async def whole_and_streamed(text: str, model: ServedModel = CALLER, **fields: A
 
 
 def together(answer: Answer) -> tuple[dict[str, Any], str]:
-    """A stream's deltas as one message, as clients put them together."""
+    """Put a stream's deltas together to one message, as clients do."""
     message: dict[str, Any] = {"content": None}
     calls: list[dict[str, Any]] = []
     for frame in answer.frames:
@@ -155,7 +156,7 @@ async def test_with_tool_choice_none_the_model_is_told_of_no_tool_and_nothing_is
 
 
 async def test_a_call_in_special_tokens_is_seen() -> None:
-    """[TOOL_CALLS] is a special token of Mistral's, and an answer shows no special tokens."""
+    """[TOOL_CALLS] is a special token of Mistral's, and answers show no special tokens."""
     tokenizer = Tokenizer.byte_level()
     tokenizer._core.add_special_tokens(["[TOOL_CALLS]"])
     tokenizer.special_texts[262] = "[TOOL_CALLS]"
@@ -180,7 +181,8 @@ async def test_each_choice_has_a_reader_of_its_own() -> None:
 
 
 async def test_a_frame_has_one_entry_for_each_call_and_the_first_of_a_call_names_it() -> None:
-    """llama-index reads a frame's first entry alone: arguments in a second one, beside their call's start, got lost."""
+    """llama-index reads only the first entry of a frame:
+    arguments in a second one, beside their call's start, got lost."""
     for pieces in range(1, len(CALL) + 1):
         answer = await ask(saying(CALL, pieces), stream=True)
         deltas = [frame["choices"][0]["delta"].get("tool_calls", []) for frame in answer.frames]
@@ -226,7 +228,7 @@ async def test_a_schema_too_deep_for_the_templates_own_macro_is_a_400_and_not_a_
     assert (answer.status, answer.error["param"]) == (400, "messages")
 
 
-async def test_the_answer_can_go_on_with_the_last_message() -> None:
+async def test_the_last_message_can_be_continued() -> None:
     client = saying("x")
     messages = [*CHAT["messages"], {"role": "assistant", "content": "Well,"}]
     await ask(client, tools=None, messages=messages, continue_final_message=True)

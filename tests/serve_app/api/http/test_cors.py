@@ -1,4 +1,4 @@
-"""Owns the promise that web pages may use the API from a browser, those that the settings allow.
+"""Owns the promise that those web pages may use the API from a browser which the settings allow.
 Never starts a browser."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Owns the contract of what generation responses carry besides the answer: how long they took, keep-alive comments.
-Never asserts how long something took: a comment is waited for, and its absence is looked for where none can come."""
+"""Owns the contract of what generation responses carry besides the answer: how long they took, and keep-alive comments.
+Never asserts how long something took: a comment is waited for, and its absence is checked where none can come."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ FRAME: Message = {"type": "http.response.body", "body": b"data: 1\n\n", "more_bo
 
 @pytest.fixture
 def anyio_backend() -> tuple[str, dict[str, Any]]:
-    """Time passes only when everybody waits for it, so a silence lasts as long as a test says, on every machine."""
+    """Use a clock that moves only when everybody waits for it, so that a silence lasts as long as a test says,
+    on every machine."""
     return "asyncio", {"loop_factory": VirtualLoop}
 
 
@@ -48,7 +49,7 @@ def begin(client: ScriptedClient, keep_alive_s: float = SOON_S, **fields: Any) -
 
 
 async def bodies_until(exchange: Exchange, text: bytes) -> list[bytes]:
-    """The messages' bodies, up to one that has `text`."""
+    """Return the messages' bodies, up to one that has `text`."""
     seen = [b""]
     while text not in seen[-1]:
         seen.append((await exchange.next()).get("body", b""))
@@ -167,7 +168,7 @@ async def test_zero_turns_the_comments_off() -> None:
 
 
 async def test_while_a_frame_is_on_its_way_there_is_no_comment() -> None:
-    """Two messages on their way at a time would be two writers of one connection."""
+    """Two messages being sent at a time would be two writers on one connection."""
     sent: list[bytes] = []
     may_send = asyncio.Event()
 
@@ -204,7 +205,7 @@ async def test_a_frame_waits_for_the_comment_that_is_on_its_way() -> None:
     assert log[:4] == [(when, body) for body in (COMMENT, FRAME["body"]) for when in ("begins", "ends")]
 
 
-async def test_a_client_that_a_comment_found_gone_is_gone_for_the_next_frame() -> None:
+async def test_a_client_that_left_during_a_comment_is_gone_for_the_next_frame() -> None:
     tried = asyncio.Event()
 
     async def send(message: Message) -> None:
@@ -225,7 +226,7 @@ async def test_a_stream_that_is_given_up_in_a_comment_leaves_no_timer_and_no_tas
     client = ScriptedClient([scheduled()], tokens("a"), asyncio.Event())
     exchange = begin(client, stream=True)
     await bodies_until(exchange, COMMENT)
-    exchange.may_send.clear()  # the next comment stays on its way
+    exchange.may_send.clear()  # the next comment is never fully sent
     await asyncio.sleep(5 * SOON_S)
     if how == "leaves":
         exchange.disconnect()
@@ -266,7 +267,7 @@ def start(content_type: bytes) -> Message:
 
 
 async def play(*messages: Message) -> list[bytes]:
-    """What a client gets from a route that sends these messages, and is silent after each."""
+    """Return what a client gets from a route that sends these messages, and is silent after each."""
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
         for message in messages:

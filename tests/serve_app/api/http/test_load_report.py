@@ -1,4 +1,5 @@
-"""Contracts of what a response tells a load balancer: in the form that it asked for, and nothing where it did not ask.
+"""Contracts of what a response tells a load balancer:
+the load, in the form that it asked for, and nothing if it did not ask.
 Never asks an engine: the numbers are given."""
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ async def test_a_refusal_tells_it_too() -> None:
 
 
 @pytest.mark.parametrize("form", [None, "", "BIN", "text/plain"])
-async def test_who_does_not_ask_or_asks_for_another_form_is_told_nothing(form: str | None) -> None:
+async def test_no_load_is_sent_to_a_client_that_does_not_ask_or_asks_for_another_form(form: str | None) -> None:
     answer = await ask(app(), form)
     assert (answer.status, TOLD in answer.headers) == (200, False)
 
 
-async def test_before_an_engine_has_reported_nothing_is_told() -> None:
+async def test_before_an_engine_has_reported_no_load_is_sent() -> None:
     assert TOLD not in (await ask(app(None), "TEXT")).headers
 
 

@@ -1,4 +1,4 @@
-"""How slowly a body may arrive: steadily over a slow line, and not by standing still or by a byte now and then."""
+"""How slowly a body may arrive: steadily over a slow line is fine, stalling or sending a byte now and then is not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Clock:
-    """The running loop's, which passes as fast as there is nothing to do."""
+    """The clock of the running loop, which passes as fast as the loop has nothing to do."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.loop = asyncio.get_running_loop()
@@ -52,7 +52,7 @@ async def test_a_body_on_a_slow_line_is_read_whole(monkeypatch: pytest.MonkeyPat
 async def test_a_body_that_stands_still_is_a_408_and_ends_the_connection(
     monkeypatch: pytest.MonkeyPatch, sent: int
 ) -> None:
-    """However much came before: a fast beginning is no credit."""
+    """A fast beginning earns no credit, however much came before."""
     clock, parts = Clock(monkeypatch), [b"a" * sent] if sent else []
 
     async def receive() -> Message:

@@ -1,4 +1,4 @@
-"""Waits that somebody else ends: what asyncio.timeout promises, without its timer."""
+"""Waits that somebody else ends: they keep what asyncio.timeout promises, without its timer."""
 
 from __future__ import annotations
 

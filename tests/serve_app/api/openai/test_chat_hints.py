@@ -1,4 +1,5 @@
-"""Owns the contract of what chat clients say in passing: efforts, OpenRouter's and others' extras, developers' words.
+"""Owns the contract of minor fields that chat clients send:
+efforts, OpenRouter's and others' extensions, developer turns.
 Never asks whether each hint is named and refused by a strict server: test_hints asks that of all."""
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ async def ask(
     path: str = "/v1/chat/completions",
     **fields: Any,
 ) -> tuple[Answer, str | None, str | None]:
-    """The answer, the prompt, and the hints that had no effect."""
+    """Return the answer, the prompt, and the hints that had no effect."""
     tokenizer, client = Tokenizer.byte_level(), ScriptedClient([scheduled()], tokens("hello"), [finished()])
     tokenizer._chat_template = ChatTemplate(template, {})
     answer = await post(create_app(client, tokenizer, model, strict=strict), path, CHAT | fields)

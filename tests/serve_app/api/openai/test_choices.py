@@ -53,7 +53,7 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
 class ByChoice(ScriptedClient):
-    """Plays the script of each choice; the last one's for those that follow."""
+    """Plays the script of each choice; the last script serves all further ones."""
 
     def __init__(self, *scripts: list[Step]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def says(text: str, reason: FinishReason = FinishReason.STOP) -> list[Step]:
 
 
 class Recorded(LocalClient):
-    """Keeps what each request's events said."""
+    """Keeps the events of each request."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         super().__init__(engine)
@@ -163,7 +163,7 @@ async def test_a_stream_interleaves_choices_and_each_has_its_opening_and_its_end
     assert all(frame["usage"] is None for frame in answer.frames[:-1])
 
 
-async def test_usage_can_be_told_in_every_chunk() -> None:
+async def test_usage_can_be_reported_in_every_chunk() -> None:
     client = ByChoice([[scheduled(3)], tokens("a"), tokens("bc"), [finished(completion=4)]])
     options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     answer = await post(app_of(client), COMPLETIONS, PROMPT | options)
@@ -173,7 +173,7 @@ async def test_usage_can_be_told_in_every_chunk() -> None:
 
 @pytest.mark.parametrize(("path", "body"), [(CHATS, CHAT), (COMPLETIONS, PROMPT)])
 async def test_usage_in_every_chunk_needs_a_usage_at_the_end(path: str, body: dict[str, Any]) -> None:
-    """As at vLLM."""
+    """As with vLLM."""
     options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
     answer = await post(app_of(ByChoice(says("ab"))), path, body | options)
     assert all("usage" not in frame for frame in answer.frames)
@@ -264,7 +264,7 @@ async def test_answers_to_one_prompt_go_to_one_engine(session: str | None) -> No
     assert client.sessions[0] == session if session else client.sessions[0]
 
 
-async def test_the_ith_answer_has_the_seeds_ith_successor() -> None:
+async def test_choice_i_uses_the_seed_plus_i() -> None:
     async with running() as (app, _):
         fields = PROMPT | {"max_tokens": 8, "ignore_eos": True}
         several = (await post(app, COMPLETIONS, fields | {"seed": 2**63 - 1, "n": 2})).json["choices"]

@@ -77,7 +77,7 @@ async def test_inputs_are_embedded_each_by_itself_and_in_order(engine: AsyncEngi
 
 
 async def test_base64_holds_the_same_numbers(engine: AsyncEngine) -> None:
-    """What OpenAI's client asks for unless it is told otherwise."""
+    """OpenAI's client asks for base64 unless it is told otherwise."""
     app = app_of(engine)
     (written,) = vectors(await embed(app, encoding_format="base64"))
     numbers = array("f", base64.b64decode(str(written)))

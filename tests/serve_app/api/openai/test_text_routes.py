@@ -27,7 +27,8 @@ def app() -> ASGIApp:
 
 
 def word_app(root: Path) -> ASGIApp:
-    """A model whose post-processor puts `<s>` first, and that has a hole in its ids and no chat template."""
+    """Make an app of a model whose post-processor puts `<s>` first,
+    and that has a hole in its ids and no chat template."""
     core = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2, "far": 9}, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.add_special_tokens(["<s>"])
@@ -236,7 +237,7 @@ async def test_bodies_have_the_limits_of_every_route(path: str) -> None:
     assert (answer.status, answer.error["code"]) == (415, "unsupported_media_type")
 
 
-async def test_the_tokenizers_facts_are_told() -> None:
+async def test_the_facts_of_a_tokenizer_are_shown() -> None:
     assert (await get(ScriptedClient(), "/tokenizer_info")).json == {
         "model": MODEL.id,
         "vocab_size": 262,

@@ -1,5 +1,5 @@
 """Owns the contract of /openapi.json, /docs and /version. Long: tables of good and bad bodies for every route.
-Never compares with a stored copy: the document is held against routes, models, refusals and real answers."""
+Never compares with a stored copy: the document is compared with routes, models, refusals and real answers."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_every_status_of_the_engines_errors_is_declared_for_generation() -> None
 
 
 def test_every_answer_of_a_route_that_takes_hints_declares_their_header_and_no_other() -> None:
-    """Such a route has the middleware that writes it."""
+    """Such a route has the middleware that writes the header."""
     app = app_for(ScriptedClient())
     assert isinstance(app, Starlette)
     telling = {
@@ -165,7 +165,7 @@ def test_every_answer_of_a_route_that_takes_hints_declares_their_header_and_no_o
 
 
 def _middleware_of(app: Any) -> list[type]:
-    """The classes around a route's endpoint, which hold each other."""
+    """Yield the classes around a route's endpoint, each of which holds the next."""
     found = []
     while app is not None:
         found.append(type(app))
@@ -361,7 +361,7 @@ async def test_real_refusals_are_valid_by_the_document(path: str, body: Any, sta
 
 def test_every_finish_reason_of_an_answer_is_declared() -> None:
     spoken = {reason for part in get_args(get_type_hints(Piece)["finish_reason"]) for reason in get_args(part)}
-    assert spoken | {"tool_calls"} == set(get_args(FinishReason))  # which a chat makes of `stop`
+    assert spoken | {"tool_calls"} == set(get_args(FinishReason))  # to which a chat changes `stop`
 
 
 @pytest.mark.anyio
@@ -376,7 +376,7 @@ async def test_the_app_serves_the_document_and_needs_no_key_for_it() -> None:
 
 
 class Page(HTMLParser):
-    """What a browser would fetch, run, jump to and show."""
+    """What a browser would fetch, run, link to and show of the page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Owns the contract that the OpenAPI document is true, as a stranger reads it: schemathesis makes bodies from it alone.
-Never helps with hand-made bodies; what a schema cannot say is named here, with the reason."""
+"""Owns the contract that the OpenAPI document is true: schemathesis, as a stranger, makes bodies from it alone.
+Never adds hand-made bodies; what a schema cannot express is named here, with the reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.serve_app.harness import MODEL, LocalClient
 from tests.support.seeds import run_seed
 
 EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "40"))
-"""Of each operation and kind."""
+"""Cases for each operation and kind."""
 KEY = "x"
 ALWAYS = [
     schemathesis.checks.not_a_server_error,
@@ -37,10 +37,10 @@ ALWAYS = [
     checks.response_headers_conformance,
 ]
 SCHEMA = checks.response_schema_conformance
-# positive_data_acceptance is written out below: it knows statuses, and not the reasons that no schema can say.
+# positive_data_acceptance is written out below: it knows statuses, but not the reasons that no schema can express.
 
 ROUTES = [one for one in OPERATIONS if one not in UNVERSIONED]
-"""Those of the same handler again would cost as much, and find the same."""
+"""Routes, without a second one for the same handler, which would cost as much and find the same."""
 each_operation = pytest.mark.parametrize("operation", ROUTES, ids=lambda one: f"{one.method} {one.path}")
 
 
@@ -56,16 +56,16 @@ def schema() -> Iterator[Any]:
 
 
 ENOUGH_MS = 60_000
-"""A deadline of a millisecond is kept, with a 504, where the machine has other things to do."""
+"""A deadline for every request: one of a millisecond would end in a 504 where the machine has other things to do."""
 
 
 def sensible(body: Any) -> Any:
-    """A generated body, with what it cannot know (the model), and as rules between fields want it: else all would be
-    refused for the same few reasons, and no answer be seen."""
+    """Change a generated body as rules between fields demand, and to what it cannot know (the model). Otherwise all
+    bodies would be refused for the same few reasons, and none would be answered."""
     if isinstance(body, list):
         return [sensible(entry) for entry in body]
     if not isinstance(body, dict):
-        # JSON Schema's integers are 5.0 too; a client that sends them has mistaken the field.
+        # JSON Schema's integers include 5.0; a client that sends that has mistaken the field.
         return int(body) if isinstance(body, float) and body.is_integer() else body
     fixed = {key: sensible(value) for key, value in body.items()}
     if "model" in fixed:
@@ -90,11 +90,11 @@ BEYOND_A_SCHEMA = re.compile(
     r"|should have exactly one of json|should begin with exactly one of the triggers|no structure begins with"
     r"|^(response_format|structured_outputs|json_schema|regex|ebnf|text\.format|output_\w+)\b.*: "  # for llguidance
     r"|No message has any content|no text that a model could read|cannot be used here|less than max_tokens"
-    r"|expected an adapter there"  # no directory has one
+    r"|expected an adapter there"  # no directory has an adapter
     r"|^tools\.\d+\.[\w.]+: |only allowed, and needed, where|which is not among the tools"
     r"|nothing is stored|this server runs no such tool|the name of tools of several namespaces"
 )
-"""Why a body that is valid by the document may be refused."""
+"""Reasons for which a body that is valid by the document may be refused."""
 
 
 def run_cases(schema: Any, operation: Operation, mode: GenerationMode, check: Callable[[Any], None]) -> None:
@@ -113,7 +113,7 @@ def test_what_the_document_allows_is_answered_as_the_document_says(schema: Any, 
         if DEADLINE in (case.headers or {}):
             case.headers[DEADLINE] = str(ENOUGH_MS)
         response = case.call(headers={"x-api-key": KEY})
-        # It reads a stream's schema as that of each event, which OpenAPI 3.1 does not say; test_openapi checks frames.
+        # The check applies a stream's schema to each event, which OpenAPI 3.1 does not say; test_openapi checks frames.
         is_stream = response.headers["content-type"][0].startswith("text/event-stream") if response.content else False
         case.validate_response(response, checks=ALWAYS if is_stream else [*ALWAYS, SCHEMA])
         if response.status_code == 400:

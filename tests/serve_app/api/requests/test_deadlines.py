@@ -1,11 +1,11 @@
-"""Owns the contract of request deadlines: how they are asked for, when they end what, and that nothing outlives them.
+"""Owns the contract of request deadlines: how they are asked for, what they end and when,
+and that nothing outlives them.
 Never waits for real seconds where a clock can be turned."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,6 +32,7 @@ from tests.serve_app.harness import (
     scheduled,
     tokens,
 )
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.anyio
 
@@ -125,12 +126,6 @@ async def test_an_engine_that_does_not_keep_the_deadline_is_left(stream: bool, m
     answer = await post(app_for(client), "/v1/completions", PROMPT | {"stream": stream}, "500")
     assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
     assert client.closed.is_set(), "the request is cancelled wherever it is"
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def slow_engine() -> AsyncEngine:

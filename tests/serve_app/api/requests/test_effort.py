@@ -1,4 +1,5 @@
-"""Owns the promise that what a request says of thinking does the same on every route, by whatever name it is said.
+"""Owns the promise that what a request says about thinking has the same effect on every route,
+whatever the field's name.
 Never tests how thoughts are shown."""
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ THINKER = replace(PLAINLY, reasoning_parser="qwen3")
 
 
 def template(*variables: str, before: str = "") -> str:
-    """Writes what it is given of these variables."""
+    """Make a template that writes which of these variables it is given."""
     told = "".join(f"{{% if {name} is defined %}} {name}={{{{ {name} }}}}{{% endif %}}" for name in variables)
     return before + "{% for m in messages %}{{ m.content }}{% endfor %}" + told
 
@@ -49,7 +50,7 @@ ROUTES: dict[str, dict[str, Any]] = {
 
 
 def effort(value: str) -> dict[str, tuple[dict[str, Any], str]]:
-    """By route: the field, and its name."""
+    """Return, for each route, the fields that ask for the effort, and the field's name."""
     return {
         "/v1/chat/completions": ({"reasoning_effort": value}, "reasoning_effort"),
         "/v1/responses": ({"reasoning": {"effort": value}}, "reasoning.effort"),
@@ -58,7 +59,7 @@ def effort(value: str) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 def thinking(wanted: bool) -> dict[str, tuple[dict[str, Any], str]]:
-    """No field of a response says it."""
+    """Return the same for whether to think; no field of a response says it."""
     return {
         "/v1/chat/completions": ({"enable_thinking": wanted}, "enable_thinking"),
         "/v1/messages": ({"thinking": {"type": "adaptive" if wanted else "disabled"}}, "thinking"),
@@ -72,7 +73,7 @@ BUDGETED = {
 
 LOWEST_TO_MOST = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 TABLE: list[tuple[str, dict[str, tuple[dict[str, Any], str]], str, bool]] = [
-    # the template, the fields, what it is given, whether they had an effect
+    # the template, the fields, what the template is given, whether they had an effect
     *((LEVELS, effort(value), f" reasoning_effort={told}", True) for value, told in LOWEST_TO_MOST.items()),
     (LEVELS, effort("none"), " reasoning_effort=low", False),
     *((WITH_NONE, effort(value), " reasoning_effort=high", True) for value in LOWEST_TO_MOST),
@@ -110,7 +111,7 @@ ROWS = [
 async def ask(
     source: str, path: str, fields: dict[str, Any], *, model: Any = THINKER, strict: bool = False
 ) -> tuple[Answer, str]:
-    """The answer, and what the template was given."""
+    """Return the answer, and what the template was given."""
     client, tokenizer = saying("x"), Tokenizer.byte_level()
     tokenizer._chat_template = ChatTemplate(source, {})
     answer = await post(
@@ -184,7 +185,7 @@ async def test_openrouters_budget_is_the_same_and_one_that_is_none_is_a_hint() -
     ],
     ids=str,
 )
-async def test_of_fields_that_disagree_the_one_without_effect_is_named(
+async def test_if_fields_disagree_the_one_without_effect_is_named(
     source: str, fields: dict[str, Any], told: str, ignored: str | None
 ) -> None:
     answer, given = await ask(source, "/v1/chat/completions", fields)
@@ -226,7 +227,7 @@ async def test_the_object_of_deepseek_glm_and_kimi_is_a_switch(
     ],
     ids=str,
 )
-async def test_what_else_that_object_says_is_used_or_named(
+async def test_what_else_the_thinking_object_says_is_used_or_named(
     source: str, fields: dict[str, Any], told: str, ignored: str | None
 ) -> None:
     answer, given = await ask(source, "/v1/chat/completions", fields)
@@ -243,7 +244,7 @@ async def test_what_else_that_object_says_is_used_or_named(
     ],
     ids=str,
 )
-async def test_that_object_agrees_with_the_other_fields(fields: dict[str, Any], param: str) -> None:
+async def test_the_thinking_object_agrees_with_the_other_fields(fields: dict[str, Any], param: str) -> None:
     answer, _ = await ask(SWITCH, "/v1/chat/completions", fields)
     assert (answer.status, answer.error["param"]) == (400, param)
 
@@ -253,6 +254,6 @@ async def test_that_object_agrees_with_the_other_fields(fields: dict[str, Any], 
     ("source", "name"), [(SWITCH, "enable_thinking"), (OTHER_SWITCH, "thinking"), (NONE, "enable_thinking")]
 )
 async def test_a_template_gets_no_switch_that_is_neither_on_nor_off(source: str, name: str, value: Any) -> None:
-    """Templates compare it with `false`: as text, that switched thoughts on."""
+    """Templates compare the switch with `false`: given as text, that switched thoughts on."""
     answer, _ = await ask(source, "/v1/chat/completions", {"chat_template_kwargs": {name: value}})
     assert (answer.status, answer.error["param"]) == (400, f"chat_template_kwargs.{name}")

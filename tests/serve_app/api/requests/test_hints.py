@@ -1,5 +1,5 @@
-"""Owns the promise that a hint is taken, named in the response and counted, and refused by a strict server.
-Never says which fields are hints: the schemas do, and what holds for one is asked of all."""
+"""Owns the promise that a hint is accepted, named in the response and counted, and refused by a strict server.
+Never says which fields are hints: the schemas do, and what holds for one hint is checked for all."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ BODIES = {
     "/v1/messages": CHAT | {"max_tokens": 5},
     "/v1/messages/count_tokens": CHAT,
 }
-"""The least that a route takes."""
+"""The least that a route accepts."""
 OTHER = {"as": "nobody has it"}
-"""A value that no field has."""
+"""A value that has no meaning in any field."""
 
 
 def models(base: type[StrictModel] = StrictModel) -> Iterator[type[StrictModel]]:
-    """All schemas of requests: `operations` has imported them."""
+    """Yield all schemas of requests, which importing `operations` has defined."""
     for model in base.__subclasses__():
         if model.__module__.startswith("serve_app."):
             yield model
@@ -101,7 +101,7 @@ def test_no_field_is_of_two_classes() -> None:
 
 
 async def read(model: type[StrictModel], data: dict[str, Any], *, strict: bool) -> tuple[tuple[str, ...], Any]:
-    """The hints of a request with an object of that kind, and the first mistake in it."""
+    """Read an object of that kind; return its hints, and the first mistake in it."""
     named: list[tuple[str, ...]] = []
     mistakes: list[Any] = []
 
@@ -126,7 +126,7 @@ async def read(model: type[StrictModel], data: dict[str, Any], *, strict: bool) 
 async def test_each_hint_of_each_schema_is_taken_and_named_or_refused_by_name(
     model: type[StrictModel], name: str
 ) -> None:
-    """Whatever else the object lacks: hints are read first."""
+    """This holds whatever else the object lacks, because hints are read first."""
     assert all(value != OTHER for value in model.hints[name])
     named, mistake = await read(model, {name: OTHER}, strict=False)
     assert named == (f"{model.hint_path}{name}",)
@@ -140,7 +140,8 @@ async def test_each_hint_of_each_schema_is_taken_and_named_or_refused_by_name(
 
 
 def test_a_hint_is_named_by_where_it_stands() -> None:
-    """A hint of an object within a body has the way to it: a label of a metric, and unlike any of the body's own."""
+    """A hint of an object within a body is named with its path.
+    The name is a label of a metric, and unlike any name of the body's own."""
     bodies = {one.body for one in OPERATIONS}
     for model in models():
         if model.hints and not {model, *model.__subclasses__()} & bodies:
@@ -177,7 +178,7 @@ async def test_an_answers_length_that_is_cut_is_named_as_the_client_wrote_it(pat
     assert (answer.status, answer.headers[HEADER], counted(recorder)) == (200, field, {field: 1})
 
 
-async def test_of_two_lengths_the_one_that_wins_is_named() -> None:
+async def test_the_one_of_two_lengths_that_wins_is_named() -> None:
     body = CHAT | {"max_tokens": 5, "max_completion_tokens": MODEL.max_model_len}
     answer = await post(app_for(answering()), "/v1/chat/completions", body)
     assert answer.headers[HEADER] == "max_completion_tokens"
@@ -195,7 +196,7 @@ async def test_of_two_lengths_the_one_that_wins_is_named() -> None:
     ids=str,
 )
 async def test_what_a_choice_of_provider_promises_is_no_hint(promise: dict[str, Any]) -> None:
-    """Privacy, a price and a form of the weights; an order of preference is one."""
+    """Privacy, a price and a format of the weights are promises; an order of preference is a hint."""
     client = answering()
     error = (await post(app_for(client), "/v1/chat/completions", CHAT | {"provider": promise})).error
     assert (error["param"], error["code"]) == (f"provider.{next(iter(promise))}", "unsupported_parameter")

@@ -1,5 +1,5 @@
-"""Owns the contract of sessions: how a client names one, and that the name reaches whoever places requests.
-Never looks at where a request goes; that is the router's."""
+"""Owns the contract of sessions: how a client names one, and that the name reaches the router.
+Never looks at where a request goes; that is the router's matter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Owns the promise that an object of an unknown type is refused in the same words on every route: its field, its type,
-and the types that there are.
+and the types that exist.
 Never asks what the known types do."""
 
 from __future__ import annotations
@@ -98,6 +98,6 @@ async def test_a_word_that_is_unknown_is_refused_likewise() -> None:
     assert answer.error["message"].startswith(told)
 
 
-async def test_of_a_long_type_little_is_quoted() -> None:
+async def test_only_the_beginning_of_a_long_type_is_quoted() -> None:
     answer = await post(app_for(ScriptedClient()), "/v1/responses", RESPONSE | {"tools": [{"type": "x" * 500}]})
     assert f"the type {'x' * 49}… is not supported" in answer.error["message"]

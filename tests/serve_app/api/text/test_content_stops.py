@@ -24,7 +24,7 @@ ARGUMENTS = {"city": "Oslo END more"}
 
 
 def read(text: str, stops: list[str], reasoning: str = "qwen3", tools: str = "hermes", size: int = 1) -> str:
-    """What is released, and `!` with the stop string that ended it."""
+    """Return what is released, followed by `!` and the stop string if one ended it."""
     search = ContentStops(StopStrings(stops), reasoning_parser(reasoning, ""), TOOL_PARSERS[tools]())
     found = ""
     for at in range(0, len(text), size):
@@ -41,7 +41,7 @@ async def test_a_chats_call_is_whole_though_it_has_a_stop_string() -> None:
     assert (json.loads(call["function"]["arguments"]), reason) == (ARGUMENTS, "tool_calls")
 
 
-async def test_so_is_one_of_anthropics_and_of_a_response() -> None:
+async def test_a_call_of_anthropics_and_of_a_response_is_whole_too() -> None:
     message = await test_anthropic.whole_and_streamed(CALLED, tools=test_anthropic.TOOLS, stop_sequences=["END"])
     assert (message["content"][0]["input"], message["stop_reason"]) == (ARGUMENTS, "tool_use")
     response = await test_responses.whole_and_streamed(CALLED, tools=test_responses.TOOLS)  # which has no stop strings

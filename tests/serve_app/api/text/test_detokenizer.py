@@ -16,7 +16,8 @@ BYTE_LEVEL = Tokenizer.byte_level()
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-    """SentencePiece's way: ids 0-255 are bytes, 256 is "▁a", 257 "b"; a run of byte tokens is decoded as a whole."""
+    """Make a tokenizer that works as SentencePiece does: ids 0-255 are bytes, 256 is "▁a", 257 "b"; a run of byte
+    tokens is decoded as a whole."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "b": 257, "▁": 258, "a": 259}
     core = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a")], byte_fallback=True))
     core.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -73,7 +74,8 @@ def test_an_incomplete_character_at_the_end_is_shown_as_a_decode_of_all_tokens_s
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([*range(262), *b"\xf0\x9f\x92\xe2\x82\xc3\xff"] * 2), max_size=60), st.booleans())
 def test_the_pieces_of_any_tokens_make_the_text_that_decoding_all_of_them_makes(ids: list[int], skip: bool) -> None:
-    """Also where a long run of invalid bytes is shown before it ends: no sequence of bytes is cut in two there."""
+    """This also holds where a long run of invalid bytes is shown before it ends:
+    no sequence of bytes is cut in two there."""
     detokenizer = BYTE_LEVEL.detokenizer(skip_special_tokens=skip)
     text = "".join(decode(detokenizer, ids)) + detokenizer.finish()
     assert text == BYTE_LEVEL._core.decode(ids, skip_special_tokens=skip)
@@ -116,5 +118,6 @@ def test_sentencepiece_words_keep_their_leading_spaces_after_the_first() -> None
 
 
 def test_decoding_goes_on_after_a_token_that_changes_text_already_returned() -> None:
-    """DecodeStream raises there, and then for every token that follows: "A" + an invalid byte is decoded as "��"."""
+    """DecodeStream raises there, and then for every token that follows:
+    "A" + an invalid byte is decoded as "��", for example."""
     assert decode(Detokenizer(byte_fallback()), [0x41, 0xFF, 257, 257]) == ["A", "", "\ufffdb", "b"]

@@ -1,4 +1,5 @@
-"""Owns the contract of answers that end inside a character: on every route their text is that of a whole decode.
+"""Owns the contract of answers that end inside a character:
+on every route their text is that of decoding all tokens at once.
 Never depends on a real engine: every event is scripted."""
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ async def test_an_echo_that_ends_inside_a_character_does_too() -> None:
 
 
 class _Attempt:
-    """One engine replica's part of an answer; then it is gone, unless the last event ended the answer."""
+    """The part of an answer that one engine replica sends.
+    Then the replica is gone, unless the last event ended the answer."""
 
     def __init__(self, *script: list[Event]) -> None:
         self.replica_id = "engine"
@@ -108,7 +110,7 @@ class _Attempt:
 
 
 class _MovingClient(ScriptedClient):
-    """Each list of items is what one engine replica sends before the next goes on."""
+    """Each list of items is what one engine replica sends before the next replica continues."""
 
     def __init__(self, *parts: list[list[Event]]) -> None:
         super().__init__()

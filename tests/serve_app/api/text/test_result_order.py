@@ -1,5 +1,5 @@
-"""Contracts of results of calls made at once: a prompt shows them in the order of the calls, however they come.
-Claude Code sent a picture, which was read faster, before the file that it had been asked for first."""
+"""Contracts of the results of parallel calls: a prompt shows them in the order of the calls, however they arrive.
+Claude Code once sent a picture, which was read faster, before the file that it had been asked for first."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from serve_app.api.text.stop_strings import StopStrings
 
 
 def reference(text: str, stops: list[str], shown: bool) -> str:
-    """Read one character at a time; the first stop string that is complete ends the text where it began, or ends."""
+    """Read one character at a time. The first stop string that is complete ends the text,
+    before it or (if it is shown) after it."""
     for end in range(1, len(text) + 1):
         if found := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end if shown else end - max(map(len, found))]
@@ -65,7 +66,7 @@ def test_a_stop_across_pieces_is_found_and_none_of_it_is_sent() -> None:
     assert run(["Hello wo", "rl", "d! more"], ["world"]) == (["Hello ", "", ""], True)
 
 
-def test_of_two_stops_that_end_together_the_longer_one_is_cut() -> None:
+def test_if_two_stops_end_together_the_longer_one_is_cut() -> None:
     assert run(["xabc"], ["bc", "abc"]) == (["x"], True)
 
 

@@ -61,7 +61,7 @@ def marked(text: str) -> str:
 
 
 def told_to(source: str, given: Any) -> Any:
-    """What a template of this kind is given to show."""
+    """Return what a template of this kind is given to show."""
     return with_system_turns(given, ChatTemplate(source, {})._lost_roles)
 
 
@@ -138,7 +138,7 @@ def test_a_turn_keeps_what_it_has_besides_its_content() -> None:
 
 @pytest.mark.parametrize("content", ["x", [{"type": "text", "text": "x"}]], ids=["text", "parts"])
 def test_turns_by_the_ten_thousands_become_one_in_one_go(content: Any) -> None:
-    """It takes minutes where each turn is joined to all before it."""
+    """This would take minutes if each turn were joined to all before it."""
     given = turns(("user", content), ("system", "y")) * 100_000
     (one,) = with_system_turns(given, SYSTEM_ROLES)
     if isinstance(content, str):
@@ -148,7 +148,7 @@ def test_turns_by_the_ten_thousands_become_one_in_one_go(content: Any) -> None:
 
 
 def asked(role: str) -> dict[str, dict[str, Any]]:
-    """The same conversation in each API. Anthropic's has no developers."""
+    """Return the same conversation in each API. Anthropic's has no developers."""
     later = turns(("user", "a"), ("assistant", "b"), (role, "c"), ("user", "d"))
     system = turns(("user", "a"), ("assistant", "b"), ("system", "c"), ("user", "d"))
     chat = {"messages": turns(("system", "s")) + later}

@@ -1,4 +1,4 @@
-"""Owns the form in which templates take thoughts, calls and tools: the text of a template tells, or a try does.
+"""Owns the form in which templates get thoughts, calls and tools: the template's text shows it, or a trial does.
 Never uses a model's own template."""
 
 from __future__ import annotations

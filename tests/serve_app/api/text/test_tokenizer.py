@@ -155,7 +155,7 @@ def test_a_last_message_to_be_continued_ends_the_prompt_as_in_transformers(sourc
     assert messages[-1]["content"] == content
 
 
-def test_of_a_last_message_in_parts_the_last_text_is_continued() -> None:
+def test_the_last_text_of_a_last_message_in_parts_is_continued() -> None:
     source = "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}, {"type": "image_url"}]
     messages = [{"role": "assistant", "content": parts}]

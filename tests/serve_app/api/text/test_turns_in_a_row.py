@@ -1,5 +1,5 @@
-"""Owns the promise that turns of one role in a row, and words of the user after a tool's result, reach a model whose
-template insists on alternation.
+"""Owns the promise that several turns of one role in a row, and words of the user after a tool's result, reach a model
+whose template insists on alternation.
 Never reads an answer."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GEMMA = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/...') }}{% endif %}{% endfor %}"
 )
-"""The check of Gemma's templates, and of Mistral's first ones."""
+"""The check for alternation in Gemma's templates, and in Mistral's first ones."""
 MISTRAL = (
     "{% set ns = namespace(index=0) %}{% for m in messages %}"
     "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
@@ -32,7 +32,7 @@ MISTRAL = (
     "{{ raise_exception('conversation roles must alternate except for tool calls and results') }}{% endif %}"
     "{% set ns.index = ns.index + 1 %}{% endif %}{% endfor %}"
 )
-"""That of Mistral's later ones."""
+"""The check in Mistral's later templates."""
 
 
 def turn(role: str, content: Any, **fields: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ CHANGING = (
     "{% set ns = namespace(last='') %}{% for m in messages %}{% if m.role == ns.last != 'tool' %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% set ns.last = m.role %}{% endfor %}"
 )
-"""One that knows results of tools."""
+"""A check that knows results of tools."""
 
 
 def asked(text: str) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def test_an_image_after_a_result_is_still_the_templates_to_refuse() -> None:
 SYSTEM_FIRST = (
     "{% if messages[0].role == 'system' %}<{{ messages[0].content }}>{% set messages = messages[1:] %}{% endif %}"
 )
-"""As Gemma's and Mistral's templates begin."""
+"""The beginning of Gemma's and Mistral's templates."""
 
 
 @pytest.mark.parametrize("check", [GEMMA, MISTRAL], ids=["gemma", "mistral"])
@@ -174,7 +174,7 @@ def test_a_template_that_takes_no_user_without_words_still_refuses_a_greeting() 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_template_takes_a_greeting(path: Path) -> None:
-    """As SillyTavern sends a character's first words."""
+    """SillyTavern sends a character's first words like this."""
     template = ChatTemplate(path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"})
     text = template.render([said("a-greeting"), asked("an-answer")])
     assert -1 < text.rfind("a-greeting") < text.rfind("an-answer")
@@ -185,7 +185,7 @@ def test_what_such_a_template_refuses_besides_is_still_refused() -> None:
         shown([RESULT, asked("b")], GEMMA)
 
 
-def test_a_conversation_that_goes_on_with_the_last_of_several_turns_goes_on_with_its_text() -> None:
+def test_continuing_the_last_of_several_turns_continues_its_text() -> None:
     template = ChatTemplate(GEMMA + SHOWS, {})
     messages = [asked("a"), said("b"), said("c")]
     assert template.render(messages, continue_final_message=True) == "[user:a][assistant:b\n\nc"
@@ -200,7 +200,7 @@ def test_turns_by_the_ten_thousands_become_one_in_one_go(check: str) -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 @pytest.mark.parametrize("check", ["", MISTRAL], ids=["as-it-is", "alternating"])
 def test_every_template_shows_what_agents_send_in_its_order(path: Path, check: str) -> None:
-    """`alternating`: with the check of Mistral's published templates, which the shipped ones lack."""
+    """`alternating` adds the check of Mistral's published templates, which the shipped ones lack."""
     template = ChatTemplate(check + path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"})
     texts = ["first-words", "second-words", "an-answer", "third-words", "a-result", "fourth-words", "fifth-words"]
     first, second, answer, third, result, fourth, fifth = texts

@@ -1,4 +1,4 @@
-"""Owns the proof that every line of models is served: a request over HTTP gets the tokens that transformers generates.
+"""Owns the proof that every model family is served: a request over HTTP gets the tokens that transformers generates.
 Never leaves an engine behind, and never downloads: checkpoints are tiny and made here."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
 from tests.golden.test_draft_model import save_tokenizer
 from tests.serve_app.harness import MODEL, LocalClient, joined_choice, post
-from tests.support.tiny_models import HYBRIDS, LINES, VOCAB, greedy_answer, save_model
+from tests.support.tiny_models import DISTINCT_FAMILIES, HYBRIDS, VOCAB, greedy_answer, save_model
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +25,7 @@ PROMPT = torch.randint(0, VOCAB, (60,), generator=torch.Generator().manual_seed(
 NEW_TOKENS = 6
 
 
-@pytest.mark.parametrize("kind", LINES)
+@pytest.mark.parametrize("kind", DISTINCT_FAMILIES)
 async def test_a_completion_has_the_tokens_of_transformers_whole_streamed_and_from_the_prefix_cache(
     kind: str, tmp_path: Path
 ) -> None:
@@ -57,8 +57,8 @@ async def test_a_completion_has_the_tokens_of_transformers_whole_streamed_and_fr
 
 @pytest.mark.parametrize("kind", ["llama", *HYBRIDS[:2]])
 async def test_a_draft_model_changes_no_token_and_saves_steps_where_it_is_right(kind: str, tmp_path: Path) -> None:
-    """Of Llama it is the model itself: every drafted token is right, though none would pay by itself. To a hybrid it is
-    a stranger: nearly none is, and states go back each time."""
+    """For Llama the draft model is the model itself: every drafted token is right, though none would pay by itself. For
+    a hybrid it is an unrelated model: nearly no token is right, and states are taken back each time."""
     model, draft = tmp_path / kind, tmp_path / "llama"
     for name in {kind, "llama"}:
         save_model(name, tmp_path / name)
