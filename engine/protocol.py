@@ -276,7 +276,7 @@ class PromptLogprobs:
 
     request_id: str
     logprobs: tuple[TokenLogprobs, ...]
-    """Those of the prompt's second token to its last: nothing predicts the first."""
+    """Log-probabilities of the prompt's second to last tokens: nothing predicts the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +307,7 @@ class Finished:
     usage: Usage
     stop_token_id: int | None = None
     stop_logprobs: TokenLogprobs | None = None
-    """Those of the stop token, if log-probabilities were requested."""
+    """Log-probabilities of the stop token, if they were requested."""
 
 
 @dataclass(frozen=True, slots=True)

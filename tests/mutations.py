@@ -1229,7 +1229,7 @@ MUTATIONS = (
         "Lookup d",
         "Rows are drafted for beside any number of others.",
         "engine/speculation/speculation.py",
-        "if not decoding or (self._asked.adaptive and not may_pay(len(decoding), self._costs)):",
+        "if not decoding or (self._settings.adaptive and not may_pay(len(decoding), self._costs)):",
         "if not decoding:",
         (SPECULATION,),
     ),

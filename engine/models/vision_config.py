@@ -69,10 +69,10 @@ def read_pixels(raw: Mapping[str, Any], vision: VisionConfig) -> PixelConfig:
     Raises:
         ValueError: the file asks for other patches than the encoder's, or for another way to prepare images.
     """
-    given = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
-    given |= {"merge_size": vision.merge_size, "resample": 3}
-    given |= dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
-    for key, computed in given.items():
+    expected = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
+    expected |= {"merge_size": vision.merge_size, "resample": 3}
+    expected |= dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
+    for key, computed in expected.items():
         if raw.get(key) not in (None, computed):
             raise ValueError(f"{key} {raw[key]!r} is not supported; supported is {computed!r}.")
     size = raw.get("size") or {}

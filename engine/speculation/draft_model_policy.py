@@ -65,15 +65,15 @@ class ModelDrafts:
     method: Literal["draft_model"] = "draft_model"
 
     def __init__(self, config: ResolvedConfig) -> None:
-        asked = config.speculative
-        assert asked.free_tokens is not None, "it is resolved"
-        assert asked.model_cost is not None, "it is resolved"
-        self._asked = asked
+        settings = config.speculative
+        assert settings.free_tokens is not None, "it is resolved"
+        assert settings.model_cost is not None, "it is resolved"
+        self._settings = settings
         self._block_size = config.block_size
         self._most_read = config.max_num_batched_tokens
         self._most_tokens = config.max_drafting_tokens
-        self._costs = Costs(asked.free_tokens)
-        self._drafter = ModelCosts(asked.model_cost, self._costs)
+        self._costs = Costs(settings.free_tokens)
+        self._drafter = ModelCosts(settings.model_cost, self._costs)
         self._readers: dict[str, Reader] = {}  # by request id
         self._common = Record(COMMON_MEMORY)
         self._probes = Probes()
@@ -111,10 +111,10 @@ class ModelDrafts:
 
     def _pays_beside(self, num_rows: int) -> bool:
         """Whether drafts could pay in a step of `num_rows` decode rows if all of them were right."""
-        if not self._asked.adaptive:
+        if not self._settings.adaptive:
             return True
         if num_rows not in self._may_pay:
-            wishes = [Wish(1.0, self._asked.num_tokens)] * num_rows
+            wishes = [Wish(1.0, self._settings.num_tokens)] * num_rows
             lengths = choose_model_lengths(
                 wishes, Beside(num_rows, 0, 0), self._most_tokens, self._costs, self._drafter
             )
@@ -159,7 +159,7 @@ class ModelDrafts:
     def _candidate(self, request: Request) -> _Candidate | None:
         """None if the answer has too few tokens left for what the draft model would have to read, or ends with its next
         token."""
-        most = min(self._asked.num_tokens, request.most_drafts)
+        most = min(self._settings.num_tokens, request.most_drafts)
         if most <= 0:
             return None
         reader = self._readers.setdefault(request.request_id, Reader())
@@ -169,7 +169,7 @@ class ModelDrafts:
         chance = reader.record.chance(0, self._common.chance(0, FIRST_GUESS, COMMON_WEIGHT), COMMON_WEIGHT)
         candidate = _Candidate(request, reader, chance, most)
         num_left = request.max_tokens - request.num_output
-        if self._asked.adaptive and not reading_pays(candidate.num_unread, num_left, chance, self._drafter):
+        if self._settings.adaptive and not reading_pays(candidate.num_unread, num_left, chance, self._drafter):
             return None
         return candidate
 
@@ -189,7 +189,7 @@ class ModelDrafts:
 
     def _lengths(self, candidates: list[_Candidate], beside: Beside) -> list[int]:
         room = max(0, self._most_tokens - beside.num_rows - beside.num_forced)
-        if not self._asked.adaptive:
+        if not self._settings.adaptive:
             return [max(0, min(candidate.most, room // len(candidates))) for candidate in candidates]
         wishes = [Wish(candidate.chance, candidate.most) for candidate in candidates]
         lengths = choose_model_lengths(wishes, beside, room, self._costs, self._drafter)

@@ -82,7 +82,7 @@ class Probes:
 
 @dataclass(slots=True)
 class Lookup:
-    """What is kept of a live request."""
+    """A live request's index, and how well its drafts did."""
 
     index: TextIndex
     record: Record = field(default_factory=lambda: Record(OWN_MEMORY))
@@ -104,13 +104,13 @@ class Speculation:
     draft."""
 
     def __init__(self, config: ResolvedConfig) -> None:
-        asked = config.speculative
-        assert asked.method == "ngram" or asked.method == "suffix", f"{asked.method} looks nothing up"
-        assert asked.free_tokens is not None, "it is resolved"
-        self.method: Literal["ngram", "suffix"] = asked.method
-        self._asked = asked
+        settings = config.speculative
+        assert settings.method == "ngram" or settings.method == "suffix", f"{settings.method} looks nothing up"
+        assert settings.free_tokens is not None, "it is resolved"
+        self.method: Literal["ngram", "suffix"] = settings.method
+        self._settings = settings
         self._most_tokens = config.max_drafting_tokens
-        self._costs = Costs(asked.free_tokens)
+        self._costs = Costs(settings.free_tokens)
         self._lookups: dict[str, Lookup] = {}  # by request id
         self._common = Record(COMMON_MEMORY)
         self._probes = Probes()
@@ -130,7 +130,7 @@ class Speculation:
 
         If there are so many rows that no draft could pay, it searches none of the texts.
         """
-        if not decoding or (self._asked.adaptive and not may_pay(len(decoding), self._costs)):
+        if not decoding or (self._settings.adaptive and not may_pay(len(decoding), self._costs)):
             return []
         candidates, beside = self._search(decoding)
         if not candidates:
@@ -151,9 +151,9 @@ class Speculation:
                 continue
             lookup = self._lookups.get(request.request_id)
             if lookup is None:
-                lookup = self._lookups[request.request_id] = Lookup(make_index(self._asked))
+                lookup = self._lookups[request.request_id] = Lookup(make_index(self._settings))
             to_index -= lookup.index.extend(request.token_ids, to_index)
-            most = min(self._asked.num_tokens, request.most_drafts)
+            most = min(self._settings.num_tokens, request.most_drafts)
             match = lookup.index.find(request.token_ids) if most > 0 else None
             if match is None:
                 num_bare += 1
@@ -163,7 +163,7 @@ class Speculation:
 
     def _lengths(self, candidates: list[_Candidate], beside: Beside) -> list[int]:
         room = max(0, self._most_tokens - beside.num_rows - beside.num_forced)
-        if not self._asked.adaptive:
+        if not self._settings.adaptive:
             return [max(0, min(candidate.most, room // len(candidates))) for candidate in candidates]
         wishes = [Wish(self._chance(candidate), candidate.most) for candidate in candidates]
         lengths = choose_lengths(wishes, beside, room, self._costs)
@@ -187,7 +187,7 @@ def grade_of(match: Match) -> int:
     return sum(match.length >= least for least in GRADES)
 
 
-def make_index(asked: SpeculativeConfig) -> TextIndex:
-    if asked.method == "ngram":
-        return NgramIndex(asked.min_match, asked.max_match)
-    return SuffixIndex(asked.min_match)
+def make_index(settings: SpeculativeConfig) -> TextIndex:
+    if settings.method == "ngram":
+        return NgramIndex(settings.min_match, settings.max_match)
+    return SuffixIndex(settings.min_match)
