@@ -1,5 +1,6 @@
-"""Owns the measurement of single operations: time, and how near it is to the peaks. Long: each one.
-Never compares with a data sheet: peaks are measured in the same run. Ends with one JSON document."""
+"""Owns the measurement of single operations: their time, and how close they come to the peaks. Long, because it has
+every operation. Never compares with a data sheet: peaks are measured in the same run. The last line of output is one
+JSON document."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ Run = Callable[[], object]
 
 MOST_SETS = 32
 CPU_CACHE_BYTES = GPU_CACHE_BYTES = 64 << 20
-"""More than most have; of a GPU only where torch does not tell."""
+"""More than most caches; for a GPU only used if torch does not report the size."""
 WARM_UP = 3
 
 
@@ -44,12 +45,12 @@ class Cell:
     op: str
     shape: dict[str, int]
     num_bytes: int
-    """The fewest that it must move: each input read once, each output written once."""
+    """The minimum that it must move: each input read once, each output written once."""
     flops: int
     make: Callable[[], Run]
-    """A run on inputs of its own."""
+    """Makes a run on its own inputs."""
     capturable: bool = True
-    """What is not is timed as it is launched from Python, which is how an engine would have to run it."""
+    """If False, it is timed with its launches from Python, which is how an engine would have to run it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Bench:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype or self.dtype)
 
     def run_of(self, rows: PagedRows | None, num_tokens: int) -> EagerPass:
-        """The forward pass whose operations are measured: Triton's on a GPU, torch's operators on the CPU."""
+        """Return the forward pass whose operations are measured: Triton's on a GPU, torch's operators on the CPU."""
         positions = torch.randint(4096, (num_tokens,), generator=self.generator, device=self.device)
         slots = torch.arange(num_tokens, device=self.device)
         if not self.on_gpu:
@@ -104,15 +105,15 @@ class Bench:
         return TritonPass(token_ids=positions, positions=positions, slots=slots, plan=made)
 
     def attention_tables(self) -> tuple[dict[str, Ops], list[str]]:
-        """Besides `table`, whose attention has a cell anyway, by name; and why others have none."""
+        """Return by name the tables whose attention is measured besides that of `table`, and why others are missing."""
         if not self.on_gpu:
             return {TORCH_ATTENTION: TORCH}, []
-        found, missing = {}, []
+        tables, missing = {}, []
         for name in ATTENTION:
             if name == TRITON:
                 continue
             try:
-                found[name] = choose_attention(
+                tables[name] = choose_attention(
                     name,
                     dtype=self.dtype,
                     head_dim=self.options.head_dim,
@@ -121,10 +122,10 @@ class Bench:
                 )[1]
             except ValueError as error:
                 missing.append(str(error))
-        return found, missing
+        return tables, missing
 
     def cells(self, others: Mapping[str, Ops]) -> list[Cell]:
-        """others: tables whose attention is measured, too."""
+        """Return all cells. `others` are further tables whose attention is measured, too."""
         o = self.options
         by_token = (
             self.norm,
@@ -191,7 +192,7 @@ class Bench:
         return Cell("rotate_and_cache", shape, num_bytes, 0, make)
 
     def cache_write(self, tokens: int) -> Cell:
-        """Without the rotation, as models that have norms between the two, or none, need it."""
+        """The write alone, without rotation, for models that have a norm between the two or no rotation."""
         heads = self.heads
 
         def make() -> Run:
@@ -208,7 +209,7 @@ class Bench:
     def attention(
         self, name: str, contexts: Sequence[int], counts: Sequence[int], num_decode: int, table: Ops | None
     ) -> Cell:
-        """table: None: as the forward pass has it."""
+        """`table` None means the forward pass's own attention."""
         heads, block_size = self.heads, self.options.block_size
         needed = [-(-(context + count) // block_size) for context, count in zip(contexts, counts, strict=True)]
         tokens, keys = sum(counts), sum(contexts) + sum(counts)
@@ -256,7 +257,7 @@ class Bench:
         return Cell("gated_rms_norm", shape, 3 * tokens * size * self.dtype.itemsize, 0, make)
 
     def state_rows(self, counts: Sequence[int], num_decode: int) -> StateRows:
-        """Rows that go on from states in slots of their own."""
+        """Make rows that continue from states in their own slots."""
         slots = tuple(range(len(counts)))
         index = torch.tensor(slots, device=self.device)
         rows = StateRows(num_decode, (self.options.context,) * len(counts), tuple(counts), slots, index)
@@ -281,7 +282,7 @@ class Bench:
         return Cell(f"causal_conv_{kind}", shape, numbers * self.dtype.itemsize, flops, make)
 
     def delta_rule(self, kind: str, counts: Sequence[int], num_decode: int) -> Cell:
-        """Operations are those of the recurrence: a decay, two products with the state, and a sum."""
+        """The operations counted are those of the recurrence: a decay, two products with the state, and a sum."""
         heads, tokens = self.linear_heads, sum(counts)
         count, state_size = heads.num_value_heads, heads.num_value_heads * heads.key_dim * heads.value_dim
 
@@ -298,7 +299,7 @@ class Bench:
         return Cell(f"delta_rule_{kind}", shape, moved + 8 * len(counts) * state_size, 7 * tokens * state_size, make)
 
     def experts(self, tokens: int) -> Cell:
-        """Weights are read of as many experts as choices at random would be expected to have."""
+        """The weights counted are those of the expected number of experts that random choices would use."""
         o, item = self.options, self.dtype.itemsize
         count, size, hidden = o.experts, o.expert_size, o.hidden
         routing = Routing(o.experts_per_token, renormalize=True)
@@ -332,7 +333,7 @@ class Bench:
         return Cell(f"sample_{name}", {"rows": num_rows, "vocab": vocab}, num_rows * vocab * 4, 0, make)
 
     def controls(self, num_rows: int) -> Cell:
-        """Penalties for what a prompt and an answer said, and a bias, as `CONTROLS` has them."""
+        """Penalties for the tokens of a prompt and an answer, and a bias, with the values of `CONTROLS`."""
         vocab = self.options.vocab
 
         def make() -> Run:
@@ -340,8 +341,8 @@ class Bench:
             from kernels.triton.controls import control_logits
             from kernels.triton.sampling_rows import pack_rows
 
-            said = torch.randint(vocab, (num_rows, 2, CONTROLLED), generator=self.generator, device=self.device)
-            rows = [SampledRow(temperature=0.0, **CONTROLS, prompt=p, answer=a) for p, a in said.tolist()]  # type: ignore[arg-type]
+            token_ids = torch.randint(vocab, (num_rows, 2, CONTROLLED), generator=self.generator, device=self.device)
+            rows = [SampledRow(temperature=0.0, **CONTROLS, prompt=p, answer=a) for p, a in token_ids.tolist()]  # type: ignore[arg-type]
             logits, packed = self.random(num_rows, vocab, dtype=torch.float32), pack_rows(rows, vocab, self.device)
             return lambda: control_logits(logits, packed)
 
@@ -377,17 +378,17 @@ CONTROLS = {
     "bias": ((1, 5.0), (2, -5.0)),
 }
 CONTROLLED = 512
-"""Tokens of the prompt, and of the answer, that penalties look at."""
+"""The number of tokens, in the prompt and in the answer each, that penalties look at."""
 LOGPROBS = 5
 
 
 def _gpu_cache_bytes(device: torch.device) -> int:
-    """torch 2.4 does not tell."""
+    """torch 2.4 does not report the size."""
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", GPU_CACHE_BYTES))
 
 
 def measure(bench: Bench, make: Callable[[], Run], num_bytes: int, *, capturable: bool = True) -> list[float]:
-    """Microseconds of one run, as often as was asked for, over so many sets of inputs that no cache holds them."""
+    """Measure runs in microseconds, with so many sets of inputs that no cache holds them all."""
     cache = _gpu_cache_bytes(bench.device) if bench.on_gpu else CPU_CACHE_BYTES
     sets = [make() for _ in range(min(MOST_SETS, 1 + 2 * cache // max(num_bytes, 1)))]
     if not bench.on_gpu:
@@ -405,7 +406,7 @@ def _on_cpu(sets: Sequence[Run], runs: int) -> list[float]:
 
 
 def _on_gpu(sets: Sequence[Run], runs: int) -> list[float]:
-    """All sets in one graph: between launches of a few microseconds, Python would be what is measured."""
+    """Capture all sets in one graph: with launches of a few microseconds, Python's time would be measured instead."""
     _warm_up(sets)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -421,7 +422,7 @@ def _launched(sets: Sequence[Run], runs: int) -> list[float]:
 
 
 def _warm_up(sets: Sequence[Run]) -> None:
-    """Compiles, and chooses configurations."""
+    """Let kernels compile and choose their configurations."""
     for _ in range(WARM_UP):
         for run in sets:
             run()
@@ -438,7 +439,7 @@ def _elapsed_us(run: Run) -> float:
 
 
 def peaks(bench: Bench) -> dict[str, float]:
-    """GB/s of a copy, bytes read and written, and GFLOP/s of a square product, the best of what was measured."""
+    """Return the best measured GB/s of a copy (bytes read plus written) and GFLOP/s of a square matrix product."""
     size, side = bench.options.copy_mib << 20, bench.options.matrix
 
     def copy() -> Run:
@@ -455,7 +456,7 @@ def peaks(bench: Bench) -> dict[str, float]:
 
 
 def result(cell: Cell, times: Sequence[float], peak: dict[str, float]) -> dict[str, Any]:
-    """What was measured, and what the peaks would have taken: `share` is the larger of the two shares."""
+    """Return the measured times with their shares of both peaks; `share` is the larger one, `of` names its peak."""
     us = statistics.median(times)
     rates = {"gb_s": cell.num_bytes / us / 1e3, "gflop_s": cell.flops / us / 1e3}
     shares = {"copy": rates["gb_s"] / peak["copy_gb_s"], "matrix": rates["gflop_s"] / peak["matrix_gflop_s"]}
@@ -494,7 +495,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             shape = " ".join(f"{name}={size}" for name, size in cell.shape.items())
             try:
                 times = measure(bench, cell.make, cell.num_bytes, capturable=cell.capturable)
-            except Exception as error:  # a card may be lent for minutes: what the others find is not lost with it
+            except Exception as error:  # a GPU may be available only for minutes: keep the results of the other cells
                 logger.exception("%s failed", cell.op)
                 found.append({"op": cell.op, **cell.shape, "failed": f"{type(error).__name__}: {error}"})
             else:
@@ -503,7 +504,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.out:
                 options.out.write_text(json.dumps(head | {"cells": found}) + "\n")
     print(json.dumps(head | {"cells": found}))
-    if any("failed" in each for each in found):
+    if any("failed" in cell_result for cell_result in found):
         raise SystemExit(1)
 
 
@@ -574,9 +575,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error(
-            "there is no GPU that torch can use here; --device cpu measures torch's operators on the processor"
-        )
+        parser.error("torch can use no GPU here; --device cpu measures torch's operators on the processor")
     if options.heads % options.kv_heads or options.head_dim % 2:
         parser.error("--heads must be a multiple of --kv-heads, and --head-dim even")
     if options.linear_value_heads % options.linear_key_heads:

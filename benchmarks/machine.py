@@ -1,4 +1,4 @@
-"""Owns the description of what a benchmark ran on: the commit and the CPU.
+"""Owns the description of the machine that a benchmark ran on: the commit and the CPU.
 Never measures anything and needs no torch, so that every benchmark can name its machine the same way."""
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def machine() -> dict[str, str]:
-    """What the figures were taken on."""
+    """Describe the commit and the machine that figures were measured with."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {"commit": _commit(), "cpu": f"{len(names)} x {names[0] if names else platform.processor()}"}
 
 
 def _commit() -> str:
-    """Empty where there is no checkout, or no git to ask."""
+    """Return the commit; empty without a checkout or without git."""
     if shutil.which("git") is None:
         return ""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)

@@ -1,5 +1,5 @@
-"""Owns the offline measurement of routing: what a choice among so many replicas takes of a core, without Ray.
-Never routes a call; reports and prompts are made up, and the same each time. It prints a line of JSON for each size."""
+"""Owns the offline measurement of routing: the CPU time of a choice among many replicas, without Ray.
+Never routes a call: reports and prompts are made up, and the same each time. It prints a line of JSON for each size."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from serve_app.settings.routing import RoutingSettings
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 1024
 NUM_HEADS = 40
-"""Prompts begin in so many ways, so that some replicas hold what is asked."""
+"""The number of different first tokens of prompts, few enough that some replicas hold a prompt's prefix."""
 NUM_LIVE = 2
-"""Requests for each replica that have not ended."""
+"""Live requests for each replica."""
 
 
 def report(number: int) -> dict[str, Any]:
-    """A busy replica's routing stats, as an engine gives them to Serve."""
+    """Make a busy replica's routing stats, as an engine gives them to Serve."""
     load = LoadSnapshot(
         num_running=4,
         num_waiting=0,
@@ -46,7 +46,7 @@ def report(number: int) -> dict[str, Any]:
 
 
 def measure(num_replicas: int, num_requests: int) -> dict[str, float]:
-    """Milliseconds of a core that a choice takes."""
+    """Measure the CPU milliseconds of a choice."""
     random = Random(0)
     chooser = Chooser(RoutingSettings(), BLOCK_SIZE, random)
     names = [f"replica-{number}" for number in range(num_replicas)]

@@ -1,5 +1,5 @@
-"""Writes every generated page of docs/ anew: `make docs`.
-Never writes a page that is as it should be."""
+"""Writes the generated pages of docs/ (`make docs`).
+Never writes a page that is up to date."""
 
 from __future__ import annotations
 

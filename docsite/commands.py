@@ -1,5 +1,5 @@
-"""Makes the reference of the command line: what `make` does, and what each program says to `--help`.
-Never describes a program in words of its own, except `serve`, whose help is Ray's."""
+"""Makes the reference of the command line: the targets of `make`, and the `--help` of each program.
+Never describes a program in its own words, except `serve`, whose help is Ray's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VARIABLES = {
     "CHUNKSERVE_CACHE": "Directory of prepared models. Unset: `~/.cache/chunkserve`.",
     "CHUNKSERVE_KERNELS_CACHE": "Directory of compiled kernels. Unset: one in the user's cache directory.",
     "CHUNKSERVE_VERBOSE": "`1`: the same as `serve run --verbose`.",
-    "CHUNKSERVE_MAX_CONNECTIONS_PER_SOURCE": "Most connections from one source. 0: no limit. "
+    "CHUNKSERVE_MAX_CONNECTIONS_PER_SOURCE": "Maximum connections from one source. 0: no limit. "
     "See [HTTP limits](http-limits.md).",
     "CHUNKSERVE_HAPROXY_BINARY": "HAProxy program to run instead of Ray's.",
     "CHUNKSERVE_DATA": "Directory with traces for the simulator's studies.",
@@ -69,12 +69,12 @@ PROGRAMS = (
 )
 """Programs for users and operators, in the order of the page."""
 
-# Each in a process of its own, forked once torch is imported, which most of them need and which takes seconds.
+# Each program runs in its own process, forked after importing torch, which most of them need and which takes seconds.
 _ALL = """
 import contextlib, io, json, os, runpy, sys
 import torch
 
-def told(program):
+def help_of(program):
     out = io.StringIO()
     sys.argv = [program, "--help"]
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
@@ -86,7 +86,7 @@ for program in json.load(sys.stdin):
     read, write = os.pipe()
     if os.fork() == 0:
         with open(write, "w") as pipe:
-            pipe.write(told(program))
+            pipe.write(help_of(program))
         os._exit(0)
     os.close(write)
     with open(read) as pipe:
@@ -97,7 +97,7 @@ json.dump(found, sys.stdout)
 
 
 def render() -> str:
-    """The page as Markdown."""
+    """Render the page as Markdown."""
     return "\n".join([INTRODUCTION, *_targets(), *_variables(), *_programs(help_of(PROGRAMS))])
 
 
@@ -118,13 +118,13 @@ def _variables() -> Iterator[str]:
 
 def _programs(helps: dict[str, str]) -> Iterator[str]:
     for program, text in helps.items():
-        usage, _, told = text.partition("\n\n")  # how a usage is wrapped differs between releases of Python
+        usage, _, rest = text.partition("\n\n")  # Python releases wrap the usage differently
         assert usage.startswith("usage: "), program
-        yield from (f"## python -m {program}", "", "```text", told.rstrip(), "```", "")
+        yield from (f"## python -m {program}", "", "```text", rest.rstrip(), "```", "")
 
 
 def help_of(programs: Sequence[str]) -> dict[str, str]:
-    """What each says to `--help`."""
+    """Run each program with `--help` and return its output."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}){_ALL}"
     done = subprocess.run(
         [sys.executable, "-c", code],

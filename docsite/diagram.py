@@ -1,5 +1,5 @@
-"""Draws a request's path: the replicas, what each part does, and where it is written.
-Never measures or lays out anything by itself: places are numbers in the tables below."""
+"""Draws a request's path: the replicas, what each part does, and its source file.
+Never computes a layout: positions follow from the constants and the order of the tables below."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`file`: from the repository's root; "" where the part is none of ours."""
+    """`file` is relative to the repository's root; "" if the part is not ours."""
 
     about: str
     file: str = ""
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """`below`: what leads from it to the next box; `back`: what comes from there."""
+    """`below` labels the arrow to the next box; `back` labels the arrow from it."""
 
     title: str
     parts: tuple[Part, ...]
@@ -47,11 +47,11 @@ BOXES = (
         "Ingress replica: HTTP and text",
         (
             Part("read, check, admit; the chat template, tokens", "serve_app/api/ingress.py"),
-            Part("one stream of each prompt's answers", "serve_app/api/openai/choices.py"),
-            Part("events in, final text out; stop strings", "serve_app/api/generation/completion.py"),
-            Part("a stream outlives its engine", "serve_app/channel/migration.py"),
-            Part("an attempt is one call", "serve_app/channel/handle_client.py"),
-            Part("which engine", "serve_app/routing/router.py"),
+            Part("merge the answers of each prompt into one stream", "serve_app/api/openai/choices.py"),
+            Part("turn events into text; find stop strings", "serve_app/api/generation/completion.py"),
+            Part("continue at another engine after a failure", "serve_app/channel/migration.py"),
+            Part("make one call for each attempt", "serve_app/channel/handle_client.py"),
+            Part("choose an engine", "serve_app/routing/router.py"),
         ),
         "one unary Serve call a request, open until the answer is complete",
         "tokens: a frame a step, for all streams",
@@ -59,12 +59,12 @@ BOXES = (
     Box(
         "Engine replica: token ids",
         (
-            Part("takes the call; sends the tokens", "serve_app/replicas/deployment.py"),
-            Part("a thread owns the step loop", "engine/async_engine.py"),
-            Part("a step: plan, execute, apply", "engine/core/core.py"),
-            Part("what the step computes", "engine/scheduling/planner.py"),
-            Part("where a prompt's chunk ends", "engine/scheduling/chunk_policy.py"),
-            Part("what results do to a request", "engine/core/applier.py"),
+            Part("take the call; send the tokens", "serve_app/replicas/deployment.py"),
+            Part("run the step loop in a thread", "engine/async_engine.py"),
+            Part("plan, execute and apply a step", "engine/core/core.py"),
+            Part("decide what the step computes", "engine/scheduling/planner.py"),
+            Part("decide where a prompt's chunk ends", "engine/scheduling/chunk_policy.py"),
+            Part("apply results to requests", "engine/core/applier.py"),
         ),
         "a frozen plan of rows",
         "sampled ids",
@@ -72,7 +72,7 @@ BOXES = (
     Box(
         "Execution",
         (
-            Part("CPU: a step is one call of a recorded program", "engine/models/native.py"),
+            Part("CPU: run a step as one recorded program", "engine/models/native.py"),
             Part("GPU: queue a step, read it later", "engine/execution/gpu/executor.py"),
             Part("GPU: replay a captured step", "engine/execution/gpu/model.py"),
         ),
@@ -81,7 +81,7 @@ BOXES = (
 
 
 def render() -> str:
-    """The picture as SVG, which reads in light and dark."""
+    """Render the picture as SVG for light and dark pages."""
     lines, top = list[str](), LEFT
     for number, box in enumerate(BOXES):
         height = PAD * 2 + LINE * (1 + len(box.parts)) - 4

@@ -1,5 +1,5 @@
-"""Owns what each error code means to whoever gets it, and what to do: the table in docs/how-to/troubleshooting.md.
-Never decides when an error is given; a test holds the list against the codes that stand in the code."""
+"""Owns the meaning of each error code for clients and the remedy: the table in docs/how-to/troubleshooting.md.
+Never decides when an error occurs. A test compares the list with the codes in the source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENTRIES: dict[str, Entry] = {
     "aborted": Entry(
         (500, 503),
         "500: an administrator ended the request. 503: the server ended it while it was shutting down.",
-        "500: ask whoever has the admin key. 503: send it again.",
+        "500: ask the administrator. 503: send it again.",
     ),
     "adapter_unavailable": Entry(
         (503,),
@@ -45,7 +45,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "deadline_exceeded": Entry(
         (504,),
-        "There was no whole answer within `timeout_ms` or `Request-Timeout-Ms`.",
+        "The answer was not complete within `timeout_ms` or `Request-Timeout-Ms`.",
         "Do not retry at once: it would be as late. Allow more time, ask for fewer tokens, or add engines.",
     ),
     "draining": Entry(
@@ -57,20 +57,20 @@ ENTRIES: dict[str, Entry] = {
     "engine_dead": Entry(
         (503,),
         "No engine replica answers.",
-        "Try again: Serve starts a new one. If it lasts, the engine's last words are in the log of `serve run`.",
+        "Try again: Serve starts a new one. If it persists, the log of `serve run` has the engine's last messages.",
     ),
     "gateway_timeout": Entry(
         (504,),
         "HAProxy waited for a replica that did not answer.",
-        "Try again. If it lasts, look at the replica's log.",
+        "Try again. If it persists, look at the replica's log.",
     ),
     "grammar_limit_exceeded": Entry(
         (400,),
-        "The grammar, regex or schema became more work in the middle of the answer than one token may cost.",
-        "Simplify it: fewer optional parts in a row, fewer alternatives that begin alike, recursion on the left.",
+        "In the middle of the answer, the grammar, regex or schema needed more work than one token may cost.",
+        "Simplify it: fewer optional parts in a row, fewer alternatives with the same beginning, left recursion.",
     ),
     "headers_too_large": Entry(
-        (431,), "The headers are larger, or there are more, than the server takes.", "Send fewer; see HTTP limits."
+        (431,), "The headers are larger or more numerous than the server accepts.", "Send fewer; see HTTP limits."
     ),
     "internal_error": Entry(
         (500,), "The server failed unexpectedly: a bug.", "The log has the traceback. Please report it."
@@ -85,21 +85,21 @@ ENTRIES: dict[str, Entry] = {
     "invalid_json": Entry((400,), "The body is not JSON.", "The message says where."),
     "invalid_value": Entry(
         (400,),
-        "A field has a value that cannot be taken.",
+        "A field has an invalid value.",
         "`param` names the field, the message the limit and the value.",
     ),
     "lora_updates_disabled": Entry(
         (403,), "Adapters cannot be changed while this server runs.", "Set `allow_lora_updates`."
     ),
-    "method_not_allowed": Entry((405,), "The route exists, and not for this method.", "See the routes."),
+    "method_not_allowed": Entry((405,), "The route exists, but not for this method.", "See the routes."),
     "missing_required_parameter": Entry((400,), "A field is missing.", "`param` names it."),
     "model_not_found": Entry(
         (404,),
-        "Nothing of this name is served.",
-        "`GET /v1/models` lists what is. `model_aliases` gives a model the name that a client insists on.",
+        "The server has no model or adapter of this name.",
+        "`GET /v1/models` lists the names. `model_aliases` gives a model the name that a client insists on.",
     ),
     "not_found": Entry(
-        (404,), "There is no such route.", "Check the base URL: Anthropic's clients want it without `/v1`."
+        (404,), "There is no such route.", "Check the base URL: Anthropic's clients need it without `/v1`."
     ),
     "preparation_failed": Entry(
         (500,), "The server failed to prepare the prompt.", "The log has the reason. Please report it."
@@ -107,7 +107,7 @@ ENTRIES: dict[str, Entry] = {
     "queue_full": Entry(
         (429, 503),
         "The deployment's limit of requests or tokens is reached, or every engine has `max_num_seqs` + "
-        "`max_queued_requests`; 429: too many wait in Ray Serve's proxy. "
+        "`max_queued_requests` requests; 429: too many wait in Ray Serve's proxy. "
         "[Limits](limits.md#which-check-refused-a-request) says which check it was.",
         "Wait for `Retry-After`. If it happens often, add engines or raise `admission`.",
     ),
@@ -127,7 +127,7 @@ ENTRIES: dict[str, Entry] = {
     "request_timeout": Entry((408,), "Headers or body arrived too slowly.", "Send faster; see HTTP limits."),
     "service_unavailable": Entry(
         (503,),
-        "No ingress replica takes requests at the moment.",
+        "No ingress replica accepts requests at the moment.",
         "Try again after a second. During a start it is normal; otherwise look at `serve status`.",
     ),
     "step_failed": Entry(
@@ -140,7 +140,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "unknown_parameter": Entry(
         (400,),
-        "The server knows no such field. It might change the answer, so it is not ignored.",
+        "The server does not know the field. It might change the answer, so it is not ignored.",
         "`param` names it. Leave it out, or check its spelling in the fields of requests.",
     ),
     "unsupported_media_type": Entry(
@@ -148,15 +148,15 @@ ENTRIES: dict[str, Entry] = {
     ),
     "unsupported_parameter": Entry(
         (400,),
-        "The server knows the field and cannot do what it asks for, with this model or at all.",
-        "The message says why. With `args.strict`, hints are refused like this, too.",
+        "The server knows the field but cannot do what it asks for, with this model or at all.",
+        "The message says why. With `args.strict`, hints are refused in this way, too.",
     ),
-    "url_too_long": Entry((414,), "The URL is longer than the server takes.", "See HTTP limits."),
+    "url_too_long": Entry((414,), "The URL is longer than the server accepts.", "See HTTP limits."),
 }
 
 
 def render() -> str:
-    """The codes as a Markdown table."""
+    """Render the codes as a Markdown table."""
     return "\n".join(_lines())
 
 

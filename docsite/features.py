@@ -1,5 +1,5 @@
-"""Makes the page of what goes together from the tables that refuse what does not.
-Never says on its own what goes with what: each cell is what a start would find in those tables."""
+"""Makes the page of compatible features from the tables that refuse incompatible ones.
+Never decides what is compatible: each cell is what a start would find in those tables."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from serve_app.settings.features import APP_RULES
 INTRODUCTION = """\
 # Features
 
-Written by `make docs`, from the table that refuses what does not go together. A start that breaks one of its rules
-ends with one line, which names both settings and the reason. What is not named here is refused beside nothing, and
-what is left at `auto` follows what is asked for: with LoRA adapters, the kernels are torch's.
+Written by `make docs`, from the table of features that exclude each other. A start that breaks one of its rules ends
+with one line, which names both settings and the reason. A setting that is not named here goes with everything. A
+setting that is left at `auto` adapts to the others: with LoRA adapters, for example, the kernels are torch's.
 
-A cell says where it works: **N**, **T** and **R** are the CPU with `kernels: native`, `torch_cpu` and `reference`;
-**G** is a GPU; – is nowhere. The numbers lead to the reasons below.
+A cell says where the combination works: **N**, **T** and **R** are the CPU with `kernels: native`, `torch_cpu` and
+`reference`; **G** is a GPU; – is nowhere. The numbers lead to the reasons below.
 """
 
 Facts = frozenset[Feature]
@@ -36,7 +36,7 @@ MODELS: Mapping[str, Facts] = {
     "hybrid": frozenset({engine.LINEAR_ATTENTION, engine.RECURRENT_STATE, engine.TEXT}),
     "text and images": frozenset({engine.IMAGES, engine.NO_STATE}),
 }
-"""Kinds of models, as reference/models.md has them, with all that they are in the table."""
+"""Kinds of models, as in reference/models.md, with all their features in the table."""
 
 ROWS: Mapping[str, Facts] = {
     "LoRA adapters (`max_loras`)": frozenset({engine.LORA}),
@@ -54,40 +54,40 @@ ROWS: Mapping[str, Facts] = {
     "Snapshots of recurrent state (`scheduler.state_snapshot_tokens`)": frozenset({engine.SNAPSHOTS}),
     "Prompts cut by the engine (`scheduler.chunk_owner: engine`)": frozenset({engine.ENGINE_CHUNKS}),
 }
-"""What people ask about, with its settings."""
+"""The features of the page's rows, with their settings."""
 
 ONE_OF_A_SETTING = "or"
-"""The cell of two values of one setting."""
+"""The content of a cell for two values of the same setting."""
 
 
 class Notes:
-    """Numbers of the reasons that cells name, in the order in which they do."""
+    """Numbers the reasons in the order in which cells refer to them."""
 
     def __init__(self) -> None:
-        self._told: list[tuple[Feature, Rule]] = []
+        self._noted: list[tuple[Feature, Rule]] = []
 
-    def untold(self, rule: Rule) -> tuple[Feature, ...]:
-        """The features of a rule that no cell has named."""
-        return tuple(feature for feature in rule.features if (feature, rule) not in self._told)
+    def unnoted(self, rule: Rule) -> tuple[Feature, ...]:
+        """Return the features of a rule that no cell refers to."""
+        return tuple(feature for feature in rule.features if (feature, rule) not in self._noted)
 
     def marks(self, conflicts: Iterable[Conflict]) -> str:
-        """The numbers of these, raised."""
-        found = set()
+        """Return the numbers of these conflicts, as superscript."""
+        numbers = set()
         for conflict in conflicts:
-            told = conflict.feature, conflict.rule
-            if told not in self._told:
-                self._told.append(told)
-            found.add(self._told.index(told) + 1)
-        return f"<sup>{', '.join(map(str, sorted(found)))}</sup>" if found else ""
+            note = conflict.feature, conflict.rule
+            if note not in self._noted:
+                self._noted.append(note)
+            numbers.add(self._noted.index(note) + 1)
+        return f"<sup>{', '.join(map(str, sorted(numbers)))}</sup>" if numbers else ""
 
     def lines(self) -> Iterator[str]:
-        """A line for each number."""
-        for number, (feature, rule) in enumerate(self._told, 1):
+        """Yield a line for each number."""
+        for number, (feature, rule) in enumerate(self._noted, 1):
             yield f"{number}. {_named(feature)} beside {_beside(rule)}: {rule.reason}."
 
 
 def where(*parts: Facts) -> tuple[str, list[Conflict]]:
-    """The places where all of it is on, and what refuses it in the others."""
+    """Return the places where all these features work together, and the conflicts in the others."""
     together = frozenset().union(*parts)
     refused = {place: find_conflict(together | facts) for place, facts in PLACES.items()}
     conflicts = [conflict for conflict in refused.values() if conflict is not None]
@@ -95,16 +95,16 @@ def where(*parts: Facts) -> tuple[str, list[Conflict]]:
 
 
 def cell(row: Facts, column: Facts, notes: Notes) -> str:
-    """Where both go together, with the reasons for which one refuses the other; where none does and there is still no
-    place for both, with those for which they go apart."""
+    """Return the places where both work together, with the reasons why one refuses the other elsewhere. If neither
+    refuses the other and still no place has both, the reasons are those that exclude each from the other's places."""
     if row != column and _settings(row) & _settings(column):
         return ONE_OF_A_SETTING
     if anywhere := find_conflict(row | column):
         return f"–{notes.marks([anywhere])}"
     places, conflicts = where(row, column)
     alone = {conflict.rule for part in (row, column) for conflict in where(part)[1]}
-    told = [conflict for conflict in conflicts if not places or conflict.rule not in alone]
-    return " ".join(places or "–") + notes.marks(told)
+    shown = [conflict for conflict in conflicts if not places or conflict.rule not in alone]
+    return " ".join(places or "–") + notes.marks(shown)
 
 
 def _settings(facts: Facts) -> set[str]:
@@ -112,18 +112,19 @@ def _settings(facts: Facts) -> set[str]:
 
 
 def render() -> str:
-    """The page as Markdown: places and models, feature by feature, what else is refused, and the reasons."""
+    """Render the page as Markdown: features by place and model, features by feature, other refusals, and the
+    reasons."""
     notes = Notes()
-    lines = [INTRODUCTION, "## On which device, with which kernels, for which models", ""]
-    lines += [*_models(notes), "", "## Beside which other features", ""]
-    lines += ["Of a dense model. *or*: two values of one setting.", "", *_pairs(notes), "", "## Reasons", ""]
+    lines = [INTRODUCTION, "## By device, kernels and model", ""]
+    lines += [*_models(notes), "", "## With other features", ""]
+    lines += ["For a dense model. *or*: two values of one setting.", "", *_pairs(notes), "", "## Reasons", ""]
     lines += [*notes.lines(), "", "## Other settings", ""]
     lines += ["| this | does not go with | because |", "|---|---|---|"]
-    rest = [(notes.untold(rule), rule) for rule in (*RULES, *APP_RULES) if not _of_executor(rule)]
+    rest = [(notes.unnoted(rule), rule) for rule in (*RULES, *APP_RULES) if not _of_executor(rule)]
     lines += [_row(features, rule) for features, rule in rest if features]
     lines += ["", "## What an executor may lack", ""]
-    lines += ["Whoever adds a device says what its executor can do; the start refuses the rest.", ""]
-    lines += ["| this | is refused beside an executor with | because |", "|---|---|---|"]
+    lines += ["A new device declares what its executor can do; the start refuses the rest.", ""]
+    lines += ["| this | is refused with an executor that has | because |", "|---|---|---|"]
     return "\n".join([*lines, *(_row(rule.features, rule) for rule in RULES if _of_executor(rule))]) + "\n"
 
 
@@ -136,7 +137,7 @@ def _models(notes: Notes) -> Iterator[str]:
 
 
 def _pairs(notes: Notes) -> Iterator[str]:
-    """One half: the other would say the same."""
+    """Yield one half of the symmetric table."""
     dense = MODELS["dense"]
     rows = {title: row for title, row in ROWS.items() if where(row, dense)[0]}
     yield f"| | {' | '.join(title.partition(' (')[0] for title in [*rows][:-1])} |"
@@ -168,8 +169,8 @@ def _named(term: Feature) -> str:
 
 
 def sentences() -> Iterator[str]:
-    """What a start would say for each rule, with … for values and for what is found out."""
+    """Yield the refusal for each rule, with … for values and for facts that are only known at a start."""
     for rule in (*RULES, *APP_RULES):
-        for one, other in product(rule.features, rule.against):
-            told = [f"{term.setting} is …" if term.setting else "…" for term in (one, other, *rule.where)]
-            yield f"{told[0]}, but {' and '.join(told[1:])}: {rule.reason}."
+        for feature, other in product(rule.features, rule.against):
+            clauses = [f"{term.setting} is …" if term.setting else "…" for term in (feature, other, *rule.where)]
+            yield f"{clauses[0]}, but {' and '.join(clauses[1:])}: {rule.reason}."

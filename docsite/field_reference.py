@@ -1,5 +1,5 @@
-"""Owns docs/reference/api-fields.md: every field of every body, honoured, a hint or refused, made from the schemas.
-Never holds a description of its own; a field is documented, and given its class, where it is defined."""
+"""Owns docs/reference/api-fields.md: every field of every body with its class (honoured, hint or refused), from the
+schemas. Never has a description of its own: a field is documented and classified where it is defined."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from serve_app.api.requests.strict_model import StrictModel, UsedIfPossible
 INTRODUCTION = """\
 # Fields of requests
 
-Written by `make docs` from the schemas. A field is of one of three classes:
+Written by `make docs` from the schemas. Each field belongs to one of three classes:
 
-- **honoured**: it does what it says, or is refused where it cannot. Labels, such as `user`, promise nothing.
-- **hint**: it asks for no other answer than this server gives. It is taken, and used where the model can do something
-  with it; where it had no effect, the response's header `x-chunkserve-ignored` and the metric
-  `chunkserve:ignored_fields_total` name it. With `args.strict` it is refused, as below.
-- **refused**: a 400 names it. It would change or constrain the answer, and this server cannot do what it asks for.
+- **honoured**: it does what it says, or is refused if that is impossible. Labels, such as `user`, promise nothing.
+- **hint**: it does not ask for a different answer. It is accepted, and used if the model supports it. If it had no
+  effect, the response's header `x-chunkserve-ignored` and the metric `chunkserve:ignored_fields_total` name it. With
+  `args.strict` it is refused, as below.
+- **refused**: a 400 names it. It would change or constrain the answer in a way that this server does not support.
 
-Any other field is refused as unknown, and any object of another type than these by its type. Null is taken for each
-hint and each field that is refused, as are the values that the table has for them: they ask for what is done anyway.
+Any other field is refused as unknown, and an object of a type that is not listed is refused by its type. Hints and
+refused fields accept null and the values in the table, since these ask for what is done anyway.
 
-Some values of fields are hints, too. They stand at the end of a table, by the names that the header has for them.
-One value of a hint is refused: an edit of `context_management` with `pause_after_compaction`, which would end an answer
+Some values of fields are hints, too. They are at the end of a table, under the names that the header uses for them. One
+value of a hint is refused: an edit of `context_management` with `pause_after_compaction`, which would end an answer
 early.
 
-In a path, `[]` is each item of a list, and `{text}` stands behind an object that has the `type` text.
+In a path, `[]` is each item of a list, and `{text}` follows an object with the `type` text.
 """
 
 _MAX_TYPES = 2
-"""Bounds how many types of an object a path shows."""
+"""The maximum number of types of an object that a path shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +46,22 @@ class Row:
     kind: Literal["honoured", "hint", "refused"]
     meaning: str
     model: type[BaseModel]
-    """Which has the field."""
+    """The model that has the field."""
     name: str
 
 
 def render() -> str:
-    """The page as Markdown, with a table for each body."""
+    """Render the page as Markdown, with a table for each body."""
     return "\n".join([INTRODUCTION, *(line for operation in _operations() for line in _section(operation))])
 
 
 def _operations() -> list[Operation]:
-    """Those that take a body, each under one of its paths."""
-    found: dict[str, Operation] = {}
+    """Return the operations that take a body, each under one of its paths."""
+    by_path: dict[str, Operation] = {}
     for operation in OPERATIONS:
         if operation.body is not None:
-            found.setdefault(operation.path.removeprefix("/v1"), operation)
-    return list(found.values())
+            by_path.setdefault(operation.path.removeprefix("/v1"), operation)
+    return list(by_path.values())
 
 
 def _section(operation: Operation) -> Iterator[str]:
@@ -79,18 +79,19 @@ def _section(operation: Operation) -> Iterator[str]:
 
 
 def _doc(body: type[BaseModel], *, alone: bool) -> list[str]:
-    """What one of several bodies is."""
+    """Return the description of a body, if it is one of several."""
     return [] if alone or not body.__doc__ else [" ".join(body.__doc__.split())]
 
 
 def bodies_of(body: type[BaseModel]) -> list[type[BaseModel]]:
-    """The models that a body may be."""
+    """Return the models that a body may be."""
     kinds: Any = body.model_fields["root"].annotation if issubclass(body, RootModel) else body
     return [model for _, model in _each_model("", kinds)]
 
 
 def rows(model: type[BaseModel], path: str = "", inside: Sequence[type[BaseModel]] = ()) -> Iterator[Row]:
-    """A model's fields, each with those of the objects in it. `inside`: models that this one is in, shown once."""
+    """Yield a model's fields, each with those of the objects in it. `inside` are the models around this one, which are
+    not shown again."""
     for name, field in model.model_fields.items():
         yield from _field_rows(model, field.alias or name, field, path, inside)
     if not issubclass(model, StrictModel):
@@ -111,22 +112,22 @@ def _neutral(values: Sequence[Any]) -> str:
 def _field_rows(
     model: type[BaseModel], name: str, field: FieldInfo, path: str, inside: Sequence[type[BaseModel]]
 ) -> Iterator[Row]:
-    is_hint = bool(getattr(model, "is_hint", False))  # AbsentTool is no StrictModel
-    is_hint = is_hint or any(isinstance(one, UsedIfPossible) for one in field.metadata)
+    is_hint = bool(getattr(model, "is_hint", False))  # AbsentTool is not a StrictModel
+    is_hint = is_hint or any(isinstance(mark, UsedIfPossible) for mark in field.metadata)
     words = _words(field.annotation)
     one_of = f"One of {', '.join(f'`{word}`' for word in words)}." if words else ""
-    told = " ".join(filter(None, [" ".join((field.description or "").split()), one_of]))
-    yield Row(path + name, "hint" if is_hint else "honoured", told, model, name)
+    meaning = " ".join(filter(None, [" ".join((field.description or "").split()), one_of]))
+    yield Row(path + name, "hint" if is_hint else "honoured", meaning, model, name)
     for place, nested in _models(path + name, field.annotation):
         if nested not in inside and nested is not model:
             yield from rows(nested, f"{place}.", (*inside, model))
 
 
 def _models(path: str, annotation: Any) -> list[tuple[str, type[BaseModel]]]:
-    """The models of the objects that a value may be or hold, each with its path, which tells several apart."""
-    found = list(dict.fromkeys(_each_model(path, annotation)))
-    several = len({model for _, model in found}) > 1
-    return [(f"{place}{_type_of(model)}" if several else place, model) for place, model in found]
+    """Return the models of the objects that a value may be or contain, each with a path that distinguishes them."""
+    models = list(dict.fromkeys(_each_model(path, annotation)))
+    several = len({model for _, model in models}) > 1
+    return [(f"{place}{_type_of(model)}" if several else place, model) for place, model in models]
 
 
 def _each_model(path: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -147,7 +148,7 @@ def _type_of(model: type[BaseModel]) -> str:
 
 
 def _words(annotation: Any) -> list[str]:
-    """The texts that a value may be; none where it may be anything else but null."""
+    """Return the texts that a value may be; none if it may be anything else except null."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return [argument for argument in arguments if isinstance(argument, str)]

@@ -1,4 +1,4 @@
-"""Makes the few figures that the README and the comparison show, from the kept comparison with peers.
+"""Makes the table of highlights in the README and the comparison, from the saved results of the comparison with peers.
 Never computes a figure: benchmarks/peers/comparison.py does."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SHOWN = (
 
 
 def table(document: Document) -> str:
-    """Medians over the rounds; of vLLM's two settings the better one."""
+    """Render medians over the rounds; vLLM is shown with the better of its two settings."""
     return "\n".join(_lines(document))
 
 

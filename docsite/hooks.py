@@ -1,5 +1,5 @@
-"""Owns what MkDocs does with this repository beyond docs/: pages that live beside the code are shown in the site too,
-and links to source files become names, since the site does not hold them.
+"""Owns the MkDocs hook: it adds pages that live beside the code to the site, and turns links to source files into
+names, since the site does not have these files.
 Never changes a file."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BESIDE_THE_CODE = {
     "loadtest/README.md": "benchmarks/load-tests.md",
     "loadtest/sim/README.md": "benchmarks/simulator.md",
 }
-"""Where a page lies in the repository -> where it is in the site."""
+"""A page's path in the repository -> its path in the site."""
 
 _PAGES = {place: origin for origin, place in BESIDE_THE_CODE.items()}
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:|mailto:|#)[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
@@ -54,30 +54,30 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with links that lead to places in the site, or none."""
+    """Rewrite the page's links for the site."""
     return with_links(markdown, page.file.src_uri)
 
 
 def with_links(markdown: str, place: str) -> str:
-    """`place`: the page's in the site. Code is left as it is."""
+    """Rewrite links outside code. `place` is the page's path in the site."""
     parts = _CODE.split(markdown)
     parts[::2] = [_rewritten(part, place) for part in parts[::2]]
     return "".join(parts)
 
 
 def _rewritten(text: str, place: str) -> str:
-    text = _IMAGE.sub(lambda found: _image(found, place), text)
-    return _LINK.sub(lambda found: _link(found, place), text)
+    text = _IMAGE.sub(lambda link: _image(link, place), text)
+    return _LINK.sub(lambda link: _link(link, place), text)
 
 
 def in_repository(place: str, target: str) -> str:
-    """The path, from the repository's root, that a link of the page leads to on disk."""
+    """Return the path on disk, from the repository's root, that a link of the page leads to."""
     origin = _PAGES.get(place, f"{DOCS}/{place}")
     return posixpath.normpath(posixpath.join(posixpath.dirname(origin), target))
 
 
 def in_site(path: str) -> str | None:
-    """Where the site has a file of the repository; None: nowhere."""
+    """Return the path in the site of a file of the repository; None if it is not in the site."""
     if path in BESIDE_THE_CODE:
         return BESIDE_THE_CODE[path]
     if path == "README.md":
@@ -85,20 +85,20 @@ def in_site(path: str) -> str | None:
     return path.removeprefix(f"{DOCS}/") if path.startswith(f"{DOCS}/") else None
 
 
-def _link(found: re.Match[str], place: str) -> str:
-    path = in_repository(place, found["target"])
+def _link(link: re.Match[str], place: str) -> str:
+    path = in_repository(place, link["target"])
     target = in_site(path)
     if target is not None:
-        return f"[{found['text']}]({_from(place, target)}{found['anchor'] or ''})"
+        return f"[{link['text']}]({_from(place, target)}{link['anchor'] or ''})"
     if not (ROOT / path).exists():
         logger.warning("%s links to %s, which is not there", place, path)
-    name = found["text"]
+    name = link["text"]
     return name if posixpath.basename(path.rstrip("/")) in name else f"{name} (`{path}`)"
 
 
-def _image(found: re.Match[str], place: str) -> str:
-    target = in_site(in_repository(place, found["target"]))
-    return found[0] if target is None else f"![{found['text']}]({_from(place, target)})"
+def _image(link: re.Match[str], place: str) -> str:
+    target = in_site(in_repository(place, link["target"]))
+    return link[0] if target is None else f"![{link['text']}]({_from(place, target)})"
 
 
 def _from(place: str, target: str) -> str:

@@ -1,5 +1,5 @@
-"""Draws packages and what they import, read from the imports themselves: the engine's, the serving path's, the API's.
-Never says what may import what: the import contracts in pyproject.toml do."""
+"""Draws the packages of the engine, the serving path and the API with their imports, which it reads from the source.
+Never decides what may import what: the import contracts in pyproject.toml do."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Tree:
-    """A package whose parts are drawn, each of which is a room."""
+    """A package to be drawn. Its modules are drawn in groups, by default one for each subpackage."""
 
     package: str
     title: str
     introduction: str
     picture: str
-    """Its file in docs/."""
+    """The file of the picture in docs/."""
     modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Rooms that are modules of the package itself, and which these are."""
+    """Groups of modules of the package itself."""
     owns: Mapping[str, str] = field(default_factory=dict)
-    """What each of these has."""
+    """The description of each of these groups."""
     merged: Mapping[str, str] = field(default_factory=dict)
-    """A package -> the room that it and all packages in it are."""
+    """A package -> the group of it and all packages in it."""
     base: frozenset[str] = frozenset()
-    """The rooms below all others, to which no arrow is drawn."""
+    """The groups below all others, to which no arrow is drawn."""
     left_out: frozenset[str] = frozenset()
-    """Modules that are in no room."""
+    """Modules that belong to no group."""
 
     @property
     def folder(self) -> Path:
@@ -41,7 +41,7 @@ ENGINE = Tree(
     package="engine",
     title="The engine's packages",
     introduction="""\
-The contract is what all but `host` import, so no arrow to it is drawn.
+All packages but `host` import the contract, so no arrow to it is drawn.
 
 ![The engine's packages, from the front door to the contract that all of them share](../packages.svg)
 """,
@@ -56,14 +56,14 @@ The contract is what all but `host` import, so no arrow to it is drawn.
     },
     merged={"models": "models"},
     base=frozenset({"contract"}),
-    left_out=frozenset({"engine.prepare"}),  # a name that is kept for a release
+    left_out=frozenset({"engine.prepare"}),  # an old name that is kept for one release
 )
 SERVING = Tree(
     package="serve_app",
     title="The serving path's packages",
     introduction="""\
-`app` is what a config names, and `front` is the `serve` command. The API, which is the largest, has a picture of its
-own below. Most import `errors` and `settings`, so no arrows to these are drawn.
+A config names `app`, and `front` is the `serve` command. The API is the largest package and has its own picture below.
+Most packages import `errors` and `settings`, so no arrows to these are drawn.
 
 ![The serving path's packages, from the application to errors and settings](../packages-serving.svg)
 """,
@@ -105,40 +105,41 @@ text { font: 13px ui-monospace, monospace; fill: #1f2328; text-anchor: middle }
 INTRODUCTION = """\
 # The packages
 
-Written by `make docs`, from the imports. An arrow leads from a package to one that it imports. An import is left out of
-a picture where a way leads there through others; the tables have all. No arrow leads up: where a file lies decides what
-it may import, and `make check` holds that by import contracts.
+Written by `make docs`, from the imports. An arrow leads from a package to one that it imports. A picture leaves out an
+import if other arrows lead to the same package; the tables have all imports. No arrow leads up: a file's package
+decides what it may import, and `make check` enforces this with import contracts.
 """
 
 Imports = Mapping[str, frozenset[str]]
 
 
-def room_of(tree: Tree, module: str) -> str | None:
-    """The room of a module such as `engine.core.core`. None: it is the tree's own `__init__`, or left out."""
+def group_of(tree: Tree, module: str) -> str | None:
+    """Return the group of a module such as `engine.core.core`; None for the tree's own `__init__` and left-out
+    modules."""
     if module in tree.left_out or module == tree.package:
         return None
     parts = module.removeprefix(f"{tree.package}.").split(".")
-    for room, modules in tree.modules.items():
+    for group, modules in tree.modules.items():
         if parts[0] in modules:
-            return room
+            return group
     package = ".".join(parts if tree.folder.joinpath(*parts).is_dir() else parts[:-1])
-    return next((room for above, room in tree.merged.items() if f"{package}.".startswith(f"{above}.")), package)
+    return next((group for above, group in tree.merged.items() if f"{package}.".startswith(f"{above}.")), package)
 
 
 def imports(tree: Tree) -> dict[str, frozenset[str]]:
-    """Each room with those that it imports, itself left out."""
+    """Return each group with the other groups that it imports."""
     found: dict[str, set[str]] = {}
     for path in sorted(tree.folder.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        own = room_of(tree, ".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+        own = group_of(tree, ".".join(parts[:-1] if parts[-1] == "__init__" else parts))
         if own is not None:
-            others = (room_of(tree, name) for name in imported(path, tree.package))
+            others = (group_of(tree, name) for name in imported(path, tree.package))
             found.setdefault(own, set()).update(other for other in others if other is not None)
-    return {room: frozenset(others - {room}) for room, others in found.items()}
+    return {group: frozenset(others - {group}) for group, others in found.items()}
 
 
 def imported(path: Path, package: str) -> Iterator[str]:
-    """Modules of the package that a file imports, anywhere in it, and also where only types are checked."""
+    """Yield the modules of the package that a file imports, including imports in functions and for type checking."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -149,84 +150,84 @@ def imported(path: Path, package: str) -> Iterator[str]:
 
 
 def _module(package: str, name: str) -> str:
-    """What `from package import name` reads: a module of a package, or a name in a module."""
+    """Return the module that `from package import name` reads: a module in the package, or the package itself."""
     path = ROOT.joinpath(*package.split("."), name)
     return f"{package}.{name}" if path.is_dir() or path.with_suffix(".py").exists() else package
 
 
 def levels(graph: Imports) -> list[list[str]]:
-    """Packages by how far they lie below one that nobody imports, the highest first. In a level they have the order of
-    those above them, so that few arrows cross.
+    """Sort packages into levels by their longest distance from a package that nobody imports, the top level first.
+    Within a level they follow the order of the packages above them, so that few arrows cross.
 
     Raises:
         ValueError: packages import each other in a circle.
     """
-    importers = {room: frozenset(other for other in graph if room in graph[other]) for room in graph}
+    importers = {group: frozenset(other for other in graph if group in graph[other]) for group in graph}
     depth: dict[str, int] = {}
     while len(depth) < len(graph):
-        ready = [room for room in graph if room not in depth and importers[room] <= depth.keys()]
+        ready = [group for group in graph if group not in depth and importers[group] <= depth.keys()]
         if not ready:
             raise ValueError(f"packages import each other in a circle: {_circle(graph)}")
-        depth |= {room: max((depth[other] + 1 for other in importers[room]), default=0) for room in ready}
+        depth |= {group: max((depth[other] + 1 for other in importers[group]), default=0) for group in ready}
     found: list[list[str]] = []
     for level in sorted({*depth.values()}):
-        above = {room: number / len(row) for row in found for number, room in enumerate(row)}
-        row = sorted(room for room in depth if depth[room] == level)
+        above = {group: number / len(row) for row in found for number, group in enumerate(row)}
+        row = sorted(group for group in depth if depth[group] == level)
         found.append(
-            sorted(row, key=lambda room: max(((depth[o], above[o]) for o in importers[room]), default=(0, 0))[1])
+            sorted(row, key=lambda group: max(((depth[o], above[o]) for o in importers[group]), default=(0, 0))[1])
         )
     return found
 
 
 def _circle(graph: Imports) -> list[str]:
-    return sorted(room for room in graph if room in _reached(graph, room))
+    return sorted(group for group in graph if group in _reached(graph, group))
 
 
 def drawn(graph: Imports) -> list[tuple[str, str]]:
-    """The arrows without which a package could not be reached from one above it."""
-    below = {room: _reached(graph, room) for room in graph}
+    """Return the arrows to draw: those imports that do not also follow from a path through other packages."""
+    below = {group: _reached(graph, group) for group in graph}
     return sorted(
-        (room, other)
-        for room, others in graph.items()
+        (group, other)
+        for group, others in graph.items()
         for other in others
         if not any(other in below[between] for between in others - {other})
     )
 
 
-def _reached(graph: Imports, room: str) -> frozenset[str]:
+def _reached(graph: Imports, group: str) -> frozenset[str]:
     found: set[str] = set()
-    open_ones = [*graph[room]]
-    while open_ones:
-        if (other := open_ones.pop()) not in found:
+    pending = [*graph[group]]
+    while pending:
+        if (other := pending.pop()) not in found:
             found.add(other)
-            open_ones += graph[other]
+            pending += graph[other]
     return frozenset(found)
 
 
 def picture(tree: Tree) -> str:
-    """The drawing as SVG, which reads in light and dark."""
+    """Render the picture as SVG for light and dark pages."""
     graph = imports(tree)
     rows = levels(graph)
     places = {
-        room: (WIDTH * (2 * number + 1) // (2 * len(row)), EDGE + level * ROW)
+        group: (WIDTH * (2 * number + 1) // (2 * len(row)), EDGE + level * ROW)
         for level, row in enumerate(rows)
-        for number, room in enumerate(row)
+        for number, group in enumerate(row)
     }
     height = 2 * EDGE + (len(rows) - 1) * ROW + BOX_HEIGHT
     size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">', f"<style>{STYLE}</style>"]
     lines += [f"<title>{escape(tree.title)}</title>", HEAD]
-    for room, other in ((room, other) for room, other in drawn(graph) if other not in tree.base):
-        (x, y), (to_x, to_y) = places[room], places[other]
+    for group, other in ((group, other) for group, other in drawn(graph) if other not in tree.base):
+        (x, y), (to_x, to_y) = places[group], places[other]
         ends = f'x1="{x}" y1="{y + BOX_HEIGHT}" x2="{to_x}" y2="{to_y - 2}"'
         lines.append(f'<line class="arrow" {ends} marker-end="url(#head)"/>')
     wide = WIDTH // max(1, len(tree.base)) - 2 * EDGE
     narrow = min(BOX_WIDTH, WIDTH // max(map(len, rows)) - EDGE)
-    for room, (x, y) in places.items():
-        width = wide if room in tree.base else narrow
+    for group, (x, y) in places.items():
+        width = wide if group in tree.base else narrow
         box = f'x="{x - width // 2}" y="{y}" width="{width}" height="{BOX_HEIGHT}" rx="6"'
         lines.append(f'<rect class="box" {box}/>')
-        lines.append(f'<text x="{x}" y="{y + 22}">{escape(room)}</text>')
+        lines.append(f'<text x="{x}" y="{y + 22}">{escape(group)}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
@@ -237,35 +238,39 @@ HEAD = (
 
 
 def page() -> str:
-    """Each tree's picture, and a row for each of its rooms."""
+    """Render the page: each tree's picture, and a table with a row for each group."""
     return "\n".join([INTRODUCTION, *(line for tree in TREES for line in _section(tree))]).rstrip() + "\n"
 
 
 def _section(tree: Tree) -> list[str]:
     graph = imports(tree)
     lines = [f"## {tree.title}", "", tree.introduction, "| package | what it has | imports |", "|---|---|---|"]
-    for room in (room for row in levels(graph) for room in row):
-        path = f"`{tree.package.replace('.', '/')}/{room.replace('.', '/')}"
-        name = f"{path}/`" if room not in tree.modules else f"{path}.py`" if room in tree.modules[room] else room
-        others = ", ".join(sorted(graph[room])) or "none of these"
-        lines.append(f"| {name} | {_owns(tree, room)} | {others} |")
+    for group in (group for row in levels(graph) for group in row):
+        path = f"`{tree.package.replace('.', '/')}/{group.replace('.', '/')}"
+        name = f"{path}/`" if group not in tree.modules else f"{path}.py`" if group in tree.modules[group] else group
+        others = ", ".join(sorted(graph[group])) or "none of these"
+        lines.append(f"| {name} | {_owns(tree, group)} | {others} |")
     folder = tree.package.replace(".", "/")
     named = {
-        room: [f"`{folder}/{name}.py`" for name in names] for room, names in tree.modules.items() if room not in names
+        group: [f"`{folder}/{name}.py`" for name in names]
+        for group, names in tree.modules.items()
+        if group not in names
     }
-    told = [f"the {room} {'are' if room.endswith('s') else 'is'} {_listed(names)}" for room, names in named.items()]
-    sentence = "; ".join(told)
-    return [*lines, "", *([f"{sentence[:1].upper()}{sentence[1:]}.", ""] if told else [])]
+    clauses = [
+        f"the {group} {'are' if group.endswith('s') else 'is'} {_listed(names)}" for group, names in named.items()
+    ]
+    sentence = "; ".join(clauses)
+    return [*lines, "", *([f"{sentence[:1].upper()}{sentence[1:]}.", ""] if clauses else [])]
 
 
 def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _owns(tree: Tree, room: str) -> str:
-    """The first sentence of the room's docstring."""
-    if room in tree.owns:
-        return tree.owns[room]
-    path = tree.folder.joinpath(*room.split("."), "__init__.py")
+def _owns(tree: Tree, group: str) -> str:
+    """Return the first sentence of the group's docstring."""
+    if group in tree.owns:
+        return tree.owns[group]
+    path = tree.folder.joinpath(*group.split("."), "__init__.py")
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".") + "."

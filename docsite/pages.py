@@ -1,5 +1,5 @@
-"""Owns which files of docs/ are generated, and from what.
-Never holds a text of its own but the introductions of generated pages."""
+"""Owns the list of generated files of docs/, and their generators.
+Never has a text of its own except the introductions of generated pages."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ SETTINGS = """\
 # Settings
 
 Written by `make docs`. `config.yaml` is a Ray Serve config. This page has every setting under `args:` of the
-application; all other keys are Ray Serve's. Unknown keys are refused. An engine logs at its start what it made of the
-settings on this machine (dtype, KV blocks, threads, kernels), and why.
+application; all other keys are Ray Serve's. Unknown keys are refused. At its start, an engine logs the values that it
+derived from the settings on this machine (dtype, KV blocks, threads, kernels), and why.
 
-Settings that do not go together are refused: [Features](features.md) says what goes with what, and why.
+Settings that exclude each other are refused: [Features](features.md) says which do, and why.
 
-Most settings need no thought. This page begins with the handful that does, and [The settings that
-matter](../how-to/tuning.md) says how to choose it.
+Most settings can be left alone. This page begins with the few that matter, and [The settings that
+matter](../how-to/tuning.md) says how to choose them.
 """
 
 METRICS = """\
@@ -50,26 +50,26 @@ needs no API key. It shows no text, tenant or key, and it does not wake engines 
 The engines' metrics have vLLM's names, so that dashboards and gateways made for vLLM work. Metrics that vLLM does not
 have begin with `chunkserve:`.
 
-**Series.** Every replica has its own series, told apart by the label `engine` or `ingress`. Sum them in the query:
-`sum(rate(...))`. A series begins at zero when its replica starts, and ends with it; a replacement has another id. A
-replica that does not answer within 3 s is missing from the scrape, and `chunkserve:replicas_missing` counts it.
+**Series.** Every replica has its own series, distinguished by the label `engine` or `ingress`. Sum them in the query:
+`sum(rate(...))`. A series begins at zero when its replica starts, and ends with the replica; a replacement has another
+id. A replica that does not answer within 3 s is missing from the scrape, and `chunkserve:replicas_missing` counts it.
 
 **What counts as a request.** An answer that moves to another engine is one request to each of them. Histograms of
-whole requests hold those that ended by `stop` or `length` (engines), or with a complete answer (ingress).
+whole requests contain those that ended by `stop` or `length` (engines), or with a complete answer (ingress).
 
 **Queues.** Requests wait at the ingress first. The whole queue is `chunkserve:num_requests_waiting` plus
 `vllm:num_requests_waiting`.
 
 **Time.** A request's time at the ingress is `chunkserve:e2e_request_latency_seconds`. It is the sum of the gate time,
 the engine time and the overhead, which is the server's own. The difference between the engine time and
-`vllm:e2e_request_latency_seconds` is the way there and back.
+`vllm:e2e_request_latency_seconds` is the time of the way there and back.
 """
 
 REFUSALS = """\
 # Refusals at start
 
-Written by `make docs`, from the code that refuses. A server that cannot start ends with one of these lines, where …
-stands for names and numbers. The remedy stands above each list, and in most cases in the line itself.
+Written by `make docs`, from the code. A server that cannot start ends with one of these lines, where … stands for names
+and numbers. The remedy is above each list, and in most cases in the line itself.
 [Troubleshooting](../how-to/troubleshooting.md#the-server-does-not-start) has the most common ones.
 """
 
@@ -103,7 +103,7 @@ WHOLE: dict[str, Callable[[], str]] = {
     **{tree.picture: partial(packages.picture, tree) for tree in packages.TREES},
     "request-path.svg": diagram.render,
 }
-"""Files of docs/ that are generated as a whole."""
+"""Files of docs/ that are generated completely."""
 
 PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "highlights"): highlights_table,
@@ -112,11 +112,11 @@ PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/how-to/troubleshooting.md", "errors"): error_reference.render,
     ("docs/benchmarks/ingress-stalls.md", "ingress stalls"): lambda: stalls.table(stalls.kept()),
 }
-"""(File, name of the marks) -> what stands between the marks."""
+"""(File, name of the marks) -> the generator of the text between the marks."""
 
 
 def rendered() -> dict[Path, str]:
-    """Every generated file with the text that it should have."""
+    """Return every generated file with the text that it should have."""
     pages = {DOCS / name: render().rstrip("\n") + "\n" for name, render in WHOLE.items()}
     for (name, mark), render in PARTS.items():
         pages[ROOT / name] = with_text((ROOT / name).read_text(encoding="utf-8"), mark, render())

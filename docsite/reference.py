@@ -1,5 +1,5 @@
-"""Owns the tables of docs/reference/settings.md and metrics.md, made from what settings and metrics are in the code.
-Never holds a description of its own; a setting or a metric is documented where it is defined."""
+"""Owns the tables of docs/reference/settings.md and metrics.md, made from the settings and metrics in the code.
+Never has a description of its own: a setting or a metric is documented where it is defined."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from serve_app.settings.tracing import TracingSettings
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A setting. Texts are Markdown."""
+    """A setting. Its texts are Markdown."""
 
     name: str
     kind: str
@@ -40,7 +40,7 @@ SECTIONS: dict[type, str] = {
     AppSettings: "`args`: the application",
     AutoscalingSettings: "`args.autoscaling`: how many engines",
     RoutingSettings: "`args.routing`: which engine takes a request",
-    AdmissionSettings: "`args.admission`: what is let in, and what waits",
+    AdmissionSettings: "`args.admission`: what is admitted, and what waits",
     TracingSettings: "`args.tracing`: spans of requests",
     ImageSettings: "`args.images`: images in requests",
     AuthSettings: "`args.auth`: keys",
@@ -61,25 +61,25 @@ FIRST: dict[type, tuple[str, ...]] = {
         *("quantize", "kv_cache_dtype", "speculative"),
     ),
 }
-"""The settings to know, which the reference has first, by level."""
+"""The settings to know, by level. The reference shows them first."""
 
 FIRST_TITLE = "The settings to know"
 FIRST_INTRODUCTION = """\
-These decide latency, throughput and memory, and few servers need others. Each stands again in the table of its level.
+These decide latency, throughput and memory, and few servers need others. Each is also in the table of its level.
 """
 
 EXPERT_INTRODUCTION = """\
-Few servers need these. They stand at the same level as those above.
+Few servers need these. They are at the same level as those above.
 """
 SCHEDULER_INTRODUCTION = """\
 No server needs these: the defaults are measured. They make the scheduler follow other designs, and a `preset` sets
-them together; [Five public designs](../../engine/DESIGNS.md) has what each preset sets. They stand at the same level
-as those above.
+several of them; [Five public designs](../../engine/DESIGNS.md) has the values of each preset. They are at the same
+level as those above.
 """
 
 
 def render() -> str:
-    """The reference as Markdown: the settings to know, and then a table for each level of `args:` in config.yaml."""
+    """Render the reference as Markdown: the settings to know, then a table for each level of `args:` in config.yaml."""
     return "\n".join([*_first(), *(line for level in SECTIONS for line in _section(level))])
 
 
@@ -94,7 +94,7 @@ def _first() -> Iterator[str]:
 
 
 def _path(level: type) -> str:
-    """Where the settings of a level stand: `engine.` for those of an engine, nothing for those of the application."""
+    """Return the path of a level's settings: `engine.` for those of an engine, empty for those of the application."""
     place = SECTIONS[level].split("`")[1].removeprefix("args").removeprefix(".")
     return f"{place}." if place else ""
 
@@ -109,7 +109,7 @@ def _section(level: type) -> Iterator[str]:
 
 
 def render_presets() -> str:
-    """What each preset of the scheduler sets, as a Markdown table in the order of the settings."""
+    """Render the values of each scheduler preset as a Markdown table in the order of the settings."""
     head = ["| setting | default |" + "".join(f" `{name}` |" for name in PRESETS), "|---|---|" + "---|" * len(PRESETS)]
     used = {name for preset in PRESETS.values() for name in preset}
     rows = [row for row in _rows(SchedulerConfig) if row.name in used]
@@ -120,12 +120,12 @@ def render_presets() -> str:
 
 
 def anchor(title: str) -> str:
-    """The link to a heading, as GitHub and the site make it."""
+    """Return the link to a heading, as GitHub and the site make it."""
     return "#" + re.sub(r"[^\w\s-]", "", title).lower().replace(" ", "-")
 
 
 def render_metrics() -> str:
-    """The names in a scrape as a Markdown table."""
+    """Render the names in a scrape as a Markdown table."""
     rows = []
     for metric in BY_NAME.values():
         name = f"{metric.name}_total" if metric.kind == "counter" else metric.name
@@ -155,8 +155,8 @@ def _dataclass_rows(config: type) -> Iterator[_Row]:
     hints = get_type_hints(config)
     for spec in dataclasses.fields(config):
         default = None if spec.default is dataclasses.MISSING else spec.default
-        told, expert = spec.metadata["description"], spec.metadata.get("expert", False)
-        yield _Row(spec.name, _kind(hints[spec.name]), _value(default), told, expert)
+        description, expert = spec.metadata["description"], spec.metadata.get("expert", False)
+        yield _Row(spec.name, _kind(hints[spec.name]), _value(default), description, expert)
 
 
 def _kind(hint: Any) -> str:

@@ -1,6 +1,6 @@
-"""Lists what a start may refuse: the message of each `raise`, read from the code, and those made of a table, with … for
+"""Lists what a start may refuse: the message of each `raise` in the code, and those made from a table, with … for
 values.
-Never runs that code, and never rewords a message."""
+Never runs that code or rewords a message."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from docsite import features
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST_PROBLEMS = ("config_file.py",)
-"""Files whose functions yield their problems, a line each."""
+"""Files whose functions yield their problems, one line each."""
 FEWEST_WORDS = 2
-"""A message of fewer words of its own is another's, passed on."""
+"""A message with fewer words of its own only passes on another message."""
 MOST_CHARS = 400
-"""Longer messages are cut; their beginning is what is looked for."""
+"""Longer messages are cut: readers search for the beginning."""
 
 _KINDS = {
     "ConfigError", "ModelError", "CheckpointError", "AdapterError", "ConfigRefused", "StartFailed", "HAProxyUnusable",
@@ -27,14 +27,14 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What to do about the refusals of some files. `files`: globs from the repository's root."""
+    """The remedy for the refusals of some files. `files` are globs from the repository's root."""
 
     title: str
     remedy: str
     files: tuple[str, ...]
     kinds: frozenset[str] = frozenset(_KINDS)
     more: Callable[[], Iterator[str]] | None = None
-    """Messages that are made of a table."""
+    """Makes further messages, from a table."""
 
 
 GROUPS = (
@@ -45,12 +45,12 @@ GROUPS = (
     ),
     Group(
         "HAProxy",
-        "Without HAProxy the Python proxy is used, and the start goes on. A wrong setting for HAProxy ends it.",
+        "Without HAProxy the server uses the Python proxy and starts. A wrong setting for HAProxy ends the start.",
         ("serve_app/front/haproxy.py", "serve_app/edge/*.py"),
     ),
     Group(
         "Features that do not go together",
-        "The message names both. Change either: [Features](features.md) says what goes with what, and why.",
+        "The message names both. Change either: [Features](features.md) says which exclude each other, and why.",
         ("engine/features.py", "serve_app/settings/features.py"),
         more=features.sentences,
     ),
@@ -68,7 +68,7 @@ GROUPS = (
     Group("The CPU's kernels", "Set `kernels: auto`, or install what the message names.", ("engine/build/cpu.py",)),
     Group(
         "GPU",
-        "`device: auto` serves from the CPU where there is no GPU. For memory lower `gpu_memory_utilization`, "
+        "`device: auto` serves from the CPU if there is no GPU. For memory lower `gpu_memory_utilization`, "
         "`max_num_batched_tokens` or the number of captured sizes.",
         ("engine/build/gpu.py", "engine/execution/device.py", "engine/execution/gpu/[!c]*.py"),
     ),
@@ -84,17 +84,17 @@ GROUPS = (
             "engine/checkpoints/default_model.py",
         ),
     ),
-    Group("GGUF files", "The file is damaged, or of a kind that is not read.", ("engine/checkpoints/gguf_*.py",)),
+    Group("GGUF files", "The file is damaged, or of an unsupported kind.", ("engine/checkpoints/gguf_*.py",)),
     Group(
         "Checkpoints",
-        "The checkpoint is damaged or incomplete, or has a feature that is not computed. Download it again; if the "
+        "The checkpoint is damaged or incomplete, or has an unsupported feature. Download it again; if the "
         "message names a feature, the model cannot be served.",
         ("engine/models/[!k]*.py", "engine/models/families/*.py"),
         frozenset({*_KINDS, "ValueError"} - {"AdapterError"}),
     ),
     Group(
         "LoRA adapters",
-        "The adapter has a feature that is not computed, is of another model, or is damaged.",
+        "The adapter has an unsupported feature, belongs to another model, or is damaged.",
         ("engine/models/adapter_files.py", "engine/adapter_cache.py"),
         frozenset({"AdapterError"}),
     ),
@@ -102,7 +102,7 @@ GROUPS = (
 
 
 def render() -> str:
-    """A section for each group, with each message once."""
+    """Render a section for each group, with each message once."""
     return "\n".join(line for group in GROUPS for line in _section(group))
 
 
@@ -114,7 +114,7 @@ def _section(group: Group) -> Iterator[str]:
 
 
 def messages(group: Group) -> Iterator[str]:
-    """The texts of what the group's files raise, those without a word of their own left out."""
+    """Yield the messages that the group's files raise, except those without words of their own."""
     paths = {path for pattern in group.files for path in ROOT.glob(pattern)}
     if group.title != "HAProxy":
         paths.discard(ROOT / "serve_app/front/haproxy.py")
@@ -122,12 +122,12 @@ def messages(group: Group) -> Iterator[str]:
         yield _escaped(text)
     for path in sorted(paths):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            for text in _told_by(node, group.kinds, lists_problems=path.name in LIST_PROBLEMS):
+            for text in _messages_in(node, group.kinds, lists_problems=path.name in LIST_PROBLEMS):
                 if sum(word.strip(":.,").isalpha() for word in text.split()) >= FEWEST_WORDS:
                     yield _escaped(text)
 
 
-def _told_by(node: ast.AST, kinds: frozenset[str], *, lists_problems: bool) -> Iterator[str]:
+def _messages_in(node: ast.AST, kinds: frozenset[str], *, lists_problems: bool) -> Iterator[str]:
     if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and _name(node.exc) in kinds and node.exc.args:
         yield _text(node.exc.args[0])
     elif isinstance(node, ast.Yield) and isinstance(node.value, ast.JoinedStr) and lists_problems:
@@ -139,7 +139,7 @@ def _name(call: ast.Call) -> str:
 
 
 def _text(node: ast.expr) -> str:
-    """A message's own words; what it is filled with is …"""
+    """Return a message's own words, with … for the values in it."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

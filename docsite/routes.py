@@ -1,5 +1,5 @@
-"""Makes the reference of the HTTP routes from the list of operations that the server's OpenAPI document is made from.
-Never describes a route in words of its own."""
+"""Makes the reference of the HTTP routes from the list of operations behind the server's OpenAPI document.
+Never describes a route in its own words."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from serve_app.api.openapi.operations import OPERATIONS, UNVERSIONED, Operation
 INTRODUCTION = """\
 # Routes
 
-Written by `make docs`. Routes under `/v1` are also there without it. [Fields of requests](api-fields.md) has what
-their bodies take, [The API](api.md) how they behave, and [Troubleshooting](../how-to/troubleshooting.md) what their
-errors mean. Any route may answer with a 500.
+Written by `make docs`. Routes under `/v1` also exist without it. [Fields of requests](api-fields.md) lists the fields
+of their bodies, [The API](api.md) describes their behaviour, and [Troubleshooting](../how-to/troubleshooting.md)
+explains their errors. Any route may answer with a 500.
 
 | route | what it does | needs | a 200 is | other statuses |
 |---|---|---|---|---|
@@ -20,14 +20,14 @@ errors mean. Any route may answer with a 500.
 
 
 def render() -> str:
-    """The page as Markdown: a line for each route."""
+    """Render the page as Markdown, with a line for each route."""
     return INTRODUCTION + "\n".join(_rows()) + "\n"
 
 
 def _rows() -> Iterator[str]:
-    again = {(one.method, one.path) for one in UNVERSIONED}
+    duplicates = {(operation.method, operation.path) for operation in UNVERSIONED}
     for operation in OPERATIONS:
-        if (operation.method, operation.path) not in again:
+        if (operation.method, operation.path) not in duplicates:
             yield _row(operation)
 
 

@@ -1,5 +1,5 @@
-"""Makes the page of rule codes: each code's rule, and the tests that carry it, found in the tests themselves.
-Never judges whether a test holds its rule; test_specification and the mutations do."""
+"""Makes the page of rule codes: each code's rule, and the tests that name it.
+Never judges whether a test checks its rule; test_specification and the mutations do."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 OWN_TESTS = TESTS / "docsite"
 SUPPORT = TESTS / "support"
-"""Checks that run within many tests."""
+"""Where the checks are that run within many tests."""
 MUTATIONS = TESTS / "mutations.md"
 MOST_TESTS = 6
-"""Shown for a code; more are counted."""
+"""The maximum number of tests shown for a code; the others are counted."""
 
 INTRODUCTION = """\
 # Rule codes
 
-Written by `make docs`. The scheduler was drawn from five public designs of chunked prefill, and tests, comments and
-[mutations](../../tests/mutations.md) name their rules by codes:
+Written by `make docs`. The scheduler is based on five public designs of chunked prefill, and tests, comments and
+[mutations](../../tests/mutations.md) refer to their rules by codes:
 
 - `S1-B6` is a **behaviour**: the sixth of the first design.
-- `S4-R9` is a **defect** that must not come back: the ninth found in the fourth design or in its review. Its line
-  says what holds in its place.
+- `S4-R9` is a **defect** that must not return: the ninth found in the fourth design or in its review. Its line says
+  what holds instead.
 - `I-10` is an **invariant**: it holds in every step of every run. `support/invariants.py` checks it on the random
   lives of `tests/engine/test_state_machine.py`.
 
-[Five public designs](../../engine/DESIGNS.md) has the designs as presets.
+[Five public designs](../../engine/DESIGNS.md) describes the designs as presets.
 """
 
 _CODE = re.compile(r"\b(?:(S\d)-([BR]\d+)|I-\d+)\b")
@@ -43,7 +43,7 @@ _MUTATION = re.compile(r"^\| ((?:S\d-[BR]|I-)\d+)[^|]*\|[^|]*\| `([^`\[]+)", re.
 
 
 def codes_in(text: str) -> set[str]:
-    """The codes that a text names, those in short as well: `S2-B3, B4` are two, `S2-B3 to B5` three."""
+    """Return the codes that a text names, including abbreviated ones: `S2-B3, B4` are two, `S2-B3 to B5` are three."""
     found = set[str]()
     for seed, first, last in _RANGE.findall(text):
         found |= {f"{seed}{number}" for number in range(int(first), int(last) + 1)}
@@ -57,7 +57,7 @@ def codes_in(text: str) -> set[str]:
 
 
 def used_codes() -> set[str]:
-    """All that stand in the tree, this package left out."""
+    """Return all codes in the source tree, except in this package."""
     places = ("engine", "kernels", "serve_app", "loadtest", "tests")
     paths = [path for place in places for kind in ("*.py", "*.md") for path in (ROOT / place).rglob(kind)]
     others = (path for path in paths if OWN_TESTS not in path.parents)
@@ -65,8 +65,8 @@ def used_codes() -> set[str]:
 
 
 def find_tests() -> dict[str, list[str]]:
-    """Code -> `file::test` by the tests that name it, the specification's index, and the mutations' table; and `file`
-    where a whole file is about it, or checks it in all runs that it sees."""
+    """Map each code to `file::test` for the tests that name it, the specification's index and the mutations' table, and
+    to `file` if a whole file is about it or checks it in every run."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for path in sorted(SUPPORT.glob("*.py")):
         for code in codes_in(path.read_text(encoding="utf-8")):
@@ -93,7 +93,7 @@ def _named_in(tree: ast.Module, path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _indexed(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Entries of tables such as `{"S1-R1": "engine/core/test_core.py::test_..."}`."""
+    """Yield the entries of tables such as `{"S1-R1": "engine/core/test_core.py::test_..."}`."""
     for table in (node for node in ast.walk(tree) if isinstance(node, ast.Dict)):
         for key, value in zip(table.keys, table.values, strict=True):
             if isinstance(key, ast.Constant) and isinstance(key.value, str) and _CODE.fullmatch(key.value):
@@ -103,7 +103,7 @@ def _indexed(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _whole(test: str) -> str:
-    """The mutations name a file without its folder."""
+    """Add the folder to a test's file, which the mutations leave out."""
     file, _, name = test.partition("::")
     places = [path.relative_to(TESTS).as_posix() for path in sorted(TESTS.rglob(file)) if _has(path, name)]
     return f"{places[0] if places else file}::{name}"
@@ -115,7 +115,7 @@ def _has(path: Path, name: str) -> bool:
 
 
 def render() -> str:
-    """The page as Markdown."""
+    """Render the page as Markdown."""
     return "\n".join([INTRODUCTION, *_sections(find_tests())])
 
 

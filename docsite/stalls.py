@@ -1,4 +1,4 @@
-"""Makes the table of stalls beside large requests from the kept measurement.
+"""Makes the table of stalls beside large requests from the saved measurement.
 Never measures."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ COLUMNS = ("gap_max_ms", "health_max_ms")
 
 
 def table(document: dict[str, Any]) -> str:
-    """For each kind of request: the longest gap of a stream and the longest wait for /health, each of the worst number
-    at once and the worst context, as the median over the rounds and as the worst round."""
+    """Render for each kind of request the longest gap of a stream and the longest wait for /health, as the median over
+    the rounds and as the worst round, both for the worst number of requests at once and the worst context."""
     return "\n".join(_lines(document["cells"]))
 
 

@@ -1,2 +1,2 @@
-"""The engine: token ids in, token ids out. A pure-Python scheduler on one side, an executor on the other.
+"""The engine: token ids in, token ids out. It consists of a scheduler in pure Python and an executor.
 Importing this package imports nothing else, so that the pure modules stay free of torch."""

@@ -1,5 +1,5 @@
-"""Owns which LoRA adapters an engine has in memory, and which of them live requests hold.
-Never reads a file on an event loop or on the step thread, and never holds a weight: an executor does."""
+"""Owns the list of LoRA adapters in an engine's memory, and which of them live requests hold.
+Never reads a file on an event loop or on the step thread, and never holds weights: an executor does."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from engine.step import AdapterError, AdapterHost
 
 
 class AdapterCache:
-    """Of one engine; any thread may use it. Adapters are told apart by the digest of their files, never by a name.
+    """The adapter cache of one engine. Any thread may use it. The digest of its files identifies an adapter, never a
+    name.
 
-    At most `most` are in memory. One that is not held by a live request makes room, the least recently used first, and
+    At most `most` adapters are in memory. One that no live request holds makes room, the least recently used first, and
     is read again when a request asks for it.
     """
 
     def __init__(self, host: AdapterHost | None, most: int) -> None:
-        """`host`: that of the executor's capabilities."""
+        """`host` is from the executor's capabilities."""
         self._host = host
         self._most = most
         self._lock = threading.Lock()
@@ -31,15 +32,15 @@ class AdapterCache:
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """Digests, the least recently used first."""
+        """Digests of the adapters in memory, the least recently used first."""
         with self._lock:
             return tuple(self._loaded)
 
     async def load(self, path: str) -> str:
-        """Have what is at `path` in memory; return its digest.
+        """Load the adapter at `path` into memory and return its digest.
 
         Raises:
-            RequestRejected: it cannot be used, or all that is in memory is in use.
+            RequestRejected: the adapter cannot be used, or all adapters in memory are in use.
         """
         host = self._checked("lora_path")
         try:
@@ -48,10 +49,10 @@ class AdapterCache:
             raise RequestRejected(ErrorCode.INVALID_PARAMETER, str(error), "lora_path") from error
 
     async def have(self, adapter: AdapterRef) -> None:
-        """Have the adapter of a request in memory.
+        """Load the adapter of a request into memory if it is not there.
 
         Raises:
-            RequestRejected: its files are not there any more, or are others, or all that is in memory is in use.
+            RequestRejected: its files are missing or have changed, or all adapters in memory are in use.
         """
         host = self._checked("model")
         if self._use(adapter.digest):
@@ -70,15 +71,15 @@ class AdapterCache:
         return self._host
 
     def _use(self, digest: str) -> bool:
-        """Whether it is in memory; it is now the last that was used."""
+        """Whether the adapter is in memory. Marks it as the most recently used."""
         with self._lock:
             if digest in self._loaded:
                 self._loaded.move_to_end(digest)
             return digest in self._loaded
 
     def _load(self, host: AdapterHost, path: str, expected: str | None) -> str:
-        """On the thread of loads: one at a time."""
-        if expected is not None and self._use(expected):  # another request had it read meanwhile
+        """Runs on the loading thread, one load at a time."""
+        if expected is not None and self._use(expected):  # another request has loaded it meanwhile
             return expected
         digest, weights = host.read(path)
         if expected is not None and digest != expected:
@@ -113,7 +114,7 @@ class AdapterCache:
         host.drop(digest)
 
     def unload(self, digest: str) -> None:
-        """Drop it, at once or with the last request that holds it. Idempotent."""
+        """Drop an adapter, at once or with the last request that holds it. Idempotent."""
         with self._lock:
             if self._host is None or digest not in self._loaded:
                 return
@@ -128,7 +129,7 @@ class AdapterCache:
         """Keep the adapter in memory until the request lets go of it.
 
         Raises:
-            RequestRejected: it has left meanwhile.
+            RequestRejected: the adapter was dropped meanwhile.
         """
         self._checked("model")
         with self._lock:
@@ -138,8 +139,8 @@ class AdapterCache:
             self._held[request_id] = adapter.digest
 
     def let_go(self, request_id: str) -> None:
-        """The request has ended. Ignored for one that holds nothing."""
-        if not self._held:  # the common case, once for each request of an engine without adapters
+        """Release the adapter of a request that has ended. Does nothing if the request holds none."""
+        if not self._held:  # the usual case: an engine without adapters
             return
         with self._lock:
             digest = self._held.pop(request_id, None)
@@ -148,5 +149,5 @@ class AdapterCache:
                 self._drop(self._host, digest)
 
     def shutdown(self) -> None:
-        """Whoever waits is left waiting no longer; what is being read is read to its end by itself."""
+        """Cancel pending loads. A load that is running ends by itself."""
         self._thread.shutdown(wait=False, cancel_futures=True)

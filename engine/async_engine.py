@@ -1,5 +1,5 @@
-"""Owns the thread that steps an engine, and the streams that carry its events to callers. Long: all ways in and out.
-Never runs a step on an event loop, and never touches the core outside its thread."""
+"""Owns the thread that steps an engine, and the streams that carry its events to callers. Long, because every way in
+and out is here. Never runs a step on an event loop, and never touches the core outside its thread."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_COMMANDS = 512
-"""Most submissions and aborts between two steps, milliseconds of work: no burst of them holds up running streams."""
+"""Maximum submissions and aborts between two steps, milliseconds of work, so that a burst does not delay streams."""
 
 MAX_WAIT_S = 3600.0
-"""A queue refuses to wait for longer than some platforms' clocks count, and a deadline may be any number of seconds."""
+"""Upper bound for a wait: a deadline may be any number of seconds, but some platforms limit a queue's timeout."""
 LATE_TIMES, STALLED_TIMES = 4.0, 10.0
-"""A step that takes so many times as long as the slowest lately is late, or has stalled. A wrong guess that it is late
-costs a prompt computed again at another engine; a wrong guess that it has stalled costs the engine."""
+"""A step that takes this many times as long as the slowest recent one is late, or has stalled. If a step is wrongly
+judged late, a prompt is computed again at another engine; if it is wrongly judged stalled, the engine is restarted."""
 
 
 class EventSink(Protocol):
     """Takes the events of the requests that were submitted with it."""
 
     loop: asyncio.AbstractEventLoop
-    """Where `receive` runs."""
+    """The event loop on which `receive` runs."""
 
     def receive(self, events: list[Event]) -> None:
-        """Take what a step had for this sink: one call a step, however many of its requests have news."""
+        """Take a step's events for this sink. Called once a step, however many of the sink's requests have events."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """The sink of one request, for a reader that waits."""
+    """The sink of one request, whose reader waits for events."""
 
     loop: asyncio.AbstractEventLoop
     pending: list[Event] = field(default_factory=list)
@@ -77,14 +77,14 @@ class _Stream:
 class AsyncEngine:
     """An engine as a library: `async for event in engine.generate(token_ids, SamplingParams(...))`.
 
-    Callers may use several event loops; each gets one wake-up a step, however many of its sinks have news.
+    Callers may use several event loops; each is woken once a step, however many of its sinks have events.
     """
 
     def __init__(self, core: EngineCore) -> None:
         self.config: ResolvedConfig = core.config
         self._core = core
         self._commands: queue.SimpleQueue[Callable[[], list[Event]]] = queue.SimpleQueue()
-        # A stream stays here until its terminal event, also when its reader has left: its id is taken until then.
+        # A stream stays here until its terminal event, even if its reader has left: until then its id is in use.
         self._streams: dict[str, EventSink] = {}
         self._arrivals = itertools.count()
         self._load = core.load()
@@ -139,9 +139,9 @@ class AsyncEngine:
         """Yield everything queued since the last item: the first events at once, later ones coalesced while the
         reader is busy. Closing or cancelling it aborts the request by the next step.
 
-        `prepared` is awaited while the request keeps its place in the queue, and may run only then: what its prompt
-        stands for, such as an image, is still being made. If it raises, the request fails; it is cancelled when the
-        request ends first.
+        `prepared` is awaited while the request keeps its place in the queue, and the request runs only afterwards: part
+        of the prompt's content, such as an image, is still being made. If `prepared` raises, the request fails; if the
+        request ends first, `prepared` is cancelled.
 
         Raises:
             RequestRejected: before the first item; nothing was enqueued.
@@ -172,9 +172,9 @@ class AsyncEngine:
                 preparation.cancel()
 
     def _end_preparation(self, request_id: str, stream: _Stream, done: asyncio.Future[None]) -> None:
-        """The request may run, or fails like its preparation did."""
+        """Let the request run, or fail it if its preparation failed."""
         error = None if done.cancelled() else done.exception()
-        if self._streams.get(request_id) is not stream:  # it has ended, and its id may be another's
+        if self._streams.get(request_id) is not stream:  # the request has ended, and another may have its id
             return
         if done.cancelled() or error is not None:
             message = str(error or "The preparation was cancelled.") or type(error).__name__
@@ -183,11 +183,11 @@ class AsyncEngine:
             self._commands.put(lambda: self._core.prepared(request_id))
 
     async def make_ready(self, submission: Submission) -> None:
-        """Have the grammar and the adapter of a request ready, where it has any: to be awaited before `submit`, lest a
-        step wait for them.
+        """Prepare the grammar and the adapter of a request, if it has them. Must be awaited before `submit`, so that no
+        step waits for them.
 
         Raises:
-            RequestRejected: one cannot be used, or the grammar not within `grammar_timeout_s`.
+            RequestRejected: one of them cannot be used, or the grammar is not compiled within `grammar_timeout_s`.
         """
         try:
             if submission.adapter is not None:
@@ -203,8 +203,8 @@ class AsyncEngine:
             self._observer.rejected(error.code)
 
     def submit(self, submission: Submission, sink: EventSink) -> None:
-        """Have a request's events sent to `sink`, up to its terminal one; `abort` ends it before. A grammar is compiled
-        first, and an adapter loaded, by `make_ready`.
+        """Enqueue a request and send its events to `sink`, up to the terminal one; `abort` ends it earlier. If it has a
+        grammar or an adapter, await `make_ready` first.
 
         Raises:
             RequestRejected: nothing was enqueued.
@@ -224,7 +224,7 @@ class AsyncEngine:
             self._observer.submitted(submission)
         self._streams[submission.request_id] = sink
         self._commands.put(lambda: self._core.submit(request, prepared=prepared))
-        self._check_alive()  # again: the thread may have failed its last streams just before this one was added
+        self._check_alive()  # again: the thread may have died and failed its streams just before this one was added
 
     def _check_alive(self) -> None:
         if self._fault:
@@ -251,7 +251,7 @@ class AsyncEngine:
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request in any state by the next step; idempotent, from any thread, never blocks.
 
-        `reason`: STOP if the caller has all that it wants, and has not gone away.
+        `reason` is STOP if the caller has all that it wants, rather than having gone away.
         """
         self._commands.put(lambda: self._core.abort(request_id, reason))
 
@@ -260,38 +260,38 @@ class AsyncEngine:
         return self._load
 
     def observe(self, observer: EngineObserver) -> None:
-        """Have `observer` told of all requests from now on."""
+        """Report all requests to `observer` from now on."""
         self._observer = observer
 
     async def cached_digests(self, limit: int) -> list[bytes]:
         """Up to `limit` digests of the blocks in the prefix cache, as of the end of the running step.
 
         Raises:
-            EngineError: the engine can serve nothing any more.
+            EngineError: the engine can no longer serve.
         """
         return await self._between_steps(lambda: self._core.cached_digests(limit))
 
     async def reset_prefix_cache(self) -> int:
-        """Forget the cached prefixes that no live request holds, after the running step; return how many blocks.
+        """Drop the cached prefixes that no live request holds, after the running step; return the number of blocks.
 
         Raises:
-            EngineError: the engine can serve nothing any more.
+            EngineError: the engine can no longer serve.
         """
         return await self._between_steps(self._core.reset_prefix_cache)
 
     async def _between_steps(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns on the step thread, which alone may touch the core."""
+        """Run `work` on the step thread, which alone may touch the core, and return its result."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Result] = loop.create_future()
 
         def run() -> list[Event]:
             result = work()
-            with suppress(RuntimeError):  # the loop was closed: nobody waits
+            with suppress(RuntimeError):  # the loop was closed, so nobody waits
                 loop.call_soon_threadsafe(answer.set_result, result)
             return []
 
         self._commands.put(run)
-        while not answer.done():  # looked at now and then: a thread that died answers nobody
+        while not answer.done():  # polled, because a dead thread never answers
             self._check_alive()
             await asyncio.wait([answer], timeout=0.1)
         return answer.result()
@@ -300,7 +300,7 @@ class AsyncEngine:
         """Return if the engine can serve.
 
         Raises:
-            EngineError: the engine can serve nothing any more, or has stalled.
+            EngineError: the engine can no longer serve, or has stalled.
         """
         self._check_alive()
         if self.has_stalled:
@@ -310,13 +310,13 @@ class AsyncEngine:
 
     @property
     def has_stalled(self) -> bool:
-        """The step loop has stood still for `stall_timeout_s`, and for much longer than any step took lately."""
+        """Whether the step loop has stood still for `stall_timeout_s` and for much longer than any recent step took."""
         return self._clock.stands(self.config.stall_timeout_s, STALLED_TIMES)
 
     def is_late(self, patience_s: float) -> bool:
-        """Whether a step has taken `patience_s`, and several times as long as the slowest lately, so that it may never
-        return. With a model that takes images it is late only when it has stalled: an encoder's steps are as
-        long as its largest image is, and none may have come before."""
+        """Whether a step has taken `patience_s` and several times as long as the slowest recent one, so that it may
+        never return. With a model that takes images, a step is late only when it has stalled: an encoder's step is as
+        long as its largest image needs, and there may have been none before."""
         if self.config.inputs:
             return self.has_stalled
         return self._clock.stands(patience_s, LATE_TIMES)
@@ -345,15 +345,15 @@ class AsyncEngine:
                 events += self._core.step()
                 self._tell_observer(self._core.last_step, events)
                 self._publish(events)
-        except BaseException as error:  # a bug or a fatal executor error: nobody may wait for ever on a dead thread
+        except BaseException as error:  # a bug or a fatal executor error: no caller may wait for ever on a dead thread
             logger.exception("engine thread died")
             message = f"The engine stopped working: {type(error).__name__}."
         self._end(message)
 
     def _run_commands(self) -> list[Event]:
-        """Submits and aborts that arrived since the last step; blocks while there is nothing else to do.
+        """Run the submissions and aborts that arrived since the last step. Blocks while there is no other work.
 
-        A deadline ends the wait: a request whose prompt is still being made is no work, but has one.
+        A deadline ends the wait, since a request whose prompt is still being prepared may have one but is no work yet.
         """
         events: list[Event] = []
         if not self._core.has_work:
@@ -369,7 +369,7 @@ class AsyncEngine:
         return events
 
     def _longest_wait(self) -> float | None:
-        """Seconds to the next deadline; None if there is none."""
+        """Return the seconds to the next deadline; None if there is none."""
         deadline = self._core.next_deadline
         return None if deadline is None else min(max(deadline - time.monotonic(), 0.0), MAX_WAIT_S)
 
@@ -378,7 +378,7 @@ class AsyncEngine:
             return
         try:
             self._observer.stepped(facts, events)
-        except Exception:  # a fault in what measures must not end what is measured
+        except Exception:  # a failing observer must not end the engine
             logger.exception("the observer failed")
 
     def _publish(self, events: Sequence[Event]) -> None:
@@ -400,7 +400,7 @@ class AsyncEngine:
     def _wake(loop: asyncio.AbstractEventLoop, deliveries: _Deliveries) -> None:
         try:
             loop.call_soon_threadsafe(_deliver, deliveries)
-        except RuntimeError:  # the loop was closed under its streams: nobody is left to read them
+        except RuntimeError:  # the loop was closed under its streams, so nobody reads them any more
             logger.warning("event loop closed with events for %d sinks undelivered", len(deliveries))
 
     def _end(self, message: str) -> None:
@@ -421,5 +421,5 @@ def _deliver(deliveries: _Deliveries) -> None:
     for sink, events in deliveries:
         try:
             sink.receive(events)
-        except Exception:  # a fault in one sink must not take the events of the others with it
+        except Exception:  # a failing sink must not cost the other sinks their events
             logger.exception("a sink failed to take its events")

@@ -1,5 +1,6 @@
-"""Owns the engine's two frozen configs: what was asked and what came of it. Long: each setting with its text.
-Never reads the environment or probes hardware; `engine.build.resolve` and `engine.execution.device` do."""
+"""Owns the engine's two frozen configs: the settings as written, and as resolved for the machine and the model. Long,
+because each setting has its description. Never reads the environment or probes hardware; `engine.build.resolve` and
+`engine.execution.device` do."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from engine.presets import PRESETS, over_preset
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MOST_DRAFTS = 4
-"""Of a decode row, unless the config says otherwise: JSON's fixed parts are rarely longer, and a row of five tokens
-takes little longer than one of one."""
+"""Default for a decode row: JSON's fixed parts are rarely longer, and a row of five tokens takes little longer than a
+row of one."""
 
 FREE_TOKENS_ON_CPU, FREE_TOKENS_OF_INT8, FREE_TOKENS_ON_GPU = 8, 4, 128
-"""See SpeculativeConfig.free_tokens. The GPU's is a guess on the safe side: nobody has measured it."""
+"""Defaults of SpeculativeConfig.free_tokens. The GPU's is a cautious guess and not measured."""
 
 
 class ConfigError(ValueError):
@@ -30,7 +31,7 @@ class ConfigError(ValueError):
 def setting(default: Any, description: str, *, expert: bool = False, **bounds: float) -> Any:
     """A documented field. Bounds (`ge`, `gt`, `le`, `lt`) are checked by `check_bounds`, and by pydantic in YAML.
 
-    expert: few users need it, and the reference lists it after the others.
+    `expert` marks a setting that few users need; the reference lists it after the others.
     """
     return field(default=default, metadata={"description": description, "expert": expert, **bounds})
 
@@ -44,8 +45,8 @@ _BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 
 def check_bounds(config: Any) -> None:
-    """Raise ConfigError for the first field of a dataclass whose value breaks the bounds in its metadata, or is none of
-    the choices in its type."""
+    """Raise ConfigError for the first field of a dataclass whose value breaks the bounds in its metadata, or is not
+    among the choices in its type."""
     choices = choices_of(config.__class__)
     for spec in fields(config):
         value = getattr(config, spec.name)
@@ -59,7 +60,8 @@ def check_bounds(config: Any) -> None:
 
 @cache
 def choices_of(config: type) -> Mapping[str, tuple[Any, ...]]:
-    """Each field of a dataclass that is one of a few values, with these; None is among them where it may be unset."""
+    """Return the choices of each field of a dataclass that takes one of a few values; they include None if it may be
+    unset."""
     hints = get_type_hints(config)
     found = {spec.name: _choices(hints[spec.name]) for spec in fields(config)}
     return {name: choices for name, choices in found.items() if choices}
@@ -76,10 +78,10 @@ _Config = TypeVar("_Config")
 
 
 def _with_presets(config: type[_Config]) -> type[_Config]:
-    """Have a config made in Python take what is not written from its preset, and a refusal name what came from there.
+    """Let a config made in Python take settings that are not written from its preset, and let a refusal name them.
 
-    What is written has to be known by then: in a config that is made, a default looks like a setting. From YAML it is
-    `__get_pydantic_core_schema__` that knows it.
+    This must happen before the config is made, since afterwards a default looks like a written setting. For YAML,
+    `__get_pydantic_core_schema__` does the same.
     """
     init, check = config.__init__, config.__post_init__  # type: ignore[attr-defined]
 
@@ -91,11 +93,11 @@ def _with_presets(config: type[_Config]) -> type[_Config]:
         try:
             check(self)
         except ConfigError as error:
-            told = set(re.findall(r"\w+", str(error)))
-            given = [f"{name} {value}" for name, value in self.from_preset.items() if name in told]
-            if not given:
+            words = set(re.findall(r"\w+", str(error)))
+            settings = [f"{name} {value}" for name, value in self.from_preset.items() if name in words]
+            if not settings:
                 raise
-            raise ConfigError(f"{error} The preset {self.preset} sets {', '.join(given)}.") from None
+            raise ConfigError(f"{error} The preset {self.preset} sets {', '.join(settings)}.") from None
 
     config.__init__ = with_preset  # type: ignore[method-assign]
     config.__post_init__ = checked  # type: ignore[attr-defined]
@@ -103,19 +105,19 @@ def _with_presets(config: type[_Config]) -> type[_Config]:
 
 
 def refuse_conflicts(on: Facts, rules: Iterable[Rule] = RULES) -> None:
-    """Raise ConfigError for the first rule that features which are on break: they do not go together."""
+    """Raise ConfigError for the first rule that the features that are on break."""
     if conflict := find_conflict(on, rules):
         raise ConfigError(conflict.text(on))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeConfig:
-    """The scripted executor's behaviour: no weights, deterministic tokens."""
+    """Settings of the scripted executor, which has no weights and returns deterministic tokens."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     reply: str | None = setting(
-        None, "Text that answers every request. Unset: tokens derived from a hash of what came before."
+        None, "Text that answers every request. Unset: tokens derived from a hash of the preceding ones."
     )
     step_delay_ms: float = setting(0.0, "How long a step takes, in milliseconds.", ge=0)
     token_delay_ms: float = setting(0.0, "Added to a step for each token that it computes, in milliseconds.", ge=0)
@@ -128,7 +130,7 @@ class FakeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Drafts: tokens that are guessed, and verified together in one step."""
+    """Settings of drafts: guessed tokens that are verified together in one step."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
@@ -154,17 +156,17 @@ class SpeculativeConfig:
     )
     min_match: int = setting(
         2,
-        "Fewest tokens that must match before anything is drafted. Raise it for fewer and better drafts.",
+        "Minimum number of tokens that must match before anything is drafted. Raise it for fewer and better drafts.",
         expert=True,
         ge=1,
         le=16,
     )
     max_match: int = setting(
-        4, "`ngram`: longest match that is looked for first; shorter ones follow.", expert=True, ge=1, le=16
+        4, "`ngram`: length of the match to look for first; shorter ones follow.", expert=True, ge=1, le=16
     )
     num_tokens: int = setting(
         8,
-        "Most tokens drafted for a row. `num_speculative_tokens` limits the drafts of all rows together.",
+        "Maximum number of tokens drafted for a row. `num_speculative_tokens` limits the drafts of all rows together.",
         expert=True,
         ge=1,
     )
@@ -185,7 +187,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.method == "draft_model" and not self.model:
-            raise ConfigError("speculative.method is draft_model, and speculative.model does not say which.")
+            raise ConfigError("speculative.method is draft_model, but speculative.model does not name one.")
         refuse_conflicts(turned_on(self, prefix="speculative."))
         if self.method == "ngram" and self.max_match < self.min_match:
             raise ConfigError(f"speculative.min_match ({self.min_match}) must not exceed max_match ({self.max_match}).")
@@ -194,14 +196,14 @@ class SpeculativeConfig:
 @_with_presets
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How steps are composed, memory is reserved and, when it runs out, who gives it up. What few users need is
-    marked `expert`, and comes after the rest."""
+    """How steps are composed, how memory is reserved, and which request loses it when it runs out. Settings that few
+    users need are marked `expert`, and come after the others."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     preset: Literal["openinfer", "mminf", "openinfer_echo", "atom", "fastdeploy"] | None = setting(
         None,
-        "A public design whose settings replace the defaults below, for comparisons; engine/DESIGNS.md says what each "
+        "A public design whose settings replace the defaults below, for comparisons; engine/DESIGNS.md lists what each "
         "sets. A setting that is written beside it wins. Unset: chunkserve's own schedule.",
     )
     reserve_mode: Literal["full", "learned", "ratio", "prompt"] = setting(
@@ -214,26 +216,26 @@ class SchedulerConfig:
     preempt_policy: Literal["none", "lifo", "retract"] = setting(
         "retract",
         "Which request gives up its memory when decoding runs out of it. `lifo`: the latest arrival. `retract`: the "
-        "one that loses least, which has the shortest answer, and among equals the longest prompt. `none`: only with "
+        "one that loses least: the shortest answer, and among equals the longest prompt. `none`: only with "
         "`reserve_mode: full`, which never runs out. The oldest request is never chosen.",
     )
     long_prefill_token_threshold: int = setting(
         0,
-        "Most tokens of one prompt in a step. 0: no limit. Lower it so that short prompts need not wait for a long "
+        "Maximum tokens of one prompt in a step. 0: no limit. Lower it so that short prompts need not wait for a long "
         "one: they use the rest of the step, even behind a long prompt that max_partial_prefills holds back.",
         ge=0,
     )
     priority_age_ms: float = setting(
         10_000.0,
-        "A request that has waited this long, in milliseconds, goes before all priorities and tenant shares. A prompt "
-        "that was begun and has stood still for this long continues first. If every request waits longer than this, "
+        "A request that has waited this long, in milliseconds, goes before all priorities and tenant shares. A partly "
+        "computed prompt that has not advanced for this long continues first. If every request waits longer than this, "
         "only the order of arrival counts, so raise it to keep priorities under overload.",
         ge=0,
     )
     state_snapshot_tokens: int = setting(
         0,
-        "Hybrid models: keep a snapshot of the recurrent state every so many tokens, so that the prefix cache can be "
-        "used. A multiple of block_size. 0: no snapshots, and no prefix hits for such models.",
+        "Hybrid models: number of tokens between snapshots of the recurrent state, which the prefix cache "
+        "needs. A multiple of block_size. 0: no snapshots, and no prefix hits for such models.",
         ge=0,
     )
     batch_mode: Literal["mixed", "prefill_first", "decode_first"] = setting(
@@ -245,7 +247,7 @@ class SchedulerConfig:
     )
     decode_starve_ms: float = setting(
         200.0,
-        "Longest time without decode rows while requests decode, in milliseconds, where prefill has steps of its own: "
+        "Longest time without decode rows while requests decode, in milliseconds, if prefill has its own steps: "
         "`batch_mode: prefill_first`, `chunk_owner: engine`, `prompt_logprobs_step: dedicated`. A step that has begun "
         "is not cut short. Lower it for shorter gaps in streams.",
         expert=True,
@@ -309,7 +311,7 @@ class SchedulerConfig:
     ratio_init: float = setting(
         0.7, "`reserve_mode: ratio`: share of the remaining answers reserved at first.", expert=True, gt=0, le=1
     )
-    ratio_min: float = setting(0.21, "`reserve_mode: ratio`: share to which it falls.", expert=True, gt=0, le=1)
+    ratio_min: float = setting(0.21, "`reserve_mode: ratio`: minimum of this share.", expert=True, gt=0, le=1)
     ratio_decay_steps: int = setting(
         600, "`reserve_mode: ratio`: steps in which the share falls from ratio_init to ratio_min.", expert=True, ge=1
     )
@@ -327,7 +329,7 @@ class SchedulerConfig:
     )
     reserve_clip: int = setting(
         4096,
-        "`reserve_mode: learned` and `ratio`: most answer tokens of one request that are counted.",
+        "`reserve_mode: learned` and `ratio`: maximum answer tokens of one request that are counted.",
         expert=True,
         ge=1,
     )
@@ -336,8 +338,8 @@ class SchedulerConfig:
     )
     max_partial_prefills: int = setting(
         1,
-        "Most prompts of one priority that may be partly computed after a step. 0: as many as there are seats. Raise "
-        "it to spread a step over several long prompts.",
+        "Maximum number of prompts of one priority that may be partly computed after a step. 0: as many as there are "
+        "seats. Raise it to spread a step over several long prompts.",
         expert=True,
         ge=0,
     )
@@ -398,7 +400,8 @@ class SchedulerConfig:
     )
     coalesce_partial_ms: float = setting(
         80.0,
-        "prefill_fill_ratio: longest time that the next chunk of a begun prompt is held back, in milliseconds.",
+        "prefill_fill_ratio: longest time that the next chunk of a partly computed prompt is held back, in "
+        "milliseconds.",
         expert=True,
         ge=0,
     )
@@ -408,12 +411,12 @@ class SchedulerConfig:
         expert=True,
         ge=0,
     )
-    state_snapshots: int = setting(64, "Hybrid models: most snapshots that are kept.", expert=True, ge=1)
+    state_snapshots: int = setting(64, "Hybrid models: maximum number of snapshots.", expert=True, ge=1)
     admission_order: Literal["strict", "bypass"] = setting(
         "strict",
-        "What happens behind a request that memory does not suffice for yet. `strict`: those behind it wait. `bypass`: "
-        "those that fit may overtake it. With either, prompts that a step takes whole may pass one that cannot use "
-        "what the step has left.",
+        "What happens behind a request for which memory does not suffice yet. `strict`: those behind it wait. "
+        "`bypass`: those that fit may overtake it. With either, prompts that a step takes whole may overtake one that "
+        "cannot use the rest of the step.",
         expert=True,
     )
     max_overtakes: int = setting(
@@ -422,23 +425,23 @@ class SchedulerConfig:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Callable[[Any], Any]) -> Mapping[str, Any]:
-        """The schema of a plain dataclass, which reads the preset's settings below those that are written."""
+        """Return the schema of a plain dataclass that takes settings that are not written from the preset."""
 
-        def read(given: Any) -> Any:
-            return over_preset(given) if isinstance(given, dict) else given
+        def read(written: Any) -> Any:
+            return over_preset(written) if isinstance(written, dict) else written
 
         function = {"type": "no-info", "function": read}
         return {"type": "function-before", "function": function, "schema": handler(source)}
 
     @property
     def from_preset(self) -> dict[str, Any]:
-        """The settings that have their preset's value; empty without one."""
+        """The settings that have the preset's value; empty without a preset."""
         preset = PRESETS.get(self.preset, {}) if isinstance(self.preset, str) else {}
         return {name: value for name, value in preset.items() if getattr(self, name) == value}
 
     @property
     def why(self) -> dict[str, str]:
-        """The preset in a sentence, for the reasons of a resolved config; empty without one."""
+        """The preset in a sentence, for the reasons of a resolved config; empty without a preset."""
         if self.preset is None:
             return {}
         kept = self.from_preset
@@ -454,20 +457,21 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What was asked of one engine. Frozen; unknown keys are refused where it is read from YAML."""
+    """The settings of one engine as written. Frozen; unknown keys in YAML are refused."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     max_num_batched_tokens: int = setting(
         512,
-        "Most tokens in a step, decode and prefill rows together. It bounds how long a stream pauses while another "
+        "Maximum tokens in a step, decode and prefill rows together. It bounds how long a stream pauses while another "
         "request's prompt is computed. Lower it for shorter gaps in streams; raise it for earlier first tokens of long "
         "prompts and more throughput.",
         ge=2,
     )
     max_num_seqs: int = setting(
         64,
-        "Most requests that run at a time. Raise it for more throughput; each stream then gets its tokens more slowly.",
+        "Maximum number of requests that run at a time. Raise it for more throughput; each stream then gets its tokens "
+        "more slowly.",
         ge=1,
     )
     max_model_len: int | None = setting(
@@ -478,16 +482,16 @@ class EngineConfig:
     )
     kv_cache_memory_gib: float | None = setting(
         None,
-        "Memory for the KV cache, in GiB. It bounds how many tokens all running requests hold together. More than is "
-        "free is refused. Unset: on the CPU, 80 % of what weights leave of the engine's share of the free memory, and "
-        "no more than max_num_seqs requests of max_model_len tokens can use; on a GPU, what gpu_memory_utilization "
-        "leaves. See docs/explanation/memory.md.",
+        "Memory for the KV cache, in GiB. It bounds how many tokens all running requests hold together. More than the "
+        "free memory is refused. Unset: on the CPU, 80 % of what weights leave of the engine's share of the free "
+        "memory, and no more than max_num_seqs requests of max_model_len tokens can use; on a GPU, what "
+        "gpu_memory_utilization leaves. See docs/explanation/memory.md.",
         gt=0,
     )
     gpu_memory_utilization: float | None = setting(
         None,
         "Share of the GPU's memory that the engine takes. The KV cache gets what weights, the largest step and "
-        "captured steps leave of it. Unset: 0.9.",
+        "captured steps leave. Unset: 0.9.",
         gt=0,
         le=1,
     )
@@ -526,10 +530,10 @@ class EngineConfig:
         "of these that runs; the log says why.",
     )
     enable_prefix_caching: bool = setting(
-        True, "Reuse the KV blocks of a prompt's beginning that was computed for an earlier request."
+        True, "Reuse the KV blocks of a prompt's beginning if they were computed for an earlier request."
     )
     max_queued_requests: int = setting(
-        1024, "Most requests that wait in the engine to be admitted; one more is refused.", ge=0
+        1024, "Maximum number of requests that wait in the engine to be admitted; one more is refused.", ge=0
     )
     max_loras: int = setting(
         0,
@@ -538,7 +542,7 @@ class EngineConfig:
         "native kernels.",
         ge=0,
     )
-    max_lora_rank: int = setting(16, "Highest rank of an adapter; one of a higher rank is refused.", ge=1)
+    max_lora_rank: int = setting(16, "Maximum rank of an adapter; one with a higher rank is refused.", ge=1)
     num_threads: int | None = setting(
         None, "Threads that compute a step. Unset: the machine's cores, shared among the engine replicas.", ge=1
     )
@@ -558,21 +562,21 @@ class EngineConfig:
     )
     max_prefill_tokens: int | None = setting(
         None,
-        "Most prefill tokens in a step. Unset: all that decode rows leave of max_num_batched_tokens.",
+        "Maximum prefill tokens in a step. Unset: all that decode rows leave of max_num_batched_tokens.",
         expert=True,
         ge=1,
     )
     max_encoder_tokens: int = setting(
         512,
-        "Most prompt tokens of images that are encoded before a step's rows are computed. A single image with more "
+        "Maximum prompt tokens of images that are encoded before a step's rows are computed. A single image with more "
         "tokens is encoded whole, and alone.",
         expert=True,
         ge=1,
     )
     encoder_cache_memory_gib: float = setting(
         0.25,
-        "Memory for encoded images, in GiB, so that an image that comes again is not encoded again. Images of running "
-        "requests are always kept.",
+        "Memory for encoded images, in GiB, so that a repeated image is not encoded again. Images of running requests "
+        "are always kept.",
         expert=True,
         gt=0,
     )
@@ -584,9 +588,9 @@ class EngineConfig:
     )
     num_speculative_tokens: int | None = setting(
         None,
-        "Most tokens beside its newest that a decode row carries where a grammar forces what follows; they are "
-        "verified together. Times max_num_seqs, it is also the most drafted tokens of a step. Unset: 4, and fewer "
-        "where decode rows would take more than half of max_num_batched_tokens; 0 with overlap, and on a GPU with "
+        "Maximum draft tokens of a decode row, besides its newest token, if a grammar forces what follows; they are "
+        "verified together. Times max_num_seqs, it is also the maximum number of draft tokens in a step. Unset: 4, and "
+        "fewer if decode rows would take more than half of max_num_batched_tokens; 0 with overlap, and on a GPU with "
         "recurrent state.",
         expert=True,
         ge=0,
@@ -666,7 +670,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """What the machine and the model made of an EngineConfig, and why."""
+    """An EngineConfig as resolved for the machine and the model, with the reasons."""
 
     max_model_len: int
     block_size: int
@@ -688,19 +692,19 @@ class ResolvedConfig:
     device: str
     """`cpu`, or the GPU's name."""
     kernels: str
-    """On a GPU: the attention."""
+    """On a GPU, the attention."""
     num_threads: int
     stall_timeout_s: float
     speculative: SpeculativeConfig = SpeculativeConfig(method="none")
-    """With a method that is not `auto`, with free_tokens, and with a draft model's model_cost."""
+    """Resolved: the method is not `auto`, and free_tokens and a draft model's model_cost are set."""
     kv_cache_dtype: str = "auto"
-    """`auto`: that of `dtype`."""
+    """`auto` means that of `dtype`."""
     recurrent_state: bool = False
-    """The model has state besides KV: requests hold state slots, and prefix hits need snapshots."""
+    """Whether the model has state besides KV: then requests hold state slots, and prefix hits need snapshots."""
     drafting_limit: int | None = None
-    """Decode rows carry drafts up to so many tokens of a step together; None: to what all seats could carry."""
+    """Maximum tokens of a step's decode rows together, if any carries drafts; None means what all seats could carry."""
     inputs: tuple[InputKind, ...] = ()
-    """What the model takes besides text."""
+    """The kinds of inputs that the model takes besides text."""
     max_encoder_tokens: int = 512
     encoder_cache_tokens: int = 0
     """Tokens of inputs whose embeddings fit into encoder_cache_memory_gib."""
@@ -711,54 +715,54 @@ class ResolvedConfig:
     @classmethod
     def of(
         cls,
-        asked: EngineConfig,
+        config: EngineConfig,
         *,
         drafts: bool = False,
         unseen_drafts: bool = False,
         eight_bits: bool = False,
         model_cost: float | None = None,
-        **found: Any,
+        **resolved: Any,
     ) -> ResolvedConfig:
-        """What was asked and needs no resolving, with what was found. `drafts`: the executor makes some unasked;
-        `unseen_drafts`: and answers are the same to the bit with any. `eight_bits`: weights are, in the kernels.
-        `model_cost`: of the draft model, unless it was asked for.
+        """Combine the written settings that need no resolving with the resolved values. `drafts`: the executor drafts
+        by default; `unseen_drafts`: and its answers are the same to the bit with drafts. `eight_bits`: the kernels'
+        weights have 8 bits. `model_cost`: the draft model's, unless it is written.
 
         Raises:
-            ConfigError: drafts are asked for, and there can be none.
+            ConfigError: drafts are asked for, but a step has no room for any.
         """
-        num_drafts = _num_speculative_tokens(asked, drafts)
-        found["reasons"] = found.get("reasons", {}) | asked.scheduler.why
+        num_drafts = _num_speculative_tokens(config, drafts)
+        resolved["reasons"] = resolved.get("reasons", {}) | config.scheduler.why
         return cls(
-            block_size=asked.block_size,
-            max_num_seqs=asked.max_num_seqs,
-            max_num_batched_tokens=asked.max_num_batched_tokens,
-            max_prefill_tokens=asked.max_prefill_tokens or asked.max_num_batched_tokens,
-            max_queued_requests=asked.max_queued_requests,
-            enable_prefix_caching=asked.enable_prefix_caching,
-            max_encoder_tokens=asked.max_encoder_tokens,
-            max_loras=asked.max_loras,
-            kv_cache_dtype=asked.kv_cache_dtype,
-            scheduler=found.pop("scheduler", asked.scheduler),
-            step_trace=asked.step_trace,
-            overlap=asked.overlap,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_tokens=config.max_prefill_tokens or config.max_num_batched_tokens,
+            max_queued_requests=config.max_queued_requests,
+            enable_prefix_caching=config.enable_prefix_caching,
+            max_encoder_tokens=config.max_encoder_tokens,
+            max_loras=config.max_loras,
+            kv_cache_dtype=config.kv_cache_dtype,
+            scheduler=resolved.pop("scheduler", config.scheduler),
+            step_trace=config.step_trace,
+            overlap=config.overlap,
             num_speculative_tokens=num_drafts,
-            drafting_limit=None if asked.num_speculative_tokens is not None else asked.max_num_batched_tokens // 2,
+            drafting_limit=None if config.num_speculative_tokens is not None else config.max_num_batched_tokens // 2,
             speculative=_speculative(
-                asked,
+                config,
                 num_drafts,
                 unseen_drafts,
-                _free_tokens(asked, found["device"] in ("cpu", "none"), eight_bits),
+                _free_tokens(config, resolved["device"] in ("cpu", "none"), eight_bits),
                 model_cost,
             ),
-            max_grammar_bytes=asked.max_grammar_bytes,
-            grammar_timeout_s=asked.grammar_timeout_s,
-            stall_timeout_s=asked.stall_timeout_s,
-            **found,
+            max_grammar_bytes=config.max_grammar_bytes,
+            grammar_timeout_s=config.grammar_timeout_s,
+            stall_timeout_s=config.stall_timeout_s,
+            **resolved,
         )
 
     @property
     def speculates(self) -> bool:
-        """Whether rows are drafted more than what grammars force."""
+        """Whether rows get drafts other than those that grammars force."""
         return self.speculative.method != "none" and self.num_speculative_tokens > 0 and not self.overlap
 
     @property
@@ -771,18 +775,18 @@ class ResolvedConfig:
 
     @property
     def max_decode_tokens(self) -> int:
-        """Of a step's decode rows together, drafts and all."""
+        """Maximum tokens of a step's decode rows together, drafts included."""
         return max(self.max_num_seqs, self.max_drafting_tokens)
 
     @property
     def max_drafting_tokens(self) -> int:
-        """Of a step's decode rows together, if any carries drafts."""
-        of_all_seats = self.max_num_seqs * (1 + self.num_speculative_tokens)
-        return of_all_seats if self.drafting_limit is None else min(of_all_seats, self.drafting_limit)
+        """Maximum tokens of a step's decode rows together, if any carries drafts."""
+        all_seats = self.max_num_seqs * (1 + self.num_speculative_tokens)
+        return all_seats if self.drafting_limit is None else min(all_seats, self.drafting_limit)
 
     @property
     def max_atomic_span(self) -> int:
-        """Longest span of a prompt that every step could take whole, whatever else it carries."""
+        """Longest span of a prompt that every step can take whole, whatever else it carries."""
         beside_decodes = self.max_num_batched_tokens - self.max_decode_tokens
         return (
             beside_decodes if self.scheduler.atomic_policy == "extend" else min(beside_decodes, self.max_prefill_tokens)
@@ -795,32 +799,32 @@ class ResolvedConfig:
         return min(self.max_model_len, self.num_kv_blocks * self.block_size + 1)
 
 
-def _num_speculative_tokens(asked: EngineConfig, can_draft: bool) -> int:
-    if asked.num_speculative_tokens is not None:
-        return asked.num_speculative_tokens
-    if asked.overlap or not can_draft:
+def _num_speculative_tokens(config: EngineConfig, can_draft: bool) -> int:
+    if config.num_speculative_tokens is not None:
+        return config.num_speculative_tokens
+    if config.overlap or not can_draft:
         return 0
-    return max(0, min(MOST_DRAFTS, asked.max_num_batched_tokens // 2 - 1))
+    return max(0, min(MOST_DRAFTS, config.max_num_batched_tokens // 2 - 1))
 
 
-def _free_tokens(asked: EngineConfig, on_cpu: bool, eight_bits: bool) -> int:
-    """What SpeculativeConfig.free_tokens is where it is left unset."""
+def _free_tokens(config: EngineConfig, on_cpu: bool, eight_bits: bool) -> int:
+    """Return the default of SpeculativeConfig.free_tokens."""
     if not on_cpu:
         return FREE_TOKENS_ON_GPU
-    return FREE_TOKENS_OF_INT8 if eight_bits or asked.quantize == "int8" else FREE_TOKENS_ON_CPU
+    return FREE_TOKENS_OF_INT8 if eight_bits or config.quantize == "int8" else FREE_TOKENS_ON_CPU
 
 
 def _speculative(
-    asked: EngineConfig, num_drafts: int, unseen: bool, free: int, model_cost: float | None
+    config: EngineConfig, num_drafts: int, unseen: bool, free: int, model_cost: float | None
 ) -> SpeculativeConfig:
-    wished, method = asked.speculative, asked.speculative.method
+    speculative, method = config.speculative, config.speculative.method
     if method == "auto":
         method = "suffix" if unseen and num_drafts else "none"
     if method != "none" and not num_drafts:
         raise ConfigError(
             f"speculative.method is {method}, but a step has no room for drafts where max_num_batched_tokens is "
-            f"{asked.max_num_batched_tokens}: raise it, or set method none."
+            f"{config.max_num_batched_tokens}: raise it, or set method none."
         )
     if method == "draft_model":
-        wished = replace(wished, model_cost=wished.model_cost or model_cost)
-    return replace(wished, method=method, free_tokens=wished.free_tokens or free)
+        speculative = replace(speculative, model_cost=speculative.model_cost or model_cost)
+    return replace(speculative, method=method, free_tokens=speculative.free_tokens or free)

@@ -1,5 +1,6 @@
-"""Says which features go with which others, devices, kernels and kinds of models. Long: one table, with each reason.
-Never raises and never looks at a machine: whoever refuses tells it what is on, and takes the text from here."""
+"""Owns the table of features that exclude other features, devices, kernels or kinds of models. Long, because it has
+every rule with its reason. Never raises or looks at a machine: the caller says what is on, and refuses with the text
+from here."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 
 class Group(StrEnum):
-    """What a term of the table is."""
+    """The kind of a term in the table."""
 
     SETTING = "setting"
     DEVICE = "device"
@@ -28,12 +29,13 @@ class Feature:
     title: str
     group: Group = Group.SETTING
     setting: str = ""
-    """The dotted path of the setting that says whether it is on; empty: somebody finds out."""
+    """The dotted path of the setting that turns it on; empty if it is not a setting but a fact about the machine, the
+    model or the executor."""
     when: Callable[[Any], Any] | None = None
-    """Which of the setting's values turn it on. None: any but its default."""
+    """Whether a value of the setting turns it on. None means any value but the default."""
 
     def fact(self, owner: Any, name: str) -> str | None:
-        """`setting is value` where `owner.name` turns it on, else None."""
+        """Return `setting is value` if `owner.name` turns the feature on, else None."""
         value = getattr(owner, name)
         if self.when is None:
             is_on = value != next(spec.default for spec in fields(owner) if spec.name == name)
@@ -43,7 +45,7 @@ class Feature:
 
 
 def shown(value: Any) -> str:
-    """A setting's value as a config file has it; a table of values is only said to be set."""
+    """Format a setting's value as in a config file; a table of values is only said to be set."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
@@ -55,22 +57,22 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`features` go with none of `against`, where all of `where` are on besides."""
+    """Each of `features` excludes each of `against`, if all of `where` are on, too."""
 
     features: tuple[Feature, ...]
     against: tuple[Feature, ...]
     reason: str
-    """What is behind it, to be read after a colon."""
+    """The reason as a clause, to follow a colon."""
     where: tuple[Feature, ...] = ()
 
 
 Facts = Mapping[Feature, str]
-"""What is on, each with a clause that names it: the setting with its value, the device, the model."""
+"""The features that are on, each with a clause that names it: the setting with its value, the device, the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two features that are on and do not go together, with what else they need for that."""
+    """Two features that are on and exclude each other, with the rule behind it."""
 
     rule: Rule
     feature: Feature
@@ -81,7 +83,7 @@ class Conflict:
         return self.feature, self.against, *self.rule.where
 
     def text(self, on: Facts) -> str:
-        """One sentence: both features as they were turned on, and the reason."""
+        """Return the refusal in one sentence: both features as they were turned on, and the reason."""
         beside = " and ".join(on[term] for term in self.terms[1:])
         return f"{on[self.feature]}, but {beside}: {self.rule.reason}."
 
@@ -269,17 +271,17 @@ RULES = (
     Rule((LORA,), (NO_ADAPTERS,), "adapters have to be computed"),
     Rule((GRAPHS,), (NO_CAPTURES,), "steps cannot be captured there"),
 )
-"""First come rules that need the fewest facts: the first that is broken is told."""
+"""The first broken rule is reported. Rules that need the fewest facts come first."""
 
 
 def terms_of(rules: Iterable[Rule]) -> tuple[Feature, ...]:
-    """Every feature that a rule names, once, in order."""
+    """Return every feature that a rule names, once, in order."""
     return tuple({term: None for rule in rules for term in (*rule.features, *rule.against, *rule.where)})
 
 
 def turned_on(config: Any, features: Iterable[Feature] | None = None, prefix: str = "") -> dict[Feature, str]:
-    """Those that `config`'s settings turn on. features: those of RULES. prefix: where in the whole config this part is,
-    such as `scheduler.`."""
+    """Return the features that `config`'s settings turn on, by default among those of RULES. `prefix` is the path of
+    this part in the whole config, such as `scheduler.`."""
     on = {}
     for feature in terms_of(RULES) if features is None else features:
         if feature.setting.startswith(prefix) and feature.setting:
@@ -292,13 +294,13 @@ def turned_on(config: Any, features: Iterable[Feature] | None = None, prefix: st
 def find_conflict(
     on: Iterable[Feature], rules: Iterable[Rule] = RULES, feature: Feature | None = None
 ) -> Conflict | None:
-    """The first rule that is broken. feature: only rules that name it count, as if it were on, too."""
-    found = {*on} if feature is None else {*on, feature}
+    """Return the first broken rule. With `feature`, treat it as on, and look only at rules that name it."""
+    together = {*on} if feature is None else {*on, feature}
     for rule in rules:
-        for one in rule.features:
+        for ours in rule.features:
             for other in rule.against:
-                if found.issuperset((one, other, *rule.where)):
-                    conflict = Conflict(rule, one, other)
+                if together.issuperset((ours, other, *rule.where)):
+                    conflict = Conflict(rule, ours, other)
                     if feature is None or feature in conflict.terms:
                         return conflict
     return None

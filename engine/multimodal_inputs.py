@@ -1,5 +1,5 @@
-"""Owns what may stand in a prompt besides text: spans of it, each with its content, and where they are in a step.
-Never knows what a kind of input is: a model declares its kinds, and whoever makes a submission their contents."""
+"""Owns inputs besides text: spans of a prompt, each with its content, and their places in a step.
+Never knows what a kind of input is: a model declares its kinds, and the submitter provides the contents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hashlib import blake2b
 from math import prod
 
 Grid = tuple[int, int, int]
-"""How many frames, rows and columns of tokens an input is; an image has one frame."""
+"""The number of frames, rows and columns of tokens in an input; an image has one frame."""
 BYTES_PER_PIXEL = 3
 
 
@@ -19,28 +19,29 @@ class InputKind:
 
     name: str
     token_id: int
-    """What stands in the prompt for each token of such an input."""
+    """The placeholder in the prompt for each token of such an input."""
     side: int
-    """Pixels along a side of what becomes one token: an input is [frames, rows * side, columns * side, 3] of uint8."""
+    """Side length in pixels of the square that becomes one token. An input is [frames, rows * side, columns * side, 3]
+    of uint8."""
     min_pixels: int
     max_pixels: int
-    """Of a frame: smaller and larger ones are scaled to these, at most to whole tokens."""
+    """Bounds for a frame. Smaller and larger frames are scaled to them, rounded to whole tokens."""
     chunkable: bool
-    """Whether a chunk of the prompt, or a prefix hit, may end inside of one."""
+    """Whether a chunk of the prompt, or a prefix hit, may end inside such an input."""
 
     @property
     def max_tokens(self) -> int:
-        """Of a frame."""
+        """The maximum number of tokens of a frame."""
         return self.max_pixels // self.side**2
 
     def num_bytes(self, grid: Grid) -> int:
-        """Of the content of an input of that size."""
+        """Return the size of the content of an input with this grid."""
         return prod(grid) * self.side**2 * BYTES_PER_PIXEL
 
 
 @dataclass(frozen=True, slots=True)
 class SpanInput:
-    """A span of the prompt, [start, end), and what it stands for. Equal contents have equal digests."""
+    """A span of the prompt, [start, end), with its content. Equal contents have equal digests."""
 
     kind: str
     start: int
@@ -62,16 +63,16 @@ class SpanInput:
 
 
 def digest_of(kind: str, grid: Grid, data: bytes, salt: bytes = b"") -> bytes:
-    """A cryptographic name of a content: one that was made to collide would show another user's image."""
+    """Return a cryptographic digest of a content: a forged collision would show another user's image."""
     return blake2b(f"{kind} {grid} ".encode() + data, digest_size=32, key=salt).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedInput:
-    """Where an input is, in the prompt and in the positions by which the model rotates.
+    """The place of an input in the prompt and among the rotary positions.
 
-    Positions follow each other from token to token, but an input takes as many as the longest side of its grid, and
-    its tokens are at (position + frame, position + row, position + column): M-RoPE (arXiv 2409.12191).
+    Text tokens have consecutive positions. An input takes as many positions as the longest side of its grid, and its
+    tokens are at (position + frame, position + row, position + column): M-RoPE (arXiv 2409.12191).
     """
 
     digest: bytes
@@ -85,13 +86,13 @@ class PlacedInput:
 
     @property
     def shift_after(self) -> int:
-        """A later token's position, less its index in the prompt."""
+        """The position of a later token minus its index in the prompt."""
         return self.position + max(self.grid) - self.end
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeJob:
-    """Work of a step besides its rows: have a content's embeddings ready, before the rows run."""
+    """Work of a step before its rows: make a content's embeddings."""
 
     digest: bytes
     grid: Grid
@@ -99,20 +100,21 @@ class EncodeJob:
 
 
 def place_inputs(inputs: Iterable[SpanInput], salt: bytes = b"") -> tuple[PlacedInput, ...]:
-    """With their positions, and names of the salt: what is encoded is shared as prefixes are. inputs: in order."""
+    """Give each input its position and a digest that includes the salt: embeddings are shared within a salt, like
+    prefixes. `inputs` are in order."""
     placed: list[PlacedInput] = []
-    for given in inputs:
+    for span in inputs:
         shift = placed[-1].shift_after if placed else 0
-        name = digest_of(given.kind, given.grid, given.digest, salt) if salt else given.digest
-        placed.append(PlacedInput(name, given.start, given.grid, given.start + shift))
+        digest = digest_of(span.kind, span.grid, span.digest, salt) if salt else span.digest
+        placed.append(PlacedInput(digest, span.start, span.grid, span.start + shift))
     return tuple(placed)
 
 
 def overlapping(inputs: Sequence[PlacedInput], start: int, end: int) -> tuple[PlacedInput, ...]:
-    """Those that have tokens among [start, end)."""
-    return tuple(one for one in inputs if one.start < end and start < one.end)
+    """Return the inputs with tokens among [start, end)."""
+    return tuple(placed for placed in inputs if placed.start < end and start < placed.end)
 
 
 def shift_at(inputs: Sequence[PlacedInput], start: int) -> int:
-    """A token's position less its index, at `start`, unless an input covers it."""
-    return next((one.shift_after for one in reversed(inputs) if one.end <= start), 0)
+    """Return the position minus the index of the token at `start`, unless an input covers it."""
+    return next((placed.shift_after for placed in reversed(inputs) if placed.end <= start), 0)

@@ -1,5 +1,5 @@
-"""Owns what an engine tells whoever measures it: a request that came or was refused, and what each step did.
-Never measures; an observer is called on the engine's own threads, and must be quick."""
+"""Owns the interface for measuring an engine: accepted and refused requests, and the facts of each step.
+Never measures: an observer does, which is called on the engine's own threads and must be quick."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from engine.step import RowKind, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """A step that was read back: what it carried, and how long it took."""
+    """A step that was read back: its rows and its duration."""
 
     step_id: int
-    """Rises from step to step; not by one where a step failed."""
+    """Increases from step to step, by more than one after a failed step."""
     num_decodes: int
-    """Decode rows."""
+    """Number of decode rows."""
     chunks: tuple[int, ...]
     """Tokens of each prefill chunk, in the plan's order."""
     num_tokens: int
-    """Of all rows; a decode row with drafts has more than one."""
+    """Tokens of all rows; a decode row with drafts has more than one."""
     num_waiting: int
-    """Requests that waited in the engine when it was read back."""
+    """Requests that waited in the engine when the step was read back."""
     duration_s: float
-    """With the executor, from its launch until it was read back."""
+    """Time in the executor, from the launch until the step was read back."""
     num_encoded: int = 0
     """Tokens of inputs, such as images, that were encoded before the rows."""
 
@@ -39,44 +39,44 @@ class ComputedStep:
 
 
 class Verified(NamedTuple):
-    """A decode row that carried drafts was read back."""
+    """The result of a decode row with drafts."""
 
     request_id: str
     method: DraftMethod
     num_drafted: int
     num_accepted: int
-    """From the first on, up to the first that would not have been sampled; also those after a token that ends it."""
+    """Drafts before the first that would not have been sampled, including those after a token that ends the answer."""
 
 
 @dataclass(slots=True)
 class StepFacts:
-    """What a call of EngineCore.step did that its events do not tell."""
+    """Facts about a call of EngineCore.step that its events do not contain."""
 
     started: float
-    """Monotonic seconds: when it was planned. Requests whose Scheduled event it returns were scheduled then."""
+    """When the step was planned, in monotonic seconds. Requests with a Scheduled event in it were scheduled then."""
     computed: tuple[ComputedStep, ...] = ()
-    """What it read back: one step at most, or with overlap two, where the second had nothing to wait for."""
+    """The steps that were read back: at most one, or with overlap two, if the second had nothing to wait for."""
     preempted: tuple[str, ...] = ()
-    """Requests that lost their memory in it."""
+    """Requests that were preempted in the step."""
     verified: tuple[Verified, ...] = ()
-    """Drafts of the steps that were read back."""
+    """Results of the drafts in the steps that were read back."""
 
     @property
     def num_encoded(self) -> int:
-        """Tokens of inputs that they have encoded."""
+        """Tokens of inputs that the computed steps encoded."""
         return sum(step.num_encoded for step in self.computed)
 
     @property
     def num_tokens(self) -> int:
-        """That the steps which were read back have computed, of prompts and of answers."""
+        """Tokens of prompts and answers that the computed steps computed."""
         return sum(step.num_tokens for step in self.computed)
 
 
 class EngineObserver(Protocol):
-    """Told of everything once, in order for each request: submitted, then `stepped` up to its terminal event."""
+    """Is told of everything once. For each request the order is: submitted, then `stepped` up to its terminal event."""
 
     def submitted(self, submission: Submission) -> None:
-        """It was accepted. Called on the caller's thread."""
+        """A request was accepted. Called on the caller's thread."""
         ...
 
     def rejected(self, code: ErrorCode) -> None:
@@ -84,6 +84,6 @@ class EngineObserver(Protocol):
         ...
 
     def stepped(self, facts: StepFacts, events: Sequence[Event]) -> None:
-        """Called on the step thread before `events` are on their way to their readers: who has an answer finds it
-        counted. They are those of the step, and of aborts before it."""
+        """A step was done. Called on the step thread before `events` are sent to their readers, so that an answer is
+        counted when its reader has it. `events` are those of the step and of aborts before it."""
         ...

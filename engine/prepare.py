@@ -1,4 +1,4 @@
-"""Owns a name that manifests of the release before call: `python -m engine.prepare`. It goes with the next release.
+"""Owns an old name that manifests of the previous release call: `python -m engine.prepare`. The next release drops it.
 Never does anything itself: `engine.checkpoints.prepare` does."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scheduler's presets: public designs of chunked prefill, each as the settings that make the scheduler follow it.
+"""Owns the scheduler's presets: the settings that make the scheduler follow each of five public designs.
 Never sizes an engine: budgets, seats and blocks depend on the model and the machine. engine/DESIGNS.md has the rest."""
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
         "admission_order": "strict",
     },
 }
-"""Preset -> setting -> value. Each names all that its design needs, defaults included: a default may change later."""
+"""Preset -> setting -> value. A preset has all settings that its design needs, even defaults, since these may
+change."""
 
 
 def over_preset(written: Mapping[str, object]) -> dict[str, object]:
-    """The settings that were written, and below them those of the preset that they name."""
+    """Return the written settings over those of the preset that they name."""
     preset = written.get("preset")
     return {**(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **written}

@@ -1,5 +1,5 @@
-"""Owns the words that cross the engine's boundary: sampling parameters in, events out, typed errors.
-Never holds state, and imports nothing but the standard library, so that any process can speak it."""
+"""Owns the types that cross the engine's boundary: sampling parameters in, events out, typed errors.
+Never holds state, and imports only the standard library, so that any process can use it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Literal
 from engine.multimodal_inputs import SpanInput
 
 MAX_LOGPROBS = 20
-"""Most alternatives that can be asked for with a token's log-probability, as at OpenAI."""
+"""Maximum number of alternatives with a token's log-probability, as at OpenAI."""
 MAX_BIAS = 100
-"""Largest amount of a logit bias, as at OpenAI: enough to ban a token, or to force one."""
+"""Maximum size of a logit bias, as at OpenAI: enough to ban a token or to force one."""
 
 
 class ErrorCode(StrEnum):
@@ -69,17 +69,17 @@ class RequestRejected(EngineError):
 
 
 DraftMethod = Literal["grammar", "ngram", "suffix", "draft_model"]
-"""Where drafted tokens are from: a grammar forces them, they were looked up in the request's own text, or a smaller
+"""The source of drafted tokens: a grammar forces them, they were looked up in the request's own text, or a smaller
 model proposes them."""
 
 
 class FinishReason(StrEnum):
     STOP = "stop"
-    """An end-of-sequence or stop token was sampled, or the caller has found the end in the answer's text."""
+    """An end-of-sequence or stop token was sampled, or the caller found the end in the answer's text."""
     LENGTH = "length"
     """`max_tokens` or the context limit was reached."""
     ABORT = "abort"
-    """The caller asked for it, or went away."""
+    """The caller aborted the request or went away."""
 
 
 def _require(ok: bool, param: str, rule: str, value: float) -> None:
@@ -108,7 +108,7 @@ class SamplingParams:
     seed: int | None = None
     """Key of the counter-based generator; None draws one at submit."""
     max_tokens: int | None = None
-    """None: as many as the context holds. 0: compute the prompt and stop, to score it or to have it cached."""
+    """None: as many as the context holds. 0: compute the prompt and stop, in order to score or cache it."""
     min_tokens: int = 0
     """No end-of-sequence or stop token is sampled before this many tokens."""
     ignore_eos: bool = False
@@ -117,22 +117,22 @@ class SamplingParams:
     logprobs: int | None = None
     """Return each token's log-probability, and this many alternatives with theirs; None: neither."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens."""
+    """The same for the tokens of the prompt."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token that the answer holds."""
+    """Subtracted from the logit of every token that occurs in the answer."""
     frequency_penalty: float = 0.0
-    """The same, for each time that it holds it."""
+    """Subtracted from a token's logit for each of its occurrences in the answer."""
     repetition_penalty: float = 1.0
     """Above 1, tokens of the prompt and of the answer become less likely (Keskar et al., 2019); 1 changes nothing."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit), each token once."""
+    """(token, amount added to its logit), each token once."""
     allowed_token_ids: tuple[int, ...] | None = None
     """No other token is sampled; None allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the answer will not contain."""
     grammar: str | None = None
-    """What the answer's text may be, in llguidance's notation (Lark, or its JSON); None: any text. It has the last
-    word: where all that it allows is banned otherwise, that is sampled all the same."""
+    """A grammar for the answer's text, in llguidance's notation (Lark, or its JSON); None: any text. It overrides bans:
+    if every token that it allows is banned, one of them is sampled nevertheless."""
 
     def __post_init__(self) -> None:
         _require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", ">= 0", self.temperature)
@@ -167,19 +167,19 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """LoRA weights (arXiv 2106.09685) that a request is answered with: what any engine needs to have them."""
+    """The LoRA adapter (arXiv 2106.09685) of a request, with all that an engine needs to load it."""
 
     name: str
-    """What clients call them."""
+    """The adapter's name for clients."""
     path: str
-    """A directory, as PEFT writes it, on the engine's machine."""
+    """A directory in PEFT's format on the engine's machine."""
     digest: str
-    """Names the contents of its files: other weights under the same name or path are another adapter."""
+    """The digest of its files: other weights under the same name or path are another adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One request as the engine takes it: token ids in, token ids out. `request_id` is unique among live requests.
+    """One request to the engine: token ids in, token ids out. `request_id` is unique among live requests.
 
     Raises:
         RequestRejected: a timeout is not a positive number, or the spans are not in order.
@@ -195,19 +195,20 @@ class Submission:
     priority: int = 0
     """A lower number is served before a higher one, within the age bound of `priority_age_ms`."""
     tenant: str = ""
-    """Whom the request is for: tenants of one priority share the engine evenly."""
+    """The tenant of the request. Tenants of one priority share the engine evenly."""
     atomic_spans: tuple[tuple[int, int], ...] = ()
     """[start, end) of prompt positions that are computed together, such as an image: no chunk ends inside one."""
     num_answer_tokens: int = 0
-    """How many tokens at the prompt's end belong to the answer: another engine sampled them, and this one goes on."""
+    """Number of tokens at the prompt's end that belong to the answer: another engine sampled them, and this one
+    continues."""
     cache_salt: str = ""
-    """Prefixes are shared among the requests of one salt only."""
+    """Prefixes are shared only among requests with the same salt."""
     pooling: Literal["mean", "last"] | None = None
     """Return the final hidden states of the prompt as one vector: the mean of all positions, or that of the last."""
     inputs: tuple[SpanInput, ...] = ()
-    """What spans of the prompt stand for besides text, such as images."""
+    """The contents of spans of the prompt that are not text, such as images."""
     adapter: AdapterRef | None = None
-    """None: the model as it is."""
+    """None means the model without an adapter."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.prompt_token_ids)
@@ -224,7 +225,7 @@ class Submission:
             if value is not None:
                 _require(math.isfinite(value) and value > 0, name, "a positive number of seconds", value)
         _check_spans("atomic_spans", self.atomic_spans, num_tokens)
-        _check_spans("inputs", [(given.start, given.end) for given in self.inputs], num_tokens)
+        _check_spans("inputs", [(span.start, span.end) for span in self.inputs], num_tokens)
 
 
 def _check_spans(name: str, spans: Iterable[tuple[int, int]], num_tokens: int) -> None:
@@ -251,13 +252,14 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens and theirs, best first, as many as were asked for."""
+    """The most likely tokens with their log-probabilities, best first, as many as requested."""
     rank: int | None = None
-    """1: no token is more likely; ties go to the lower id. Of a prompt's tokens; None for others."""
+    """Rank of a prompt token; 1 means that no token is more likely, and ties go to the lower id. None for other
+    tokens."""
 
 
-# What a request's sink receives, in this order: Scheduled, PromptLogprobs and Pooled if asked for and the prompt was
-# computed, Token*, then exactly one of Finished or Failed.
+# A request's sink receives, in this order: Scheduled, then PromptLogprobs and Pooled if they were requested and the
+# prompt was computed, Token*, then exactly one of Finished or Failed.
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +276,7 @@ class PromptLogprobs:
 
     request_id: str
     logprobs: tuple[TokenLogprobs, ...]
-    """Of the prompt's second token to its last: nothing predicts the first."""
+    """Log-probabilities of the prompt's second to last tokens: nothing predicts the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +295,7 @@ class Token:
     request_id: str
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """Set exactly where SamplingParams.logprobs is."""
+    """Set if and only if SamplingParams.logprobs is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,12 +307,12 @@ class Finished:
     usage: Usage
     stop_token_id: int | None = None
     stop_logprobs: TokenLogprobs | None = None
-    """Of the stop token, where log-probabilities were asked for."""
+    """Log-probabilities of the stop token, if they were requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Terminal: the engine could not go on with this request."""
+    """Terminal: the engine could not continue this request."""
 
     request_id: str
     code: ErrorCode
@@ -323,30 +325,30 @@ TERMINAL = (Finished, Failed)
 
 @dataclass(frozen=True, slots=True)
 class LoadSnapshot:
-    """One engine's load at a moment between two steps. Requests and blocks now held; steps and preemptions so far."""
+    """One engine's load between two steps. Requests and blocks are current; steps and preemptions are totals so far."""
 
     num_running: int
     num_waiting: int
     num_preparing: int
-    """Of those that wait, requests whose prompt is still being made."""
+    """Waiting requests whose prompt is still being prepared."""
     num_waiting_preempted: int
-    """Of those that wait, requests that ran before and lost their memory."""
+    """Waiting requests that ran before and were preempted."""
     wait_reason: str | None
-    """Why the first in the queue was not admitted in the last step; None if nobody waits."""
+    """Why the first request in the queue was not admitted in the last step; None if none waits."""
     num_queued_tokens: int
-    """Tokens still to prefill: of waiting requests, and the rest of prompts that are partly computed."""
+    """Tokens still to prefill: those of waiting requests, and the rest of partly computed prompts."""
     num_blocks: int
     num_held_blocks: int
     num_evictable_blocks: int
     num_reserved_blocks: int
-    """Blocks that admission keeps for what running requests are expected to need still."""
+    """Blocks that admission keeps free for the expected growth of running requests."""
     num_steps: int
     num_preemptions: int
     reserve_ratio: float
     """Share of running requests' remaining answers that admission keeps free (`reserve_mode: ratio`)."""
     reserve_margin: float
-    """Standard deviations of expected memory that it keeps free (`reserve_mode: learned`); 0 with another."""
+    """Standard deviations of expected memory that admission keeps free (`reserve_mode: learned`); 0 in other modes."""
     graph_hits: Mapping[str, int] = field(default_factory=dict)
     """Steps that replayed a captured graph, by graph; empty for executors without graphs."""
     graph_misses: Mapping[str, int] = field(default_factory=dict)
-    """Steps that no graph fitted, by reason."""
+    """Steps for which no graph fitted, by reason."""

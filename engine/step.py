@@ -1,5 +1,5 @@
-"""Owns the seam between scheduling and execution: what one step computes, and what it returns.
-Never holds a tensor or a reference to a live request: a plan is a frozen picture that later mutation cannot change."""
+"""Owns the interface between scheduling and execution: what one step computes, and what it returns.
+Never holds a tensor or a reference to a live request: a plan is a frozen snapshot that later changes cannot affect."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ from engine.multimodal_inputs import EncodeJob, PlacedInput
 from engine.protocol import ErrorCode, TokenLogprobs
 
 PENDING_TOKEN = -1
-"""In a row's token ids: what this request sampled in the step before, which is not read back yet (overlap)."""
+"""In a row's token ids: the token that this request sampled in the previous step, which is not read back yet
+(overlap)."""
 DRAFT_TOKEN = -2
-"""In a decode row's token ids, after its first: what the draft model will propose there, in the step itself."""
+"""In a decode row's token ids, after the first: a token that the draft model proposes within the step."""
 
 
 class RowKind(Enum):
-    """What a row is, said explicitly: a last chunk of one token is not a decode, though both have length 1."""
+    """The explicit kind of a row: a last chunk of one token is not a decode row, though both have length 1."""
 
     MIDDLE = "middle"
     """A chunk that leaves part of the prompt to compute: samples nothing."""
     LAST = "last"
-    """The chunk that completes the prompt: samples the first token, unless none was asked for."""
+    """The chunk that completes the prompt: samples the first token, unless max_tokens is 0."""
     DECODE = "decode"
-    """Feeds the newest token, and what is drafted to follow it, and samples what comes next."""
+    """Feeds the newest token and its drafts, and samples what follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitControls:
-    """What is done to a row's logits before a token is chosen; `kernels.reference.control_logits` says how."""
+    """Changes to a row's logits before a token is chosen; `kernels.reference.control_logits` defines them."""
 
     allowed_token_ids: tuple[int, ...] | None = None
-    """No other token is sampled; None: every token may be."""
+    """No other token is sampled; None allows all."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, what is added to its logit), each token once."""
     repetition_penalty: float = 1.0
-    """Divides the logit of a token of prompt or answer where it is positive, and multiplies it where it is not."""
+    """The positive logit of a token in the prompt or answer is divided by this, and a negative one multiplied."""
     prompt_token_ids: tuple[int, ...] = ()
-    """Which tokens the prompt holds, each once; empty where nothing depends on it."""
+    """The tokens that occur in the prompt, each once; empty if nothing depends on them."""
     frequency_penalty: float = 0.0
-    """Subtracted for each time that the answer holds the token."""
+    """Subtracted for each occurrence of the token in the answer."""
     presence_penalty: float = 0.0
-    """Subtracted once where the answer holds the token."""
+    """Subtracted once if the token occurs in the answer."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the answer may not contain."""
     grammar: str | None = None
-    """What the answer's text may be, in llguidance's notation. It has the last word over all of the above."""
+    """A grammar for the answer's text, in llguidance's notation. It overrides all of the above."""
 
     @property
     def penalizes(self) -> bool:
@@ -55,13 +56,13 @@ class LogitControls:
 
     @property
     def looks_back(self) -> bool:
-        """Whether the answer so far matters."""
+        """Whether the controls depend on the answer so far."""
         return self.penalizes or self.grammar is not None or any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How to choose a token. The random number depends on (seed, position) and nothing else."""
+    """How to choose a token. The random number depends only on (seed, position)."""
 
     temperature: float
     top_k: int
@@ -71,7 +72,7 @@ class RowSampling:
     banned_token_ids: tuple[int, ...] = ()
     """Never sampled in this step (stop tokens before `min_tokens`)."""
     num_logprobs: int | None = None
-    """Alternatives to return with the token's log-probability; None: no log-probability."""
+    """Number of alternatives to return with the token's log-probability; None: no log-probability."""
     controls: LogitControls | None = None
 
 
@@ -89,12 +90,12 @@ class PromptScoring:
     first: int
     token_ids: tuple[int, ...]
     num_logprobs: int
-    """Alternatives to return with each."""
+    """Number of alternatives to return with each."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateUse:
-    """Where a row of a hybrid model keeps its recurrent state, which has consumed every position below `start`."""
+    """The places of the recurrent state of a hybrid model's row. The state covers every position below `start`."""
 
     slot: int
     """Read before the row and written after it. A row that starts at 0 starts from the zero state."""
@@ -106,21 +107,22 @@ class StateUse:
 
 @dataclass(frozen=True, slots=True)
 class RowInputs:
-    """What stands in a row besides text, and before it."""
+    """The inputs besides text in a row, and their effect on its positions."""
 
     placed: tuple[PlacedInput, ...]
-    """Those with tokens in the row, in order; each was encoded by this step or one before, and not dropped."""
+    """Inputs with tokens in the row, in order. Each was encoded by this step or an earlier one, and not dropped."""
     shift: int = 0
-    """The rotary position of the row's start less the start, where no input covers it."""
+    """The rotary position of the row's start minus the start, if no input covers it."""
 
 
 class DraftContext(NamedTuple):
-    """What the draft model reads of a request's text in a step; its K and V of all that is before are there.
+    """The part of a request's text that the draft model reads in a step. It already has K and V of all positions
+    before.
 
         0 ......... start .............. end          end = start + len(token_ids)
         | read before | token_ids        |
 
-    Where it reaches the row's newest token, the draft model goes on from there.
+    If the part reaches the row's newest token, the draft model continues from there.
     """
 
     start: int
@@ -140,7 +142,7 @@ class ScheduledRequest:
     | block_ids: ceil(end / block_size) or more |
 
     A row that samples chooses the token at position `end`. A decode row with drafts, [newest, draft 1, ... draft k],
-    chooses one for each position from `start + 1` to `end`, up to the first that is not what was drafted for it.
+    chooses one for each position from `start + 1` to `end`, up to the first that differs from its draft.
     """
 
     request_id: str
@@ -151,19 +153,19 @@ class ScheduledRequest:
     sampling: RowSampling | None
     """None: nothing is sampled, as for every MIDDLE row."""
     _: KW_ONLY
-    # What few rows have.
+    # Only few rows have these.
     scoring: PromptScoring | None = None
     state: StateUse | None = None
     pool_from: int | None = None
-    """Return the sum of the final hidden states at positions [pool_from, end); None: of none."""
+    """Return the sum of the final hidden states at positions [pool_from, end); None means no sum."""
     answer: tuple[int, ...] = ()
-    """The answer's tokens before this row's drafts, where its controls look back; the last may be PENDING_TOKEN."""
+    """The answer's tokens before this row's drafts, if its controls look back; the last may be PENDING_TOKEN."""
     inputs: RowInputs | None = None
-    """None: the row is text, and so is all before it."""
+    """None if the row and everything before it is text."""
     adapter: str = ""
-    """The digest of the adapter that computes it, which the executor keeps; "": the model as it is."""
+    """The digest of the row's adapter, which the executor has; "" means the model without an adapter."""
     draft_context: DraftContext | None = None
-    """Of a decode row, for the draft model, before the row is computed; with DRAFT_TOKENs, up to the newest token."""
+    """What the draft model reads before a decode row is computed; with DRAFT_TOKENs, up to the newest token."""
 
     @property
     def end(self) -> int:
@@ -172,16 +174,16 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass: decode rows first, then prefill chunks; and before it, what its rows need encoded."""
+    """One forward pass, with decode rows first, then prefill chunks; and the encoding that its rows need before."""
 
     step_id: int
     rows: tuple[ScheduledRequest, ...]
     state_moves: tuple[tuple[int, int], ...] = ()
-    """(from, to) state slots to copy, in this order, before anything else of the step."""
+    """(from, to) state slots to copy, in this order, before anything else in the step."""
     dropped: tuple[bytes, ...] = ()
-    """Digests of contents whose embeddings are not needed any more; they may be encoded again by this step."""
+    """Digests of contents whose embeddings are no longer needed; this step may encode them again."""
     encodes: tuple[EncodeJob, ...] = ()
-    """Contents to have embeddings ready of, after `dropped` and before the rows; kept until they are dropped."""
+    """Contents to encode, after `dropped` and before the rows. Their embeddings are kept until they are dropped."""
 
     @property
     def num_tokens(self) -> int:
@@ -190,7 +192,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class GraphUse:
-    """Whether a step replayed a captured graph, and which, or why none fitted."""
+    """Whether a step replayed a captured graph. `name` is the graph, or the reason why none fitted."""
 
     hit: bool
     name: str
@@ -206,13 +208,13 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step returns. The mappings are from a row's number to what that row asked for."""
+    """The results of a step. The mappings are from a row's number to the results that the row asked for."""
 
     step_id: int
     sampled: tuple[tuple[int, ...], ...]
     """Row i's new tokens: empty for a row that samples nothing and for one that failed."""
     failed: tuple[tuple[int, RowFailure], ...] = ()
-    """(row, why) of rows that failed alone, in row order; the others are good."""
+    """(row, failure) of rows that failed alone, in row order; the other rows are good."""
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """One for each sampled token."""
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
@@ -232,18 +234,18 @@ class GrammarRow:
     request_id: str
     grammar: str
     answer: tuple[int, ...]
-    """All of the answer before the row's drafts."""
+    """The whole answer before the row's drafts."""
     drafts: tuple[int, ...] = ()
 
 
 class GrammarError(Exception):
-    """A text is no grammar, or more complex than the limits allow. The message is for whoever wrote it."""
+    """A text is not a grammar, or is too complex for the limits. The message is for its author."""
 
 
 def grammar_rows(plan: StepPlan, newest: Mapping[str, int]) -> list[tuple[int, GrammarRow]]:
-    """(row, what its grammar needs to know). `newest`: the token that a request's PENDING_TOKEN stands for; a row that
-    goes on from a token which was never sampled has failed, and is left out."""
-    found = []
+    """Return (row number, GrammarRow) for each row with a grammar. `newest` has the token behind each request's
+    PENDING_TOKEN. A row that continues from a token that was never sampled has failed, and is left out."""
+    grammars = []
     for number, row in enumerate(plan.rows):
         controls = row.sampling.controls if row.sampling is not None else None
         if controls is None or controls.grammar is None:
@@ -251,40 +253,40 @@ def grammar_rows(plan: StepPlan, newest: Mapping[str, int]) -> list[tuple[int, G
         if PENDING_TOKEN in row.answer[-1:] and row.request_id not in newest:
             continue
         drafts = row.token_ids[1:] if row.kind is RowKind.DECODE else ()
-        found.append((number, GrammarRow(row.request_id, controls.grammar, answer_tokens(row, newest), drafts)))
-    return found
+        grammars.append((number, GrammarRow(row.request_id, controls.grammar, answer_tokens(row, newest), drafts)))
+    return grammars
 
 
 def answer_tokens(row: ScheduledRequest, newest: Mapping[str, int]) -> tuple[int, ...]:
-    """The answer so far, as `row.answer` has it, with the token that was in flight."""
+    """Return `row.answer` with PENDING_TOKEN replaced by the token that was in flight."""
     if row.answer[-1:] != (PENDING_TOKEN,):
         return row.answer
     return (*row.answer[:-1], newest.get(row.request_id, 0))  # a lost row fails alone
 
 
 class AdapterError(Exception):
-    """A directory holds no adapter that this model and this engine can use. The message is for whoever named it."""
+    """A directory has no adapter that this model and this engine can use. The message is for the user who named it."""
 
 
 class AdapterHost(Protocol):
-    """An executor's adapters: any thread may call it, beside the steps."""
+    """An executor's adapters. Any thread may call it while steps run."""
 
     def read(self, path: str) -> tuple[str, Any]:
-        """(the digest, the weights) of a directory on this machine, ready to be kept.
+        """Read a directory on this machine and return (digest, weights), ready for `keep`.
 
         Raises:
-            AdapterError: it holds none that can be used.
+            AdapterError: it has no usable adapter.
         """
 
     def keep(self, digest: str, weights: Any) -> None:
-        """From now on rows may name it."""
+        """Keep an adapter's weights, so that rows may name it."""
 
     def drop(self, digest: str) -> None:
-        """No row of a later plan names it."""
+        """Drop an adapter. No row of a later plan names it."""
 
 
 class TokenMasks(Protocol):
-    """What an executor asks of grammars; `engine.batch.grammar.Grammars` is the one there is."""
+    """What an executor needs of grammars; `engine.batch.grammar.Grammars` implements it."""
 
     def compile(self, grammar: str) -> None: ...
 
@@ -296,11 +298,12 @@ class TokenMasks(Protocol):
 
 
 class ExecutorFatalError(Exception):
-    """Raised by an executor that can run no further step; the engine fails what is live and turns unhealthy."""
+    """Raised by an executor that can run no further step. The engine fails all live requests and becomes unhealthy."""
 
 
 class ExecutorOutOfMemoryError(Exception):
-    """Raised by `launch` for want of memory for a step's activations: nothing was computed; a smaller step may fit."""
+    """Raised by `launch` if memory for a step's activations is lacking. Nothing was computed; a smaller step may
+    fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,28 +311,28 @@ class Capabilities:
     """What an executor can do. A config that needs more is refused at start, not served by something slower."""
 
     mixed_rows: bool = True
-    """Decode rows and prefill chunks in one step."""
+    """Runs decode rows and prefill chunks in one step."""
     overlap: bool = False
-    """PENDING_TOKEN: a step may be launched before the one before it is collected."""
+    """Accepts PENDING_TOKEN: a step may be launched before the previous one is collected."""
     drafts: bool = False
     """Verifies several tokens in one row, and proposes those that a grammar forces."""
     draft_model: bool = False
-    """Has a draft model, which follows `ScheduledRequest.draft_context` and proposes what stands for DRAFT_TOKEN."""
+    """Has a draft model, which reads `ScheduledRequest.draft_context` and proposes the tokens for DRAFT_TOKEN."""
     recurrent_state: bool = False
-    """The model has state besides KV, which follows `StateUse`."""
+    """The model has state besides KV, and the executor follows `StateUse`."""
     compile_grammar: Callable[[str], None] | None = None
-    """Has a grammar ready before a step needs it, on any thread, or raises GrammarError. None: it keeps to none."""
+    """Compiles a grammar before a step needs it, on any thread, or raises GrammarError. None: it has no grammars."""
     adapters: AdapterHost | None = None
-    """None: every row is computed by the model as it is."""
+    """None: it has no adapters."""
 
 
 class Executor(Protocol):
     """Runs steps in order. `launch` may return before the work is done; `collect` waits for the oldest launched step.
 
-    A row that builds on one that failed, of a step that was not read back in time, fails alone like it.
-    A plan's `state_moves` and restores are done whatever then becomes of the step: nobody asks for them again.
-    An ordinary exception from either fails the rows of that plan only; after ExecutorOutOfMemoryError a step with
-    prefill is tried once more with half of it; ExecutorFatalError ends the engine.
+    A row fails alone if it continues from a failed row of a step that was not read back in time. A plan's `state_moves`
+    and restores are done even if the step then fails: they are not requested again. An ordinary exception from either
+    method fails only the rows of that plan. After ExecutorOutOfMemoryError, a step with prefill is retried once with
+    half of it. ExecutorFatalError ends the engine.
     """
 
     @property
@@ -340,6 +343,6 @@ class Executor(Protocol):
     def collect(self) -> StepOutput: ...
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """These requests are gone: drop whatever is kept for them. Their blocks may be reused by the next plan."""
+        """Drop whatever is kept for these requests, which are gone. The next plan may reuse their blocks."""
 
     def shutdown(self) -> None: ...

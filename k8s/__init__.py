@@ -1,2 +1,2 @@
-"""Owns what Kubernetes needs of this project: manifests, dashboards, alerts, and the checks of them.
-Never serves a request; `k8s.drain` alone runs in a pod."""
+"""Owns the deployment on Kubernetes: manifests, dashboards, alerts, and the checks of them.
+Never serves a request. Only `k8s.drain` runs in a pod."""

@@ -1,5 +1,5 @@
-"""Owns the Grafana dashboards. Long: every panel is a list of queries. `python -m k8s.dashboards` writes their JSON.
-Never holds a layout: panels stand three in a row, in the order of the list."""
+"""Owns the Grafana dashboards. Long, because every panel is a list of queries. `python -m k8s.dashboards` writes their
+JSON. Never has a layout: panels stand three in a row, in the order of the list."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One graph: queries with their legends, and what a reader is to see in it."""
+    """One graph: its queries with their legends, and a text that explains it."""
 
     title: str
     text: str
     unit: str
-    """Of Grafana: s, short, percentunit, reqps."""
+    """Grafana's unit: s, short, percentunit, reqps."""
     queries: tuple[tuple[str, str], ...]
 
 
@@ -35,7 +35,7 @@ class Dashboard:
 
 
 def _quantiles(metric: str, *shares: float, by: str = "") -> tuple[tuple[str, str], ...]:
-    """A histogram's quantiles, over all replicas, or for each value of a label."""
+    """Make queries for a histogram's quantiles, over all replicas or for each value of a label."""
     labels, legend = (f"le, {by}", f" {{{{{by}}}}}") if by else ("le", "")
     rate = f"sum by ({labels}) (rate({metric}_bucket[$__rate_interval]))"
     return tuple((f"histogram_quantile({share}, {rate})", f"p{100 * share:g}{legend}") for share in shares)
@@ -71,13 +71,13 @@ ENGINE = Dashboard(
         ),
         Panel(
             "Preemptions",
-            "Running requests that lost their memory: work that is done again.",
+            "Running requests that lost their memory, so that their work is repeated.",
             "ops",
             ((_rate("vllm:num_preemptions_total", "engine"), "{{engine}}"),),
         ),
         Panel(
             "Tokens",
-            "Computed of prompts, taken from the prefix cache, and sampled.",
+            "Prompt tokens, those of them from the prefix cache, and sampled tokens.",
             "short",
             (
                 (_rate("vllm:prompt_tokens_total"), "prompts"),
@@ -87,7 +87,7 @@ ENGINE = Dashboard(
         ),
         Panel(
             "Gaps between tokens",
-            "What a reader of a stream sees; a long prompt elsewhere must not show here.",
+            "Gaps as the reader of a stream sees them. Long prompts of others must not show here.",
             "s",
             _quantiles("vllm:inter_token_latency_seconds", 0.5, 0.99),
         ),
@@ -99,19 +99,19 @@ ENGINE = Dashboard(
         ),
         Panel(
             "Steps",
-            "An engine with requests and no steps stands still.",
+            "An engine with requests but without steps is stalled.",
             "ops",
             ((_rate("vllm:iteration_tokens_total_count", "engine"), "{{engine}}"),),
         ),
         Panel(
             "Prefix cache hits",
-            "Share of the looked-up prompt tokens that were there.",
+            "Share of the looked-up prompt tokens that were in the cache.",
             "percentunit",
             ((_share("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"), "hits"),),
         ),
         Panel(
             "Time in the engine",
-            "Before the first step, to the first token, and from there to the last: medians.",
+            "Medians: before the first step, from there to the first token, and on to the last.",
             "s",
             (
                 *((q, "queue") for q, _ in _quantiles("vllm:request_queue_time_seconds", 0.5)),
@@ -121,7 +121,7 @@ ENGINE = Dashboard(
         ),
         Panel(
             "Drafts",
-            "Drafted tokens that were verified, and those of them that were right.",
+            "Drafted tokens that were verified, and those that were accepted.",
             "short",
             (
                 (_rate("vllm:spec_decode_num_draft_tokens_total"), "drafted"),
@@ -130,7 +130,7 @@ ENGINE = Dashboard(
         ),
         Panel(
             "How requests end",
-            "By reason; `abort` is mostly clients that left.",
+            "By reason; `abort` is mostly clients that disconnected.",
             "reqps",
             ((_rate("vllm:request_success_total", "finished_reason"), "{{finished_reason}}"),),
         ),
@@ -143,7 +143,7 @@ SERVING = Dashboard(
     (
         Panel(
             "Requests by outcome",
-            "`error` has what clients did wrong, too.",
+            "`error` includes the mistakes of clients.",
             "reqps",
             ((_rate("chunkserve:requests_total", "outcome"), "{{outcome}}"),),
         ),
@@ -155,7 +155,7 @@ SERVING = Dashboard(
         ),
         Panel(
             "Requests inside",
-            "All that live, and those of them that wait at the gate.",
+            "All live requests, and those of them that wait at the gate.",
             "short",
             (
                 ("sum(chunkserve:num_requests_live)", "live"),
@@ -164,7 +164,7 @@ SERVING = Dashboard(
         ),
         Panel(
             "First token",
-            "From arrival at the ingress.",
+            "Time from the arrival at the ingress.",
             "s",
             _quantiles("chunkserve:time_to_first_token_seconds", 0.5, 0.95, 0.99),
         ),
@@ -186,7 +186,7 @@ SERVING = Dashboard(
         ),
         Panel(
             "Moves",
-            "Answers that went on at another engine, and those that found none.",
+            "Answers that continued at another engine, and those that found none.",
             "ops",
             (
                 (_rate("chunkserve:migrations_total"), "moved"),
@@ -195,7 +195,7 @@ SERVING = Dashboard(
         ),
         Panel(
             "Token channel",
-            "Answers with a lost frame, and those completed from the call instead.",
+            "Answers with a lost frame, and those completed from the Serve call instead.",
             "ops",
             (
                 (_rate("chunkserve:channel_gaps_total"), "gaps"),
@@ -210,19 +210,19 @@ SERVING = Dashboard(
         ),
         Panel(
             "Deadlines missed",
-            "Requests without a whole answer at their deadline.",
+            "Requests without a complete answer at their deadline.",
             "ops",
             ((_rate("chunkserve:deadline_misses_total"), "missed"),),
         ),
         Panel(
             "Replicas that do not answer",
-            "A scrape asks every replica; these did not answer it in 3 s.",
+            "A scrape asks every replica; these did not answer within 3 s.",
             "short",
             (("chunkserve:replicas_missing", "{{deployment}}"),),
         ),
         Panel(
             "Scrape",
-            "Above 10 s, Prometheus gives up.",
+            "Duration of a scrape. Above 10 s, Prometheus gives up.",
             "s",
             (('scrape_duration_seconds{job="chunkserve"}', "duration"),),
         ),
@@ -235,7 +235,7 @@ AUTOSCALING = Dashboard(
     (
         Panel(
             "Engines",
-            "Wanted by the policy, set as target, and answering.",
+            "Desired by the policy, set as target, and answering.",
             "short",
             (
                 ('max(ray_serve_autoscaling_desired_replicas{deployment="Engine"})', "wanted"),
@@ -245,7 +245,7 @@ AUTOSCALING = Dashboard(
         ),
         Panel(
             "Ray nodes",
-            "Active, and asked for of Kubernetes.",
+            "Active, and requested from Kubernetes.",
             "short",
             (
                 ("sum by (NodeType) (autoscaler_active_nodes)", "active {{NodeType}}"),
@@ -260,7 +260,7 @@ AUTOSCALING = Dashboard(
         ),
         Panel(
             "What asks for more: seats",
-            "Running requests, and all that wait.",
+            "Running requests, and all waiting ones.",
             "short",
             (
                 ("sum(vllm:num_requests_running)", "running"),
@@ -269,7 +269,7 @@ AUTOSCALING = Dashboard(
         ),
         Panel(
             "What asks for more: KV",
-            "Share of KV blocks in use: fullest and mean engine.",
+            "Share of KV blocks in use, in the fullest engine and on average.",
             "percentunit",
             (
                 ("max(vllm:kv_cache_usage_perc)", "fullest"),
@@ -315,7 +315,7 @@ SLO = Dashboard(
     (
         Panel(
             "Good requests",
-            "Neither broken off nor refused for want of room; 99.5 % are to be.",
+            "Neither interrupted nor refused for lack of room; the objective is 99.5 %.",
             "percentunit",
             (
                 ("1 - chunkserve:bad_requests:ratio_rate5m", "5 minutes"),
@@ -325,7 +325,7 @@ SLO = Dashboard(
         ),
         Panel(
             "Budget burn",
-            "Multiples of the rate that uses the budget up in its 30 days: 14.4 pages, 3 is a ticket.",
+            "Multiples of the rate that uses up the budget in 30 days: 14.4 pages, 3 is a ticket.",
             "short",
             (
                 ("chunkserve:bad_requests:ratio_rate5m / 0.005", "5 minutes"),
@@ -335,7 +335,7 @@ SLO = Dashboard(
         ),
         Panel(
             "First tokens in time",
-            "Within 2.5 s; 95 % are to be.",
+            "Within 2.5 s; the objective is 95 %.",
             "percentunit",
             (
                 ("1 - chunkserve:late_first_tokens:ratio_rate5m", "5 minutes"),
@@ -344,19 +344,19 @@ SLO = Dashboard(
         ),
         Panel(
             "Gaps in time",
-            "Tokens within 200 ms of the one before; 99 % are to be.",
+            "Tokens within 200 ms of the previous one; the objective is 99 %.",
             "percentunit",
             (("1 - chunkserve:slow_gaps:ratio_rate30m", "30 minutes"),),
         ),
         Panel(
             "Streams lost",
-            "That found no other engine, in 10 minutes; more than 3 page.",
+            "Streams in 10 minutes that found no other engine; more than 3 page.",
             "short",
             (("sum(increase(chunkserve:migrations_failed_total[10m]))", "lost"),),
         ),
         Panel(
             "Alerts",
-            "What fires now.",
+            "Alerts that fire now.",
             "short",
             (('ALERTS{alertname=~"Chunkserve.*", alertstate="firing"}', "{{alertname}}"),),
         ),
@@ -367,7 +367,7 @@ DASHBOARDS = (ENGINE, SERVING, AUTOSCALING, SLO)
 
 
 def document(dashboard: Dashboard) -> dict[str, Any]:
-    """What Grafana imports."""
+    """Build the document that Grafana imports."""
     source = {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus", "hide": 0}
     return {
         "uid": f"chunkserve-{dashboard.name}",
@@ -403,7 +403,7 @@ def text(dashboard: Dashboard) -> str:
 
 
 def main() -> None:
-    """Write every dashboard where the manifests take it from."""
+    """Write every dashboard to the file that the manifests use."""
     for dashboard in DASHBOARDS:
         (DIRECTORY / f"{dashboard.name}.json").write_text(text(dashboard))
 

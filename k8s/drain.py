@@ -1,5 +1,5 @@
-"""Owns the end of a worker pod: Ray is told that the node goes, and the pod is held until nothing of Serve is on it.
-Never ends a process. What is left at the deadline is the kubelet's, which kills it when the grace period is over."""
+"""Owns the end of a worker pod: it tells Ray that the node goes away, and holds the pod until nothing of Serve runs on
+it. Never ends a process. At the end of the grace period, the kubelet kills what is left."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from collections.abc import Callable
 from pathlib import Path
 
 POLL_S = 1.0
-_OF_SERVE = ("ray::ServeReplica", "ray::HAProxyManager", "ray::ProxyActor")
-"""Process titles of what carries requests. Serve ends a proxy when its last connection is over, so a stream that
+_SERVE_TITLES = ("ray::ServeReplica", "ray::HAProxyManager", "ray::ProxyActor")
+"""Titles of the processes that carry requests. Serve ends a proxy when its last connection is over, so a stream that
 passes through this node to a replica on another one holds the pod, too."""
 
 
 class DrainError(RuntimeError):
-    """The node's end could not be announced. The message says why."""
+    """The end of the node could not be announced. The message says why."""
 
 
 def serving(proc: Path = Path("/proc")) -> list[str]:
-    """The titles of this container's processes that carry requests, in order of their process ids.
+    """Return the titles of this container's processes that carry requests, in order of their process ids.
 
-    Read from the process table and not from Ray: it answers when the head is gone, too, and needs no token.
+    They are read from the process table and not from Ray, so that this needs no token and works without the head.
     """
-    found = []
+    titles = []
     for directory in sorted((path for path in proc.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)):
         try:
             title = (directory / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace").strip()
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
-        if title.startswith(_OF_SERVE):
-            found.append(title)
-    return found
+        if title.startswith(_SERVE_TITLES):
+            titles.append(title)
+    return titles
 
 
 def announce(address: str, node_ip: str, deadline_s: float) -> str:
-    """Tell the GCS at `address` (host:port) that the node with this IP is taken away in `deadline_s` seconds, and
-    return the node's id. Serve then starts replacements elsewhere, and ends this node's replicas when they are idle.
+    """Tell the GCS at `address` (host:port) that the node with this IP goes away in `deadline_s` seconds, and return
+    the node's id. Serve then starts replacements elsewhere, and ends this node's replicas when they are idle.
 
     Raises:
-        DrainError: the GCS does not answer, does not know the node, or does not accept.
+        DrainError: the GCS does not answer, does not know the node, or refuses.
     """
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # here: a second, which --help need not take
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # imported here, since it takes a second that --help need not
     from ray.core.generated import autoscaler_pb2
 
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
@@ -54,9 +54,7 @@ def announce(address: str, node_ip: str, deadline_s: float) -> str:
         accepted, why = gcs.drain_node(node_id, reason, "the pod is being deleted", end_ms)
     except DrainError:
         raise
-    except (
-        Exception
-    ) as error:  # of many classes, Ray's and gRPC's; a fault of Ray's must not keep the pod from being held
+    except Exception as error:  # many classes of Ray's and gRPC's; whatever fails, the pod must be held
         raise DrainError(f"{address}: {type(error).__name__}: {error}") from error
     if not accepted:
         raise DrainError(f"{address} does not accept it: {why}")
@@ -82,7 +80,7 @@ def hold(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[str]:
-    """Return when two looks in a row find nothing that serves, or at the deadline; what is then left is returned."""
+    """Wait until two looks in a row find nothing that serves, or until the deadline. Returns what is left then."""
     end_s = clock() + deadline_s
     empty_before = False
     while True:
@@ -94,8 +92,8 @@ def hold(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if the pod is empty, 1 if it is not at the deadline. A hook's output is lost: in a pod, `--log` is the
-    first process's standard output, which is the pod's log."""
+    """Drain this node. Returns 0 if the pod is empty, 1 if it is not at the deadline. Kubernetes discards a hook's
+    output, so in a pod `--log` names the first process's standard output, which is the pod's log."""
     parser = argparse.ArgumentParser(
         prog="python -m k8s.drain",
         description="Move all replicas off this worker node before it stops. Meant for a pod's preStop hook.",
@@ -104,12 +102,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--deadline-s",
         type=float,
         required=True,
-        help="seconds after which it gives up; less than the pod's grace period",
+        help="seconds after which to give up; less than the pod's grace period",
     )
     parser.add_argument(
         "--address", default=os.environ.get("RAY_ADDRESS"), help="address of Ray's GCS, host:port (RAY_ADDRESS)"
     )
-    parser.add_argument("--log", type=Path, help="file for its messages, since standard error of a hook is not kept")
+    parser.add_argument("--log", type=Path, help="file for messages, since a hook's standard error is not kept")
     parser.add_argument("--node-ip", default=os.environ.get("POD_IP"), help="address of this node (POD_IP)")
     options = parser.parse_args(arguments)
     if not options.address or not options.node_ip:
@@ -119,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _say(options.log, f"node {announce(options.address, options.node_ip, options.deadline_s)} drains")
     except DrainError as error:
-        # The head may have gone before us. What runs here may still come to its end, so the pod is held all the same.
+        # The head may already be gone. Streams here can still finish, so the pod is held all the same.
         _say(options.log, f"the end of this node could not be announced: {error}")
     left = hold(options.deadline_s)
     _say(options.log, f"left at the deadline: {', '.join(left)}" if left else "nothing of Serve is left here")

@@ -1,5 +1,5 @@
-"""Owns when the requests of an open load are due: a seeded process at a rate that may change, or a trace's own times.
-Never looks at a clock or a server: what is due is due, however slowly answers come."""
+"""Owns the arrival times of an open load: a seeded random process whose rate may change over time.
+Never looks at a clock or a server: slow answers delay no request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROCESSES = ("constant", "poisson", "gamma")
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A rate that changes by steps: (seconds, requests a second), one after the other."""
+    """A rate that changes in steps. Each step is (seconds, requests a second)."""
 
     steps: tuple[tuple[float, float], ...]
 
@@ -34,7 +34,7 @@ class Profile:
 
     @property
     def expected(self) -> float:
-        """Requests."""
+        """The expected number of requests."""
         return sum(seconds * rate for seconds, rate in self.steps)
 
     def scaled(self, rate: float = 1.0, seconds: float = 1.0) -> Profile:
@@ -42,10 +42,11 @@ class Profile:
 
 
 def due_times(profile: Profile, process: str, seed: int, cv: float = 1.0) -> Iterator[float]:
-    """When requests are due, in seconds from the beginning, in order, until the profile ends.
+    """Yield the times at which requests are due, in seconds from the beginning, in order, until the profile ends.
 
-    Gaps of mean 1 are drawn and laid along the expected number of requests so far; so a process keeps its character
-    where the rate changes. `cv`: of gamma's gaps, the standard deviation over the mean; 1 is Poisson, more is burstier.
+    Gaps of mean 1 are drawn and placed along the expected number of requests so far, so that a process keeps its
+    character where the rate changes. `cv` is the coefficient of variation of gamma's gaps, their standard deviation
+    over their mean: 1 is Poisson, more is burstier.
 
     Raises:
         ValueError: no such process, or `cv` is not positive.
@@ -74,7 +75,7 @@ def _gap(process: str, draw: random.Random, cv: float) -> Callable[[], float]:
 
 
 def cv_of(times: Sequence[float]) -> float:
-    """Of the gaps between them: the standard deviation over the mean.
+    """Return the coefficient of variation of the gaps between these times: their standard deviation over their mean.
 
     Raises:
         ValueError: fewer than three times, or all at once.

@@ -1,5 +1,5 @@
-"""Owns a lean client of streaming chat completions: it stamps what arrives, and reads it after the load is over.
-Never runs in the process that measures the server: its own CPU time is counted apart, and reported."""
+"""Owns a lean client of streaming chat completions. It timestamps the bytes that arrive and parses them afterwards.
+Never runs in the process that measures the server: its own CPU time is counted separately and reported."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ _END_OF_HEAD = b"\r\n\r\n"
 
 
 class BadAnswer(ValueError):
-    """Bytes that are not the answer that was asked for."""
+    """The server's bytes are not a valid answer to the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`waves` times, `streams` requests at once; a wave begins when the one before has ended."""
+    """`waves` rounds of `streams` concurrent requests. A wave begins when the previous one has ended."""
 
     port: int
     streams: int
     tokens: int
-    """Of each answer."""
+    """Length of each answer."""
     waves: int
     seed: int
     host: str = "127.0.0.1"
     model: str = "fake"
     pause_ms: tuple[float, float] = (0.0, 0.0)
-    """Between two waves, drawn anew each time."""
+    """Bounds of the pause between two waves, drawn anew each time."""
     timeout_s: float = 60.0
-    """Of each request; what has not come by then has failed."""
+    """A request whose answer has not ended by then has failed."""
     longest_s: float = 90.0
-    """After which no further wave begins: a server that does not keep up would take hours."""
+    """No further wave begins after this time: a server that does not keep up would take hours."""
     background_streams: int = 0
-    """Further streams that run all the while; they are left when the last wave has ended."""
+    """Further streams that run throughout the load; they are dropped when the last wave has ended."""
     background_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request. Times in seconds of this process's monotonic clock; arrivals are reads that completed a token."""
+    """The answer to one request. Times are seconds of this process's monotonic clock; each arrival is a read that
+    completed a token."""
 
     wave: int
     sent: float
@@ -63,7 +64,7 @@ class Outcome:
     answers: list[Answer]
     background_errors: list[str]
     cpu_s: float
-    """Of this process, from the first request to the end of the last answer."""
+    """CPU time of this process, from the first request to the end of the last answer."""
 
     @staticmethod
     def from_json(line: str) -> Outcome:
@@ -72,7 +73,7 @@ class Outcome:
 
 
 class Connection(asyncio.Protocol):
-    """One HTTP/1.1 connection, kept open from request to request. It only keeps what arrives, and when."""
+    """One HTTP/1.1 connection, kept open from request to request. It only stores what arrives and when."""
 
     def __init__(self) -> None:
         self.reads: list[tuple[float, bytes]] = []
@@ -121,7 +122,7 @@ class Connection(asyncio.Protocol):
 
 
 def _is_whole_error(reads: list[tuple[float, bytes]]) -> bool:
-    """Whether an answer that is no stream, a refusal, is complete; one that begins with a 200 is a stream."""
+    """Whether the answer is a complete refusal. An answer that begins with status 200 is a stream, not a refusal."""
     if reads[0][1].startswith(b"HTTP/1.1 200"):
         return False
     head, found, body = b"".join(data for _, data in reads).partition(_END_OF_HEAD)
@@ -133,14 +134,14 @@ def _is_whole_error(reads: list[tuple[float, bytes]]) -> bool:
 
 
 def read_answer(wave: int, sent: float, reads: list[tuple[float, bytes]], wanted: int, error: str | None) -> Answer:
-    """What the reads say. An answer that is not exactly what was asked for carries an error."""
+    """Parse the reads. An answer that is not exactly what the request asked for carries an error."""
     arrivals: dict[float, None] = {}
     num_tokens = 0
     try:
         for stamp, count in token_stamps(reads):
             arrivals[stamp] = None
             num_tokens += count
-    except ValueError as bad:  # what is no HTTP, or no JSON, raises that too
+    except ValueError as bad:  # malformed HTTP or JSON raises it, too
         error = error or str(bad)
     if error is None and num_tokens != wanted:
         error = f"{num_tokens} tokens instead of {wanted}"
@@ -148,7 +149,9 @@ def read_answer(wave: int, sent: float, reads: list[tuple[float, bytes]], wanted
 
 
 def token_stamps(reads: list[tuple[float, bytes]]) -> Iterator[tuple[float, int]]:
-    """When each event with text arrived completely, and its tokens: one character is one token of the scripted engines.
+    """Yield the time at which each event with text was complete, and its number of tokens.
+
+    One character is one token: the engines that this client measures are scripted to answer so.
 
     Raises:
         BadAnswer: as `stamped_events`.
@@ -159,10 +162,10 @@ def token_stamps(reads: list[tuple[float, bytes]]) -> Iterator[tuple[float, int]
 
 
 def stamped_events(reads: list[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, object]]]:
-    """Each event of a stream, parsed, and when its last byte arrived.
+    """Yield each event of a stream, parsed, with the time at which its last byte arrived.
 
     Raises:
-        BadAnswer: no stream of events, or one that carries an error or has no end.
+        BadAnswer: it is not a stream of events, it carries an error, or it has no end.
     """
     raw = b"".join(data for _, data in reads)
     ends = list(accumulate(len(data) for _, data in reads))
@@ -177,7 +180,7 @@ def stamped_events(reads: list[tuple[float, bytes]]) -> Iterator[tuple[float, di
 
 
 def _events(raw: bytes) -> Iterator[tuple[int, dict[str, object] | str]]:
-    """Each server-sent event, parsed, with the number of bytes that had arrived when it was complete."""
+    """Yield each server-sent event, parsed, with the number of bytes that had arrived when it was complete."""
     head, _, _ = raw.partition(_END_OF_HEAD)
     if not head.startswith(b"HTTP/1.1 200"):
         raise BadAnswer(f"no stream: {raw[:200]!r}")
@@ -192,7 +195,7 @@ def _events(raw: bytes) -> Iterator[tuple[int, dict[str, object] | str]]:
 
 
 def _chunks(raw: bytes, at: int) -> Iterator[tuple[int, bytes]]:
-    """HTTP chunks from offset `at`: where each ends, and its content."""
+    """Yield the HTTP chunks from offset `at`: each one's end and its content."""
     while at < len(raw):
         line = raw.index(b"\r\n", at)
         begin = line + 2
@@ -211,8 +214,8 @@ def _num_tokens(event: dict[str, object]) -> int:
 # --- the load -------------------------------------------------------------------------------------------------------
 
 
-_Asked = tuple[int, float, list[tuple[float, bytes]], str | None]
-"""Wave, when it was sent, what came, what went wrong."""
+_Exchanged = tuple[int, float, list[tuple[float, bytes]], str | None]
+"""A request that has ended: its wave, the time it was sent, the bytes that arrived, and its error."""
 
 
 class _Client:
@@ -230,7 +233,7 @@ class _Client:
         await asyncio.to_thread(sys.stdin.readline)
         cpu = time.process_time()
         others = [asyncio.ensure_future(self._background(i)) for i in range(load.streams, len(self._connections))]
-        asked: list[_Asked] = []
+        asked: list[_Exchanged] = []
         last = time.monotonic() + load.longest_s
         for wave in range(load.waves):
             await asyncio.sleep(self._draw.uniform(*load.pause_ms) / 1000)
@@ -251,7 +254,7 @@ class _Client:
         _, connection = await loop.create_connection(Connection, self._load.host, self._load.port)
         return connection
 
-    async def _ask(self, wave: int, i: int, tokens: int, timeout_s: float | None) -> _Asked:
+    async def _ask(self, wave: int, i: int, tokens: int, timeout_s: float | None) -> _Exchanged:
         request = self._request(tokens)
         if not self._connections[i].is_open:
             self._connections[i] = await self._connect()
@@ -271,7 +274,7 @@ class _Client:
         return read_answer(wave, sent, reads, self._load.background_tokens, error).error
 
     def _request(self, tokens: int) -> bytes:
-        """Each prompt is its own: one that was seen before would be found in a prefix cache."""
+        """Every prompt is new, so that no prefix cache holds it."""
         prompt = f"{self._draw.getrandbits(64):016x}"
         body: dict[str, object] = {
             "model": self._load.model,
@@ -284,7 +287,7 @@ class _Client:
 
 
 def post(host: str, port: int, path: str, body: dict[str, object]) -> bytes:
-    """An HTTP request as it is sent."""
+    """Encode an HTTP request."""
     data = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\n"
@@ -300,15 +303,15 @@ def _say(line: str) -> None:
 
 def main() -> None:
     """Read a Load as a line of JSON, say READY when connected, begin at GO, say ENDED, print the Outcome as JSON."""
-    given = json.loads(sys.stdin.readline())
-    given["pause_ms"] = tuple(given["pause_ms"])
-    outcome = asyncio.run(_Client(Load(**given)).run())
+    fields = json.loads(sys.stdin.readline())
+    fields["pause_ms"] = tuple(fields["pause_ms"])
+    outcome = asyncio.run(_Client(Load(**fields)).run())
     print(json.dumps(dataclasses.asdict(outcome)))
 
 
 if __name__ == "__main__":
     argparse.ArgumentParser(
         prog="python -m loadtest.client",
-        description="Run clients of streaming chat completions as standard input says; other programs start this one.",
+        description="Run the clients that standard input describes. Other programs start this one.",
     ).parse_args()
     main()

@@ -1,5 +1,5 @@
-"""Owns a client of streamed text completions of any OpenAI server, and what it kept of each answer.
-Never parses while a load runs: bytes are read, and their time; what they say is worked out afterwards."""
+"""Owns a client of streamed text completions for any OpenAI server, and the record of each answer.
+Never parses while a load runs: it stores bytes with their times, and parses them afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ TIMEOUT_S = 600.0
 
 
 def completion_body(prompt: str, tokens: int) -> dict[str, Any]:
-    """What is asked, of any model: greedy, exactly so many tokens, streamed, with the server's own count of them."""
+    """Return the body of a request for exactly this many tokens: greedy, streamed, with the server's own token
+    counts."""
     return {
         "prompt": prompt,
         "max_tokens": tokens,
@@ -28,13 +29,13 @@ def completion_body(prompt: str, tokens: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer. Times in seconds of this process's monotonic clock; one arrival for each event with text."""
+    """One answer. Times are seconds of this process's monotonic clock; each event with text is one arrival."""
 
     sent: float
     arrivals: tuple[float, ...]
     prompt_tokens: int
     output_tokens: int
-    """As the server's `usage` counts them: an event may carry several."""
+    """From the server's `usage`, since an event may carry several."""
     error: str | None = None
 
     @property
@@ -43,22 +44,22 @@ class Completion:
 
     @property
     def tpot_s(self) -> float:
-        """Seconds a token after the first; the same for servers that merge tokens into one event."""
+        """Seconds per token after the first. Merging tokens into one event does not change it."""
         return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request that has ended, unread."""
+    """A request that has ended; its answer is not parsed yet."""
 
     sent: float
     reads: list[tuple[float, bytes]]
     wanted: int
-    """Tokens."""
+    """Tokens that the request asked for."""
     error: str | None
 
     def read(self) -> Completion:
-        """What came. An answer that is not exactly what was asked for carries an error."""
+        """Parse the answer. One that is not exactly what the request asked for carries an error."""
         arrivals: list[float] = []
         usage: dict[str, int] = {}
         error = self.error
@@ -69,7 +70,7 @@ class Exchange:
         except ValueError as bad:  # what is no HTTP, or no JSON, raises that too
             error = error or str(bad)
         counts = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
-        error = error or _what_lacks(arrivals, counts[1], self.wanted)
+        error = error or _incompleteness(arrivals, counts[1], self.wanted)
         return Completion(self.sent, tuple(arrivals), *counts, error)
 
 
@@ -87,14 +88,14 @@ def _usage_of(event: dict[str, object]) -> dict[str, int] | None:
     return None
 
 
-def _what_lacks(arrivals: list[float], output_tokens: int, wanted: int) -> str | None:
+def _incompleteness(arrivals: list[float], output_tokens: int, wanted: int) -> str | None:
     if output_tokens != wanted:
         return f"{output_tokens} tokens instead of {wanted}"
     return None if arrivals else "an answer without text"
 
 
 class Client:
-    """Asks one server; connections are kept open from request to request, until the `async with` block ends."""
+    """Sends requests to one server. Connections stay open between requests, until the `async with` block ends."""
 
     def __init__(self, port: int, model: str, timeout_s: float = TIMEOUT_S) -> None:
         self._port = port
@@ -103,7 +104,7 @@ class Client:
         self._idle: list[Connection] = []
 
     async def ask(self, prompt: str, tokens: int) -> Exchange:
-        """Exactly so many tokens, greedily. What goes wrong is in the answer's `error`."""
+        """Ask for exactly this many tokens, greedily. A failure is reported in the answer's `error`."""
         body = {"model": self._model, **completion_body(prompt, tokens)}
         request = post(HOST, self._port, "/v1/completions", body)
         sent, reads, error = time.monotonic(), list[tuple[float, bytes]](), None
@@ -120,7 +121,7 @@ class Client:
         connection = await self._connection()
         try:
             await connection.exchange(request)
-        except BaseException:  # also when the time is up: what comes late is no other request's answer
+        except BaseException:  # a timeout, too: a late answer must not be read as the next request's
             connection.close()
             raise
         self._idle.append(connection)

@@ -1,5 +1,5 @@
 """Owns the sending of a plan's requests from one worker: at their due times, or by clients that wait for answers.
-Never lets a slow answer delay a due request; what the worker itself was late is recorded with the request."""
+Never lets a slow answer delay a due request. The worker's own lateness is recorded with the request."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPSocketPoolResponse
 
 from loadtest.plan import Ask, Closed, Plan, Point, Source
-from loadtest.sse import Lines, read_lines, understood
+from loadtest.sse import Lines, parse_lines, read_lines
 from loadtest.tally import Tally
 from loadtest.target import Target
 from loadtest.timeline import CANCELLED, FAILED, OK, REJECTED, TOO_MUCH, Timeline
 
 _MANY = 100_000
-"""Connections: none is ever waited for, as users of an open load do not wait for one another."""
+"""Connections: enough that a request never waits for one, as the users of an open load do not wait for each other."""
 _SMALL_BUFFER = 4096
-"""Bytes a slow reader's socket takes in: the kernel would read whole answers for it otherwise."""
+"""Receive buffer of a slow reader's socket, in bytes. With a larger one the kernel would read whole answers ahead."""
 
 Heard = tuple[Timeline, str]
 """A request's times, and the text of its answer."""
@@ -34,7 +34,7 @@ Heard = tuple[Timeline, str]
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What an answer's head says."""
+    """The status and headers of an answer that a report uses."""
 
     status: int = 0
     queue_ms: float | None = None
@@ -43,16 +43,16 @@ class _Head:
     @staticmethod
     def of(response: HTTPSocketPoolResponse) -> _Head:
         queue_ms = response.get("openai-processing-ms")
-        told = response.get("retry-after") is not None
-        return _Head(response.status_code, float(queue_ms) if isinstance(queue_ms, str) else None, told)
+        retry_after = response.get("retry-after") is not None
+        return _Head(response.status_code, float(queue_ms) if isinstance(queue_ms, str) else None, retry_after)
 
 
 class _Left(BaseException):
-    """The client leaves, as planned."""
+    """The client disconnects, as planned."""
 
 
 class _TimeUp(BaseException):
-    """The client has waited long enough."""
+    """The client's timeout has passed."""
 
 
 class Driver:
@@ -69,7 +69,7 @@ class Driver:
         on_answer: Callable[[str, Timeline], None] = lambda kind, answer: None,
         before_point: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """`before_point` returns when the point may begin: all workers begin a point together."""
+        """`before_point` blocks until the point may begin: all workers begin a point together."""
         self._plan, self._target, self._tally, self._seed = plan, target, tally, seed
         self._shard, self._shards = shard, shards
         self._on_answer, self._before_point = on_answer, before_point
@@ -81,7 +81,7 @@ class Driver:
         self.point = ""
 
     def run(self) -> None:
-        """All points in turn; a point ends when its last answer has ended."""
+        """Run all points in turn. A point ends when its last answer has ended."""
         try:
             for number, point in enumerate(self._plan.points):
                 self._before_point(number)
@@ -107,7 +107,7 @@ class Driver:
             raise self._faults[0]
 
     def _spawn(self, group: Group, function: Callable[..., object], *arguments: object) -> None:
-        """A fault of ours in one request would otherwise only be missing from the figures."""
+        """Spawn a greenlet whose failure fails the run. Otherwise a bug of ours would only leave out a request."""
         greenlet = group.spawn(function, *arguments)
         greenlet.link_exception(lambda failed: self._faults.append(failed.exception))
 
@@ -115,51 +115,51 @@ class Driver:
         recorder = _Recorder(self, self.point, source.kind, window)
         if isinstance(source, Closed):
             for client in range(self._shard, source.clients, self._shards):
-                self._spawn(group, self._ask_on, source, f"{seed} {client}", recorder)
+                self._spawn(group, self._run_client, source, f"{seed} {client}", recorder)
             return
-        # What is asked is made before it is due: to make it then would be lag.
-        for at, one in source.due(seed, self._shard, self._shards):
+        # The request is built before it is due: building it at its due time would add to the lag.
+        for at, request in source.due(seed, self._shard, self._shards):
             gevent.sleep(max(begin + at - self._now(), 0.0))
-            self._spawn(group, recorder.ask, one, begin + at)
+            self._spawn(group, recorder.ask, request, begin + at)
 
-    def _ask_on(self, source: Closed, seed: str, recorder: _Recorder) -> None:
+    def _run_client(self, source: Closed, seed: str, recorder: _Recorder) -> None:
         draw = random.Random(f"{seed} think")
         numbers = itertools.count()
         while self._now() < recorder.window[1]:
             said: list[dict[str, str]] = []
             for _ in range(source.turns):
-                one = source.next_ask(seed, next(numbers), said)
-                answer, heard = recorder.ask(one, self._now())
+                request = source.next_ask(seed, next(numbers), said)
+                answer, heard = recorder.ask(request, self._now())
                 if source.turns > 1:
-                    said = [*one.body["messages"], {"role": "assistant", "content": heard}]
+                    said = [*request.body["messages"], {"role": "assistant", "content": heard}]
                 gevent.sleep(source.thought_s(draw, answer))
                 if answer.outcome != OK or self._now() >= recorder.window[1]:
                     break
 
     # --- one request ------------------------------------------------------------------------------------------------
 
-    def ask(self, one: Ask, due: float) -> Heard:
-        """Send it and read the answer; what goes wrong is in its times."""
+    def ask(self, request: Ask, due: float) -> Heard:
+        """Send a request and read its answer. A failure is recorded in the returned timeline."""
         self.in_flight += 1
         try:
-            return self._ask(one, due)
+            return self._ask(request, due)
         finally:
             self.in_flight -= 1
 
-    def _ask(self, one: Ask, due: float) -> Heard:
+    def _ask(self, request: Ask, due: float) -> Heard:
         lines: Lines = []
         sent = self._now()
-        outcome, error, head = self._exchange(one, lines)
+        outcome, error, head = self._exchange(request, lines)
         return _heard(due, (sent, self._now()), outcome, error, lines, head)
 
-    def _exchange(self, one: Ask, lines: Lines) -> tuple[str, str | None, _Head]:
-        """Fill `lines`: the outcome so far, what went wrong, and what the answer's head said."""
+    def _exchange(self, request: Ask, lines: Lines) -> tuple[str, str | None, _Head]:
+        """Send the request and fill `lines`; return the outcome so far, the error, and the answer's head."""
         response: HTTPSocketPoolResponse | None = None
         outcome, error = OK, None
         try:
-            with gevent.Timeout(one.cancel_after_s, _Left), gevent.Timeout(self._target.timeout_s, _TimeUp):
-                response = self._send(one)
-                outcome, error = self._read(response, one, lines)
+            with gevent.Timeout(request.cancel_after_s, _Left), gevent.Timeout(self._target.timeout_s, _TimeUp):
+                response = self._send(request)
+                outcome, error = self._read(response, request, lines)
         except _Left:
             outcome = CANCELLED
         except _TimeUp:
@@ -168,55 +168,55 @@ class Driver:
             outcome, error = FAILED, f"{type(lost).__name__}: {lost}"
         if response is None:
             return outcome, error, _Head()
-        response.release()  # which closes the connection of an answer that is not whole
+        response.release()  # closes the connection if the answer is incomplete
         return outcome, error, _Head.of(response)
 
-    def _send(self, one: Ask) -> HTTPSocketPoolResponse:
-        client = self._slow_client if one.read_pause_s else self._client
-        body = json.dumps({"model": self._target.model, **one.body})
-        return client.request("POST", one.path, body, self._headers(one))
+    def _send(self, request: Ask) -> HTTPSocketPoolResponse:
+        client = self._slow_client if request.read_pause_s else self._client
+        body = json.dumps({"model": self._target.model, **request.body})
+        return client.request("POST", request.path, body, self._headers(request))
 
-    def _read(self, response: HTTPSocketPoolResponse, one: Ask, lines: Lines) -> tuple[str, str | None]:
+    def _read(self, response: HTTPSocketPoolResponse, request: Ask, lines: Lines) -> tuple[str, str | None]:
         if response.status_code == 200:
-            read_lines(lambda: response.readline(b"\n"), self._now, lines, self._pause(one))
+            read_lines(lambda: response.readline(b"\n"), self._now, lines, self._pause(request))
             return OK, None
         error = f"{response.status_code}: {bytes(response.read())[:120]!r}"
         return REJECTED if response.status_code in TOO_MUCH else FAILED, error
 
-    def _pause(self, one: Ask) -> Callable[[], None]:
-        return (lambda: gevent.sleep(one.read_pause_s)) if one.read_pause_s else (lambda: None)
+    def _pause(self, request: Ask) -> Callable[[], None]:
+        return (lambda: gevent.sleep(request.read_pause_s)) if request.read_pause_s else (lambda: None)
 
-    def _headers(self, one: Ask) -> dict[str, str]:
-        key = self._target.key_of(one.tenant)
+    def _headers(self, request: Ask) -> dict[str, str]:
+        key = self._target.key_of(request.tenant)
         return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
-    def record(self, point: str, kind: str, window: tuple[float, float], one: Ask, answer: Timeline) -> None:
-        self._tally.record(point, kind, answer, window, one.asked_tokens)
+    def record(self, point: str, kind: str, window: tuple[float, float], request: Ask, answer: Timeline) -> None:
+        self._tally.record(point, kind, answer, window, request.asked_tokens)
         self._on_answer(kind, answer)
 
 
 @dataclass(frozen=True, slots=True)
 class _Recorder:
-    """Where the answers of one source go."""
+    """Records the answers of one source."""
 
     driver: Driver
     point: str
     kind: str
     window: tuple[float, float]
 
-    def ask(self, one: Ask, due: float) -> Heard:
-        answer, heard = self.driver.ask(one, due)
-        self.driver.record(self.point, self.kind, self.window, one, answer)
+    def ask(self, request: Ask, due: float) -> Heard:
+        answer, heard = self.driver.ask(request, due)
+        self.driver.record(self.point, self.kind, self.window, request, answer)
         return answer, heard
 
 
 def _client(target: Target, buffer: int | None = None) -> HTTPClient:
-    """`buffer`: bytes that each socket takes in unread; None: as the system has it."""
+    """`buffer` is the receive buffer of each socket, in bytes; None leaves the system's default."""
     client = HTTPClient.from_url(
         target.url, concurrency=_MANY, connection_timeout=target.timeout_s, network_timeout=target.timeout_s
     )
     if buffer is not None:
-        # The pool's own hook, which the client has no argument for.
+        # The client has no argument for this hook of the pool.
         client._connection_pool.after_connect = lambda sock: sock.setsockopt(  # type: ignore[method-assign]
             socket.SOL_SOCKET, socket.SO_RCVBUF, buffer
         )
@@ -226,7 +226,7 @@ def _client(target: Target, buffer: int | None = None) -> HTTPClient:
 def _heard(
     due: float, stamps: tuple[float, float], outcome: str, error: str | None, lines: Lines, head: _Head
 ) -> Heard:
-    answer = understood(lines)
+    answer = parse_lines(lines)
     if outcome == OK and answer.error:
         outcome, error = FAILED, answer.error
     timeline = Timeline(

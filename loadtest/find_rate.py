@@ -1,5 +1,5 @@
-"""Owns the search for the highest rate at which a server keeps its limits: open loads, each a run of its own.
-Never takes a lagging generator's word: a run that proves nothing ends the search with its code."""
+"""Owns the search for the highest rate at which a server keeps its limits. Each rate is a separate run of an open load.
+Never trusts a lagging generator: a run that proves nothing ends the search with that run's exit code."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from loadtest.slo import MISSED, PASSED
 
 LIMITS = "failed<=0,rejected<=0,good_share>=0.99"
 LEAST = 1e-3
-"""Requests a second; a server that does not keep its limits at this rate keeps them at none."""
+"""Requests a second. A server that misses its limits at this rate is taken to miss them at every rate."""
 _SCENARIOS = ("smoke", "rates", "prefix", "interference", "trace")
-"""Those of one rate."""
+"""The scenarios that take a single rate."""
 
 
 class Undecided(RuntimeError):
-    """A run says neither that the limits are kept nor that they are missed."""
+    """A run shows neither that the limits are kept nor that they are missed."""
 
     def __init__(self, rate: float, code: int) -> None:
         super().__init__(f"the run at {rate:g} requests/s ended with code {code}")
@@ -34,18 +34,18 @@ class Undecided(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """Between which rates the highest one is."""
+    """The two rates between which the highest acceptable one lies."""
 
     kept: float
-    """The highest that kept the limits, each time it was tried; 0: none."""
+    """The highest rate that kept the limits each time it was tried; 0 if none did."""
     missed: float
-    """The lowest that missed them; infinite: none."""
+    """The lowest rate that missed them; infinite if none did."""
 
 
 def search(keeps: Callable[[float], bool], start: float, precision: float, most: float) -> Bracket:
-    """Double or halve the rate until it is known on which side of it the limits break; then halve the ratio between
-    both sides until it is `1 + precision`. The rate that is found is tried once more, since a load is random: what does
-    not keep its limits twice is given up for a lower one."""
+    """Double or halve the rate until one rate keeps the limits and another misses them. Then bisect on a logarithmic
+    scale until their ratio is `1 + precision`. A load is random, so the result is tried once more, and a rate that
+    does not keep its limits twice is given up for a lower one."""
     bracket = _enclosed(keeps, start, most)
     while True:
         bracket = _narrowed(keeps, bracket, precision)
@@ -81,32 +81,33 @@ def _narrowed(keeps: Callable[[float], bool], bracket: Bracket, precision: float
 
 
 class Runs:
-    """Loads at one rate after the other, and their documents."""
+    """Runs the load at one rate after another, and keeps the reports."""
 
     def __init__(self, arguments: Sequence[str], out: Path, seed: int | None) -> None:
         self._arguments, self._out, self._seed = arguments, out, seed
         self.documents: list[Document] = []
 
     def keeps(self, rate: float) -> bool:
-        """Raises: Undecided: neither kept nor missed."""
+        """Run the load at this rate. Raises: Undecided: the limits are neither kept nor missed."""
         number = len(self.documents) + 1
         folder = self._out / f"run-{number}"
         own = ["--rate", repr(rate), "--out", str(folder)]
-        if self._seed is not None:  # a run with the last one's prompts would find them in the prefix cache
+        if self._seed is not None:  # the previous run's prompts would be in the prefix cache
             own += ["--seed", str(self._seed + number)]
         code = run([*self._arguments, *own])
         if code not in (PASSED, MISSED):
             raise Undecided(rate, code)
         document: Document = json.loads((folder / "report.json").read_text())
-        found = "kept" if code == PASSED else "missed"
-        document["points"][0] |= {"name": f"{rate:.4g} requests/s: {found}", "x": rate}
+        result = "kept" if code == PASSED else "missed"
+        document["points"][0] |= {"name": f"{rate:.4g} requests/s: {result}", "x": rate}
         self.documents.append(document)
-        print(f"=> {rate:.4g} requests/s: {found}", flush=True)
+        print(f"=> {rate:.4g} requests/s: {result}", flush=True)
         return code == PASSED
 
 
 def summary(documents: Sequence[Document], bracket: Bracket) -> Document:
-    """One document of all runs: a point each, and the course of the run at the rate that was found, or of the last."""
+    """Make one document of all runs, with a point for each. The time series are those of the run at the rate that was
+    found, or of the last run."""
     shown = [document for document in documents if document["points"][0]["x"] == bracket.kept] or documents
     missed = [] if bracket.kept else [f"the limits are not kept at {bracket.missed:g} requests/s either"]
     found: dict[str, Any] = {"rate_per_s": bracket.kept, "runs": len(documents)}
@@ -143,7 +144,9 @@ def options_of(given: Sequence[str]) -> argparse.Namespace:
     if options.scenario not in _SCENARIOS:
         made.error(f"--scenario is one of {', '.join(_SCENARIOS)}")
     if options.rate is not None or options.rates or options.worker_of:
-        made.error("--rate, --rates and --worker-of are not of a search: it chooses the rate, and starts the workers")
+        made.error(
+            "--rate, --rates and --worker-of do not go with a search: it chooses the rate and starts the workers"
+        )
     if not (LEAST <= options.start <= options.most < math.inf and 0 < options.precision < math.inf):
         made.error(f"--start is from {LEAST:g} to --most, and --precision is positive")
     check(options)
@@ -151,7 +154,7 @@ def options_of(given: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):  # the run in hand is ended, too
+    for number in (signal.SIGTERM, signal.SIGINT):  # ends the current run, too
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     given = sys.argv[1:] if arguments is None else arguments
     options = options_of(given)

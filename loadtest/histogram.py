@@ -1,5 +1,5 @@
-"""Owns histograms of milliseconds whose buckets are 0.2 % wide: percentiles are not rounded, and workers' add up.
-Never forgets the ends: least, most and mean are exact."""
+"""Owns histograms of milliseconds with buckets 0.2 % wide, so that percentiles are precise and those of several workers
+can be added up. Never approximates minimum, maximum or mean: these are exact."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from itertools import accumulate
 from typing import Any
 
 GROWTH = 1.002
-"""Of a bucket's upper end over its lower one; a value is known to half of that."""
+"""Ratio of a bucket's upper end to its lower one. The error of a value is at most half a bucket."""
 LEAST_MS = 1e-3
-"""What is shorter counts as this long: a microsecond is below what a client's clock says."""
+"""Shorter values count as this long: a client's clock does not resolve a microsecond."""
 _LOG_GROWTH = math.log(GROWTH)
 
 
 @dataclass(slots=True)
 class Histogram:
-    """So many values in each bucket; bucket `i` ends at LEAST_MS * GROWTH**i."""
+    """The number of values in each bucket. Bucket `i` ends at LEAST_MS * GROWTH**i."""
 
     counts: dict[int, int] = field(default_factory=dict)
     total: float = 0.0
@@ -27,13 +27,13 @@ class Histogram:
 
     @staticmethod
     def of(values: Iterable[float]) -> Histogram:
-        found = Histogram()
+        histogram = Histogram()
         for value in values:
-            found.add(value)
-        return found
+            histogram.add(value)
+        return histogram
 
     def add(self, value_ms: float) -> None:
-        """Raises: ValueError: not a number, infinite or negative."""
+        """Raises: ValueError: the value is NaN, infinite or negative."""
         if not 0 <= value_ms < math.inf:
             raise ValueError(f"{value_ms} is no duration")
         bucket = math.ceil(math.log(value_ms / LEAST_MS) / _LOG_GROWTH) if value_ms > LEAST_MS else 0
@@ -56,11 +56,12 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """Raises: ValueError: empty."""
+        """Raises: ValueError: the histogram is empty."""
         return self.total / self._count()
 
     def percentiles(self, shares: Iterable[float]) -> list[float]:
-        """Linear between the two nearest ranks. `shares`: of 1, in any order.
+        """Return the values at these shares (0 to 1, in any order), interpolated linearly between the two nearest
+        ranks.
 
         Raises:
             ValueError: empty, or a share that is not within 0 and 1.
@@ -78,7 +79,7 @@ class Histogram:
         return low + (high - low) * (rank - math.floor(rank))
 
     def _value(self, k: int, buckets: list[int], ends: list[int]) -> float:
-        """The k-th smallest, as well as it is known."""
+        """The k-th smallest value, to the precision of its bucket."""
         if k in (0, ends[-1] - 1):
             return self.least if k == 0 else self.most
         bucket = next(bucket for bucket, end in zip(buckets, ends, strict=True) if k < end)

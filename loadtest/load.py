@@ -1,5 +1,5 @@
 """Owns the command that runs a named load: it starts Locust with its workers, ends it, and passes on the result.
-Never runs Locust in its own process: gevent changes the standard library of the process that it is in."""
+Never runs Locust in its own process: gevent patches the standard library of the process it runs in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loadtest.server import ROOT, ended, free_port
 URL = "http://127.0.0.1:8000"
 LOCUSTFILE = ROOT / "loadtest" / "locustfile.py"
 USAGE = 2
-"""Exit code of an option that makes no sense; those of a run are in slo.py."""
+"""Exit code for invalid options. The exit codes of a run are in slo.py."""
 
 _OWN = ("--url", "--workers", "--expect-workers", "--worker-of", "--port")
 
@@ -49,7 +49,7 @@ def parser(prog: str = "python -m loadtest.load") -> argparse.ArgumentParser:
 
 
 def without(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The arguments but for options of these names, and their values."""
+    """Return the arguments without the options of these names and their values."""
     other = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in names:
         other.add_argument(name)
@@ -57,7 +57,7 @@ def without(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a load: its exit code. Raises SystemExit with USAGE if the arguments make none."""
+    """Run a load and return its exit code. Raises SystemExit with USAGE if the arguments are invalid."""
     options = parser().parse_args(arguments)
     check(options)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -87,7 +87,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def command_of(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    """Locust's. What is not this command's own option is the Locust file's."""
+    """Build Locust's command line. Options that are not this command's own are passed on to the Locust file."""
     command = [sys.executable, "-m", "locust", "--locustfile", str(LOCUSTFILE), "--headless", "--only-summary"]
     command += ["--host", options.url, "--loglevel", "WARNING"]
     if options.worker_of:
@@ -99,13 +99,13 @@ def command_of(options: argparse.Namespace, arguments: Sequence[str]) -> list[st
     if options.expect_workers:
         command += ["--master", "--master-bind-port", str(options.port), "--expect-workers", str(workers)]
     elif workers > 1:
-        port = str(free_port())  # several loads of one machine do not meet
+        port = str(free_port())  # keeps several loads on one machine apart
         command += ["--processes", str(workers), "--master-bind-port", port, "--master-port", port]
     return [*command, *without(arguments, _OWN)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):  # Locust is ended, too
+    for number in (signal.SIGTERM, signal.SIGINT):  # ends Locust, too
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 

@@ -1,5 +1,5 @@
-"""Owns the Locust side of a load: its options, a driver in each worker, their tallies in the master, the run's end.
-Never times a request: the driver does, and Locust's own rounded figures are no part of the report."""
+"""Owns the Locust side of a load: its options, a driver in each worker, the merged tally in the master, the run's end.
+Never times a request: the driver does, and Locust's own rounded figures are not part of the report."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from loadtest.timeline import Timeline
 _TALLY, _DONE, _READY, _GO = "load_tally", "load_done", "load_ready", "load_go"
 _REPORT_S = 1.0
 _DEAD_S = 10.0
-"""After which a worker that has not said anything is lost."""
+"""A worker that has been silent for so long counts as lost."""
 _SHOWN = (
     *("scenario", "model", "seconds", "warm_up", "rate", "rates", "clients", "arrivals", "cv", "lengths", "longest"),
     *("trace", "goal", "limits", "max_lag_ms", "max_cpu", "request_timeout", "do", "do_at", "settle", "seed"),
 )
-"""Options that are in the report; keys are not."""
+"""Options that are shown in the report. API keys are not."""
 
 
 class Load(User):
-    """One in each worker: it drives the worker's whole share, whatever the number of requests at a time."""
+    """The single Locust user of each worker. It drives the worker's whole share, however many requests run at a
+    time."""
 
     @task
     def drive(self) -> None:
@@ -46,7 +47,7 @@ class Load(User):
 
 
 class Worker:
-    """Drives, and tells the master what came of it: every second what is new, and at last that it is done."""
+    """Drives a share of the load and reports to the master: new results every second, and its own end."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -60,31 +61,33 @@ class Worker:
         self._send(_DONE, {"cpu_percent": max(100 * share, self._cpu_percent), "error": error})
 
     def _drive(self) -> str:
-        """Why it broke off; empty if it did not. The master has to hear of it: it would wait for ever."""
+        """Drive the load and return why it broke off, or an empty string. The master must be told, or it waits for
+        ever."""
         try:
-            tally, driver = self._made()
-            telling = gevent.spawn(self._tell_on, tally, driver)
+            tally, driver = self._make()
+            reporting = gevent.spawn(self._report_on, tally, driver)
             try:
                 driver.run()
             finally:
-                telling.kill()
-                self._tell(tally, driver)
-        except Exception as failed:  # noqa: BLE001  # whatever it is, the run has failed by it
+                reporting.kill()
+                self._report(tally, driver)
+        except Exception as failed:  # noqa: BLE001  # any failure fails the run
             return f"{type(failed).__name__}: {failed}"
         return ""
 
-    def _made(self) -> tuple[Tally, Driver]:
+    def _make(self) -> tuple[Tally, Driver]:
         options: Any = self._environment.parsed_options
         runner = self._environment.runner
         shard, shards = (runner.worker_index, options.expect_workers) if isinstance(runner, WorkerRunner) else (0, 1)
-        if not 0 <= shard < shards:  # one that came back, or one too many: a share would be missing
+        if not 0 <= shard < shards:  # a worker that reconnected, or one too many: a share would be missing
             raise RuntimeError(f"worker {shard} of {shards}")
         tally = Tally(goal_from(options))
         target = target_from(options, self._environment.host or "")
         return tally, Driver(plan_from(options), target, tally, options.seed, shard, shards, self._count, self._wait)
 
     def _wait(self, number: int) -> None:
-        """Until all workers are ready for the point: what one still has in hand would disturb the next."""
+        """Wait until all workers are ready for the point: one worker's unfinished requests would disturb the next
+        point."""
         if isinstance(self._environment.runner, WorkerRunner):
             self._send(_READY, {"number": number})
             self._may_begin[number].wait()
@@ -93,7 +96,7 @@ class Worker:
         self._may_begin[number].set()
 
     def _count(self, kind: str, answer: Timeline) -> None:
-        """Locust's own tables and files get what they can show."""
+        """Feed Locust's own tables and files with what they can show."""
         times = {"TTFT": answer.ttft_ms, "TPOT": answer.tpot_ms, "E2E": answer.e2e_ms, "LAG": answer.lag_ms}
         wrong = RuntimeError(answer.error) if answer.error else None
         for name, value in times.items():
@@ -103,16 +106,16 @@ class Worker:
                     name=kind,
                     response_time=value,
                     response_length=0,
-                    exception=wrong if name == "LAG" else None,  # each request has one
+                    exception=wrong if name == "LAG" else None,  # every request has exactly one LAG entry
                     context={"kind": kind, "status": answer.status, "finish_reason": answer.finish_reason},
                 )
 
-    def _tell_on(self, tally: Tally, driver: Driver) -> None:
+    def _report_on(self, tally: Tally, driver: Driver) -> None:
         while True:
             gevent.sleep(_REPORT_S)
-            self._tell(tally, driver)
+            self._report(tally, driver)
 
-    def _tell(self, tally: Tally, driver: Driver) -> None:
+    def _report(self, tally: Tally, driver: Driver) -> None:
         runner = self._environment.runner
         self._cpu_percent = max(self._cpu_percent, runner.current_cpu_usage if runner else 0.0)
         state = {"in_flight": driver.in_flight, "point": driver.point}
@@ -127,7 +130,7 @@ class Worker:
 
 
 class Master:
-    """Merges what the workers tell, shows how it goes, and ends the run when all are done or one is lost."""
+    """Merges the workers' results, shows progress, and ends the run when all workers are done or one is lost."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -139,7 +142,7 @@ class Master:
         self._heard: dict[str, float] = {}
         self._in_flight: dict[str, int] = {}
         self._cpu_percent: dict[str, float] = {}
-        """Of the workers that are done."""
+        """By worker, for the workers that are done."""
         self._ready: dict[int, set[str]] = defaultdict(set)
         self._course = Course()
         self._before: Held | None = None
@@ -157,7 +160,7 @@ class Master:
             self._doing.link_exception(self._fail)
 
     def _fail(self, greenlet: gevent.Greenlet) -> None:
-        """A fault of ours would otherwise leave a run that never ends."""
+        """End the run after a bug of ours. It would otherwise never end."""
         self._course.broken.append(f"{type(greenlet.exception).__name__}: {greenlet.exception}")
         assert self._environment.runner is not None
         self._environment.runner.quit()
@@ -182,9 +185,9 @@ class Master:
             self._environment.runner.send_message(_GO, {"number": number})
 
     def end(self) -> int:
-        """Write the report: the run's exit code."""
+        """Write the report and return the run's exit code."""
         missing = self._workers - len(self._cpu_percent)
-        if missing and not self._course.broken:  # somebody ended the run
+        if missing and not self._course.broken:  # the run was ended from outside
             self._course.broken.append(f"{missing} of {self._workers} workers did not end their load")
         cpu_percent = max(self._cpu_percent.values(), default=0.0)
         generator = Generator(self._workers, cpu_percent, self._options.max_cpu, self._options.max_lag_ms)
@@ -216,7 +219,7 @@ class Master:
         return bool(self._course.broken) or len(self._cpu_percent) >= self._workers
 
     def _settle(self) -> None:
-        """Wait until the server holds nothing of the load any more, and note it if that does not come."""
+        """Wait until the server holds nothing of the load any more. Record it if the time for that runs out."""
         settle_s = SETTLE_S if self._options.settle is None else self._options.settle
         deadline = time.monotonic() + settle_s
         while self._before is not None and not self._course.broken:
@@ -235,7 +238,7 @@ class Master:
             return None
 
     def _do(self) -> None:
-        """The command's own failure fails the run: a load that nothing disturbed proves nothing."""
+        """Run the command of `--do`. If it fails, the run fails: an undisturbed load proves nothing."""
         seconds = sum(point.seconds for point in self._plan.points)
         gevent.sleep(seconds / 3 if self._options.do_at is None else self._options.do_at)
         self._course.happened.append((time.monotonic() - self._began, self._options.do))
@@ -258,7 +261,9 @@ def _add_options(parser: Any) -> None:
 @events.init.add_listener
 def _on_init(environment: Environment, runner: Any, **_: Any) -> None:
     options: Any = environment.parsed_options
-    options.seed = seed_of(options)  # the master's; workers get it, and all other options, when it starts the load
+    options.seed = seed_of(
+        options
+    )  # drawn by the master; workers receive it with all other options when the load starts
     _WORKERS[id(environment)] = Worker(environment)
     if isinstance(runner, MasterRunner | LocalRunner):
         _MASTERS[id(environment)] = Master(environment)

@@ -1,19 +1,19 @@
-"""Owns what a program writes into a page of ours: the text between two marks that bear its name.
+"""Owns the generated parts of our pages: the text between two marks with a given name.
 Never touches the rest of the page."""
 
 from __future__ import annotations
 
 
 def marks(name: str) -> tuple[str, str]:
-    """Between which the text is."""
+    """Return the marks before and after the text of this name."""
     return f"<!-- {name} -->", f"<!-- end of {name} -->"
 
 
 def with_text(page: str, name: str, text: str) -> str:
-    """The page with that text written anew.
+    """Return the page with the text between the marks replaced.
 
     Raises:
-        ValueError: the marks are not there, once each.
+        ValueError: each mark must occur exactly once, and does not.
     """
     begin, end = marks(name)
     before, rest = page.split(begin)

@@ -1,4 +1,4 @@
-"""Owns the options of a load, the same for the command and for the Locust file, and what they mean.
+"""Owns the options of a load, which the command and the Locust file share, and their meaning.
 Never starts anything."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Number = TypeVar("Number", int, float)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """None has a name of Locust's own."""
+    """Add the options of a load. No name collides with one of Locust's own options."""
     add = parser.add_argument
     add(
         "--scenario",
@@ -103,7 +103,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_from(options: argparse.Namespace) -> Plan:
-    """Raises: ValueError: an option that makes no sense. OSError: a trace that cannot be read."""
+    """Raises: ValueError: an option is invalid. OSError: the trace cannot be read."""
     plan = plan_of(options.scenario, _settings(options))
     for name in ("max_lag_ms", "max_cpu", "request_timeout"):
         if not 0 <= getattr(options, name) < float("inf"):
@@ -123,21 +123,21 @@ def goal_from(options: argparse.Namespace) -> Goal:
 
 
 def target_from(options: argparse.Namespace, url: str) -> Target:
-    """Raises: ValueError: keys that are no pairs. OSError: no model was named, and the server does not name one."""
+    """Raises: ValueError: the keys are not pairs. OSError: neither the options nor the server name a model."""
     target = Target(url.rstrip("/"), options.model, options.request_timeout, keys_from(options.keys))
     return target if target.model else dataclasses.replace(target, model=first_model(target))
 
 
 def keys_from(text: str) -> dict[str, str]:
-    """Raises: ValueError: a part without a tenant or a key."""
+    """Raises: ValueError: a part lacks a tenant or a key."""
     pairs = [part.partition("=") for part in filter(None, text.split(","))]
     if any(not tenant or not key for tenant, _, key in pairs):
-        raise ValueError("--keys is TENANT=KEY,TENANT=KEY")  # and not what was given: it may be a key
+        raise ValueError("--keys is TENANT=KEY,TENANT=KEY")  # does not repeat the value, which may be a key
     return {tenant: key for tenant, _, key in pairs}
 
 
 def seed_of(options: argparse.Namespace) -> int:
-    """Another each time: prompts that were asked before would be found in a prefix cache."""
+    """Return the given seed, or else a new one each time: repeated prompts would be found in a prefix cache."""
     return random.SystemRandom().getrandbits(32) if options.seed is None else int(options.seed)
 
 
@@ -162,12 +162,12 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 def _numbers(text: str, name: str, kind: Callable[[str], Number]) -> list[Number]:
     try:
-        found = [kind(part) for part in filter(None, text.split(","))]
+        numbers = [kind(part) for part in filter(None, text.split(","))]
     except ValueError as bad:
         raise ValueError(f"{name} is numbers with commas between them, not {text!r}") from bad
-    for value in found:
+    for value in numbers:
         _positive(value, name)
-    return found
+    return numbers
 
 
 def _positive(value: float | None, name: str) -> float | None:

@@ -1,5 +1,5 @@
-"""Owns the page of a report: the verdict, tables and charts in one HTML file that needs nothing from elsewhere.
-Never computes: what it shows is in the document. What servers and users wrote is escaped."""
+"""Owns the page of a report: the verdict, tables and charts in one self-contained HTML file.
+Never computes a figure: all it shows is in the document. Text from servers and users is escaped."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _COLUMNS = {
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """Render the whole page."""
     title = f"Load {document['settings'].get('scenario', '')} on {document['settings'].get('url', '')}"
     parts = [
         "<!doctype html>",
@@ -98,9 +98,9 @@ def _points(document: Mapping[str, Any]) -> Iterator[str]:
     yield "</table></div>"
 
 
-def _counts(title: str, found: Mapping[str, Any]) -> Iterator[str]:
-    if found:
-        rows = "".join(f"<tr><td>{escape(str(k))}</td><td>{escape(_shown(v))}</td></tr>" for k, v in found.items())
+def _counts(title: str, values: Mapping[str, Any]) -> Iterator[str]:
+    if values:
+        rows = "".join(f"<tr><td>{escape(str(k))}</td><td>{escape(_shown(v))}</td></tr>" for k, v in values.items())
         yield f'<h2>{escape(title)}</h2><div class="scroll"><table>{rows}</table></div>'
 
 
@@ -112,7 +112,7 @@ def _shown(value: Any) -> str:
 
 
 def charts(document: Mapping[str, Any]) -> Iterator[str]:
-    """What a run has figures for: a chart without a line is left out."""
+    """Yield the charts that the run has figures for. A chart without a line is left out."""
     yield from _over_points(document)
     course, marks = document["intervals"], [(event["at_s"], event["command"]) for event in document["happened"]]
     for title, names in (
@@ -130,15 +130,14 @@ def charts(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _over_points(document: Mapping[str, Any]) -> Iterator[str]:
-    """With several lines of points, of each the last figure of a chart only: they would be too many."""
+    """Yield charts over the points. If there are several series of points, each chart shows only its last figure for
+    each series: all figures of all series would be too many lines."""
     label = document["x_label"]
     rows = [{**point, **point["figures"]} for point in document["points"] if point["x"] is not None]
     if not label or len({row["x"] for row in rows}) < 2:
         return
     rows.sort(key=lambda row: float(row["x"]))
-    of_line = {
-        name: [row for row in rows if row["line"] == name] for name in dict.fromkeys(row["line"] for row in rows)
-    }
+    series = {name: [row for row in rows if row["line"] == name] for name in dict.fromkeys(row["line"] for row in rows)}
     for title, names in (
         ("Goodput against load, requests a second", {"offered": "offered_per_s", "goodput": "goodput_per_s"}),
         ("Share of good answers against load", {"good": "good_share"}),
@@ -146,10 +145,11 @@ def _over_points(document: Mapping[str, Any]) -> Iterator[str]:
         ("Time per output token against load, ms", {"p50": "tpot_p50_ms", "p99": "tpot_p99_ms"}),
     ):
         lines = _lines(rows, "x", names)
-        if len(of_line) > 1:
+        if len(series) > 1:
             last = [*names.values()][-1]
-            each = {name: _lines(those, "x", {name: last}) for name, those in of_line.items()}
-            lines = {name: found[name] for name, found in each.items() if name in found}
+            lines = {}
+            for name, series_rows in series.items():
+                lines |= _lines(series_rows, "x", {name: last})
         if lines:
             yield chart(title, label, lines, x=linear(row["x"] for row in rows), dots=True)
 

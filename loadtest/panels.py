@@ -1,5 +1,5 @@
-"""Owns pictures of panels side by side, as SVG that reads in light and dark: bars with whiskers, coloured points.
-Never knows what is drawn; it is given names and numbers."""
+"""Owns pictures of panels side by side, as SVG for light and dark pages: bars with whiskers, coloured points.
+Never knows what the panels are about; it is given names and numbers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from html import escape
 
 from loadtest.plots import text
 
-WIDTH, HEIGHT, MARGIN, HEAD, BAR = 330, 250, 12, 44, 24  # of a panel, and within it; in pixels
-LABEL, VALUE = 140, 56  # what a bar's name and its value take
+WIDTH, HEIGHT, MARGIN, HEAD, BAR = 330, 250, 12, 44, 24  # of a panel, then within it, in pixels
+LABEL, VALUE = 140, 56  # width of a bar's name and of its value
 AXIS = 34
 COLORS = ("#0969da", "#8250df", "#9a6700", "#bc4c00", "#cf222e", "#57606a", "#1a7f37")
 STYLE = """
@@ -24,13 +24,13 @@ text { font: 12px system-ui, sans-serif; fill: #1f2328 }
 """
 
 Spread = tuple[float, float, float]
-"""The median or mean of several values, then the least and the most of them."""
+"""The median or mean of several values, then their minimum and maximum."""
 Panel = tuple[int, list[str]]
-"""Its height, and what is drawn in it."""
+"""The height of the panel, and its SVG elements."""
 
 
 def document(title: str, panels: Sequence[Panel], columns: int) -> str:
-    """A picture of panels, row by row."""
+    """Compose a picture of the panels, row by row."""
     tall = max((height for height, _ in panels), default=HEIGHT)
     rows = -(-len(panels) // columns)
     width, height = columns * WIDTH, rows * tall + HEAD
@@ -48,7 +48,7 @@ def _heading(title: str, note: str) -> list[str]:
 
 
 def bars(title: str, note: str, values: Mapping[str, Spread | None], digits: int, ours: Collection[str] = ()) -> Panel:
-    """A bar for each name, with whiskers from the least to the most; None was not measured. `ours` have a colour."""
+    """Draw a bar for each name, with whiskers from minimum to maximum. None means not measured. `ours` are coloured."""
     longest = max((spread[2] for spread in values.values() if spread), default=0.0) or 1.0
     scale = (WIDTH - LABEL - VALUE - 2 * MARGIN) / longest
     lines = _heading(title, note)
@@ -63,7 +63,7 @@ def bars(title: str, note: str, values: Mapping[str, Spread | None], digits: int
 
 
 def _bar(kind: str, spread: Spread, top: int, scale: float, digits: int) -> Iterator[str]:
-    """`scale`: pixels a unit."""
+    """`scale` is the number of pixels for each unit."""
     left, middle = MARGIN + LABEL, top + BAR // 2
     length, least, most = (value * scale for value in spread)
     yield f'<rect class="{kind}" x="{left}" y="{top + 4}" width="{length:.1f}" height="{BAR - 8}" rx="2"/>'
@@ -76,7 +76,7 @@ Points = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def points(title: str, x_name: str, y_name: str, found: Points) -> Panel:
-    """A colour for each name: a small point for each pair, and a large one at their mean. y is 0 to 1."""
+    """Draw small points for each pair and a large one at their mean, in one colour for each name. y is 0 to 1."""
     most = max((x for pairs in found.values() for x, _ in pairs), default=0.0) or 1.0
     left, bottom = MARGIN + AXIS, HEIGHT - AXIS
     across, up = (WIDTH - left - 20) / most, bottom - HEAD
@@ -97,7 +97,7 @@ def points(title: str, x_name: str, y_name: str, found: Points) -> Panel:
 
 
 def _legend(names: Iterable[str]) -> Iterator[str]:
-    """In the corner of much cost and little use, where no policy should be."""
+    """The legend stands in the corner of high cost and low benefit, where no policy should be."""
     left, top = WIDTH - 105, HEIGHT - AXIS - 15 * len(COLORS)
     for i, (color, name) in enumerate(zip(COLORS, names, strict=False)):
         yield f'<rect x="{left}" y="{top + 15 * i}" width="9" height="9" rx="2" fill="{color}"/>'

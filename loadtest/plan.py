@@ -1,5 +1,5 @@
-"""Owns what a load asks: its points one after the other, the sources of requests in each, every request from a seed.
-Never looks at a clock or a server: each worker makes its own share of the same plan, and no other's."""
+"""Owns what a load sends: a sequence of points, the sources of requests in each, and every request, made from a seed.
+Never looks at a clock or a server. Each worker makes exactly its own share of the same plan."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from loadtest.traces import Trace, prompt_of
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a source asks, in words (about a token each) and tokens."""
+    """The requests of a source: lengths of prompts in words (about a token each), and of answers in tokens."""
 
     prompt: int
     answer: int
     shared: int = 0
-    """Further words, with which all prompts of the source begin."""
+    """Additional words that all prompts of the source begin with."""
     cancel_share: float = 0.0
-    """Of the requests; their client leaves."""
+    """The share of requests whose client disconnects early."""
     cancel_after_s: float = 0.0
     read_pause_s: float = 0.0
-    """After each event that was read: a client that does not keep up."""
+    """Pause after each event, for a client that does not keep up."""
     tenant: str | None = None
-    """Whose API key is sent."""
+    """The tenant whose API key is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Ask:
     body: dict[str, Any]
     path: str
     asked_tokens: int
-    """Of the prompt, as it is meant."""
+    """The intended length of the prompt."""
     cancel_after_s: float | None = None
     read_pause_s: float = 0.0
     tenant: str | None = None
@@ -48,7 +48,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Requests that come when they are due, whether earlier ones are answered or not."""
+    """Requests that are sent when they are due, whether earlier ones have been answered or not."""
 
     kind: str
     shape: Shape
@@ -57,7 +57,7 @@ class Open:
     cv: float = 1.0
 
     def due(self, seed: str, shard: int, shards: int) -> Iterator[tuple[float, Ask]]:
-        """The shard's own: when, and what."""
+        """Yield the due time and the request of each of the shard's requests."""
         number = random.Random(f"{seed} {self.kind}").getrandbits(32)
         for index, at in enumerate(due_times(self.profile, self.process, number, self.cv)):
             if index % shards == shard:
@@ -66,7 +66,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Requests as a trace has them."""
+    """The requests of a trace, at the trace's times."""
 
     kind: str
     trace: Trace
@@ -81,25 +81,27 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Clients that ask again when they are answered and have thought.
+    """Clients that send their next request after an answer and some time to think.
 
-    With `turns` each holds conversations: a turn's prompt is all that was said before and a new question."""
+    With several `turns`, each client holds conversations: a turn's prompt is the conversation so far and a new
+    question."""
 
     kind: str
     shape: Shape
     clients: int
     think_s: float = 0.0
-    """Mean; drawn anew (exponential) before each request but the first."""
+    """The mean of the exponential distribution from which the pause before each request but the first is drawn."""
     turns: int = 1
 
     def next_ask(self, seed: str, number: int, said: Sequence[dict[str, str]]) -> Ask:
-        """A client's request of this number. `seed`: of the client; `said`: in its conversation so far."""
+        """Return the client's request of this number. `seed` is the client's; `said` is its conversation so far."""
         if self.turns == 1:
             return ask(self.kind, self.shape, seed, number)
         return turn(self.kind, self.shape, seed, str(number), said)
 
     def thought_s(self, draw: random.Random, answer: Timeline) -> float:
-        """A server that refuses at once is not asked thousands of times a second."""
+        """Draw a pause. After a failure it is at least 0.1 s: a server that refuses at once must not be asked thousands
+        of times a second."""
         thought = draw.expovariate(1 / self.think_s) if self.think_s else 0.0
         return max(thought, 0.1) if answer.outcome in (FAILED, REJECTED) else thought
 
@@ -109,17 +111,17 @@ Source = Open | Replay | Closed
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One load: its sources at once."""
+    """One load: several sources at the same time."""
 
     name: str
     sources: tuple[Source, ...]
     seconds: float
     warm_up_s: float = 0.0
-    """At its beginning, in which nothing is counted."""
+    """Time at the beginning in which nothing is counted."""
     x: float | None = None
-    """Where it is in a plot: its rate, or its number of clients."""
+    """The point's position in a plot: its rate or its number of clients."""
     line: str = ""
-    """The points of which it is drawn in one line with."""
+    """The name of the line that this point belongs to in a plot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,25 +129,25 @@ class Plan:
     points: tuple[Point, ...]
     limits: tuple[Limit, ...] = ()
     judged: str | None = None
-    """The kind of request that has to keep the limits; None: all together."""
+    """The kind of request that has to keep the limits; None means all requests together."""
     notes: tuple[str, ...] = ()
     x_label: str = ""
-    """Of the points; empty: they are no series."""
+    """The label of the points' x axis; empty if the points are not a series."""
     no_collapse: float | None = None
-    """Share of the first point's goodput that every later one has to keep."""
+    """The share of the first point's goodput that every later point has to reach."""
     settles: bool = False
-    """Whether the server has to hold no request of ours after the load (GET /load)."""
+    """Whether the server must hold none of our requests after the load (GET /load)."""
     retry_after: bool = False
-    """Whether each refusal has to say when to come again."""
+    """Whether each refusal must carry a Retry-After header."""
     series: dict[str, float] = field(default_factory=dict)
-    """Figures of the plan itself, such as a trace's ideal share of cache hits."""
+    """Figures that follow from the plan alone, such as a trace's ideal share of cache hits."""
 
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def ask(kind: str, shape: Shape, seed: str, index: int | str) -> Ask:
-    """The index-th request of a source: the same in every process, and no other's."""
+    """Make the index-th request of a source. It is the same in every process and differs from all others."""
     draw = random.Random(f"{seed} {kind} {index}")
     head = text(random.Random(f"{seed} {kind} head"), shape.shared)
     prompt = f"{head} {text(draw, shape.prompt)}".strip()
@@ -156,7 +158,7 @@ def ask(kind: str, shape: Shape, seed: str, index: int | str) -> Ask:
 
 
 def turn(kind: str, shape: Shape, seed: str, index: str, said: Sequence[dict[str, str]]) -> Ask:
-    """The next turn of a conversation."""
+    """Make the next turn of a conversation."""
     first = ask(kind, shape, seed, index)
     messages = [*said, {"role": "user", "content": first.body["prompt"]}]
     words = sum(len(message["content"].split()) for message in messages)

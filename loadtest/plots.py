@@ -1,5 +1,5 @@
-"""Owns line charts as SVG: axes, lines, marks; for light pages and dark ones.
-Never computes a figure, and needs nothing from elsewhere: a page with them is one file."""
+"""Owns line charts as SVG, with axes, lines and marks, for light and dark pages.
+Never computes a figure or loads anything: a page with these charts is one file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from html import escape
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 44, 40  # around the plot, in pixels
 COLOURS = 6
-"""Lines that can be told apart."""
+"""The number of lines that can be told apart."""
 
 STYLE = """
 svg { max-width: 100%; height: auto }
@@ -39,15 +39,15 @@ class Axis:
     low: float
     high: float
     ticks: tuple[tuple[float, str], ...]
-    of: Callable[[float], float] = lambda value: value
+    transform: Callable[[float], float] = lambda value: value
 
     def pixel(self, value: float, begin: float, end: float) -> float:
-        low, high, at = self.of(self.low), self.of(self.high), self.of(value)
+        low, high, at = self.transform(self.low), self.transform(self.high), self.transform(value)
         return begin + (end - begin) * (at - low) / (high - low)
 
 
 def linear(values: Iterable[float]) -> Axis:
-    """From 0 to the greatest, or a little beyond."""
+    """An axis from 0 to the greatest value, or a little beyond it."""
     most = max(values, default=0.0) or 1.0
     step = _round_step(most / 4)
     count = math.ceil(most / step - 1e-9)
@@ -55,7 +55,7 @@ def linear(values: Iterable[float]) -> Axis:
 
 
 def logarithmic(values: Iterable[float]) -> Axis:
-    """Whole powers of ten around the values that are above 0."""
+    """A logarithmic axis between powers of ten that enclose the positive values."""
     above = [value for value in values if value > 0] or [1.0]
     low = math.floor(math.log10(min(above)))
     high = max(math.ceil(math.log10(max(above))), low + 1)
@@ -64,13 +64,13 @@ def logarithmic(values: Iterable[float]) -> Axis:
 
 
 def nines() -> Axis:
-    """Percentiles of which the last ones get as much room as all before: each further nine is as wide as the last."""
+    """An axis for percentiles on which each further nine (90 %, 99 %, 99.9 %) has the same width."""
     ticks = tuple((share, f"{100 * share:g}") for share in (0.0, 0.5, 0.9, 0.99, 0.999))
     return Axis(0.0, 0.999, ticks, lambda share: -math.log10(1 - min(share, 0.999)))
 
 
 def _round_step(step: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """Round up to 1, 2 or 5 times a power of ten."""
     power: float = 10.0 ** math.floor(math.log10(step))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
 
@@ -84,10 +84,10 @@ def chart(
     marks: Sequence[tuple[float, str]] = (),
     dots: bool = False,
 ) -> str:
-    """Lines by name, over axes that hold all their points if none are given. `marks`: upright lines, with their words.
+    """Draw lines by name. Axes that are not given are made to fit all points. `marks` are vertical lines with a label.
 
     Raises:
-        ValueError: more lines than can be told apart.
+        ValueError: there are more lines than can be told apart.
     """
     if len(lines) > COLOURS:
         raise ValueError(f"{len(lines)} lines; {COLOURS} can be told apart")
@@ -107,7 +107,8 @@ def chart(
 
 
 def text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> str:
-    """Words at a place, in pixels; `kind` is their class, `anchor` which end of them is there."""
+    """Draw words at a position in pixels. `kind` is their CSS class; `anchor` says which end of them is at the
+    position."""
     return f'<text class="{kind}" text-anchor="{anchor}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
 
 
@@ -132,7 +133,7 @@ def _axes(x: Axis, y: Axis, x_label: str) -> Iterator[str]:
 
 
 def _line(x: Axis, y: Axis, points: Points, i: int, dots: bool) -> Iterator[str]:
-    """A single point has no line, so it is always a dot."""
+    """Draw a line. A single point is always drawn as a dot."""
     places = [(_across(x, at), _down(y, value)) for at, value in points]
     if len(places) > 1:
         path = "L".join(f"{at:.1f} {down:.1f}" for at, down in places)

@@ -1,5 +1,5 @@
-"""Owns what a terminal shows while a load runs: how far it is, and how it goes.
-Never judges: the report does."""
+"""Owns the progress line that a terminal shows while a load runs.
+Never judges the run: the report does."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from loadtest.plan import Plan
 from loadtest.tally import Tally
 
 BAR = 24
-"""Characters."""
+"""Width of the progress bar, in characters."""
 EVERY = 10
-"""Of so many calls one is printed where there is no terminal to write over."""
+"""Without a terminal, one of this many calls prints a line."""
 
 
 class Progress:
-    """A line that is written anew on a terminal; elsewhere, such as in a log, one line now and then."""
+    """Rewrites one line on a terminal; elsewhere, such as in a log, prints a line now and then."""
 
     def __init__(self, plan: Plan, stream: TextIO) -> None:
         self.point = ""
-        """The one that runs."""
+        """The name of the current point."""
         self._seconds = sum(point.seconds for point in plan.points)
         self._stream = stream
         self._is_terminal = stream.isatty()
@@ -47,7 +47,8 @@ class Progress:
         parts = [
             f"[{bar:.<{BAR}}] {elapsed_s:.0f}/{self._seconds:.0f} s",
             self.point,
-            f"{counts['offered']} ended, {in_flight} in hand, {counts['failed']} failed, {counts['rejected']} refused",
+            f"{counts['offered']} ended, {in_flight} in flight, "
+            f"{counts['failed']} failed, {counts['rejected']} refused",
         ]
         if counts["offered"]:
             parts.append(f"good {100 * counts['good'] / counts['offered']:.0f} %")

@@ -1,5 +1,5 @@
 """Owns a run's report: its JSON document, its page, and whether it passed.
-Never measures, and never calls a run passed whose generator lagged: its figures would not be the server's."""
+Never measures, and never passes a run whose generator lagged: its figures would not describe the server."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from loadtest.slo import exit_code, misses
 from loadtest.tally import Figures, Second, Tally
 
 SCHEMA = 1
-"""Of the document; whoever reads it looks at this first."""
+"""Version of the document's format. A reader checks it first."""
 MOST_INTERVALS = 120
-"""Of the course of a run; a longer one has longer intervals."""
+"""The maximum number of intervals in a run's time series. A longer run has longer intervals."""
 CURVE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
-"""The shares at which a distribution is written down."""
+"""The shares at which a distribution is recorded."""
 
 Document = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """What the load generator itself did, and what it may."""
+    """The load generator's own use of resources, and its limits."""
 
     workers: int
     cpu_percent: float
-    """Of a core, of the busiest worker."""
+    """CPU of the busiest worker, in percent of a core."""
     max_cpu_percent: float
     max_lag_ms: float
 
 
 @dataclass(slots=True)
 class Course:
-    """What happened beside the requests."""
+    """Events of a run other than its requests."""
 
     broken: list[str] = field(default_factory=list)
-    """Why the run is not whole: a worker that was lost, a command that failed."""
+    """Why the run is incomplete: a worker was lost, or a command failed."""
     unsettled: list[str] = field(default_factory=list)
-    """What the server held after the load, or why that could not be seen."""
+    """What the server still held after the load, or why that could not be determined."""
     happened: list[tuple[float, str]] = field(default_factory=list)
-    """Seconds from the beginning, and the command that ran."""
+    """The commands that ran, each with its time in seconds from the beginning."""
 
 
 def document_of(
@@ -54,7 +54,7 @@ def document_of(
 ) -> Document:
     points = {point.name: tally.figures(point.name) for point in plan.points}
     kinds = {name: {kind: tally.figures(name, kind) for kind in tally.kinds(name)} for name in points}
-    judged = points if plan.judged is None else {name: found.get(plan.judged, {}) for name, found in kinds.items()}
+    judged = points if plan.judged is None else {name: figures.get(plan.judged, {}) for name, figures in kinds.items()}
     saturated = saturation(points, generator)
     missed = [*misses(plan.limits, judged), *broken_promises(plan, points), *unanswered(plan, kinds), *course.unsettled]
     whole = tally.whole()
@@ -91,7 +91,7 @@ def document_of(
 
 
 def saturation(points: Mapping[str, Figures], generator: Generator) -> list[str]:
-    """Why the generator was too slow for its figures to be the server's."""
+    """Return the reasons why the generator was too slow for its figures to describe the server."""
     found = [
         f"{name}: the generator sent late: p99 {figures['lag_p99_ms']:.1f} ms, beyond {generator.max_lag_ms:g} ms"
         for name, figures in points.items()
@@ -104,7 +104,8 @@ def saturation(points: Mapping[str, Figures], generator: Generator) -> list[str]
 
 
 def broken_promises(plan: Plan, points: Mapping[str, Figures]) -> Iterator[str]:
-    """What the plan asks of its points together, and no limit of one point can say."""
+    """Yield violations of requirements that concern several points or all refusals, which a single limit cannot
+    express."""
     if plan.retry_after:
         for name, figures in points.items():
             if figures.get("retry_after_share", 1.0) < 1.0:
@@ -119,8 +120,8 @@ def broken_promises(plan: Plan, points: Mapping[str, Figures]) -> Iterator[str]:
 
 
 def unanswered(plan: Plan, kinds: Mapping[str, Mapping[str, Figures]]) -> Iterator[str]:
-    """Kinds of requests of which not one was answered, though others may have been fast: long prompts that are all
-    refused disturb nobody."""
+    """Yield the kinds of requests that were never answered. Otherwise a run could pass because its long prompts were
+    all refused and so disturbed nobody."""
     for point in plan.points:
         for kind in dict.fromkeys(source.kind for source in point.sources):
             figures = kinds[point.name].get(kind, {})
@@ -129,7 +130,7 @@ def unanswered(plan: Plan, kinds: Mapping[str, Mapping[str, Figures]]) -> Iterat
 
 
 def intervals(seconds: Mapping[int, Second]) -> Iterator[dict[str, float]]:
-    """The course of a run: rates and percentiles of intervals of whole seconds, empty ones left out."""
+    """Yield a run's time series: rates and percentiles by intervals of whole seconds. Empty intervals are left out."""
     if not seconds:
         return
     width = -(-(max(seconds) + 1) // MOST_INTERVALS)
@@ -149,19 +150,19 @@ def _percentiles(times: Mapping[str, Histogram]) -> Iterator[tuple[str, float]]:
 
 
 def curve(histogram: Histogram) -> list[tuple[float, float]]:
-    """Shares of 1, and the milliseconds that such a share of the values does not exceed."""
+    """Return pairs of a share (0 to 1) and the milliseconds that this share of the values does not exceed."""
     return list(zip(CURVE, histogram.percentiles(CURVE), strict=True))
 
 
 def write(document: Document, out: Path) -> None:
-    """report.json and report.html, in a folder that is made if need be."""
+    """Write report.json and report.html into a folder, which is created if needed."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "report.json").write_text(json.dumps(document, indent=1) + "\n")
     (out / "report.html").write_text(page(document))
 
 
 def verdict(document: Document) -> list[str]:
-    """Lines for a terminal: what the run found, and what is wrong with it."""
+    """Return lines for a terminal: the run's figures, and what is wrong with it."""
     lines = [line for point in document["points"] for line in _point_lines(point)]
     for name in ("broken", "saturated", "missed"):
         lines += [f"{name}: {reason}" for reason in document[name]]

@@ -1,5 +1,5 @@
-"""Owns the loads by which servers are compared: alone, many clients, long prompts beside streams, a shared prefix.
-Never knows which server answers: all get the same prompts, drawn from a seed that no server has seen."""
+"""Owns the loads that compare servers: one client, many clients, long prompts beside streams, a shared prefix.
+Never knows which server answers: all get the same prompts, drawn from a seed that no server has seen before."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ _WORDS = _NOUNS.split()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All that a load brought. Times in seconds of the client's clock."""
+    """The answers of a load. Times are seconds of the client's clock."""
 
     answers: list[Completion]
     wall_s: float
     long: list[Completion] = dataclasses.field(default_factory=list)
-    """Answers to long prompts that came beside the others."""
+    """Answers to the long prompts that arrived beside the streams."""
     window: tuple[float, float] | None = None
-    """From before the first long prompt until after the last one's answer."""
+    """From just before the first long prompt until the end of the last one's answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Clients that ask again as soon as they are answered, until `requests` have been asked.
+    """Clients that send a request as soon as the previous one is answered, until `requests` have been sent.
 
-    Prompts in words, which are about a token each; answers in tokens."""
+    Prompt lengths are in words, which are about a token each; answer lengths are in tokens."""
 
     requests: int
     clients: int
     prompt: int
     answer: int
     shared: int = 0
-    """Further words, with which all prompts begin."""
+    """Additional words that all prompts begin with."""
 
     @property
     def warm_up(self) -> Closed:
@@ -61,21 +61,20 @@ class Closed:
         prompts = [f"{head} {text(draw, self.prompt)}".strip() for _ in range(self.requests)]
         exchanges: list[Exchange] = []
 
-        async def ask_on() -> None:
+        async def run_client() -> None:
             while prompts:
                 exchanges.append(await client.ask(prompts.pop(), self.answer))
 
         started = time.monotonic()
-        await asyncio.gather(*(ask_on() for _ in range(self.clients)))
+        await asyncio.gather(*(run_client() for _ in range(self.clients)))
         wall_s = time.monotonic() - started
         return Outcome([exchange.read() for exchange in exchanges], wall_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """Streams that run on while long prompts arrive: the first `lead_s` after the streams began, one every `every_s`.
-
-    Lengths are as `Closed` has them."""
+    """Streams that keep running while long prompts arrive: the first `lead_s` after the streams began, then one every
+    `every_s`. Lengths are in the units of `Closed`."""
 
     streams: int
     prompt: int
@@ -97,7 +96,8 @@ class Mixed:
         is_over = asyncio.Event()
 
         async def stream_on(draw: random.Random) -> None:
-            """A fast server ends a stream before the last long prompt comes, which would then disturb nobody."""
+            """Start a new stream after each. On a fast server, a single stream would end before the last long
+            prompt."""
             while not is_over.is_set():
                 streams.append(await client.ask(text(draw, self.prompt), self.answer))
 
@@ -131,13 +131,13 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def measure(scenario: Scenario, port: int, model: str, seed: int) -> tuple[Figures, list[str]]:
-    """Run a load against a server of this machine: its figures, and what failed."""
+    """Run a load against a server on this machine, and return its figures and its errors."""
     outcome = asyncio.run(_run(scenario, port, model, seed))
     return figures(outcome), errors(outcome) + lacks(outcome)
 
 
 def warm_up(scenario: Scenario, port: int, model: str, seed: int) -> list[str]:
-    """Run a short load of the same kind: what failed."""
+    """Run a short load of the same kind, and return its errors."""
     return errors(asyncio.run(_run(scenario.warm_up, port, model, seed)))
 
 
@@ -147,7 +147,7 @@ async def _run(scenario: Scenario, port: int, model: str, seed: int) -> Outcome:
 
 
 def text(draw: random.Random, words: int) -> str:
-    """Frequent words, each about a token."""
+    """Draw this many frequent words, each about a token."""
     return " ".join(draw.choices(_WORDS, k=words))
 
 
@@ -155,9 +155,10 @@ def text(draw: random.Random, words: int) -> str:
 
 
 def figures(outcome: Outcome) -> Figures:
-    """Medians over requests of milliseconds to the first text and of milliseconds a token after it; output tokens a
-    second of the whole load; its seconds. With long prompts: their median milliseconds to the first text, and the
-    longest pause in milliseconds between two texts of one stream that ended while they were in hand."""
+    """Return the figures of a load: the median time to first text and the median time per token after it, in
+    milliseconds; the output tokens a second of the whole load; its duration in seconds. With long prompts also their
+    median time to first text, and the longest gap between two texts of one stream that ended while a long prompt was
+    in flight, in milliseconds."""
     everything = [*outcome.answers, *outcome.long]
     output = sum(answer.output_tokens for answer in everything)
     found: Figures = {
@@ -176,12 +177,13 @@ def figures(outcome: Outcome) -> Figures:
 
 
 def errors(outcome: Outcome) -> list[str]:
-    """What failed, one for each request."""
+    """Return the errors, one for each failed request."""
     return [answer.error for answer in (*outcome.answers, *outcome.long) if answer.error]
 
 
 def lacks(outcome: Outcome) -> list[str]:
-    """Why a load says less than it should: without a pause to measure, the longest would pass for none."""
+    """Return an error if no stream ran beside the long prompts. Without gaps to measure, the longest would seem to be
+    zero."""
     if outcome.window is None or list(_gaps(outcome.answers, *outcome.window)):
         return []
     return ["no stream ran beside the long prompts"]

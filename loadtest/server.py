@@ -1,5 +1,5 @@
-"""Owns a server under test: a command with a port and a session of its own, the CPU time and memory its processes take,
-and its end. Never reuses a running server, and leaves no process of it behind."""
+"""Owns a server under test: a command with its own port and session, the CPU time and memory of its processes, and its
+end. Never reuses a running server, and never leaves one of its processes behind."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ START_TIMEOUT_S = 180
 STOP_TIMEOUT_S = 90
 GONE_TIMEOUT_S = 30
 PORTS = range(20_000, 30_000)
-"""Those that no process is given by chance: below what Linux hands out by itself (from 32768, where Ray's agent also
-takes 52365), above Ray's workers (to 19999), and outside Serve's direct ingress (from 30000)."""
+"""Ports that no process gets by chance: below Linux's ephemeral ports (from 32768, where Ray's agent also takes 52365),
+above Ray's workers (to 19999), and outside Serve's direct ingress (from 30000)."""
 
-_KINDS = (  # the first that a command line contains; Ray names its workers after what they run
+_KINDS = (  # the first mark that the command line contains decides; Ray names its workers after what they run
     ("/bin/haproxy", "haproxy"),
     ("ray::HAProxyManager", "proxy"),
     ("ray::ProxyActor", "proxy"),
@@ -46,7 +46,7 @@ REST = "rest"
 KINDS = ("haproxy", "proxy", "ingress", "engine", REST)
 
 CpuTime = dict[str, float]
-"""Seconds by kind of process."""
+"""CPU seconds by kind of process."""
 
 
 def kind_of(command: str) -> str:
@@ -64,13 +64,13 @@ class Server:
 
     @property
     def output(self) -> str:
-        """What it printed so far."""
+        """What the server has printed so far."""
         return self._log.read_text(errors="replace")
 
     def wait_until_ready(self, path: str = "/health", timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until a GET of `path` is a 200.
+        """Wait until a GET of `path` returns 200.
 
-        Raises: RuntimeError: it ended, its application failed, or it was not ready after `timeout_s`."""
+        Raises: RuntimeError: the server ended, its application failed, or it was not ready after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -86,13 +86,14 @@ class Server:
         raise RuntimeError(f"not ready after {timeout_s:g} s:\n{self.output}")
 
     def end(self, signum: int = signal.SIGTERM) -> int:
-        """Send the signal, and wait: the exit status."""
+        """Send the signal, wait for the end, and return the exit status."""
         self.process.send_signal(signum)
         return self.process.wait(STOP_TIMEOUT_S)
 
     def cpu_time(self) -> CpuTime:
-        """CPU time so far of all processes of the server. Linux counts it in nanoseconds for each thread; what a
-        thread that has ended took is not in it, and the threads of a Ray worker live as long as it does."""
+        """Return the CPU time that all processes of the server have used so far. Linux counts it in nanoseconds for
+        each thread. Threads that have ended are not included, but the threads of a Ray worker live as long as it
+        does."""
         total: CpuTime = defaultdict(float)
         for process in session_members(self.process.pid):
             with suppress(OSError):  # ended meanwhile
@@ -101,8 +102,8 @@ class Server:
         return total
 
     def resident_bytes(self) -> dict[str, int]:
-        """Memory of all processes of the server, by kind; a page that several share is counted once (proportional set
-        size)."""
+        """Return the memory of the server's processes by kind. A page that several share is counted once (proportional
+        set size)."""
         total: dict[str, int] = defaultdict(int)
         for process in session_members(self.process.pid):
             with suppress(OSError):  # ended meanwhile
@@ -119,7 +120,7 @@ def _pss_bytes(smaps_rollup: str) -> int:
 
 
 def session_members(session: int) -> Iterator[Path]:
-    """The /proc directory of each process in a session."""
+    """Yield the /proc directory of each process in a session."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state, _, _, its_session = (process / "stat").read_text().rpartition(") ")[2].split()[:4]
@@ -128,7 +129,7 @@ def session_members(session: int) -> Iterator[Path]:
 
 
 def busy_s() -> float:
-    """CPU seconds that the machine's cores have worked so far, for whomever."""
+    """Return the CPU seconds that the machine's cores have worked so far, for any process."""
     user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
@@ -149,7 +150,7 @@ def serve_run(application: dict[str, Any], environment: dict[str, str]) -> Itera
 
 @contextmanager
 def starting(config: dict[str, Any], environment: dict[str, str]) -> Iterator[Server]:
-    """`serve run` of a Serve config, whose port is set to a free one; it may not answer yet."""
+    """Run a Serve config with its port set to a free one. The server may not answer yet."""
     temp = Path(tempfile.mkdtemp(prefix="cs", dir="/tmp"))  # short: Ray's sockets live below it
     port = free_port()
     config = {**config, "http_options": {**config["http_options"], "port": port}}
@@ -167,7 +168,7 @@ def starting(config: dict[str, Any], environment: dict[str, str]) -> Iterator[Se
 def launched(
     command: Sequence[str], port: int, environment: dict[str, str], log: Path, cwd: Path | None = None
 ) -> Iterator[Server]:
-    """A command that serves on `port`, in a session of its own; it may not answer yet. It ends with the block."""
+    """Start a command that serves on `port`, in its own session. It may not answer yet. It ends with the block."""
     with log.open("wb") as stream:
         process = subprocess.Popen(
             command,
@@ -183,7 +184,7 @@ def launched(
 
 @contextmanager
 def ended(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """End a process that runs in a session of its own with the block, and then what is left of its session."""
+    """At the end of the block, end a process that has its own session, and then what is left of the session."""
     try:
         yield
     finally:
@@ -198,8 +199,8 @@ def ended(process: subprocess.Popen[Any]) -> Iterator[None]:
 
 
 def _kill_session(session: int) -> None:
-    """Kill what is left of a session, for as long as anything is: what was just being started is in no list before it,
-    and what was killed holds its memory for a moment, which the next server is not to share."""
+    """Kill the processes of a session, again and again until none is left. One that was just being started is missing
+    from an earlier list, and a killed one holds its memory for a moment, which must not disturb the next server."""
     deadline = time.monotonic() + GONE_TIMEOUT_S
     while left := list(session_members(session)):
         if time.monotonic() > deadline:
@@ -212,8 +213,8 @@ def _kill_session(session: int) -> None:
 
 @contextmanager
 def haproxy_environment() -> Iterator[dict[str, str]]:
-    """HAProxy for an application that does not set it up itself: with files and ports of its own, so that servers on
-    one machine do not meet."""
+    """Yield the environment of HAProxy for an application that does not set it up itself. Its files and ports are its
+    own, so that servers on one machine do not collide."""
     temp = tempfile.mkdtemp(prefix="lth", dir="/tmp")
     ports = ("HAPROXY_METRICS_PORT", "HAPROXY_STATS_PORT", "FALLBACK_PROXY_HTTP_PORT", "FALLBACK_PROXY_GRPC_PORT")
     try:
@@ -231,7 +232,7 @@ def haproxy_environment() -> Iterator[dict[str, str]]:
 
 
 def free_port() -> int:
-    """One of `PORTS` that nobody listens on, and that this process was not given lately.
+    """Return one of `PORTS` that is free and that this process has not been given recently.
 
     Raises: RuntimeError: all are taken."""
     for port in islice(_in_turn, len(PORTS)):
@@ -245,7 +246,7 @@ _in_turn = cycle(SystemRandom().sample(PORTS, len(PORTS)))
 
 
 def machine() -> dict[str, str]:
-    """What the figures were taken on, and with."""
+    """Describe the machine and the software that figures were measured with."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

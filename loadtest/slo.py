@@ -1,5 +1,5 @@
-"""Owns what a service promises: the times by which one answer is good, and the limits that a whole load has to keep.
-Never measures: limits are held against figures, and a figure that is not there breaks its limit."""
+"""Owns service level objectives: the latencies up to which one answer is good, and the limits for a whole load.
+Never measures: limits are compared with figures, and a missing figure breaks its limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from loadtest.timeline import OK, Timeline
 
 PASSED, MISSED, SATURATED, BROKEN = 0, 3, 4, 5
-"""Exit codes: all kept; a limit missed; the generator was too slow to say; a part of the run is missing."""
+"""Exit codes: all limits kept; a limit missed; the generator was too slow to tell; a part of the run is missing."""
 
 _LIMIT = re.compile(r"(?P<figure>[a-z0-9_.]+)(?P<sign><=|>=)(?P<bound>[0-9.]+(?:e-?[0-9]+)?)")
 _SIGNS = {"<=": operator.le, ">=": operator.ge}
@@ -20,16 +20,16 @@ _TIMES = ("ttft", "tpot", "e2e", "gap_p95")
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """By when an answer has to be there to count as good, in milliseconds; None: whenever."""
+    """Latencies up to which an answer counts as good, in milliseconds; None means no limit."""
 
     ttft_ms: float | None = 1000.0
     tpot_ms: float | None = 100.0
     e2e_ms: float | None = None
     gap_p95_ms: float | None = None
-    """Of the gaps between its own tokens, 95 in a hundred are as short: where TPOT, a mean, forgives pauses."""
+    """Bound on the 95th percentile of the gaps between the answer's tokens. TPOT is a mean and hides pauses."""
 
     def is_met(self, answer: Timeline) -> bool:
-        """Refused, broken and cut-off answers are not good, however fast. One token alone keeps any TPOT."""
+        """Whether the answer is good. Refused, failed and cut-off answers never are. A single token meets any TPOT."""
         if answer.outcome != OK or answer.ttft_ms is None:
             return False
         gap_ms = None if self.gap_p95_ms is None else answer.gap_ms(0.95)
@@ -43,10 +43,10 @@ class Goal:
 
 
 def parse_goal(text: str) -> Goal:
-    """`ttft:1000,tpot:50,e2e:30000`, in milliseconds; what is left out has no limit.
+    """Parse `ttft:1000,tpot:50,e2e:30000`, in milliseconds. A latency that is left out has no limit.
 
     Raises:
-        ValueError: another name, a name twice, or no positive number.
+        ValueError: a name is unknown or repeated, or a number is not positive.
     """
     limits: dict[str, float | None] = dict.fromkeys((f"{name}_ms" for name in _TIMES), None)
     for part in filter(None, text.split(",")):
@@ -60,24 +60,24 @@ def parse_goal(text: str) -> Goal:
 
 def _positive(value: str, part: str) -> float:
     try:
-        found = float(value)
+        limit = float(value)
     except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
+        limit = 0.0
+    if not 0 < limit < float("inf"):
         raise ValueError(f"{part!r} needs a positive number of milliseconds")
-    return found
+    return limit
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A gate: a figure of the report that has to be at most, or at least, so much."""
+    """An upper or lower bound for a figure of the report."""
 
     figure: str
     sign: str
     bound: float
 
     def miss(self, figures: Mapping[str, float]) -> str | None:
-        """What is wrong; None if it is kept."""
+        """Return how the figures miss the limit, or None if they keep it."""
         value = figures.get(self.figure)
         if value is None:
             return f"{self.figure} {self.sign} {self.bound:g}: there is no such figure"
@@ -85,10 +85,10 @@ class Limit:
 
 
 def parse_limits(text: str) -> list[Limit]:
-    """`ttft_p99_ms<=1000,failed_share<=0.01`: figures of a point's summary and their bounds.
+    """Parse limits such as `ttft_p99_ms<=1000,failed_share<=0.01`.
 
     Raises:
-        ValueError: a part that is no such comparison.
+        ValueError: a part is not such a comparison.
     """
     limits = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -100,15 +100,15 @@ def parse_limits(text: str) -> list[Limit]:
 
 
 def misses(limits: Iterable[Limit], points: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Every limit that a point does not keep, by the point's name."""
+    """Return every limit that a point misses, with the point's name."""
     limits = list(limits)
     found = [(name, limit.miss(figures)) for name, figures in points.items() for limit in limits]
     return [f"{name}: {miss}" for name, miss in found if miss]
 
 
 def exit_code(broken: Sequence[str], saturated: Sequence[str], missed: Sequence[str]) -> int:
-    """The gravest first: figures of a generator that lags prove nothing, neither that a limit is kept nor that it
-    is missed."""
+    """Return the code of the gravest problem. The figures of a lagging generator prove neither that a limit is kept nor
+    that it is missed."""
     if broken:
         return BROKEN
     return SATURATED if saturated else MISSED if missed else PASSED

@@ -1,5 +1,5 @@
-"""Owns the reading of a streamed answer: a stamp for each line as it comes, and later what the lines say.
-Never waits for a block to fill: a line is stamped when it is there (Locust's `iter_lines` waits for 1,024 bytes)."""
+"""Owns the reading of a streamed answer: it timestamps each line as it arrives, and parses the lines later.
+Never waits for a block to fill: a line is stamped on arrival (Locust's `iter_lines` waits for 1,024 bytes)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Lines = list[tuple[float, bytes]]
-"""What came, and when its line was complete."""
+"""The lines of an answer, each with the time at which it was complete."""
 
 
 def read_lines(
     readline: Callable[[], bytes], clock: Callable[[], float], lines: Lines, pause: Callable[[], None]
 ) -> None:
-    """Fill `lines` until the answer ends. Empty lines and comments are left out; `pause` is called after each that is
-    kept. What was read before an exception stays in `lines`."""
+    """Fill `lines` until the answer ends. Empty lines and comments are left out. `pause` is called after each line that
+    is kept. Lines that were read before an exception stay in `lines`."""
     while line := readline():
         stamp = clock()
         if line.startswith(b"data:"):
@@ -26,7 +26,7 @@ def read_lines(
 
 @dataclass(slots=True)
 class Answer:
-    """What a stream said."""
+    """The parsed content of a stream."""
 
     arrivals: list[float] = field(default_factory=list)
     text: str = ""
@@ -36,8 +36,9 @@ class Answer:
     error: str | None = None
 
 
-def understood(lines: Sequence[tuple[float, bytes]]) -> Answer:
-    """A stream of chat or text completions. What is not whole, or counts no tokens, carries an error."""
+def parse_lines(lines: Sequence[tuple[float, bytes]]) -> Answer:
+    """Parse a stream of chat or text completions. An answer that is incomplete or has no token counts carries an
+    error."""
     answer = Answer()
     texts: list[str] = []
     data = b""
@@ -50,7 +51,7 @@ def understood(lines: Sequence[tuple[float, bytes]]) -> Answer:
         except ValueError:
             answer.error = answer.error or f"no JSON: {data[:80]!r}"
     answer.text = "".join(texts)
-    answer.error = answer.error or _what_lacks(answer, data)
+    answer.error = answer.error or _incompleteness(answer, data)
     return answer
 
 
@@ -70,7 +71,7 @@ def _take(answer: Answer, texts: list[str], stamp: float, event: dict[str, Any])
         answer.output_tokens = usage.get("completion_tokens", 0)
 
 
-def _what_lacks(answer: Answer, last: bytes) -> str | None:
+def _incompleteness(answer: Answer, last: bytes) -> str | None:
     if last != b"[DONE]":
         return "the stream has no end"
     if not answer.output_tokens:

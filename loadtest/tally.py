@@ -1,5 +1,5 @@
-"""Owns the sums of a load: histograms of times, outcomes and tokens by point and kind, and how they went by the second.
-Never keeps a request: two tallies add up to that of both, whichever worker recorded what."""
+"""Owns the sums of a load: histograms of times, outcomes and tokens by point and kind, and their series by the second.
+Never keeps a request. Tallies can be added up, so it does not matter which worker recorded what."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class Cell:
             self.times[name].merge(histogram)
 
     def figures(self, window_s: float) -> Figures:
-        """What a report shows; a time of which there is no value is left out. `window_s`: see Tally."""
+        """Return the figures that a report shows. A time without values is left out. `window_s` is explained in
+        Tally."""
         offered = self.counts["offered"]
         found: Figures = {"offered": offered, "good": self.counts["good"], "window_s": window_s}
         found |= {outcome: self.counts[outcome] for outcome in OUTCOMES}
@@ -98,7 +99,7 @@ class Cell:
 
 
 def _times(answer: Timeline) -> Iterator[tuple[str, float]]:
-    """A refusal has no times but the generator's lag: that it came fast says nothing of answers."""
+    """Yield the times of an answer. A refusal has only the generator's lag: its speed says nothing about answers."""
     yield "lag", answer.lag_ms
     if answer.queue_ms is not None and answer.outcome != REJECTED:
         yield "queue", answer.queue_ms
@@ -113,9 +114,9 @@ class Second:
     """What happened in one second of a load."""
 
     counts: dict[str, float] = field(default_factory=dict)
-    """`offered` and `good`, of requests that were due in it; `tokens` that arrived in it."""
+    """`offered` and `good` count the requests that were due in this second; `tokens` arrived in it."""
     times: dict[str, Histogram] = field(default_factory=lambda: _histograms(SERIES_TIMES))
-    """TTFT of requests that were due in it, gaps that ended in it."""
+    """TTFT of the requests that were due in this second, and gaps that ended in it."""
 
     def count(self, name: str, more: float) -> None:
         self.counts[name] = self.counts.get(name, 0) + more
@@ -129,18 +130,18 @@ class Second:
 
 @dataclass(slots=True)
 class Tally:
-    """Requests that were due within the windows of their points.
+    """Sums over the requests that were due within the windows of their points.
 
-    A point is one load of a run (a rate, a number of clients); its window begins after the warm-up and ends with the
-    last arrival. The figures of answers that come after it are in; the time they take is not."""
+    A point is one load of a run (a rate, a number of clients). Its window begins after the warm-up and ends with the
+    last arrival. Answers that end after the window are counted, but the window does not grow by them."""
 
     goal: Goal = field(default_factory=Goal)
     cells: dict[tuple[str, str], Cell] = field(default_factory=dict)
     """By point and kind of request."""
     windows: dict[str, float] = field(default_factory=dict)
-    """Seconds, by point."""
+    """Length in seconds, by point."""
     seconds: dict[int, Second] = field(default_factory=dict)
-    """Of the whole run, warm-ups and pauses between points included."""
+    """The whole run by the second, including warm-ups and pauses between points."""
 
     def open_window(self, point: str, seconds: float) -> None:
         self.windows[point] = seconds
@@ -148,8 +149,8 @@ class Tally:
     def record(
         self, point: str, kind: str, answer: Timeline, window: tuple[float, float], asked_tokens: int = 0
     ) -> None:
-        """`window`: of the point, in seconds from the beginning of the load, as the answer's stamps are.
-        `asked_tokens`: how long the prompt was meant to be."""
+        """Record an answer. `window` is the point's, in seconds from the beginning of the load, like the answer's
+        stamps. `asked_tokens` is the intended length of the prompt."""
         self._record_seconds(answer)
         cell = self.cells.setdefault((point, kind), Cell())
         weight = answer.output_tokens / len(answer.arrivals) if answer.arrivals else 0.0
@@ -171,12 +172,13 @@ class Tally:
 
     def _second(self, stamp: float) -> Second:
         at = int(stamp)
-        if (found := self.seconds.get(at)) is None:  # its histograms are not made for nothing, once a token
+        if (found := self.seconds.get(at)) is None:  # not setdefault, which would make histograms for every token
             found = self.seconds[at] = Second()
         return found
 
     def merge(self, other: Tally) -> None:
-        """Workers run the points together: a window is as long as the longest of theirs, not as their sum."""
+        """Add another tally. Workers run the points at the same time, so a window is the longest of theirs, not the
+        sum."""
         for key, cell in other.cells.items():
             self.cells.setdefault(key, Cell()).merge(cell)
         for point, seconds in other.windows.items():
@@ -185,28 +187,28 @@ class Tally:
             self._second(second).merge(found)
 
     def take(self) -> Tally:
-        """What was recorded since the last time; it is here no more. Windows are told each time."""
+        """Remove and return what was recorded since the last call. The windows are included each time."""
         taken = Tally(self.goal, self.cells, dict(self.windows), self.seconds)
         self.cells, self.seconds = {}, {}
         return taken
 
     def kinds(self, point: str) -> list[str]:
-        return [kind for of, kind in self.cells if of == point]
+        return [kind for its_point, kind in self.cells if its_point == point]
 
     def whole(self, point: str | None = None) -> Cell:
-        """All kinds of one point together, or of all points."""
-        found = Cell()
-        for (of, _), cell in self.cells.items():
-            if point in (None, of):
-                found.merge(cell)
-        return found
+        """Sum up all kinds of one point, or of all points."""
+        total = Cell()
+        for (its_point, _), cell in self.cells.items():
+            if point in (None, its_point):
+                total.merge(cell)
+        return total
 
     def figures(self, point: str, kind: str | None = None) -> Figures:
         cell = self.whole(point) if kind is None else self.cells[point, kind]
         return cell.figures(self.windows.get(point, 0.0))
 
     def to_json(self) -> dict[str, Any]:
-        """The goal is not in it: whoever merges has its own."""
+        """The goal is left out: the receiver that merges the tally has its own."""
         cells = [[point, kind, cell.to_json()] for (point, kind), cell in self.cells.items()]
         seconds = [
             [at, dict(found.counts), {name: histogram.to_json() for name, histogram in found.times.items()}]

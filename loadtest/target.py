@@ -1,4 +1,4 @@
-"""Owns what is known of the server under load before and after it: its address, its model, what it holds.
+"""Owns the facts about the server under load: its address, its model, and what it holds before and after the load.
 Never sends a request of the load itself."""
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server, and how it is asked."""
+    """The server, and how to send it requests."""
 
     url: str
     model: str
     timeout_s: float
     keys: dict[str, str]
-    """API keys by tenant; the first is that of requests of no tenant."""
+    """API keys by tenant. Requests without a tenant use the first."""
 
     def key_of(self, tenant: str | None) -> str | None:
         return next(iter(self.keys.values()), None) if tenant is None else self.keys[tenant]
@@ -27,15 +27,15 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a server holds at a moment, of all engines."""
+    """What all engines of a server hold at one moment."""
 
     requests: int
-    """Running, waiting, or live in the ingress, whichever is most."""
+    """The larger of the requests in the engines (running or waiting) and those live in the ingress."""
     blocks: int
-    """Of the KV cache, that requests hold; what is only cached is not among them."""
+    """KV cache blocks that requests hold. Blocks that are only cached do not count."""
 
     def left_over(self, before: Held) -> str | None:
-        """What there is beyond `before`; None if nothing."""
+        """Describe what is held beyond `before`; None if nothing is."""
         if self.requests <= before.requests and self.blocks <= before.blocks:
             return None
         return (
@@ -45,7 +45,7 @@ class Held:
 
 
 def first_model(target: Target) -> str:
-    """Raises: OSError: no answer, or one that names no model."""
+    """Raises: OSError: there is no answer, or it names no model."""
     try:
         return str(_get(target, "/v1/models")["data"][0]["id"])
     except (ValueError, LookupError, TypeError) as bad:
@@ -53,10 +53,10 @@ def first_model(target: Target) -> str:
 
 
 def held(target: Target) -> Held:
-    """As GET /load says, which this project's server has.
+    """Ask GET /load, which only this project's server has.
 
     Raises:
-        OSError: no answer, or another server's.
+        OSError: there is no answer, or it is not of the expected form.
     """
     try:
         found = _get(target, "/load")

@@ -1,5 +1,5 @@
-"""Owns traces of real loads: Azure's CSV and Mooncake's JSON lines, and their scaling to the server at hand.
-Never brings data: a trace is read from the path that the user gives, and what is wrong in it is named with its line."""
+"""Owns traces of real loads, Azure's CSV and Mooncake's JSON lines, and their scaling to the server at hand.
+Never contains data: a trace is read from the user's path, and an error in it is reported with its line."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typing import BinaryIO, TextIO, cast
 from loadtest.scenarios import text
 
 BLOCK_TOKENS = 512
-"""Of one hash id in Mooncake's traces."""
+"""Tokens that one hash id stands for in Mooncake's traces."""
 _AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
 class BadTrace(ValueError):
-    """A file that is no trace of a known format, or says what cannot be."""
+    """A file is not in a known trace format, or has impossible values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Row:
     """One request of a trace."""
 
     at_s: float
-    """From the trace's first request."""
+    """Time since the trace's first request."""
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
-    """Ids of the prompt's blocks; two prompts that begin with the same ids begin with the same text."""
+    """Ids of the prompt's blocks. Two prompts that begin with the same ids begin with the same text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Trace:
     rows: tuple[Row, ...]
     block_tokens: int = BLOCK_TOKENS
     left_out: int = 0
-    """Requests that were longer than the server takes."""
+    """Number of requests that were longer than the server accepts."""
 
     @property
     def seconds(self) -> float:
@@ -51,8 +51,8 @@ class Trace:
 
     @property
     def ideal_hit_share(self) -> float:
-        """Of all blocks with an id, those of a prefix that an earlier request had: what a cache that forgets nothing
-        would find. 0 if the trace has no ids."""
+        """The share of blocks that belong to a prefix of an earlier request, which is what an unbounded cache would
+        find. 0 if the trace has no ids."""
         children: dict[tuple[int, int], int] = {}  # (prefix, block that follows) to the prefix with it
         hits = total = 0
         for row in self.rows:
@@ -65,11 +65,11 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """A trace by its name: `.csv` is Azure's, `.jsonl` Mooncake's; `.gz` is unpacked as it is read.
+    """Read a trace in the format of its name: `.csv` is Azure's, `.jsonl` Mooncake's, and either may end in `.gz`.
 
     Raises:
-        BadTrace: another name, or contents that are not what the name says; with the line.
-        OSError: no file to read.
+        BadTrace: the name has another ending, or a line is not in the format; the message has the line.
+        OSError: the file cannot be read.
     """
     kinds: dict[str, Callable[[TextIO], Iterator[tuple[float, Row]]]] = {".csv": _azure, ".jsonl": _mooncake}
     read = kinds.get(Path(path.name.removesuffix(".gz")).suffix)
@@ -95,7 +95,7 @@ def _azure(stream: TextIO) -> Iterator[tuple[float, Row]]:
     for number, fields in enumerate(lines, 2):
         try:
             at, prompt, output = fields
-            # Seven digits of a second, of which datetime takes six.
+            # Azure's fractions of a second have seven digits; datetime takes six.
             yield datetime.fromisoformat(at[:26]).replace(tzinfo=UTC).timestamp(), _row(int(prompt), int(output))
         except ValueError as bad:
             raise BadTrace(f"line {number}: {bad}") from bad
@@ -128,16 +128,16 @@ def scaled(
     longest: int | None = None,
     seconds: float | None = None,
 ) -> Trace:
-    """A trace as the server at hand can take it.
+    """Adapt a trace to what the server at hand can take.
 
     Args:
-        rate: requests a second on average, by stretching or squeezing all gaps alike: bursts stay bursts.
-        lengths: a factor of all prompts and answers, of blocks too: what was shared is shared still.
-        longest: tokens of prompt and answer together; requests beyond it are left out, and counted.
-        seconds: of the trace after stretching; what comes later is dropped.
+        rate: mean requests a second; all gaps are stretched or squeezed alike, so that bursts stay bursts.
+        lengths: factor for all prompts, answers and blocks, so that shared prefixes stay shared.
+        longest: limit in tokens of prompt and answer together; longer requests are left out and counted.
+        seconds: length of the trace after stretching; later requests are dropped.
 
     Raises:
-        ValueError: a factor or rate that is not positive, or nothing is left.
+        ValueError: a factor or rate is not positive, or no request is left.
     """
     for name, value in (("rate", rate), ("lengths", lengths), ("seconds", seconds)):
         if value is not None and not 0 < value < float("inf"):
@@ -166,8 +166,9 @@ def _scaled_row(row: Row, lengths: float) -> Row:
 
 
 def prompt_of(row: Row, index: int, block_tokens: int, seed: int) -> str:
-    """A text of as many frequent words as the row has prompt tokens. Rows that begin with the same ids of blocks begin
-    with the same words, in every process; what a row shares with none is its own (`index`: its place in the trace)."""
+    """Make a text of as many frequent words as the row has prompt tokens. Rows that begin with the same block ids begin
+    with the same words, in every process. The part that a row shares with no other depends on its `index` in the
+    trace."""
     words: list[str] = []
     for block in row.blocks[: row.prompt_tokens // block_tokens]:
         words.append(text(random.Random(f"block {seed} {block}"), block_tokens))
@@ -178,7 +179,8 @@ def prompt_of(row: Row, index: int, block_tokens: int, seed: int) -> str:
 
 
 def _rest(row: Row, index: int, seed: int, tokens: int, whole_blocks: int) -> str:
-    """The last block is not full, and prompts that share its id share all of it, as the trace has it."""
+    """Make the text of the last block, which is not full. Prompts with the same id for it share all of it, as in the
+    trace."""
     shared = row.blocks[whole_blocks] if whole_blocks < len(row.blocks) else None
     name = f"rest {seed} {index}" if shared is None else f"block {seed} {shared}"
     return text(random.Random(name), tokens)

@@ -1,4 +1,4 @@
-"""Owns the named loads: what each asks, at which rates or with how many clients, and what has to hold of it.
+"""Owns the named loads: the requests of each, its rates or numbers of clients, and its limits.
 Never sends anything: a plan is data, the same on every worker that makes it from the same settings."""
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _OPEN = frozenset({"rate", "arrivals", "cv", "lengths"})
 _CLOSED = frozenset({"clients", "lengths"})
 _STEPS = ((0.3, 1.0), (0.7, 4.0))
 _BURST = ((0.45, 1.0), (0.1, 8.0), (0.45, 1.0))
-"""Shares of the seconds, and factors of the rate."""
+"""Pairs of a share of the load's seconds and a factor for its rate."""
 _SWEEP_SHAPES = ((1000, 1000), (8000, 1000), (1000, 8000))
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user chooses; None or empty: as the load has it."""
+    """What the user chooses. None or empty means the load's own default."""
 
     seconds: float | None = None
-    """Of each point."""
+    """Length of each point."""
     warm_up_s: float | None = None
     rate: float | None = None
     rates: tuple[float, ...] = ()
@@ -37,13 +37,13 @@ class Settings:
     arrivals: str | None = None
     cv: float | None = None
     lengths: float | None = None
-    """A factor of all prompts and answers."""
+    """Factor for the lengths of all prompts and answers."""
     longest: int | None = None
-    """Tokens of prompt and answer that the server takes; what is longer in a trace is left out."""
+    """Maximum tokens of prompt and answer that the server accepts; longer requests of a trace are left out."""
     trace: Path | None = None
     limits: str | None = None
     tenants: tuple[str, ...] = ()
-    """Several; a single key is everybody's."""
+    """Empty or at least two: a single key is used by all."""
     has_command: bool = False
 
     @property
@@ -58,13 +58,13 @@ class Workload:
     about: str
     build: Callable[[Settings], Plan]
     uses: frozenset[str]
-    """Settings beside those that all loads have."""
+    """Settings that this load takes, besides those that all loads take."""
     needs_command: bool = False
-    """Whether something has to be done to the deployment meanwhile (`--do`)."""
+    """Whether a command must disturb the deployment during the load (`--do`)."""
 
 
 def plan_of(name: str, settings: Settings) -> Plan:
-    """Raises: ValueError: a setting that the load needs and lacks, or that means nothing for it."""
+    """Raises: ValueError: a setting is missing, or the load has no use for it."""
     workload = WORKLOADS[name]
     if workload.needs_command and not settings.has_command:
         raise ValueError(f"{name} needs --do, the command that does it; loadtest/README.md has one for Kubernetes")
@@ -85,13 +85,13 @@ def _limits(text: str = DEFAULT_LIMITS) -> tuple[Limit, ...]:
 
 
 def _shape(settings: Settings, prompt: int, answer: int, shared: int = 0, **more: Any) -> Shape:
-    """Scaled to the server at hand."""
+    """Make a shape with its lengths scaled to the server at hand."""
     prompt, answer = (max(round(tokens * settings.scale), 1) for tokens in (prompt, answer))
     return Shape(prompt, answer, round(shared * settings.scale), **more)
 
 
 def _point(settings: Settings, name: str, seconds: float, *sources: Source, **more: Any) -> Point:
-    """A tenth of it, and 10 s at most, is warm-up."""
+    """Make a point. Its warm-up is a tenth of its length, at most 10 s."""
     seconds = settings.seconds or seconds
     warm_up_s = settings.warm_up_s if settings.warm_up_s is not None else min(seconds / 10, 10.0)
     if not 0 <= warm_up_s < seconds:
@@ -100,12 +100,12 @@ def _point(settings: Settings, name: str, seconds: float, *sources: Source, **mo
 
 
 def _cold(settings: Settings) -> Settings:
-    """For loads whose first requests count, too."""
+    """Switch off the warm-up by default, for loads whose first requests count, too."""
     return settings if settings.warm_up_s is not None else dataclasses.replace(settings, warm_up_s=0.0)
 
 
 def _open(settings: Settings, kind: str, shape: Shape, rate: float, seconds: float) -> Open:
-    """At `rate`; the seconds are the user's, if given."""
+    """Make an open source at `rate`, for the user's seconds if they are given."""
     return _in_steps(settings, kind, shape, Profile.constant(rate, settings.seconds or seconds))
 
 
@@ -159,7 +159,7 @@ def _trace(settings: Settings) -> Plan:
         longest=settings.longest,
         seconds=settings.seconds,
     )
-    seconds = trace.rows[-1].at_s + 1e-3  # the last request is in it
+    seconds = trace.rows[-1].at_s + 1e-3  # so that the last request is included
     notes = (f"{trace.left_out} requests of the trace are longer than {settings.longest} tokens, and left out",)
     return Plan(
         (
@@ -193,7 +193,7 @@ def _prefix(settings: Settings) -> Plan:
 
 
 def _interference(settings: Settings) -> Plan:
-    """Two long prompts at least, however short the load."""
+    """The load has at least two long prompts, however short it is."""
     rate, seconds = settings.rate or 2.0, settings.seconds or 120.0
     long_rate = max(0.01 * rate, 2.5 / seconds)
     sources = (
@@ -214,7 +214,7 @@ def _cancel(settings: Settings) -> Plan:
 
 
 def _slow_readers(settings: Settings) -> Plan:
-    """Their answers are longer than what sockets take in unread, so that the server notices."""
+    """The slow readers' answers exceed the socket buffers, so that the server notices."""
     sources = (
         Closed("slow", _shape(settings, 50, 1000, read_pause_s=0.1), _one_of(settings.clients, 16)),
         _open(settings, "normal", _shape(settings, 200, 60), settings.rate or 2.0, 240.0),

@@ -271,8 +271,8 @@ MUTATIONS = (
         "I-2 b",
         "Decode rows are not deducted from the step's token budget.",
         "engine/scheduling/planner.py",
-        "        budget = min(budget, self._tokens_left)\n        begun",
-        "        begun",
+        "        budget = min(budget, self._tokens_left)\n        partial",
+        "        partial",
         (SCHEDULER,),
     ),
     # --- modes and their bounds ----------------------------------------------------------------------------------
@@ -539,7 +539,7 @@ MUTATIONS = (
         "A row's allocation may evict the cached prefix that a later row of the step starts from.",
         "engine/scheduling/scheduler.py",
         """        for row in plan.rows:
-            if row.prefix_blocks is not None:  # all claims first: an allocation below must not evict them
+            if row.prefix_blocks is not None:  # all claims first, so that an allocation below cannot evict them
                 self._admit(row.request, row.prefix_blocks)
         self._keep_ratio(plan)
         rows = tuple(self._schedule(row, now) for row in plan.rows)
@@ -864,8 +864,8 @@ MUTATIONS = (
         "I-11 contents b",
         "A block's hash does not depend on which part of an image is in the block.",
         "engine/prefix.py",
-        'one.digest + (begin - one.start).to_bytes(8, "little", signed=True)',
-        "one.digest",
+        'span.digest + (begin - span.start).to_bytes(8, "little", signed=True)',
+        "span.digest",
         (INPUTS,),
     ),
     Mutation(
@@ -1229,7 +1229,7 @@ MUTATIONS = (
         "Lookup d",
         "Rows get drafts beside any number of other rows.",
         "engine/speculation/speculation.py",
-        "if not decoding or (self._asked.adaptive and not may_pay(len(decoding), self._costs)):",
+        "if not decoding or (self._settings.adaptive and not may_pay(len(decoding), self._costs)):",
         "if not decoding:",
         (SPECULATION,),
     ),
@@ -1402,7 +1402,7 @@ MUTATIONS = (
         "I-9 l",
         "A state is not taken back from rejected drafts.",
         "engine/execution/executor.py",
-        "computed.rewind.to([len(of) for of in output.sampled])",
+        "computed.rewind.to([len(tokens) for tokens in output.sampled])",
         "computed.rewind.to([len(row.token_ids) for row in plan.rows])",
         (RECURRENT,),
     ),
@@ -1483,7 +1483,7 @@ MUTATIONS = (
         "fair urgent",
         "A long prompt that has begun keeps urgent ones waiting.",
         "engine/scheduling/planner.py",
-        "            budget = self._admit(budget, more_urgent_than=begun[0].priority)\n",
+        "            budget = self._admit(budget, more_urgent_than=partial[0].priority)\n",
         "            pass\n",
         (WAITING,),
     ),
@@ -1491,8 +1491,8 @@ MUTATIONS = (
         "fair begun",
         "A begun prompt waits for ever while urgent prompts keep coming.",
         "engine/scheduling/planner.py",
-        "if begun and not self._preempted and not self._is_aged(begun[0]):",
-        "if begun and not self._preempted:",
+        "if partial and not self._preempted and not self._is_aged(partial[0]):",
+        "if partial and not self._preempted:",
         (WAITING, SPANS),
     ),
     Mutation(

@@ -1,5 +1,6 @@
-"""Owns the measurement of steps and loads on a device, against its own peaks in the same run. Long: each load.
-Never needs a server or a checkpoint: weights are dummies of real shapes. Ends with one JSON document."""
+"""Owns the measurement of steps and loads on a device, compared with the device's own peaks in the same run. Long,
+because it has every load. Never needs a server or a checkpoint: weights are random, in real shapes. The last line of
+output is one JSON document."""
 
 from __future__ import annotations
 
@@ -47,25 +48,26 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sizes of everything that is measured."""
+    """The sizes of all measurements."""
 
     decode_rows: tuple[int, ...]
     context: int
-    """Tokens in the cache of each decode row."""
+    """Cached tokens of each decode row."""
     prefill: int
     mixed: int
-    """Tokens of a step that holds decode rows and a chunk."""
+    """Tokens of a step with decode rows and a chunk."""
     traffic: Traffic
     traffic_chunk: int
-    """Tokens of a step that holds a piece of the traffic's prompts."""
+    """Tokens of a step with a chunk of the traffic's prompts."""
     chunk: int
-    """Tokens that the engine cuts the one long prompt into; the scheduler has steps of `mixed`."""
+    """Tokens of the chunks into which the engine cuts the one long prompt; the scheduler plans steps of `mixed`
+    tokens."""
     long_prompt: int
     stream_answer: int
     requests: int
     prompt: int
     answer: int
-    """Of the throughput's requests, all there at once."""
+    """Tokens of each answer in the throughput load, whose requests all arrive at once."""
 
 
 FULL = Load((1, 2, 4, 8, 16, 32, 64), 1024, 8192, 2048, CANONICAL, 1024, 512, 4096, 200, 64, 512, 128)
@@ -74,11 +76,11 @@ _LITTLE = Traffic(
 )
 SHORT = Load((1, 2), 16, 24, 16, _LITTLE, 8, 8, 32, 12, 3, 10, 4)
 MAX_MODEL_LEN = 16384
-"""Or less, where the model ends earlier. Block tables and splits of keys are made for the longest row there may be."""
+"""Capped by the model's own limit. Block tables and splits of keys are sized for the longest possible row."""
 
 MOST_AHEAD = 128
 BALLAST_BYTES = 512 << 20
-"""To write all of them takes an H100 a third of a millisecond."""
+"""Writing all of them takes an H100 a third of a millisecond."""
 
 
 class DeviceBench:
@@ -89,7 +91,7 @@ class DeviceBench:
         self.load = SHORT if options.short else FULL
         self.model_dir = options.model if options.model.exists() else SHAPES / str(options.model)
         self.device: Device | None = CudaDevice() if self.on_gpu else None
-        """Whose own time can be told from that of the host."""
+        """The GPU, whose own time can be measured apart from the host's; None on the CPU."""
         self._draw = random.Random(options.seed)
 
     @property
@@ -98,11 +100,12 @@ class DeviceBench:
 
     @contextmanager
     def engine(self, *, graphs: bool = True, overlap: bool = False) -> Iterator[tuple[ModelExecutor, ResolvedConfig]]:
-        """Made anew, and gone afterwards: two of these models may be more than the device holds."""
+        """Build an engine for the block. It is released afterwards, since the device may not hold two of these
+        models."""
         load, model = self.load, read_model_config(self.model_dir)
-        asked: dict[str, Any] = {"cuda_graphs": "auto" if graphs else "none"} if self.on_gpu else {}
+        graph_settings: dict[str, Any] = {"cuda_graphs": "auto" if graphs else "none"} if self.on_gpu else {}
         if self.on_gpu and graphs:
-            asked["cuda_graph_mixed_tokens"] = mixed_sizes(load)
+            graph_settings["cuda_graph_mixed_tokens"] = mixed_sizes(load)
         config = EngineConfig(
             load_format="dummy",
             device=self.options.device,
@@ -114,11 +117,11 @@ class DeviceBench:
             num_speculative_tokens=0,
             enable_prefix_caching=False,
             overlap=overlap,
-            **asked,
+            **graph_settings,
         )
         try:
             executor, resolved = create_executor(self.model_dir, config)
-        except ConfigError:  # where nothing can be captured, sizes are refused; any other reason comes again
+        except ConfigError:  # sizes are refused if nothing can be captured; any other error is raised again
             config = dataclasses.replace(config, cuda_graph_mixed_tokens=None)
             executor, resolved = create_executor(self.model_dir, config)
         try:
@@ -140,8 +143,9 @@ class DeviceBench:
     # --- single steps, against the peaks ------------------------------------------------------------------------------
 
     def steps(self, executor: ModelExecutor, resolved: ResolvedConfig, peak: dict[str, float]) -> Iterator[Cell]:
-        """Decode against reading all weights and the cache once; prefill against its products; a mixed step against
-        one without decode rows, which is worth something only if both or neither of them were captured."""
+        """Yield cells for single steps. Decode is compared with reading all weights and the cache once, prefill with
+        its matrix products, and a mixed step with one without decode rows. The last comparison is valid only if both
+        steps or neither of them were captured."""
         load, model = self.load, executor.model.decoder.config  # type: ignore[attr-defined]
         size = torch_dtype(resolved.dtype).itemsize
         for rows in load.decode_rows:
@@ -158,7 +162,7 @@ class DeviceBench:
         yield mixed | {"valid": mixed.get("captured") == alone.get("captured")}
 
     def _mixed_plan(self, block_size: int) -> StepPlan:
-        rows = max(self.load.decode_rows) - 1  # the chunk has a seat, too: there is no captured step of more rows
+        rows = max(self.load.decode_rows) - 1  # the chunk takes a seat, too: no captured step has more rows
         decode = decode_plan(rows, self.load.context, block_size, self.token).rows
         first_free = 1 + max(block for row in decode for block in row.block_ids)
         (chunk,) = prefill_plan(self.load.mixed - rows, 0, block_size, self.token).rows
@@ -183,7 +187,8 @@ class DeviceBench:
         return cell
 
     def device_times(self, executor: Executor, plan: StepPlan) -> list[float]:
-        """As the function has it; [] on the CPU, too, which computes while Python waits."""
+        """Measure a step's own time on the device, by the function `device_times`. Also [] on the CPU, which computes
+        while Python waits."""
         if self.device is None:
             return []
         plan = in_slots(executor, plan)
@@ -193,7 +198,7 @@ class DeviceBench:
     # --- loads --------------------------------------------------------------------------------------------------------
 
     def host_gap(self, executor: ModelExecutor, resolved: ResolvedConfig) -> Iterator[Cell]:
-        """Percent of the whole loop's decode step in which the device does nothing of it."""
+        """Measure which percentage of a decode step in the whole loop the device does not work on it."""
         rows, steps = max(self.load.decode_rows), self.options.steps
         plan = decode_plan(rows, self.load.context + steps // 2, resolved.block_size, self.token)
         own = self.device_times(executor, plan)
@@ -201,7 +206,7 @@ class DeviceBench:
         for i in range(rows):
             core.submit(f"stream {i}", self.load.context, steps + 60)
         core.run_until(lambda: all(core.stamps.get(f"stream {i}") for i in range(rows)))
-        for _ in range(3):  # the first with all rows compiles
+        for _ in range(3):  # the first step with all rows compiles
             core.step()
         begun = time.perf_counter()
         for _ in range(steps):
@@ -234,14 +239,14 @@ class DeviceBench:
         yield {"cell": "throughput", "size": load.requests, "tokens_s": tokens_s, "wall_s": wall_s}
 
     def mixed_load(self, executor: ModelExecutor, resolved: ResolvedConfig) -> Iterator[Cell]:
-        """Streams beside long prompts, in chunks and whole; see benchmarks.engine.mixed."""
+        """Measure streams beside long prompts, both chunked and whole; see benchmarks.engine.mixed."""
         for size in (self.load.traffic_chunk, WHOLE):
             load = MixedLoad(executor, with_budget(resolved, size), self.options.seed, self.load.traffic)
             yield {"cell": "mixed_load", "size": size} | load.run()
 
     def owner_by_graphs(self) -> Iterator[Cell]:
-        """Who cuts a long prompt, the engine within one step or the scheduler; with captured steps and without: four
-        streams, then one long prompt."""
+        """Compare chunking by the engine within one step with chunking by the scheduler, with and without captured
+        steps. The load is four streams, then one long prompt."""
         for graphs in (True, False) if self.on_gpu else (False,):
             with self.engine(graphs=graphs) as (executor, resolved):
                 for owner, limit in (("engine", self.load.chunk), ("scheduler", self.load.mixed)):
@@ -268,7 +273,7 @@ class DeviceBench:
         return {"cell": "owner_by_graphs", "ttft_ms": 1000 * ttft_s, "tokens_s": tokens / wall_s}
 
     def transformers_tokens_s(self) -> Iterator[Cell]:
-        """transformers' own generation of as many answers at once, on random weights of the same shape."""
+        """Measure transformers' own generation of as many answers at once, on random weights of the same shape."""
         try:
             from transformers import AutoConfig, AutoModelForCausalLM
         except ImportError as error:
@@ -295,8 +300,8 @@ class DeviceBench:
 
 
 def mixed_sizes(load: Load) -> tuple[int, ...]:
-    """Tokens of captured mixed steps: those that are chosen, and each that a cell runs again and again. A whole prompt
-    that is padded by a quarter would be slower than it need be, and chunks look better beside it."""
+    """Return the sizes of captured mixed steps: the default ones, and each size that a cell runs repeatedly. Without
+    the latter, a whole prompt could be padded by a quarter, which would make chunks look better than they are."""
     most, traffic = load.prefill, load.traffic
     chosen = plan_buckets("all", max_num_seqs=max(load.decode_rows), max_num_batched_tokens=most).mixed_tokens
     again = (load.mixed, load.traffic_chunk, load.chunk, traffic.prompt_tokens + traffic.streams)
@@ -305,7 +310,7 @@ def mixed_sizes(load: Load) -> tuple[int, ...]:
 
 
 def second(run: Callable[[], Result]) -> Result:
-    """What it gives when it is run again: the first run compiles and allocates."""
+    """Run twice and return the second result: the first run compiles and allocates."""
     run()
     return run()
 
@@ -313,10 +318,10 @@ def second(run: Callable[[], Result]) -> Result:
 def device_times(
     device: Device, executor: Executor, plan: StepPlan, queue_ahead: Callable[[], object], steps: int
 ) -> list[float]:
-    """Milliseconds of a step's own work on the device. [] if launching waits for the device.
+    """Measure the milliseconds of a step's own work on the device. Returns [] if launching waits for the device.
 
-    The step is queued behind other work, which grows until the device is still at it when all of the step is queued: it
-    would wait for Python between the step's kernels otherwise, and that would count.
+    The step is queued behind other work, which is increased until the device is still busy with it when the whole step
+    is queued. Otherwise the device would wait for Python between the step's kernels, and the wait would count.
     """
     times: list[float] = []
     ahead = 1
@@ -335,7 +340,7 @@ def device_times(
 
 
 class _Loop:
-    """An engine's loop by hand: one thread submits, steps, and stamps every token."""
+    """Runs an engine's loop in one thread: submits requests, steps, and timestamps every token."""
 
     def __init__(self, executor: ModelExecutor, config: ResolvedConfig, token: Callable[[], int]) -> None:
         self._core, self._config, self._token = EngineCore(executor, config), config, token
@@ -375,31 +380,32 @@ class _Loop:
 
 
 def matrix_params(model: ModelConfig) -> int:
-    """Weights that a token is multiplied with, but for the LM head."""
+    """Return the number of weights that a token is multiplied with, without the LM head."""
     heads = ((3 if model.attention_gate else 2) * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     attention = model.num_attention_layers * heads
-    linear = sum(of.projected_size + of.heads.value_size for of in model.linear_layers)
+    linear = sum(layer.projected_size + layer.heads.value_size for layer in model.linear_layers)
     return model.hidden_size * (attention + linear + model.num_layers * 3 * model.multiplied_intermediate_size)
 
 
 def bytes_read(model: ModelConfig, rows: int, context: int, item: int) -> int:
-    """By a decode step: every weight once, and K and V and the recurrent state of every row."""
+    """Return the bytes that a decode step reads: every weight once, and K, V and the recurrent state of every row."""
     head = model.vocab_size * model.hidden_size
     cache = 2 * model.num_attention_layers * model.num_kv_heads * model.head_dim * rows * (context + 1)
-    states = sum(of.heads.num_value_heads * of.heads.key_dim * of.heads.value_dim for of in model.linear_layers)
+    heads = [layer.heads for layer in model.linear_layers]
+    states = sum(shape.num_value_heads * shape.key_dim * shape.value_dim for shape in heads)
     return (matrix_params(model) + head + cache) * item + 4 * rows * states
 
 
 def flops(model: ModelConfig, tokens: int, context: int) -> int:
-    """Of one chunk's matrix products and attention; of the LM head, one row."""
+    """Return the operations of one chunk's matrix products and attention, and of one row of the LM head."""
     pairs = tokens * context + tokens * (tokens + 1) // 2
     attention = 4 * model.num_attention_layers * model.num_heads * model.head_dim * pairs
     return 2 * matrix_params(model) * tokens + attention + 2 * model.vocab_size * model.hidden_size
 
 
 def targets(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The figures that were aimed at, and whether they were reached. What was not measured has no line; an aim whose
-    cells were not valid is missed, whatever its value."""
+    """Compare figures with their targets. A figure that was not measured has no entry. A target whose cells were
+    invalid counts as missed, whatever its value."""
     kinds: dict[str, list[Cell]] = {}
     for cell in cells:
         kinds.setdefault(cell["cell"], []).append(cell)
@@ -443,7 +449,7 @@ def targets(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 class Findings:
-    """What has been measured: printed and kept cell by cell, for a card may be lent for minutes, and not again."""
+    """Collects the measured cells. Each is printed and saved at once, since a GPU may be available only for minutes."""
 
     def __init__(self, head: Cell, out: Path | None) -> None:
         self._head, self._out = head, out
@@ -451,7 +457,8 @@ class Findings:
         self.failed = False
 
     def add(self, load: str, cells: Iterable[Cell]) -> None:
-        """Or, once something fails, that the rest of the load has: others are measured all the same."""
+        """Add a load's cells. If one fails, record the failure instead of the load's remaining cells; other loads go
+        on."""
         try:
             for cell in cells:
                 self._keep(cell)
@@ -466,7 +473,7 @@ class Findings:
         self.document()
 
     def document(self, **more: object) -> str:
-        """One line of JSON, which lies in `out`, too."""
+        """Return the document as one line of JSON, and write it to `out`."""
         self._head |= more
         text = json.dumps(self._head | {"cells": self.cells, "targets": targets(self.cells)}, default=str)
         if self._out:
@@ -478,21 +485,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     bench = DeviceBench(options)
     device = torch.device(options.device)
-    of_kernels = Namespace(copy_mib=options.copy_mib, matrix=options.matrix, runs=options.steps)
-    peak_of = Bench(
-        of_kernels, device, getattr(torch, options.dtype), torch.Generator(device).manual_seed(options.seed)
+    kernel_options = Namespace(copy_mib=options.copy_mib, matrix=options.matrix, runs=options.steps)
+    peak_bench = Bench(
+        kernel_options, device, getattr(torch, options.dtype), torch.Generator(device).manual_seed(options.seed)
     )
     name = torch.cuda.get_device_name(device) if bench.on_gpu else machine()["cpu"]
     head: Cell = {"benchmark": "engine_device", **machine(), "device": name, "torch": torch.__version__}
     with torch.inference_mode():
-        peak = peaks(peak_of)
+        peak = peaks(peak_bench)
         head |= {"model": bench.model_dir.name, "short": options.short, "seed": options.seed, "peaks": peak}
         found = Findings(head, options.out)
 
-        def on_an_engine(
+        def measure_on_engine(
             loads: Mapping[str, Callable[[ModelExecutor, ResolvedConfig], Iterable[Cell]]], overlap: bool
         ) -> Iterator[Cell]:
-            """No cells of its own: an engine that cannot be made fails as a load does."""
+            """Measure loads on one engine. It yields no cells itself; an engine that cannot be built fails like a
+            load."""
             with bench.engine(overlap=overlap) as (executor, resolved):
                 found.document(config=dataclasses.asdict(resolved))
                 for load, cells_of in loads.items():
@@ -500,9 +508,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             yield from ()
 
         steps = partial(bench.steps, peak=peak)
-        found.add("engine", on_an_engine({"steps": steps, "mixed_load": bench.mixed_load}, overlap=False))
+        found.add("engine", measure_on_engine({"steps": steps, "mixed_load": bench.mixed_load}, overlap=False))
         loads = {"host_gap": bench.host_gap, "throughput": bench.throughput}
-        found.add("engine", on_an_engine(loads, overlap=True))
+        found.add("engine", measure_on_engine(loads, overlap=True))
         found.add("owner_by_graphs", bench.owner_by_graphs())
         found.add("transformers", bench.transformers_tokens_s())
     for aim in targets(found.cells):
@@ -559,7 +567,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU that torch can use here; --device cpu measures the CPU (--short: little of all)")
+        parser.error("torch can use no GPU here; --device cpu measures the CPU (--short: a little of everything)")
     return options
 
 

@@ -1,5 +1,5 @@
-"""Owns the KV-tight measurement: what each way of reserving memory yields when answers end far below max_tokens.
-Never uses a server or threads: one loop submits what is due, steps the engine, and stamps every token as it comes."""
+"""Owns the measurement with scarce KV memory: it compares ways to reserve memory when answers end far below max_tokens.
+Never uses a server or threads: one loop submits due requests, steps the engine, and timestamps every token."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from engine.scheduling.request import create_request
 from engine.step import Executor, RowKind, StepOutput, StepPlan
 
 STOP, OTHER = 0, 1
-"""The scripted stop token, and what takes its place where the model samples it before its time."""
+"""The scripted stop token, and the token that replaces it where the model samples it too early."""
 STUDIED = 4096
-"""The max_tokens of the study that this scales down: its 600 steps of decay were three quarters of an answer."""
+"""max_tokens of the study that this is scaled down from. Its 600 steps of decay were three quarters of an answer."""
 COMPARED = {
     "full": ("output_tokens_per_s", "steps", "mean_running", "ttft_p50_ms", "ttft_p99_ms"),
     "prompt": ("output_tokens_per_s", "retractions_per_request", "recomputed_share", "gap_p99_ms"),
@@ -41,7 +41,8 @@ Rounds = list[dict[str, Any]]
 
 
 def cells(max_tokens: int) -> dict[str, SchedulerConfig]:
-    """The ways to reserve. `ratio_scaled` decays as fast against these answers as `ratio` does against the study's."""
+    """Return the ways to reserve. `ratio_scaled` decays as fast relative to these answers as `ratio` does in the
+    study."""
     ratio = SchedulerConfig(reserve_mode="ratio", preempt_policy="retract")
     steps = max(ratio.ratio_decay_steps * max_tokens // STUDIED, 1)
     return {
@@ -58,14 +59,14 @@ class Arrival:
     at_s: float
     prompt: tuple[int, ...]
     max_tokens: int
-    """All that the scheduler knows of the answer."""
+    """The request's limit, which is all that the scheduler knows about the answer's length."""
     length: int
-    """Tokens after which the answer ends, the stop token included."""
+    """Tokens after which the answer ends, including the stop token."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """Poisson arrivals, with prompts and answers of uniform lengths, and a pool for a share of what they may ask."""
+    """Poisson arrivals with uniformly distributed lengths, and a KV cache for a share of their maximum demand."""
 
     requests: int
     per_s: float
@@ -73,7 +74,7 @@ class Load:
     pool_share: float
     prompt: tuple[int, int] = (64, 192)
     answered: tuple[float, float] = (0.1, 0.3)
-    """Share of max_tokens that is really answered."""
+    """Bounds of the answer's length, as shares of max_tokens."""
 
     def draw(self, seed: int, vocab_size: int) -> list[Arrival]:
         draw, at_s, arrivals = random.Random(seed), 0.0, []
@@ -85,16 +86,17 @@ class Load:
         return arrivals
 
     def pool_blocks(self, prompts: Iterable[int], block_size: int) -> int:
-        """A share of the blocks that requests with such prompts hold if every answer uses all of max_tokens."""
+        """Return the share of the blocks that requests with these prompts would hold if every answer used
+        max_tokens."""
         return math.ceil(self.pool_share * sum(-(-(n + self.max_tokens - 1) // block_size) for n in prompts))
 
 
 class ScriptedEnds:
-    """Ends each answer where its script says, and counts what is computed, and computed again after a preemption.
+    """Ends each answer at its scripted length, and counts computed tokens and those computed again after a preemption.
 
-    Nothing tells a real model where its answer ends, so this replaces the token that it sampled there by a stop token,
-    and the core ends the request as it ends any. That token's forward pass and sampling were paid for, nobody knew the
-    length before, and memory goes back by the one release path: the cost is that of an answer that ended by itself.
+    It replaces the token that the model sampled at the scripted end by a stop token, and the core ends the request as
+    usual. The forward pass and the sampling of that token are paid for, the length is not known before, and memory is
+    released by the usual path. So the cost is that of an answer that ended by itself.
     """
 
     def __init__(self, executor: Executor, arrivals: Sequence[Arrival]) -> None:
@@ -132,7 +134,7 @@ def _scripted(token: int, ends: bool) -> int:
 
 
 class KvTight:
-    """One cell: all arrivals through one engine with its own scheduler, until the last answer ends."""
+    """One cell: runs all arrivals through one engine with its own scheduler until the last answer ends."""
 
     def __init__(self, executor: Executor, config: ResolvedConfig, arrivals: Sequence[Arrival]) -> None:
         self._arrivals, self._config = arrivals, config
@@ -163,7 +165,7 @@ class KvTight:
         self._core.submit(create_request(Submission(str(number), arrival.prompt, params), self._config, number))
 
     def _step(self, before: float) -> float:
-        """One step. What runs after it and what it ended are what it was planned for."""
+        """Run one step. Its running requests are those that run after it and those that it ended."""
         num_ended, events = len(self._ends), self._core.step()
         now = time.perf_counter()
         for event in events:
@@ -179,7 +181,8 @@ class KvTight:
         return now
 
     def _lacked_memory_only(self, num_running: int) -> bool:
-        """Whether the newest step had a seat, tokens for a block and no partial prompt: no other reason to wait."""
+        """Whether the newest step had a free seat, room for a block's tokens and no partial prompt, so that waiting
+        requests lacked only memory."""
         plan, config = self._scripted.newest, self._config
         prefill = sum(len(row.token_ids) for row in plan.rows if row.kind is not RowKind.DECODE)
         room = min(config.max_num_batched_tokens - plan.num_tokens, config.max_prefill_tokens - prefill)
@@ -187,7 +190,7 @@ class KvTight:
         return num_running < config.max_num_seqs and room >= config.block_size and not partial
 
     def _figures(self, start: float, end: float) -> dict[str, Any]:
-        """TTFT counts from when the request was due, which is up to a step before it was submitted."""
+        """Return the cell's figures. TTFT counts from when a request was due, up to a step before it was submitted."""
         gaps = [(later - earlier) * 1000 for stamps in self._stamps.values() for earlier, later in pairwise(stamps)]
         first = [(stamps[0] - start - self._arrivals[n].at_s) * 1000 for n, stamps in self._stamps.items()]
         errors = sum(not self._ended_as_scripted(number) for number in range(len(self._arrivals)))
@@ -217,7 +220,7 @@ class KvTight:
 
 
 def measure(load: Load, asked: EngineConfig, rounds: int, seed: int) -> dict[str, Any]:
-    """All cells in every round, on the round's own arrivals, and each round begins with the next cell."""
+    """Run all cells in every round, on the round's own arrivals. Each round begins with another cell."""
     most = load.pool_blocks([load.prompt[1]] * load.requests, asked.block_size)
     executor, resolved = _create(dataclasses.replace(asked, num_kv_blocks=most))
     KvTight(executor, resolved, load.draw(seed - 1, resolved.vocab_size)[:4]).run()  # warms up
@@ -254,25 +257,27 @@ def _create(asked: EngineConfig) -> tuple[Executor, ResolvedConfig]:
 
 
 def _summary(rounds: Rounds) -> dict[str, Any]:
-    """Median, least and most over the rounds of each figure; valid only if every round was."""
-    figures = {name: [found[name] for found in rounds] for name in rounds[0] if name != "valid"}
+    """Return median, minimum and maximum over the rounds of each figure; valid only if every round was."""
+    figures = {name: [result[name] for result in rounds] for name in rounds[0] if name != "valid"}
     spread = {name: [statistics.median(values), min(values), max(values)] for name, values in figures.items()}
-    return {"valid": all(found["valid"] for found in rounds), **spread}
+    return {"valid": all(result["valid"] for result in rounds), **spread}
 
 
 def _ratios(found: dict[str, Rounds], base: str) -> dict[str, dict[str, Any]]:
-    """Of each other cell's median to the median of `base`, then least and most of a round; None where `base` is 0."""
+    """Return the ratio of each other cell's median to that of `base`, then minimum and maximum over rounds; None if
+    `base` is 0."""
     ratios: dict[str, dict[str, Any]] = {name: {} for name in found if name != base}
     for name, figure in product(ratios, COMPARED[base]):
         values, bases = ([figures[figure] for figures in found[cell]] for cell in (name, base))
-        each = [value / low for value, low in zip(values, bases, strict=True)] if all(bases) else []
+        by_round = [value / low for value, low in zip(values, bases, strict=True)] if all(bases) else []
         middle = statistics.median(values) / (statistics.median(bases) or 1)
-        ratios[name][figure] = [round(value, 4) for value in (middle, min(each), max(each))] if each else None
+        spread = (middle, min(by_round), max(by_round)) if by_round else None
+        ratios[name][figure] = [round(value, 4) for value in spread] if spread else None
     return ratios
 
 
 def table(document: dict[str, Any]) -> str:
-    """Medians over rounds, least and most in brackets."""
+    """Render medians over rounds, with minimum and maximum in brackets."""
     lines = [f"| reserve | {' | '.join(COLUMNS).replace('_', ' ')} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for cell in document["cells"]:
         spread = [[f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in cell[name]] for name in COLUMNS]
@@ -326,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_num_seqs=max(options.requests, 1),
         num_threads=options.num_threads,
         enable_prefix_caching=options.prefix_caching,
-        speculative=SpeculativeConfig(method="none"),  # answers then take as many steps as they have tokens
+        speculative=SpeculativeConfig(method="none"),  # so that an answer takes as many steps as it has tokens
         fake=FakeConfig(token_delay_ms=options.token_delay_ms),
     )
     document = measure(load, asked, options.rounds, options.seed)

@@ -1,5 +1,5 @@
 """Owns the mixed-load measurement: how long running streams stand still while long prompts are prefilled beside them.
-Never uses a server or threads: one loop submits what is due, steps the engine, and stamps every token as it comes."""
+Never uses a server or threads: one loop submits due requests, steps the engine, and timestamps every token."""
 
 from __future__ import annotations
 
@@ -33,29 +33,30 @@ class Traffic:
     streams: int = 4
     stream_prompt: int
     stream_answer: int
-    """Most tokens of a stream. All end with the load; one that ends earlier makes the run invalid."""
+    """Maximum tokens of a stream. All streams end with the load; one that ends earlier makes the run invalid."""
     head_start: int
-    """Tokens that every stream has before anything else arrives."""
+    """Tokens that every stream gets before anything else arrives."""
     warm_up: int = 0
-    """Prompts that do not count, one after another."""
+    """Number of prompts that do not count, one after another."""
     alone_s: float = 0.0
-    """How long streams then decode alone, to compare with. 0, and no warm-up: it is the head start."""
+    """Time for which the streams then decode alone, for comparison. If this and the warm-up are 0, the head start
+    serves as the comparison."""
     prompts: int = 5
     prompt_tokens: int
     every_s: float
 
 
 ON_CPU = Traffic(stream_prompt=48, stream_answer=1500, head_start=40, prompt_tokens=1500, every_s=5.0)
-# S1's own cell, but for the answers: a fast card would be through with 1,024 tokens before the last prompt came.
+# S1's own cell, except for longer answers: a fast GPU would finish 1,024 tokens before the last prompt arrived.
 CANONICAL = Traffic(
     stream_prompt=512, stream_answer=8192, head_start=8, warm_up=5, alone_s=10.0, prompt_tokens=4096, every_s=2.0
 )
 WHOLE = 1 << 20
-"""A budget that no prompt reaches: chunking is off."""
+"""A budget that no prompt reaches, which switches chunking off."""
 
 
 class _Watched:
-    """Notices whether any step carried prefill beside all streams: without one, nothing was measured."""
+    """Counts the steps with prefill beside all streams. Without any, nothing was measured."""
 
     def __init__(self, executor: Executor, num_streams: int) -> None:
         self._num_streams = num_streams
@@ -71,7 +72,7 @@ class _Watched:
 
 
 class MixedLoad:
-    """Streams decode; after a head start, long prompts arrive on time, whatever the engine does."""
+    """Lets streams decode and, after a head start, sends long prompts on schedule, whatever the engine does."""
 
     def __init__(self, executor: Executor, config: ResolvedConfig, seed: int, traffic: Traffic = ON_CPU) -> None:
         self._traffic = traffic
@@ -122,7 +123,7 @@ class MixedLoad:
         events = self._core.step()
         now = time.perf_counter()
         for event in events:
-            if isinstance(event, Failed):  # its gaps would be missing, and the rest would look well
+            if isinstance(event, Failed):  # otherwise its gaps would be missing, and the figures would look too good
                 raise RuntimeError(f"{event.request_id} failed: {event.message}")
             if isinstance(event, Token):
                 self._stamps[event.request_id].append(now)
@@ -130,8 +131,8 @@ class MixedLoad:
                 self._finished.add(event.request_id)
 
     def _figures(self, alone_from: float, start: float, end: float) -> dict[str, Any]:
-        """Milliseconds. Gaps between tokens of the streams while prompts arrive, and `alone` before that. Of the former
-        `stall` are those in which a prompt was there, and `steady` the others."""
+        """Return figures in milliseconds. `gap` is between tokens of the streams while prompts arrive, `alone` before
+        that. Of the former, `stall` are the gaps during which a prompt was present, and `steady` the others."""
         spans = [
             span
             for name in self._streams
@@ -159,16 +160,16 @@ class MixedLoad:
 
 
 def _spread(name: str, spans: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Of how long they are, in milliseconds; nothing where there are none."""
+    """Return percentiles of the spans' lengths in milliseconds; nothing if there are no spans."""
     if not spans:
         return {}
     gaps = [(later - earlier) * 1000 for earlier, later in spans]
-    found = {f"{name}_p{q}": percentile(gaps, q / 100) for q in (50, 95, 99, 99.9)}
-    return found | {f"{name}_max": max(gaps), f"num_{name}": len(gaps)}
+    figures = {f"{name}_p{q}": percentile(gaps, q / 100) for q in (50, 95, 99, 99.9)}
+    return figures | {f"{name}_max": max(gaps), f"num_{name}": len(gaps)}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the two nearest ranks."""
+    """Interpolate linearly between the two nearest ranks."""
     ordered = sorted(values)
     rank = (len(ordered) - 1) * share
     low = int(rank)
@@ -181,9 +182,9 @@ def with_budget(config: ResolvedConfig, budget: int) -> ResolvedConfig:
 
 
 def measure(rounds: int, budgets: Sequence[int], seed: int, every_s: float) -> dict[str, Any]:
-    """All budgets in turn, round by round, with fresh prompts each time."""
+    """Measure all budgets in turn, round by round, with fresh prompts each time."""
     traffic = dataclasses.replace(ON_CPU, every_s=every_s)
-    asked = EngineConfig(  # one token a gap
+    asked = EngineConfig(  # no drafts, so that each gap is one token
         device="cpu", max_num_seqs=16, kv_cache_memory_gib=2.0, speculative=SpeculativeConfig(method="none")
     )
     executor, resolved = create_executor(prepare_model(DEFAULT_MODEL, progress=False), asked)
@@ -204,14 +205,15 @@ def measure(rounds: int, budgets: Sequence[int], seed: int, every_s: float) -> d
 
 def _summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Median, least and most over the rounds of each figure; valid only if every round was."""
-    names = [name for name in rounds[0] if name != "valid" and all(name in found for found in rounds)]
-    figures = {name: [found[name] for found in rounds] for name in names}
+    names = [name for name in rounds[0] if name != "valid" and all(name in result for result in rounds)]
+    figures = {name: [result[name] for result in rounds] for name in names}
     spread = {name: [statistics.median(values), min(values), max(values)] for name, values in figures.items()}
-    return {"valid": all(found["valid"] for found in rounds), **spread}
+    return {"valid": all(result["valid"] for result in rounds), **spread}
 
 
 def table(document: dict[str, Any]) -> str:
-    """The table of docs/benchmarks/chunking.md: medians over rounds, least and most in brackets, milliseconds."""
+    """Render the table of docs/benchmarks/chunking.md: medians over rounds in milliseconds, with minimum and maximum in
+    brackets."""
     columns = {
         "gap_p50": "gap p50",
         "gap_p99": "p99",

@@ -1,5 +1,5 @@
 """Owns the offline measurement of scheduling: how long steps take to plan, to commit and to apply, without a model.
-Never computes a token: an executor stub returns canned ones. The last line it prints is one JSON document."""
+Never computes a token: a stub executor returns canned ones. The last line of output is one JSON document."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from engine.step import Capabilities, RowKind, ScheduledRequest, StepOutput, Ste
 BLOCK_SIZE = 16
 VOCAB = 50_000
 LIFE = 2048
-"""Tokens of a request that outlasts the measurement, prompt and answer."""
+"""Prompt and answer tokens of a request that outlasts the measurement."""
 WARM_UP = 3
 TRAFFIC = {
     "steady": "every seat decodes, so nobody is admitted",
@@ -39,12 +39,12 @@ TRAFFIC = {
 STORM = "memory runs out while all grow by a block at once, and sixteen are preempted in one step"
 VICTIMS = 16
 PROMPT_BLOCKS = 8
-"""A request in a storm has as many: a victim yields these, and the block that it does not take."""
+"""Prompt blocks of each request in a storm. Each victim frees these, and does not need its next block."""
 Milliseconds = dict[str, list[float]]
 
 
 class CannedExecutor:
-    """Answers every sampling row with the same token; nothing is computed."""
+    """Returns the same token for every sampling row; computes nothing."""
 
     capabilities = Capabilities()
 
@@ -69,7 +69,7 @@ class CannedExecutor:
 
 
 class _TimedScheduler(Scheduler):
-    """Keeps how long it took to plan and to commit."""
+    """A scheduler that records how long it takes to plan and to commit."""
 
     times: Milliseconds
 
@@ -87,7 +87,7 @@ class _TimedScheduler(Scheduler):
 
 
 class TimedCore(EngineCore):
-    """An engine core that keeps the milliseconds of each phase. `apply` is what follows the executor's return."""
+    """An engine core that records the milliseconds of each phase. `apply` is everything after the executor's return."""
 
     def __init__(self, traffic: str, running: int, draw: random.Random) -> None:
         config = _storm_config(running) if traffic == "storm" else _config(traffic, running)
@@ -115,7 +115,7 @@ class TimedCore(EngineCore):
             self._num_sent += 1
 
     def send_equals(self, count: int, num_tenants: int) -> None:
-        """Requests whose prompts fill the same number of blocks and share none."""
+        """Send requests whose prompts fill the same number of blocks and share none."""
         for number in range(self._num_sent, self._num_sent + count):
             prompt = (number % VOCAB, number // VOCAB, *range(2, PROMPT_BLOCKS * BLOCK_SIZE))
             params = SamplingParams(temperature=0.0, max_tokens=LIFE - len(prompt), ignore_eos=True)
@@ -124,7 +124,7 @@ class TimedCore(EngineCore):
         self._num_sent += count
 
     def replace_running(self, num_tenants: int) -> None:
-        """End all that run, have as many new ones wait, and admit the first of the queue in their place."""
+        """End all running requests, send as many new ones, and admit the first in the queue in their place."""
         running = [*self._scheduler.prefilling, *self._scheduler.decoding]
         for request_id in running:
             self.abort(request_id)
@@ -132,7 +132,7 @@ class TimedCore(EngineCore):
         super().step()
 
     def step(self) -> list[Event]:
-        """A timed step, after which whatever ended is followed by a new request."""
+        """Run a timed step, then send a new request for each that ended."""
         events = super().step()
         self.times["apply"].append((time.perf_counter() - self._canned.returned_at) * 1000)
         self.send(sum(isinstance(event, Finished) for event in events))
@@ -140,8 +140,8 @@ class TimedCore(EngineCore):
 
 
 def _config(traffic: str, running: int) -> ResolvedConfig:
-    """Memory for every running request's whole life, and a block each for what is rounded up; `crowded` has seats to
-    spare, and not a block more than lives."""
+    """Return a config with memory for all tokens of every running request, plus a block each for rounding. `crowded`
+    has seats to spare, and no block beyond the running requests' tokens."""
     crowded = traffic == "crowded"
     seats = running + (64 if crowded else 0)
     whole_life = SchedulerConfig(reserve_mode="full", preempt_policy="none", admission_order="bypass")
@@ -167,8 +167,8 @@ def _config(traffic: str, running: int) -> ResolvedConfig:
 
 
 def _storm_config(running: int) -> ResolvedConfig:
-    """All seats are taken in one step, and the next wants a block for each: all but those of sixteen are there, and
-    what sixteen give up is just enough."""
+    """Return a config in which all seats are taken in one step, and the next step needs a block for each request. There
+    are blocks for all but sixteen requests plus what these sixteen free when they are preempted."""
     return ResolvedConfig.of(
         EngineConfig(
             block_size=BLOCK_SIZE,
@@ -191,10 +191,10 @@ def _storm_config(running: int) -> ResolvedConfig:
 
 
 def measure_storms(running: int, waiting: int, num_tenants: int, storms: int) -> list[dict[str, Any]]:
-    """A cell for each phase, and one for all of them together, of steps that preempt sixteen requests."""
+    """Measure steps that preempt sixteen requests. Returns a cell for each phase, and one for all phases together."""
     core = TimedCore("storm", running, random.Random(0))
     core.send_equals(running + waiting, num_tenants)
-    EngineCore.step(core)  # takes all seats
+    EngineCore.step(core)  # fills all seats
     kept: Milliseconds = defaultdict(list)
     for _ in range(storms + WARM_UP):
         core.times.clear()
@@ -209,7 +209,7 @@ def measure_storms(running: int, waiting: int, num_tenants: int, storms: int) ->
 
 
 def settle(traffic: str, running: int, waiting: int, draw: random.Random) -> TimedCore:
-    """A core in whose steps `running` requests decode (in `churn`, nearly all) and `waiting` more wait."""
+    """Make a core with `running` decoding requests (in `churn`, nearly all decode) and `waiting` queued ones."""
     core = TimedCore(traffic, running, draw)
     core.send(running)
     while core.num_decoding < running - running // 10:
@@ -222,7 +222,7 @@ def settle(traffic: str, running: int, waiting: int, draw: random.Random) -> Tim
 
 
 def measure(traffic: str, running: int, waiting: int, steps: int, draw: random.Random) -> list[dict[str, Any]]:
-    """A cell for each phase, over `steps` steps."""
+    """Measure `steps` steps. Returns a cell for each phase."""
     core = settle(traffic, running, waiting, draw)
     for _ in range(steps):
         core.step()
@@ -231,7 +231,7 @@ def measure(traffic: str, running: int, waiting: int, steps: int, draw: random.R
 
 
 def measure_inputs(rows: int, tokens: int, steps: int) -> list[dict[str, Any]]:
-    """Time `build_inputs`, slot mapping included, for `rows` chunks of `tokens` in all. [] without torch."""
+    """Time `build_inputs`, including the slot mapping, for `rows` chunks with `tokens` in total. [] without torch."""
     if importlib.util.find_spec("torch") is None:
         return []
     import torch
@@ -250,7 +250,7 @@ def measure_inputs(rows: int, tokens: int, steps: int) -> list[dict[str, Any]]:
 
 
 def _chunks(rows: int, length: int) -> StepPlan:
-    """Middle chunks that start inside a block."""
+    """Make a plan of middle chunks that start inside a block."""
     start, ids = 3 * BLOCK_SIZE + 5, tuple(range(length))
     blocks = -(-(start + length) // BLOCK_SIZE)
     tables = [tuple(range(i * blocks, (i + 1) * blocks)) for i in range(rows)]
@@ -324,6 +324,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # as an engine replica does, which collects seldom
+    gc.freeze()  # as in an engine replica, which collects garbage rarely
     gc.set_threshold(50_000, 20, 50)
     main()

@@ -1,5 +1,5 @@
-"""Owns the measurement of looked-up drafts: tokens a second with and without them, on texts of both kinds.
-Never uses a server: one loop steps an engine for each setting in turn, and answers are held against each other."""
+"""Owns the measurement of prompt-lookup drafts: tokens a second with and without them, on repetitive and on free texts.
+Never uses a server: one loop steps an engine for each setting in turn, and the answers are compared."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ Prompt = tuple[str, SamplingParams]
 
 
 def repetitive(draw: random.Random) -> Prompt:
-    """A list to be written again: the answer is mostly in the prompt. Greedy."""
+    """Make a prompt that asks to repeat a list, so that most of the answer is in the prompt. Greedy."""
     lines = [
         f'{{"name": "{draw.choice(_NAMES)}", "town": "{draw.choice(_TOWNS)}", "age": {draw.randrange(20, 80)}}}'
         for _ in range(8)
     ]
     text = "\n".join(lines)
-    asked = f"Write these lines again, as they are:\n{text}"
-    return _chat(asked), SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+    question = f"Write these lines again, as they are:\n{text}"
+    return _chat(question), SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 
 
 def free(draw: random.Random) -> Prompt:
-    """A story: little of it is in the prompt. Sampled, as greedy texts of small models go round in circles."""
-    asked = f"Tell a story about {draw.choice(_NAMES)}, who found a {draw.choice(_THINGS)} in {draw.choice(_TOWNS)}."
+    """Make a prompt for a story, little of which is in the prompt. Sampled, since greedy texts of small models repeat
+    themselves."""
+    question = f"Tell a story about {draw.choice(_NAMES)}, who found a {draw.choice(_THINGS)} in {draw.choice(_TOWNS)}."
     seed = draw.randrange(1 << 31)
-    return _chat(asked), SamplingParams(temperature=1.0, top_p=0.95, seed=seed, max_tokens=ANSWER, ignore_eos=True)
+    return _chat(question), SamplingParams(temperature=1.0, top_p=0.95, seed=seed, max_tokens=ANSWER, ignore_eos=True)
 
 
 def _chat(text: str) -> str:
@@ -65,7 +66,7 @@ TEXTS = {"repetitive": repetitive, "free": free}
 
 
 class Run:
-    """Streams that all decode: what is measured begins when each has its first token."""
+    """Runs streams that all decode. The measurement begins when each has its first token."""
 
     def __init__(self, executor: Executor, config: ResolvedConfig, requests: Sequence[Submission]) -> None:
         self._core = EngineCore(executor, config)
@@ -94,7 +95,7 @@ class Run:
         self._steps += 1
 
     def figures(self) -> dict[str, float]:
-        """Tokens a second of its own steps' time, and what was drafted in them."""
+        """Return tokens a second of this run's own step time, and the numbers of drafted and accepted tokens."""
         return {
             "tokens_s": (self.num_tokens - self._first) / self._took,
             "step_ms": self._took / self._steps * 1000,
@@ -122,11 +123,11 @@ def submissions(tokenizer: Tokenizer, kind: str, streams: int, draw: random.Rand
 def one_round(
     executors: Mapping[str, Executor], config: ResolvedConfig, requests: Sequence[Submission]
 ) -> dict[str, dict[str, float]]:
-    """All settings on the same requests, step by step in turn, so that a machine that is slower for a while is so for
-    all of them. The one that has the fewest tokens goes on. Each has an executor, and so a cache, of its own.
+    """Run all settings on the same requests, step by step in turn, so that a temporary slowdown of the machine affects
+    all of them. The setting with the fewest tokens runs the next step. Each has its own executor, and so its own cache.
 
     Raises:
-        RuntimeError: an answer is another one with drafts.
+        RuntimeError: an answer with drafts differs from the one without.
     """
     runs = {name: Run(executor, _with(config, name), requests) for name, executor in executors.items()}
     while at_work := [run for run in runs.values() if run.has_work]:
@@ -144,8 +145,8 @@ def _with(config: ResolvedConfig, name: str) -> ResolvedConfig:
 
 
 def measure(model: Path, asked: EngineConfig, rounds: int, streams: Sequence[int], seed: int) -> dict[str, Any]:
-    """Fresh prompts in each round, in which each setting has another of the executors: where a copy of the weights lies
-    in memory made steps differ by 4 %."""
+    """Measure with fresh prompts in each round. The executors rotate among the settings, because the position of a copy
+    of the weights in memory made steps differ by 4 %."""
     made = [create_executor(model, asked) for _ in ARMS]
     config = dataclasses.replace(made[0][1], enable_prefix_caching=False)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -169,15 +170,16 @@ def measure(model: Path, asked: EngineConfig, rounds: int, streams: Sequence[int
 
 
 def _summary(found: Sequence[dict[str, float]], plain: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Median, least and most over the rounds; `ratio` is of the same round without drafts."""
-    figures = {name: [one[name] for one in found] for name in ("tokens_s", "step_ms")}
-    figures["ratio"] = [one["tokens_s"] / other["tokens_s"] for one, other in zip(found, plain, strict=True)]
+    """Return median, minimum and maximum over the rounds; `ratio` is relative to the same round without drafts."""
+    figures = {name: [result[name] for result in found] for name in ("tokens_s", "step_ms")}
+    figures["ratio"] = [result["tokens_s"] / base["tokens_s"] for result, base in zip(found, plain, strict=True)]
     spread = {name: [statistics.median(values), min(values), max(values)] for name, values in figures.items()}
-    return spread | {name: sum(one[name] for one in found) for name in ("drafted", "accepted")}
+    return spread | {name: sum(result[name] for result in found) for name in ("drafted", "accepted")}
 
 
 def table(document: dict[str, Any]) -> str:
-    """Medians over rounds, least and most in brackets: tokens a second, and how many times those without drafts."""
+    """Render tokens a second and their ratio to those without drafts: medians over rounds, with minimum and maximum in
+    brackets."""
     lines = [f"| text, streams | {' | '.join(ARMS)} |", "|---" * (len(ARMS) + 1) + "|"]
     rows: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for cell in document["cells"]:
@@ -195,8 +197,8 @@ def table(document: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.engine.speculation",
-        description="Measure tokens a second with and without drafts that are looked up, on texts that repeat "
-        "themselves and on others. It also checks that the answers are the same. It runs the engine directly, without "
+        description="Measure tokens a second with and without prompt-lookup drafts, on repetitive texts "
+        "and on others. It also checks that the answers are the same. It runs the engine directly, without "
         "a server.",
     )
     parser.add_argument("--model", default=DEFAULT_MODEL, help="directory, .gguf file or hub id (%(default)s)")
@@ -212,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
-    asked = EngineConfig(  # config.yaml's
+    asked = EngineConfig(  # the settings of config.yaml
         device="cpu", max_num_seqs=64, max_num_batched_tokens=128, kv_cache_memory_gib=0.5
     )
     model = prepare_model(options.model, progress=False)

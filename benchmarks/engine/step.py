@@ -1,5 +1,6 @@
-"""Owns the offline measurement of steps on the CPU: how long one takes, by which kernels, and what bounds it.
-Never schedules but for Python's share: it hands plans of a given shape to executors. Ends with one JSON document."""
+"""Owns the offline measurement of steps on the CPU: how long one takes with which kernels, and what bounds it.
+Never schedules, except to measure Python's share: it hands plans of given shapes to executors. The last line of output
+is one JSON document."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 def decode_plan(rows: int, context: int, block_size: int, draw: Callable[[], int]) -> StepPlan:
-    """`rows` streams, each with `context` tokens in the cache."""
+    """Make a step that decodes `rows` streams, each with `context` tokens in the cache."""
     blocks = -(-(context + 1) // block_size)
     return StepPlan(0, tuple(_row(i, RowKind.DECODE, context, 1, blocks, draw) for i in range(rows)))
 
 
 def prefill_plan(count: int, context: int, block_size: int, draw: Callable[[], int]) -> StepPlan:
-    """One chunk of `count` tokens after `context` tokens in the cache."""
+    """Make a step with one chunk of `count` tokens after `context` tokens in the cache."""
     return StepPlan(0, (_row(0, RowKind.LAST, context, count, -(-(context + count) // block_size), draw),))
 
 
@@ -50,7 +51,7 @@ def _row(i: int, kind: RowKind, start: int, count: int, blocks: int, draw: Calla
 
 
 def measure(run: Callable[[], object], steps: int) -> list[float]:
-    """Milliseconds of each of `steps` after three that do not count."""
+    """Return the milliseconds of each of `steps` runs, after three that do not count."""
     times = []
     for _ in range(steps + 3):
         started = time.perf_counter()
@@ -60,7 +61,7 @@ def measure(run: Callable[[], object], steps: int) -> list[float]:
 
 
 def in_slots(executor: Executor, plan: StepPlan) -> StepPlan:
-    """Each row with a slot for its state, where the model has recurrent state."""
+    """Give each row a slot for its state if the model has recurrent state."""
     if not executor.capabilities.recurrent_state:
         return plan
     return replace(plan, rows=tuple(replace(row, state=StateUse(i)) for i, row in enumerate(plan.rows)))
@@ -77,7 +78,7 @@ def step_of(executor: Executor, plan: StepPlan) -> Callable[[], StepOutput]:
 
 
 class Products:
-    """The matrix products of a step and nothing else: what bounds it until attention reads as much as the weights."""
+    """Only the matrix products of a step. They bound it until attention reads as much memory as the weights."""
 
     def __init__(self, model: NativeModel, num_tokens: int) -> None:
         weights = model.decoder.weights
@@ -89,7 +90,7 @@ class Products:
         self._program.logits(x, weights.lm_head, num_tokens)
 
     def step_of(self, plan: StepPlan) -> Callable[[], object]:
-        """Of as many tokens, and as many that are sampled after, as `plan` has."""
+        """Return a run with as many tokens and sampled rows as `plan` has."""
         counts = [len(row.token_ids) for row in plan.rows]
         sampled = [sum(counts[: i + 1]) - 1 for i in range(len(counts))]
         ids = [row.token_ids for row in plan.rows]
@@ -98,13 +99,14 @@ class Products:
 
 
 ANSWER_BESIDES = 40
-"""Tokens of each stream's answer besides those that are timed: nobody may end while others still read their prompts."""
+"""Additional tokens of each stream's answer, so that no stream ends while others are still in prefill."""
 
 
 def python_share(
     executor: ModelExecutor, config: ResolvedConfig, rows: int, context: int, steps: int, draw: Callable[[], int]
 ) -> dict[str, Any]:
-    """Percent of the time of `steps` steps of the whole engine loop, `rows` streams decoding, that no program ran."""
+    """Measure the percentage of time in which no compiled program ran, over `steps` steps of the whole engine loop with
+    `rows` decoding streams."""
     core = EngineCore(executor, config)
     params = SamplingParams(temperature=0.0, max_tokens=steps + ANSWER_BESIDES, ignore_eos=True)
     for i in range(rows):
@@ -132,8 +134,8 @@ def _summary(times: Sequence[float]) -> dict[str, float]:
 
 
 def table(document: dict[str, Any]) -> str:
-    """The table of docs/benchmarks/step-time.md: medians, least and most in brackets, milliseconds; and what share of a
-    step of the native kernels its matrix products are."""
+    """Render the table of docs/benchmarks/step-time.md: medians in milliseconds, with minimum and maximum in brackets,
+    and the share of the matrix products in a step of the native kernels."""
     shapes: dict[tuple[str, int], dict[str, dict[str, Any]]] = defaultdict(dict)
     for cell in document["cells"]:
         shapes[cell["step"], cell["size"]][cell["kernels"]] = cell
@@ -151,9 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     model = prepare_model(options.model, progress=False, weights=options.load_format != "dummy")
     largest = max([1, *options.rows]) * (options.context + 1) + max([0, *options.prefill]) + options.context
-    streams = options.loop * (options.context + options.steps + ANSWER_BESIDES + 16)  # 16: a block that is not full
+    streams = options.loop * (options.context + options.steps + ANSWER_BESIDES + 16)  # 16: a partly filled block
     config = EngineConfig(
-        device="cpu",  # whose kernels are compared; benchmarks.engine.gpu measures a GPU's steps
+        device="cpu",  # this compares CPU kernels; benchmarks.engine.gpu measures a GPU's steps
         dtype=options.dtype,
         load_format=options.load_format,
         num_kv_blocks=max(largest, streams) // 16 + 64,

@@ -1,1 +1,1 @@
-"""Measurement of an ingress alone: what other requests wait beside large ones."""
+"""Measures an ingress alone: how long other requests wait beside large ones."""

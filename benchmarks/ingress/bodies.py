@@ -1,4 +1,4 @@
-"""Owns the requests that `benchmarks.ingress.stalls` sends: for each way to be large, one that is as large as is taken.
+"""Owns the requests that `benchmarks.ingress.stalls` sends: for each way to be large, the largest accepted one.
 Never random: a body is the same each time."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Case:
 
 
 def _words(count: int) -> str:
-    """Made of syllables, most of them only once: the tokenizer's memory of words is of little use."""
+    """Make words of syllables. Most occur only once, so that the tokenizer's cache of words does not help."""
     draw = Random(1)
     syllables = [consonant + vowel for consonant in "bcdfghjklmnprstvz" for vowel in ("a", "en", "i", "or", "u")]
     return " ".join("".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(count))
@@ -48,7 +48,7 @@ def _case(path: str, **fields: Any) -> Case:
 
 _HAN = "".join(chr(0x4E00 + 7919 * i % 0x5000) for i in range(MOST_BYTES // 3))
 _MOST_PAIRS = MAX_ITEMS // (2 * KEY_ITEMS + 3) - 8
-"""Of messages or parts, which have two keys each."""
+"""The maximum number of messages or parts, which have two keys each."""
 _MOST_LISTS = MAX_ITEMS // (KEY_ITEMS + 3) - 8
 _TURN = {"role": "user", "content": "a"}
 

@@ -1,5 +1,5 @@
-"""Owns an ingress alone, for `benchmarks.ingress.stalls`: the routes, a model's tokenizer, and an engine of one pace.
-Never computes a token: what is measured is what the ingress does between two."""
+"""Owns the server of `benchmarks.ingress.stalls`: an ingress with its routes, a model's tokenizer, and an engine of
+constant pace. Never computes a token: the benchmark measures what the ingress does between two tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOKEN = 100
 
 
 class PacedEngine(LoneEngine):
-    """Gives every request a token each `STEP_S`, and a prompt's log-probabilities where they are asked for."""
+    """Gives every request a token each `STEP_S`, and the prompt's log-probabilities if they are requested."""
 
     async def stream(
         self, submission: Submission, *, session: str | None = None, course: Course | None = None
@@ -53,8 +53,10 @@ class PacedEngine(LoneEngine):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Serve an engine of one pace behind the real ingress, on 127.0.0.1.")
-    parser.add_argument("directory", type=Path, help="of the model, for its tokenizer")
+    parser = argparse.ArgumentParser(
+        description="Serve an engine of constant pace behind the real ingress on loopback."
+    )
+    parser.add_argument("directory", type=Path, help="directory of the model, for its tokenizer")
     parser.add_argument("port", type=int)
     parser.add_argument("max_model_len", type=int)
     options = parser.parse_args()

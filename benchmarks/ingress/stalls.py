@@ -1,5 +1,5 @@
-"""Owns the benchmark of stalls: how long other streams and /health wait while an ingress reads what is large.
-Never measures an engine, nor Ray: the ingress is a process of its own, with an engine of one pace."""
+"""Owns the benchmark of stalls: how long other streams and /health wait while an ingress reads a large request.
+Never measures an engine or Ray: the ingress runs in its own process, with an engine of constant pace."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ NUM_STREAMS = 8
 PROBE_PAUSE_S = 0.005
 SETTLE_S = 0.3
 STREAM_TOKENS = 8000
-"""Of a background stream: 160 s. Every server's context holds so many."""
+"""Tokens of a background stream, which take 160 s. Every server's context is large enough for them."""
 LONGEST_S = 150.0
 IDLE = "nothing"
 
 
 @dataclass(slots=True)
 class Seen:
-    """Milliseconds."""
+    """Measured times in milliseconds, and the statuses of the large requests."""
 
     gaps: list[float] = field(default_factory=list)
     healths: list[float] = field(default_factory=list)
@@ -54,7 +54,7 @@ def _request(method: str, path: str, body: bytes = b"") -> bytes:
 
 
 async def _answer(reader: asyncio.StreamReader) -> int:
-    """Read a whole answer that has a length; its status."""
+    """Read a whole answer with a content-length, and return its status."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     length = head.partition("content-length:")[2].split("\r\n")[0]
     await reader.readexactly(int(length))
@@ -62,7 +62,7 @@ async def _answer(reader: asyncio.StreamReader) -> int:
 
 
 async def _stream(port: int, seen: Seen) -> None:
-    """Take the gaps of one stream until cancelled. A token is a read, or part of one that waited."""
+    """Record the gaps of one stream until cancelled. A read has one token, or several that waited together."""
     fields = {"model": MODEL, "prompt": "a", "max_tokens": STREAM_TOKENS, "stream": True}
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(_request("POST", "/v1/completions", json.dumps(fields).encode()))
@@ -85,7 +85,7 @@ async def _probe(port: int, seen: Seen) -> None:
             begun = time.perf_counter()
             writer.write(_request("GET", "/health"))
             if await _answer(reader) != 200:
-                raise RuntimeError("/health is not well")
+                raise RuntimeError("/health does not return 200")
             seen.healths.append(1000 * (time.perf_counter() - begun))
             await asyncio.sleep(PROBE_PAUSE_S)
     finally:
@@ -102,7 +102,7 @@ async def _send(port: int, case: Case, seen: Seen) -> None:
 
 
 async def measure(port: int, case: Case | None, at_once: int) -> dict[str, Any]:
-    """The waits of others from before so many requests are sent until all are answered."""
+    """Measure the waits of other requests while `at_once` large requests are sent and answered."""
     seen = Seen()
     others = [asyncio.ensure_future(_stream(port, seen)) for _ in range(NUM_STREAMS)]
     others.append(asyncio.ensure_future(_probe(port, seen)))
@@ -126,15 +126,15 @@ async def measure(port: int, case: Case | None, at_once: int) -> dict[str, Any]:
 
 
 def _figures(seen: Seen) -> dict[str, Any]:
-    told: dict[str, Any] = {"statuses": sorted(set(seen.statuses))}
+    figures: dict[str, Any] = {"statuses": sorted(set(seen.statuses))}
     for name, values in (("gap", seen.gaps), ("health", seen.healths)):
-        told |= {f"{name}_p50_ms": round(statistics.median(values), 1), f"{name}_max_ms": round(max(values), 1)}
-    return told | {"answer_max_ms": round(max(seen.answers, default=0.0))}
+        figures |= {f"{name}_p50_ms": round(statistics.median(values), 1), f"{name}_max_ms": round(max(values), 1)}
+    return figures | {"answer_max_ms": round(max(seen.answers, default=0.0))}
 
 
 @contextmanager
 def served(directory: Path, max_model_len: int) -> Iterator[int]:
-    """The port of an ingress in a process of its own."""
+    """Run an ingress in its own process, and yield its port."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port: int = found.getsockname()[1]
     command = [sys.executable, "-m", "benchmarks.ingress.server", str(directory), str(port), str(max_model_len)]
@@ -160,7 +160,7 @@ def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
 
 
 def run(contexts: Sequence[int], names: Sequence[str], counts: Sequence[int], rounds: int) -> dict[str, Any]:
-    """A server for each context. Of rounds, the median of each longest wait."""
+    """Measure all cases on a server for each context, with several rounds each."""
     directory = prepare_model(DEFAULT_MODEL)
     tokenizer = Tokenizer.from_dir(directory)
     cells = []
@@ -177,10 +177,10 @@ def run(contexts: Sequence[int], names: Sequence[str], counts: Sequence[int], ro
 
 
 def _spread(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Median, least and most over the rounds."""
-    spread: dict[str, Any] = {"statuses": sorted({status for one in found for status in one["statuses"]})}
+    """Return median, minimum and maximum over the rounds."""
+    spread: dict[str, Any] = {"statuses": sorted({status for figures in found for status in figures["statuses"]})}
     for key in found[0].keys() - spread.keys():
-        values = [one[key] for one in found]
+        values = [figures[key] for figures in found]
         spread[key] = [statistics.median(values), min(values), max(values)]
     return dict(sorted(spread.items()))
 

@@ -1,7 +1,7 @@
 """The comparison with vLLM and Ray Serve LLM: every server in turn on this machine, under the same loads.
 
-`run` measures, `servers` starts what is compared, `comparison` says what the figures mean, and `chart` draws them.
-`env.sh` installs the peers into an environment of their own, in which `ray_llm` runs.
+`run` measures, `servers` starts the servers, `comparison` evaluates the figures, and `chart` draws them. `env.sh`
+installs the peers into their own environment, in which `ray_llm` runs.
 
-Imports nothing of what it measures.
+Never imports a server that it measures.
 """

@@ -1,4 +1,4 @@
-"""Owns the chart of the comparison with peers, an SVG that reads in light and dark, and its tables in the docs.
+"""Owns the chart of the comparison with peers, an SVG for light and dark pages, and its tables in the docs.
 Never computes a figure: benchmarks/peers/comparison.py does."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PANELS = [row for row in ROWS if row.scenario and (row.scenario, row.figure) != 
 
 
 def svg(results: Document) -> str:
-    """A panel for each scenario's figures, and in it a bar for each server: the median, whiskers from least to most."""
+    """Draw a panel for each figure, with a bar for each server: the median, with whiskers from minimum to maximum."""
     panels = [_panel(results, row) for row in PANELS]
     return document(f"chunkserve and its peers on {results['cpu']}", panels, columns=3)
 
@@ -35,10 +35,10 @@ def _panel(results: Document, row: Row) -> Panel:
 
 
 def with_tables(page: str, results: Document) -> str:
-    """The page with the tables between their marks written anew.
+    """Return the page with the tables between their marks replaced.
 
     Raises:
-        ValueError: the marks are not there, once each.
+        ValueError: each mark must occur exactly once, and does not.
     """
     return with_text(page, MARK, table(results))
 

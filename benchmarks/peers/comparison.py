@@ -1,4 +1,4 @@
-"""Owns what the comparison with peers says: medians over rounds, our share of what others take, and the aims.
+"""Owns the evaluation of the comparison with peers: medians over rounds, ratios to the others' figures, and the aims.
 Never measures: it is given the document of benchmarks/peers/run.py."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Aim:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A figure of a scenario, or of a server's whole life (`scenario` is empty)."""
+    """A figure of a scenario, or, if `scenario` is empty, of a server's whole run."""
 
     scenario: str
     figure: str
@@ -41,12 +41,13 @@ class Row:
     digits: int
     more_is_better: bool = False
     of_vllm: Aim | None = None
-    """Of our figure divided by that of vLLM's best setting."""
+    """Aim for our figure divided by that of vLLM's best setting."""
     of_ray_llm: Aim | None = None
     alone: Aim | None = None
-    """Of our figure itself."""
+    """Aim for our figure itself."""
     setting_of: str = ""
-    """The figure by which vLLM's best setting is chosen, where it is another: one setting must be good at both."""
+    """The figure by which vLLM's best setting is chosen, if it is not this one: a single setting must be good at
+    both."""
 
 
 ROWS = (
@@ -72,7 +73,7 @@ def row_of(scenario: str, figure: str) -> Row:
 
 
 def by_round(document: Document, server: str, row: Row) -> dict[int, float]:
-    """A figure of each round that has it."""
+    """Return the figure of each round that has it."""
     found = {}
     for number, servers in enumerate(document["rounds"]):
         life = servers.get(server, {})
@@ -83,7 +84,7 @@ def by_round(document: Document, server: str, row: Row) -> dict[int, float]:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Of the rounds; the first is their median."""
+    """Return median, minimum and maximum over the rounds."""
     return (statistics.median(values), min(values), max(values)) if values else None
 
 
@@ -92,7 +93,8 @@ def figure(document: Document, server: str, row: Row) -> Spread | None:
 
 
 def ratio(document: Document, row: Row, other: str, ours: str = OURS) -> Spread | None:
-    """Ours divided by another server's: of the medians, then least and most of the rounds that have both."""
+    """Return our figure divided by another server's: the ratio of medians, then minimum and maximum over the rounds
+    that have both."""
     own, theirs = by_round(document, ours, row), by_round(document, other, row)
     rounds = [own[number] / theirs[number] for number in own.keys() & theirs.keys()]
     if not rounds:
@@ -102,7 +104,7 @@ def ratio(document: Document, row: Row, other: str, ours: str = OURS) -> Spread 
 
 
 def best_vllm(document: Document, row: Row) -> str | None:
-    """vLLM's setting with the best median: lowest, or highest where more is better."""
+    """Return vLLM's setting with the best median: the lowest, or the highest if more is better."""
     chosen_by = row_of(row.scenario, row.setting_of) if row.setting_of else row
     medians = {name: found[0] for name in VLLM if (found := figure(document, name, chosen_by))}
     if not medians:
@@ -114,7 +116,8 @@ def best_vllm(document: Document, row: Row) -> str | None:
 
 
 def table(document: Document) -> str:
-    """Each server's figures, then our share of the others', with drafts and without: the page's tables."""
+    """Render the page's tables: each server's figures, then the ratios of ours to the others', with and without
+    drafts."""
     notes = [f"{SERVERS[name].title} was not measured: {why}" for name, why in document["failed"].items()]
     ratios = [_ratios_table(document, name) for name in (OURS, OURS_NO_DRAFTS) if name in document["servers"]]
     return "\n\n".join([_measured_with(document), _figures_table(document), *ratios, _aims_of_ours(document), *notes])

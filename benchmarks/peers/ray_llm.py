@@ -1,5 +1,5 @@
 """Owns Ray Serve LLM as a server to compare with: one vLLM engine on the CPU behind Serve's proxy, in one session.
-Never runs in this project's environment: it takes the Python of the peers' (env.sh)."""
+Never runs in this project's environment: it needs the Python of the peers' environment (env.sh)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import ray
 from ray import serve
 
 NUM_CPUS = 8
-"""What Ray may hand out, which is no claim on cores: its replicas and their placement group do not fit two."""
+"""CPUs that Ray may hand out. This reserves no cores; the replicas and their placement group would not fit two."""
 
 
 def config(model_dir: str, max_model_len: int, environment: dict[str, str]) -> Any:
-    """`environment`: of the engine's processes, which is how vLLM's CPU build is set up."""
-    from ray.serve.llm import LLMConfig  # of the peers' environment, which `--help` does without
+    """`environment` is for the engine's processes; it configures vLLM's CPU build."""
+    from ray.serve.llm import LLMConfig  # only in the peers' environment; `--help` works without it
 
     return LLMConfig(
         model_loading_config=dict(model_id="peer", model_source=model_dir),
@@ -35,7 +35,7 @@ def main(model_dir: str, max_model_len: str, port: str, *variables: str) -> None
 
     asked_to_end = Event()
     ray.init(address="local", num_cpus=NUM_CPUS, include_dashboard=False)
-    signal.signal(signal.SIGTERM, lambda number, frame: asked_to_end.set())  # after Ray, which sets its own
+    signal.signal(signal.SIGTERM, lambda number, frame: asked_to_end.set())  # ray.init sets its own handler
     serve.start(proxy_location="HeadOnly", http_options=dict(host="127.0.0.1", port=int(port)))
     environment = dict(variable.split("=", 1) for variable in variables)
     llm = config(model_dir, int(max_model_len), environment)
@@ -47,10 +47,10 @@ def main(model_dir: str, max_model_len: str, port: str, *variables: str) -> None
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description="Serve a model with Ray Serve LLM on this machine, for loadtest.peers to measure."
+        description="Serve a model with Ray Serve LLM on this machine, for benchmarks.peers.run to measure."
     )
-    for each in ("model_dir", "max_model_len", "port"):
-        parser.add_argument(each)
+    for argument in ("model_dir", "max_model_len", "port"):
+        parser.add_argument(argument)
     parser.add_argument("variables", nargs="*", metavar="NAME=VALUE")
-    given = parser.parse_args()
-    main(given.model_dir, given.max_model_len, given.port, *given.variables)
+    options = parser.parse_args()
+    main(options.model_dir, options.max_model_len, options.port, *options.variables)

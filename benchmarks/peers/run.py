@@ -1,5 +1,5 @@
 """Owns the comparison with vLLM and Ray Serve LLM: every server in turn, round by round, under the same loads.
-Never leaves a server out in silence: one that cannot be started is named, and the run fails."""
+Never leaves out a server silently: one that cannot be started is named, and the run fails."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ RESULTS = ROOT / "loadtest" / "results" / "peers.json"
 READY_TIMEOUT_S = 600.0
 """vLLM compiles the model when it first starts on a machine."""
 LAST_LINES = 15
-"""Of what a server printed before it failed, that are shown."""
+"""The number of last lines of a failed server's output that are shown."""
 
 Life = dict[str, Any]
 Scenarios = dict[str, Scenario]
 
 
 def live(name: str, setup: Setup, scenarios: Scenarios, seed: int) -> Life:
-    """One life of a server: how long until its first token, its figures in each scenario, and its memory after them.
+    """Start a server, and measure the time to its first token, its figures in each scenario, and its memory after them.
 
     Raises:
-        NotInstalled: there is no such server here.
+        NotInstalled: the server is not installed.
         RuntimeError: it does not start, or does not answer the first request.
     """
     draw = random.Random(seed)
@@ -53,7 +53,7 @@ def live(name: str, setup: Setup, scenarios: Scenarios, seed: int) -> Life:
 
 
 async def _first_token(server: Server, model: str) -> float:
-    """When it came, on the monotonic clock."""
+    """Return the time of the first token on the monotonic clock."""
     async with Client(server.port, model) as client:
         answer = (await client.ask("Once upon a time", 1)).read()
     if answer.error:
@@ -80,8 +80,8 @@ def _memory(server: Server, setup: Setup) -> Life:
 def compare(
     names: Sequence[str], setup: Setup, scenarios: Scenarios, rounds: int, seed: int, keep: Callable[[Document], object]
 ) -> Document:
-    """All servers in turn, every other round in the opposite order; one that failed is not tried again. `keep` gets
-    what there is after each round: a run takes long, and what it has measured is not lost with it."""
+    """Measure all servers in turn, every other round in the opposite order. A server that failed is not tried again.
+    `keep` gets the document after each round: a run takes long, and an interruption must not lose its results."""
     draw = random.Random(seed)
     failed: dict[str, str] = {}
     lives: list[dict[str, Life]] = []
@@ -107,8 +107,8 @@ def compare(
 def _round(
     number: int, names: Sequence[str], setup: Setup, scenarios: Scenarios, seed: int, failed: dict[str, str]
 ) -> dict[str, Life]:
-    """A life of each server that has not failed; `failed` is told of those that do. All get the same prompts: each
-    starts without a cache of them."""
+    """Measure each server that has not failed, and add new failures to `failed`. All get the same prompts, since each
+    server starts with an empty cache."""
     lives: dict[str, Life] = {}
     for name in names:
         if name in failed:
@@ -128,7 +128,7 @@ def _say(line: str) -> None:
 
 
 def failures(document: Document) -> list[str]:
-    """Why the comparison is not valid: requests that failed, and servers that were asked for and did not run."""
+    """Return why the comparison is invalid: failed requests, and requested servers that did not run."""
     found = [f"{name}: {why}" for name, why in document["failed"].items()]
     for number, lives in enumerate(document["rounds"]):
         for name, life in lives.items():
@@ -140,7 +140,7 @@ def failures(document: Document) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables, then the document as the last line. 1 if anything failed."""
+    """Print the tables, then the document as the last line. Returns 1 if anything failed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers.run",
         description="Compare this server with vLLM and Ray Serve LLM on this machine: each server in turn, round by "

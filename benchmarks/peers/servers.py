@@ -1,4 +1,4 @@
-"""Owns the servers that are compared: how each is started on this machine, the same weights, dtype and cache.
+"""Owns the servers that are compared: how to start each on this machine, with the same weights, dtype and cache.
 Never runs two at once, and never installs one: env.sh does."""
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class NotInstalled(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all servers share: config.yaml says it of ours, and the others are started alike."""
+    """What all servers share. config.yaml defines it for ours, and the others are started to match."""
 
     config: dict[str, Any]
-    """Of `serve run`."""
+    """The config of `serve run`."""
     model_dir: Path
     venv: Path
-    """Of the peers."""
+    """The peers' virtual environment."""
 
     @staticmethod
     def of_this_repository(venv: Path) -> Setup:
@@ -60,10 +60,10 @@ class Setup:
         return sum(file.stat().st_size for file in self.model_dir.glob("*.safetensors"))
 
     def installed(self, name: str) -> Path:
-        """A program of the peers' environment.
+        """Return the path of a program in the peers' environment.
 
         Raises:
-            NotInstalled: it is not there.
+            NotInstalled: the program is not there.
         """
         program = self.venv / "bin" / name
         if not program.exists():
@@ -71,7 +71,7 @@ class Setup:
         return program
 
     def versions(self) -> dict[str, str]:
-        """Of the peers; empty where none is installed."""
+        """Return the versions of the peers' packages; empty if none is installed."""
         command = [str(self.venv / "bin" / "python"), "-c", _VERSIONS]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -84,7 +84,7 @@ class Setup:
     def vllm_environment(self) -> dict[str, str]:
         return {
             "VLLM_CPU_KVCACHE_SPACE": f"{self.kv_cache_gib:g}",
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # it would leave one of two cores idle
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # the default would leave one of two cores idle
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
@@ -99,12 +99,12 @@ def _args(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def chunkserve(setup: Setup) -> AbstractContextManager[Server]:
-    """The whole of it, as users run it: config.yaml, of which only the port is another."""
+    """Start the whole server as users run it: with config.yaml, except for the port."""
     return starting(setup.config, {"PYTHONPATH": str(ROOT)})
 
 
 def chunkserve_no_drafts(setup: Setup) -> AbstractContextManager[Server]:
-    """The same, but that every token takes a step: vLLM as it comes drafts nothing either."""
+    """Start the same server without drafts, so that every token takes a step. vLLM does not draft by default either."""
     config = copy.deepcopy(setup.config)
     _args(config)["engine"]["speculative"] = {"method": "none"}
     return starting(config, {"PYTHONPATH": str(ROOT)})
@@ -121,7 +121,7 @@ def vllm(setup: Setup, *flags: str) -> Iterator[Server]:
 
 
 def vllm_512(setup: Setup) -> AbstractContextManager[Server]:
-    """Smaller steps: shorter pauses of running streams for a later first token."""
+    """Start vLLM with smaller steps: running streams pause for a shorter time, and first tokens come later."""
     return vllm(setup, "--max-num-batched-tokens", "512")
 
 
@@ -138,7 +138,8 @@ def ray_llm(setup: Setup) -> Iterator[Server]:
 
 @contextmanager
 def _launched(command: tuple[str, ...], port: int, environment: dict[str, str]) -> Iterator[Server]:
-    """In a directory of its own, and without this repository on its path: transformers would import our `kernels`."""
+    """Start a command in its own directory, without this repository on its path: transformers would import our
+    `kernels`."""
     temp = Path(tempfile.mkdtemp(prefix="cs", dir="/tmp"))  # short: Ray's sockets live below it
     own = {"PYTHONPATH": "", "RAY_TMPDIR": str(temp)}
     try:
@@ -165,7 +166,7 @@ SERVERS = {
 
 
 def served_model(server: Server) -> str:
-    """The name by which a server's model is asked for."""
+    """Return the name of the server's model."""
     with urllib.request.urlopen(f"{server.url}/v1/models", timeout=30) as response:
         name: str = json.load(response)["data"][0]["id"]
     return name

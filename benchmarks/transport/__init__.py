@@ -1,6 +1,6 @@
-"""What a streamed token costs between client and engine, for several ways to send it.
+"""Measures what a streamed token costs between client and engine, for several ways to send it.
 
-`run` measures, `apps` are the ways that are not ours, and `figures` are what is made of the measurements.
+`run` measures, `apps` has the ways that are not ours, and `figures` evaluates the measurements.
 
-Imports nothing of what it measures.
+Never imports a server that it measures.
 """

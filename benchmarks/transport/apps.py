@@ -1,5 +1,5 @@
-"""Owns what the transport benchmark compares with: a streaming handle, Ray Serve LLM's batches, and no hop at all.
-Never more than the path needs: each is a lower bound of what an LLM server that sends its tokens that way costs."""
+"""Owns the applications that the transport benchmark compares with: a streaming handle, Ray Serve LLM's batches, and no
+hop at all. Never more than the path needs: each is a lower bound for an LLM server that sends its tokens that way."""
 
 # No `from __future__ import annotations` here: Ray reads the builder's annotation to validate `args:`.
 import asyncio
@@ -26,22 +26,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 MAX_ONGOING = 1000
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz "
 Generate = Callable[[int], AsyncIterator[list[str]]]
-"""The tokens of an answer of so many."""
+"""Generates an answer with the given number of tokens."""
 
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class Settings(BaseModel):
     step_ms: float
-    """Pace of the scripted engine: a token for every stream a step."""
+    """Length of the scripted engine's steps; each step gives every stream a token."""
     batch_ms: float = 0.0
-    """Period in which tokens are collected, as Ray Serve LLM does; 0 sends each alone."""
+    """Period for which tokens are collected, as Ray Serve LLM does; 0 sends each token alone."""
     hop: bool = True
-    """The engine is a replica of its own; without, it runs in the ingress replica: what HTTP through Serve costs."""
+    """Whether the engine is a separate replica. If not, it runs in the ingress replica, which shows the cost of HTTP
+    through Serve."""
 
 
 def build(args: Settings) -> Application:
-    """The application of a config's `import_path: benchmarks.transport.apps:build`."""
+    """Build the application of a config with `import_path: benchmarks.transport.apps:build`."""
     options = {"max_ongoing_requests": MAX_ONGOING, "ray_actor_options": {"num_cpus": 0.25}}
     engine = serve.deployment(name="Engine", **options)(ScriptedEngine)
     ingress = serve.deployment(name="Ingress", **options)(serve.ingress()(Ingress))
@@ -49,7 +50,7 @@ def build(args: Settings) -> Application:
 
 
 class ScriptedEngine:
-    """Steps in a thread of its own while there are streams, like an engine; the tokens are random letters."""
+    """Steps in its own thread while there are streams, like an engine. The tokens are random letters."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -84,7 +85,7 @@ class ScriptedEngine:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
-            streams = list(self._streams)  # those that wait when a step begins get its tokens
+            streams = list(self._streams)  # the streams that are present when a step begins get its tokens
             if not streams:
                 self._work.wait()
                 self._work.clear()
@@ -102,8 +103,9 @@ class ScriptedEngine:
 
 
 async def in_batches(tokens: AsyncIterator[str], interval_s: float) -> AsyncGenerator[list[str], None]:
-    """Everything that came within each interval. The rule of ray.llm 2.60 (_internal/serve/utils/batcher.py, Batcher,
-    with RAYLLM_MODEL_RESPONSE_BATCH_TIMEOUT_MS at its 50): a fixed timer, from which the first token is not exempt."""
+    """Yield the tokens of each interval together. This is the rule of ray.llm 2.60 (_internal/serve/utils/batcher.py,
+    Batcher, with RAYLLM_MODEL_RESPONSE_BATCH_TIMEOUT_MS at its 50): a fixed timer, which also delays the first
+    token."""
     pending: list[str] = []
 
     async def read() -> None:
@@ -123,10 +125,10 @@ async def in_batches(tokens: AsyncIterator[str], interval_s: float) -> AsyncGene
 
 
 class Ingress:
-    """Parses a chat request, asks the engine through a streaming handle, and frames what comes."""
+    """Parses a chat request, calls the engine through a streaming handle, and frames its tokens."""
 
     def __init__(self, engine: DeploymentHandle | Settings) -> None:
-        """`engine`: where it is, or what one that runs here is to be like."""
+        """`engine` is a handle to the engine, or the settings of one to run here."""
         if isinstance(engine, Settings):
             self._generate: Generate = ScriptedEngine(engine).generate
         else:
@@ -146,23 +148,23 @@ async def health(request: Request) -> Response:
 
 
 class Chat:
-    """An ASGI endpoint, so that no response object re-pipes the chunks."""
+    """An ASGI endpoint, so that no response object has to forward the chunks."""
 
     def __init__(self, generate: Generate) -> None:
         self._generate = generate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = json.loads(await Request(scope, receive).body())
-        before, after = _around_text(asked["model"])
+        body = json.loads(await Request(scope, receive).body())
+        before, after = _around_text(body["model"])
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        async for tokens in self._generate(asked["max_tokens"]):
+        async for tokens in self._generate(body["max_tokens"]):
             frames = [before + encode_basestring_ascii(token).encode() + after for token in tokens]
             await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
 def _around_text(model: str) -> tuple[bytes, bytes]:
-    """A chunk, as the measured server sends it, up to and after its text: encoded once a stream."""
+    """Return a chunk before and after its text, as the measured server sends it. It is encoded once for each stream."""
     mark = "text goes here"
     choice = {"index": 0, "delta": {"content": mark}, "logprobs": None, "finish_reason": None}
     chunk: dict[str, Any] = {

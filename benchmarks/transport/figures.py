@@ -1,4 +1,4 @@
-"""Owns the figures of the transport benchmark: what loads cost, how evenly their tokens came, when the first ones did.
+"""Owns the figures of the transport benchmark: the cost of loads, the evenness of their tokens, and first-token times.
 Never measures: it is given answers and CPU times."""
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from loadtest.client import Answer, Outcome
 from loadtest.server import CpuTime
 
 STEP_MS = 20.0
-"""Of all scripted engines."""
+"""Length of a step of all scripted engines."""
 HELD_PACE = 1.5
-"""A stream is held if its tokens took no longer than this many times the engine's steps."""
+"""A stream keeps pace ("held") if its tokens took at most this many times the engine's steps."""
 
 Figures = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A load's answers, and the CPU time that it took beyond what the idle server takes, in seconds by kind."""
+    """A load's answers, and its CPU time beyond that of the idle server, in seconds by kind of process."""
 
     outcome: Outcome
     cpu_s: CpuTime
     idle_share: CpuTime
     """CPU seconds a second of the idle server, measured just before; subtracted from `cpu_s`."""
     others_share: float
-    """Of the machine's CPU time, what neither server nor client took: where it is not near 0, figures are too high."""
+    """The share of the machine's CPU time that neither server nor client took. If it is not near 0, figures are too
+    high."""
 
     @property
     def num_tokens(self) -> int:
@@ -45,8 +46,8 @@ class Measured:
 
 
 def cost_figures(set_up: Measured, long: Measured, tokens: int) -> Figures:
-    """CPU microseconds a token, set-up included, by kind; and what the difference between answers of one token and of
-    `tokens` says: microseconds of a token alone, and milliseconds to set a request up."""
+    """Return CPU microseconds a token by kind of process, set-up included. From the difference between answers of one
+    token and of `tokens` also derive the microseconds of a token alone and the milliseconds to set up a request."""
     if not long.num_tokens or tokens < 2:
         return {}
     figures = {f"{kind}_us_per_token": 1e6 * spent / long.num_tokens for kind, spent in long.cpu_s.items()}
@@ -63,8 +64,8 @@ def cost_figures(set_up: Measured, long: Measured, tokens: int) -> Figures:
 
 
 def pace_figures(answers: Sequence[Answer]) -> Figures:
-    """Milliseconds between two arrivals of text on a stream, once all streams of its wave have begun and until one has
-    ended, and over all; how many streams kept the engine's pace; tokens a second."""
+    """Return the gaps between arrivals of text on a stream in milliseconds, both while all streams of a wave run and
+    over the whole wave; the number of streams that kept the engine's pace; and tokens a second."""
     waves: dict[int, list[Answer]] = defaultdict(list)
     for answer in answers:
         waves[answer.wave].append(answer)
@@ -87,12 +88,12 @@ def pace_figures(answers: Sequence[Answer]) -> Figures:
 
 
 def first_token_figures(probes: Sequence[Answer], gap_p50_ms: float) -> Figures:
-    """Time to the first text of single requests that come at random while the streams run. An engine that steps without
-    a pause begins with such a request half a step after it came, and has its first token one step later: what goes
-    beyond these one and a half steps, at the median, is the path's. Headers alone would say nothing: some paths send
-    them before they have asked the engine.
+    """Return the time to the first text of single requests that arrive at random while the streams run. An engine that
+    steps without a pause begins such a request half a step after its arrival, on average, and has its first token one
+    step later. The median time beyond these one and a half steps is due to the path. Headers alone would say nothing,
+    since some paths send them before they call the engine.
 
-    A step is as long as the gaps of the running streams show it, and as it is scripted where they lag behind."""
+    The length of a step is taken from the gaps of the running streams, or from the script if the streams lag behind."""
     found = [_first_token_ms(probe) for probe in probes if probe.arrivals and not probe.error]
     if not found:
         return {}
@@ -134,7 +135,7 @@ def _length_s(wave: Sequence[Answer]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the two nearest ranks of sorted values."""
+    """Interpolate linearly between the two nearest ranks of sorted values."""
     rank = (len(values) - 1) * share
     low = int(rank)
     high = min(low + 1, len(values) - 1)

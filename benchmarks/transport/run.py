@@ -1,5 +1,5 @@
 """Owns the transport benchmark: what each streamed token costs between client and engine, for several ways to send it.
-Never measures a model: every engine is scripted to the same pace, so that what differs is the path."""
+Never measures a model: every engine is scripted to the same pace, so that only the path differs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from loadtest.client import ENDED, GO, READY, Load, Outcome
 from loadtest.server import KINDS, ROOT, CpuTime, Server, busy_s, haproxy_environment, machine, serve_run
 
 BATCH_MS = 50.0
-"""RAYLLM_MODEL_RESPONSE_BATCH_TIMEOUT_MS of Ray Serve LLM."""
+"""The default of Ray Serve LLM's RAYLLM_MODEL_RESPONSE_BATCH_TIMEOUT_MS."""
 PROBE_PAUSE_MS = (20.0, 60.0)
 SETTLE_S, IDLE_S = 2.0, 3.0
 
@@ -81,7 +81,7 @@ class Plan:
     tokens: int
     rounds: int
     waves: int | None
-    """Of the token load; None: as many as give about 64 answers, two at least."""
+    """Waves of the token load. None means about 64 answers in total, with at least two waves."""
     probes: int
     seed: int
 
@@ -103,7 +103,7 @@ def idle_share(server: Server) -> CpuTime:
 
 
 def run_load(server: Server, load: Load, idle: CpuTime) -> Measured:
-    """Run one load in a client process of its own. CPU time is read while the client waits, before and after."""
+    """Run one load in its own client process. CPU time is read before and after, while the client waits."""
     command = [sys.executable, "-m", "loadtest.client"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as client:
         assert client.stdin is not None
@@ -128,7 +128,7 @@ def run_load(server: Server, load: Load, idle: CpuTime) -> Measured:
 
 
 def _since(before: CpuTime, after: CpuTime) -> CpuTime:
-    """A process that ended meanwhile takes its time with it; less than nothing is nothing."""
+    """Return the differences, at least 0: the time of a process that has ended is lost."""
     return {kind: max(after.get(kind, 0.0) - before.get(kind, 0.0), 0.0) for kind in KINDS}
 
 
@@ -136,7 +136,7 @@ def _since(before: CpuTime, after: CpuTime) -> CpuTime:
 
 
 def measure_streams(server: Server, streams: int, plan: Plan, draw: random.Random) -> tuple[Figures, list[str]]:
-    """The figures of one path with so many streams at once, and what failed."""
+    """Measure one path with this many concurrent streams. Returns its figures and its errors."""
 
     def run(load_streams: int, tokens: int, waves: int, **more: Any) -> Measured:
         load = Load(server.port, load_streams, tokens, waves, draw.getrandbits(32), **more)
@@ -155,7 +155,7 @@ def measure_streams(server: Server, streams: int, plan: Plan, draw: random.Rando
 
 
 def measure(names: Sequence[str], plan: Plan) -> dict[str, Any]:
-    """All paths in turn, round by round, each in a server of its own."""
+    """Measure all paths in turn, round by round, each with its own server."""
     draw = random.Random(plan.seed)
     rounds: dict[tuple[str, int], list[Figures]] = defaultdict(list)
     failures: dict[tuple[str, int], list[str]] = defaultdict(list)
@@ -179,7 +179,7 @@ def _served(route: Route) -> Iterator[Server]:
     application = APPLICATIONS[route.application]
     if not route.haproxy:
         environment: Any = nullcontext({"RAY_SERVE_ENABLE_HA_PROXY": "0"})
-    elif route.application == "ours":  # which sets its HAProxy up itself
+    elif route.application == "ours":  # this server sets up HAProxy itself
         environment = nullcontext({"RAY_SERVE_ENABLE_HA_PROXY": "1"})
     else:
         environment = haproxy_environment()
@@ -188,7 +188,7 @@ def _served(route: Route) -> Iterator[Server]:
 
 
 def _cell(name: str, streams: int, found: list[Figures], errors: list[str]) -> dict[str, Any]:
-    """Median, least and most over the rounds of each figure that every round has."""
+    """Return median, minimum and maximum over the rounds of each figure that every round has."""
     common = [key for key in found[0] if all(key in figures for figures in found)]
     figures = {key: [figures[key] for figures in found] for key in common}
     spread = {key: [statistics.median(values), min(values), max(values)] for key, values in figures.items()}
@@ -211,7 +211,8 @@ _COLUMNS = {
 
 
 def table(document: dict[str, Any]) -> str:
-    """The table of docs/benchmarks/transport.md: medians, least and most of the first figure in brackets."""
+    """Render the table of docs/benchmarks/transport.md: medians, with minimum and maximum of the first figure in
+    brackets."""
     lines = [f"| path | streams | {' | '.join(_COLUMNS.values())} |", "|---" * (len(_COLUMNS) + 2) + "|"]
     for cell in document["cells"]:
         found = [_shown(key, cell.get(key)) for key in _COLUMNS]

@@ -29,7 +29,7 @@ class StepInputs:
     sampled_tokens: Tensor  # [sampled places] int64: tokens after which one is sampled; see sampled_positions
     rows: PagedRows
     state_slots: tuple[int, ...] = ()
-    """Of each row; of a model without recurrent state there are none."""
+    """Each row's state slot; empty where the model has no recurrent state."""
 
 
 def build_inputs(
@@ -40,11 +40,13 @@ def build_inputs(
     num_state_slots: int = 0,
     drafts: bool = True,
 ) -> StepInputs:
-    """Build a plan's tensors in kernel order (see row_order). `newest`: what a request's PENDING_TOKEN stands for.
-    num_state_slots: 0: the model has no recurrent state. drafts: rows may carry some.
+    """Build the tensors of a plan whose rows are in kernel order (see row_order).
+
+    newest: by request, the token that its PENDING_TOKEN stands for. num_state_slots: 0 means that the model has no
+    recurrent state. drafts: whether rows may carry drafts.
 
     Raises:
-        ValueError: a row breaks the seam's contract, or asks for what this executor's capabilities do not offer.
+        ValueError: a row breaks the contract of engine.step, or asks for something that this executor cannot do.
     """
     check_plan(plan, block_size, num_state_slots, drafts=drafts)
     counts = [len(row.token_ids) for row in plan.rows]
@@ -71,25 +73,27 @@ def build_inputs(
 
 
 def is_lost(row: ScheduledRequest, newest: Mapping[str, int]) -> bool:
-    """Whether the row goes on from a token that was never sampled, because its row failed in the step before."""
+    """Whether the row continues from a token that was never sampled, because the request's row failed a step
+    earlier."""
     return row.token_ids[0] == PENDING_TOKEN and row.request_id not in newest
 
 
 def sampled_tokens(rows: Sequence[ScheduledRequest], counts: Sequence[int]) -> list[int]:
-    """Numbers of the step's tokens after which one is sampled; see sampled_positions. counts: tokens of each row."""
+    """Indices of the step's tokens after which a token is sampled; see sampled_positions. counts: tokens of each
+    row."""
     begins = list(accumulate(counts, initial=0))
     return [begins[place.number] + place.offset for place in sampled_positions(rows)]
 
 
 def fed_tokens(row: ScheduledRequest, newest: Mapping[str, int]) -> tuple[int, ...]:
-    """The row's token ids, with the one that was in flight."""
+    """The row's token ids, with the sampled token in the place of PENDING_TOKEN."""
     if row.token_ids[0] != PENDING_TOKEN:
         return row.token_ids
-    return (newest.get(row.request_id, 0),)  # a lost row fails alone, so any token of the vocabulary will do
+    return (newest.get(row.request_id, 0),)  # a lost row fails by itself, so any token of the vocabulary will do
 
 
 def check_plan(plan: StepPlan, block_size: int, num_state_slots: int = 0, *, drafts: bool = True) -> None:
-    """Raise ValueError where a row breaks the seam's contract. num_state_slots: 0: the model has no recurrent state."""
+    """Raise ValueError if a row breaks the contract of engine.step. num_state_slots: 0 for a model without state."""
     if not plan.rows or (plan.state_moves and not num_state_slots):
         raise ValueError(f"Step {plan.step_id} has {'state moves' if plan.rows else 'no rows'}.")
     seen_chunk = seen_drafts = False
@@ -105,7 +109,7 @@ def check_plan(plan: StepPlan, block_size: int, num_state_slots: int = 0, *, dra
             raise ValueError(f"Row {row.request_id}: drafts follow a token that is known.")
         if has_drafts and not drafts:
             raise ValueError(f"Row {row.request_id}: drafts, which this executor takes no state back from.")
-        if has_drafts and DRAFT_TOKEN in row.token_ids:  # an embedding of it would be read from before the table
+        if has_drafts and DRAFT_TOKEN in row.token_ids:  # its embedding would be read from before the table
             raise ValueError(f"Row {row.request_id}: places for drafts, and no draft model has filled them.")
         if row.kind is not RowKind.DECODE and row.token_ids[0] == PENDING_TOKEN:
             raise ValueError(f"Row {row.request_id}: a chunk's tokens are known.")
@@ -126,7 +130,7 @@ def _check_options(row: ScheduledRequest, num_state_slots: int) -> None:
 
 
 def _block_tables(plan: StepPlan, block_size: int) -> Tensor:
-    """Each row's blocks up to its end, padded with its first. # [num_rows, max_blocks] int64"""
+    """Each row's blocks up to its end, padded with its first block. # [num_rows, max_blocks] int64"""
     needed = [-(-row.end // block_size) for row in plan.rows]
     width = max(needed)
     padded = (
@@ -137,5 +141,5 @@ def _block_tables(plan: StepPlan, block_size: int) -> Tensor:
 
 
 def int_tensor(parts: Iterable[Sequence[int]]) -> Tensor:
-    """All parts one after another, int64. Seven times as fast as torch.tensor, which looks at each number's type."""
+    """Join all parts into one int64 tensor. Seven times as fast as torch.tensor, which looks at each number's type."""
     return torch.frombuffer(joined(parts), dtype=torch.int64)

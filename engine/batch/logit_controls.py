@@ -1,5 +1,5 @@
-"""Owns what changes logits before a token is chosen: allowed tokens, bias, penalties, bad words, bans, grammars.
-Never keeps a state: what the answer holds comes with each step, so that preemption and migration change nothing."""
+"""Owns all that changes logits before a token is chosen: allowed tokens, bias, penalties, bad words, bans, grammars.
+Never keeps state: each step brings the answer's tokens so far, so that preemption and migration change nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.step import LogitControls, RowSampling
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """What grammars allow."""
+    """The tokens that grammars allow, for the rows that have a grammar."""
 
     rows: Tensor
     """[limited rows] int64"""
@@ -27,9 +27,10 @@ class Within:
 def control_logits(
     logits: Tensor, rows: Sequence[RowSampling], answers: Sequence[Sequence[int]], within: Within | None = None
 ) -> Tensor:
-    """All rows at once; a copy where anything changes. `kernels.reference.control_logits` and `keep_within` define it.
+    """Apply every row's controls at once. Returns a copy if anything changes.
 
-    logits: [rows, vocab] float32; answers: of each row, the answer's tokens so far.
+    `kernels.reference.control_logits` and `keep_within` define the result. logits: [rows, vocab] float32; answers: each
+    row's answer tokens so far.
     """
     controlled = [(number, row.controls) for number, row in enumerate(rows) if row.controls is not None]
     if not controlled and not any(row.banned_token_ids for row in rows):
@@ -47,7 +48,8 @@ def control_logits(
 
 
 def _keep_within(logits: Tensor, own: Tensor, within: Within) -> None:
-    """A grammar has the last word: where nothing that it allows is left, its tokens have the model's own logits."""
+    """Apply grammars after all other controls. If those left no token that the grammar allows, its tokens get the
+    model's own logits back."""
     words = within.words.to(logits.device).unsqueeze(-1)
     bits = (words >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1  # [limited rows, words, 32]
     refused = bits.flatten(1)[:, : logits.shape[1]] == 0
@@ -128,7 +130,7 @@ def _ends_with(answer: Sequence[int], tokens: tuple[int, ...]) -> bool:
 
 
 def _places(found: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Index of tokens in logits, row by row."""
+    """(row indices, token ids) of the tokens, to index logits with."""
     lengths = torch.tensor([len(tokens) for _, tokens in found])
     numbers = torch.tensor([number for number, _ in found]).repeat_interleave(lengths)
     return numbers.to(device), int_tensor(tokens for _, tokens in found).to(device)

@@ -1,4 +1,4 @@
-"""Owns log-probabilities: of sampled tokens, and of a prompt's tokens from the hidden states of its chunks.
+"""Owns log-probabilities of sampled tokens, and of prompt tokens from the hidden states of their chunks.
 Never sees bans, temperature or filters, and never holds the logits of more prompt positions than SCORED_POSITIONS."""
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from engine.step import RowSampling, ScheduledRequest
 SCORED_POSITIONS = 64
 
 Wanted = tuple[int, int, int]
-"""A row of the logits, a token id, and how many alternatives."""
+"""(row of the logits, token id, how many alternatives to report)"""
 
 
 def sampled_logprobs(
     logits: Tensor, rows: Sequence[RowSampling], tokens: Sequence[int | None]
 ) -> dict[int, TokenLogprobs | None]:
-    """Of the rows that ask and have a token, by row. logits: [rows, vocab], the model's own."""
+    """By row, the log-probabilities of sampled tokens, for rows that ask for them and have a token. logits: [rows,
+    vocab], the model's own."""
     wanted = [
         (number, token, row.num_logprobs)
         for number, (row, token) in enumerate(zip(rows, tokens, strict=True))
@@ -35,9 +36,9 @@ def sampled_logprobs(
 def prompt_logprobs(
     rows: Sequence[ScheduledRequest], logits_at: Callable[[Tensor], Tensor]
 ) -> dict[int, tuple[TokenLogprobs, ...] | None]:
-    """Of the rows with `scoring`, by row; None where a position has no distribution.
+    """By row, the log-probabilities of prompt tokens, for rows with `scoring`. None if a position has no distribution.
 
-    logits_at: numbers of the step's tokens [n] -> their logits [n, vocab].
+    logits_at: indices of the step's tokens [n] -> their logits [n, vocab].
     """
     scores = wanted_scores(rows)
     wanted = [each for row in scores.values() for each in row]
@@ -45,9 +46,9 @@ def prompt_logprobs(
 
 
 def wanted_scores(rows: Sequence[ScheduledRequest]) -> dict[int, list[Wanted]]:
-    """What the rows with `scoring` ask for, by row; a row of the logits is the number of a token of the step."""
+    """By row, the scores that rows with `scoring` ask for. A row of the logits is the index of a token of the step."""
     scores: dict[int, list[Wanted]] = {}
-    begin = 0  # the row's first token among those of the step
+    begin = 0  # the row's first token within the step
     for number, row in enumerate(rows):
         if (scoring := row.scoring) is not None:
             index = begin + scoring.first - row.start
@@ -59,7 +60,7 @@ def wanted_scores(rows: Sequence[ScheduledRequest]) -> dict[int, list[Wanted]]:
 def scores_by_row(
     wanted: Mapping[int, Sequence[Wanted]], found: Iterable[TokenLogprobs | None]
 ) -> dict[int, tuple[TokenLogprobs, ...] | None]:
-    """`found`, one after another in the order of `wanted`, by row; None where one is missing."""
+    """Group `found`, which is in the order of `wanted`, by row. None for a row that lacks a score."""
     rest = iter(found)
     return {number: _all(islice(rest, len(row))) for number, row in wanted.items()}
 
@@ -84,10 +85,12 @@ def _in_pieces(
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int], counts: Sequence[int], *, ranked: bool = False
 ) -> list[TokenLogprobs | None]:
-    """Of token_ids[i] and the counts[i] most likely tokens under logits[i]; ties go to the lower token id.
+    """Log-probabilities of token_ids[i] and of the counts[i] most likely tokens under logits[i].
+
+    Ties go to the lower token id.
 
     None for a row that has no distribution: its logits hold a NaN or +inf, or are all -inf. logits: [rows, vocab].
-    `ranked`: with the rank of each of token_ids.
+    `ranked`: also report the rank of each of token_ids.
     """
     index = torch.tensor(token_ids)
     ranks = find_ranks(logits, index) if ranked else None
@@ -95,8 +98,9 @@ def token_logprobs(
 
 
 def find_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What `read_logprobs` reads, on the logits' device and without waiting for it: the logprob of token_ids[i], and
-    ids and logprobs of the `most` most likely tokens. logits: [rows, vocab]; token_ids: [rows].
+    """The logprob of token_ids[i], and ids and logprobs of the `most` most likely tokens, for `read_logprobs`.
+
+    The tensors stay on the logits' device, and the device is not waited for. logits: [rows, vocab]; token_ids: [rows].
     # [rows], [rows, most] and [rows, most]"""
     wide = logits.float()
     logprobs = wide.log_softmax(dim=-1)
@@ -106,8 +110,8 @@ def find_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor,
 
 
 def find_ranks(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """The place of token_ids[i] among all tokens in the order of `find_logprobs`, from 1 on, without waiting for it.
-    logits: [rows, vocab]; token_ids: [rows]. # [rows] int64"""
+    """The rank of token_ids[i] among all tokens in the order of `find_logprobs`, counted from 1. Does not wait for the
+    device. logits: [rows, vocab]; token_ids: [rows]. # [rows] int64"""
     own = logits.gather(1, token_ids.unsqueeze(1))
     is_lower = torch.arange(logits.shape[1], device=logits.device) < token_ids.unsqueeze(1)
     return ((logits > own) | ((logits == own) & is_lower)).sum(dim=1) + 1
@@ -119,21 +123,22 @@ def read_logprobs(
     counts: Sequence[int],
     ranks: Tensor | None = None,
 ) -> list[TokenLogprobs | None]:
-    """What `find_logprobs` found, on the host; counts[i]: how many alternatives token_ids[i] gets. `ranks`: as
-    `find_ranks` has them."""
+    """Turn the tensors of `find_logprobs`, now on the host, into TokenLogprobs. counts[i]: how many alternatives
+    token_ids[i] gets. ranks: the result of `find_ranks`."""
     own, top_ids, tops = (tensor.tolist() for tensor in found)
     places = repeat(None, len(own)) if ranks is None else ranks.tolist()
     return [
-        TokenLogprobs(token, value, tuple(islice(zip(ids, of, strict=True), count)), rank) if value == value else None
-        for token, value, count, ids, of, rank in zip(token_ids, own, counts, top_ids, tops, places, strict=True)
-    ]  # NaN is not itself
+        TokenLogprobs(token, value, tuple(islice(zip(ids, top, strict=True), count)), rank) if value == value else None
+        for token, value, count, ids, top, rank in zip(token_ids, own, counts, top_ids, tops, places, strict=True)
+    ]  # NaN does not equal itself
 
 
 def _most_likely(logits: Tensor, count: int) -> Tensor:
-    """Ids of the `count` largest of each row, best first. # [rows, count] int64
+    """Ids of the `count` largest logits of each row, best first. # [rows, count] int64
 
-    torch.topk returns equal values in any order, and in bfloat16 many are equal. So it ranks integers of which no two
-    are: the float's bits, made to order as the float does, above the token id counted downwards.
+    torch.topk returns equal values in any order, and in bfloat16 many values are equal. So this ranks integers that are
+    all different: the float's bits, adjusted to sort as the float does, in the upper half, and the token id, counted
+    downwards, in the lower half.
     """
     if not count:
         return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)

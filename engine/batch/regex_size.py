@@ -1,5 +1,5 @@
-"""Owns how much one derivative of a grammar's regexes can be: the parts that may be left out or repeated, counted.
-Never reads what a regex means, and counts rather too much than too little."""
+"""Owns the bound on how large one derivative of a grammar's regexes can be: it counts the optional or repeated parts.
+Never interprets a regex, and counts too much rather than too little."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from engine.step import GrammarError
 
 MAX_PARTS = 1000
-"""The most that one regex may have. llguidance bounds the states that a mask may make, but not the time of one: where
-n parts in a row may be left out, it looks at n alternatives of up to n parts."""
+"""Maximum number of such parts in one regex. llguidance bounds how many states a mask may make, but not the time that
+one state takes: where n consecutive parts may be left out, it looks at n alternatives of up to n parts."""
 MAX_SQUARES = 4 * MAX_PARTS**2
-"""Bounds the sum, over all regexes of a grammar, of the squares of their parts."""
+"""Maximum of the sum, over all regexes of a grammar, of the squares of their numbers of parts."""
 _MAX_COUNT = 10**6
 
 _QUANTIFIED = re.compile(
@@ -35,10 +35,10 @@ _LARK = re.compile(
 
 
 def check_regexes(grammar: str) -> None:
-    """Refuse a grammar whose regexes are too large. It is written as llguidance takes it: Lark, or a list in JSON.
+    """Refuse a grammar whose regexes are too large. `grammar` is what llguidance takes: Lark, or a list in JSON.
 
     Raises:
-        GrammarError: its regexes have too many such parts.
+        GrammarError: its regexes have too many parts that can be left out or repeated.
     """
     squares = 0
     for count in _counts(grammar):
@@ -59,7 +59,7 @@ def _counts(grammar: str) -> Iterator[int]:
         return
     try:
         entries = json.loads(grammar).get("grammars", [])
-    except (ValueError, RecursionError):  # llguidance says what it is
+    except (ValueError, RecursionError):  # llguidance reports the error
         return
     for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, dict) and isinstance(lark := entry.get("lark_grammar"), str):
@@ -73,7 +73,7 @@ def num_parts(regex: str) -> int:
 
 
 def _of_schema(schema: Any) -> Iterator[int]:
-    """Find all patterns, wherever they stand: a property that is named `pattern` is counted too."""
+    """Find every pattern, anywhere in the schema; a property that happens to be named `pattern` is counted, too."""
     waiting = [schema]
     while waiting:
         value = waiting.pop()
@@ -88,7 +88,8 @@ def _of_schema(schema: Any) -> Iterator[int]:
 
 
 def _of_lark(text: str) -> Iterator[int]:
-    """A terminal has the parts of those that it refers to; of a rule, each regex is one of its own."""
+    """A terminal's count includes the parts of the terminals that it refers to; in a rule, each regex counts by
+    itself."""
     own: dict[str, int] = {}
     inner: dict[str, list[str]] = {}
     rule, place = "", 0
@@ -116,7 +117,7 @@ def _schema_at(text: str, place: int) -> tuple[Any, int]:
     begin = text.find("{", place)
     try:
         return json.JSONDecoder().raw_decode(text, begin) if begin >= 0 else (None, place)
-    except (ValueError, RecursionError):  # llguidance says what it is
+    except (ValueError, RecursionError):  # llguidance reports the error
         return None, place
 
 
@@ -127,7 +128,7 @@ def _summed(own: dict[str, int], inner: dict[str, list[str]]) -> Iterator[int]:
         while waiting:
             name = waiting[-1]
             if name not in done and (missing := [one for one in inner.get(name, ()) if one not in done]):
-                done[name] = own.get(name, 0)  # also where it refers to itself, which is no terminal
+                done[name] = own.get(name, 0)  # also if it refers to itself, which a terminal may not
                 waiting += missing
                 continue
             waiting.pop()

@@ -1,4 +1,4 @@
-"""Owns which positions of a step are sampled, and what each row returns: tokens as far as its drafts were right.
+"""Owns which positions of a step are sampled, and what each row returns: its tokens, up to the first wrong draft.
 Never chooses a token."""
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ NO_STATE = RowFailure("The model gave no finite hidden state.")
 
 
 class SamplePosition(NamedTuple):
-    """The token `offset` of row `number`, after which one is sampled."""
+    """Token `offset` of row `number`: a token is sampled after it."""
 
     number: int
     offset: int
 
 
 def sampled_positions(rows: Sequence[ScheduledRequest]) -> list[SamplePosition]:
-    """Row by row: all tokens of a decode row, of which all but the first are drafts, and the last token of a chunk."""
+    """All tokens of a decode row (all but the first are drafts) and the last token of a chunk, row by row."""
     positions = []
     for number, row in enumerate(rows):
         if row.sampling is not None:
@@ -37,7 +37,7 @@ def sampled_positions(rows: Sequence[ScheduledRequest]) -> list[SamplePosition]:
 
 
 def num_accepted(drafts: Sequence[int], sampled: Sequence[int | None]) -> int:
-    """How many of the sampled tokens count: up to the first that is not what was drafted for it."""
+    """How many of the sampled tokens count: those up to and including the first that differs from its draft."""
     count = 0
     while count < len(drafts) and sampled[count] == drafts[count]:
         count += 1
@@ -45,9 +45,10 @@ def num_accepted(drafts: Sequence[int], sampled: Sequence[int | None]) -> int:
 
 
 def in_kernel_order(plan: StepPlan) -> tuple[StepPlan, list[int] | None]:
-    """Decode rows of one token, then those with drafts, then chunks: attention takes the first as one batch.
+    """Sort rows: decode rows of one token, then decode rows with drafts, then chunks. Attention takes the first group
+    as one batch.
 
-    Also which row of `plan` each row is; None if they are in that order already.
+    Also returns each row's index in `plan`, or None if the rows were in that order already.
     """
     ranks = [_rank(row) for row in plan.rows]
     if all(before <= after for before, after in pairwise(ranks)):
@@ -61,7 +62,7 @@ def _rank(row: ScheduledRequest) -> int:
 
 
 def in_plan_order(output: StepOutput, order: Sequence[int]) -> StepOutput:
-    """What `in_kernel_order` has put elsewhere, back where the plan has it."""
+    """Undo `in_kernel_order`: put the results back into the order of the plan's rows."""
     sampled: list[tuple[int, ...]] = [()] * len(order)
     for number, tokens in zip(order, output.sampled, strict=True):
         sampled[number] = tokens
@@ -77,9 +78,9 @@ def in_plan_order(output: StepOutput, order: Sequence[int]) -> StepOutput:
 
 
 def sum_pooled(plan: StepPlan, hidden: Tensor) -> Tensor | None:
-    """Sums of hidden states, where they are. hidden: [num_tokens, hidden], of all rows; # [pooled rows, hidden]"""
+    """Sum the hidden states of pooled rows, on their device. hidden: [num_tokens, hidden]; # [pooled rows, hidden]"""
     sums = []
-    begin = 0  # the row's first token among those of the step
+    begin = 0  # the row's first token within the step
     for row in plan.rows:
         if row.pool_from is not None:
             sums.append(hidden[begin + row.pool_from - row.start : begin + len(row.token_ids)].float().sum(dim=0))
@@ -88,12 +89,12 @@ def sum_pooled(plan: StepPlan, hidden: Tensor) -> Tensor | None:
 
 
 def pooled_by_row(plan: StepPlan, sums: Tensor | None) -> tuple[dict[int, tuple[float, ...]], dict[int, RowFailure]]:
-    """What `sum_pooled` found, on the host, and why rows have failed by it."""
+    """The sums of `sum_pooled`, now on the host, by row; and failures of rows whose sum is not finite."""
     if sums is None:
         return {}, {}
     numbers = [number for number, row in enumerate(plan.rows) if row.pool_from is not None]
     pooled = dict(zip(numbers, map(tuple, sums.tolist()), strict=True))
-    return pooled, {number: NO_STATE for number, of in pooled.items() if not all(map(math.isfinite, of))}
+    return pooled, {number: NO_STATE for number, numbers in pooled.items() if not all(map(math.isfinite, numbers))}
 
 
 def make_output(
@@ -104,8 +105,8 @@ def make_output(
     pooled: Mapping[int, tuple[float, ...]],
     failed: dict[int, RowFailure],
 ) -> StepOutput:
-    """What each row asked for, by row, as far as its drafts were right; a row that lacks any of it, or is in `failed`,
-    returns nothing else but what was pooled."""
+    """Make the step's output: what each row asked for, up to its first wrong draft. A row that lacks any of it, or is
+    in `failed`, returns only its pooled states."""
     sampled: dict[int, tuple[int, ...]] = {}
     scored: dict[int, tuple[TokenLogprobs, ...]] = {}
     failed = {number: NO_LOGIT for number, found in scores.items() if found is None} | failed
@@ -113,14 +114,14 @@ def make_output(
         row = plan.rows[number]
         count = num_accepted(row.token_ids[1:], found) if row.kind is RowKind.DECODE else 1
         sampled[number] = tuple(token for token in found[:count] if token is not None)
-        scored[number] = tuple(of for of in logprobs.get(number, ())[:count] if of is not None)
+        scored[number] = tuple(score for score in logprobs.get(number, ())[:count] if score is not None)
         if len(sampled[number]) < count or (number in logprobs and len(scored[number]) < count):
             failed.setdefault(number, NO_LOGIT)
     return StepOutput(
         plan.step_id,
         sampled=tuple(sampled.get(number, ()) if number not in failed else () for number in range(len(plan.rows))),
         failed=tuple(sorted(failed.items())),
-        logprobs={number: of for number, of in scored.items() if of and number not in failed},
-        prompt_logprobs={number: of for number, of in scores.items() if of is not None and number not in failed},
+        logprobs={number: row for number, row in scored.items() if row and number not in failed},
+        prompt_logprobs={number: row for number, row in scores.items() if row is not None and number not in failed},
         pooled=pooled,
     )

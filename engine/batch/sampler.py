@@ -1,8 +1,8 @@
 """Owns the choice of tokens from logits: controls, temperature, top-k, top-p, min-p, one draw per row.
 Never keeps a random state: the number a row uses is a function of (seed, position), so neighbours cannot change it.
 
-`sample` is for logits on the host, and waits for each result. On a GPU `engine.execution.gpu.sampler` has the draws of
-the same `draw_tokens`, which then reads nothing back."""
+`sample` is for logits on the host, and waits for each result. On a GPU, `engine.execution.gpu.sampler` uses the same
+`draw_tokens`, which then reads nothing back."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from engine.step import RowSampling
 
 # Below this, logits / temperature would overflow float32; the result is greedy long before.
 SMALLEST_TEMPERATURE = 1e-5
-# top-p sorts this many of the most likely tokens, and NUCLEUS_GROWTH times as many for rows whose mass is not in them:
-# sorting 16 rows of 49,152 takes 30 ms, their 256 largest 1 ms. Where results cannot be read back, all are sorted.
+# top-p sorts this many of the most likely tokens, and NUCLEUS_GROWTH times as many for rows where these do not reach
+# top_p: sorting 16 rows of 49,152 takes 30 ms, their 256 largest 1 ms. If results cannot be read back, all are sorted.
 NUCLEUS_GUESS = 256
 NUCLEUS_GROWTH = 16
 
 _MASK32 = 0xFFFFFFFF
 
 Upload = Callable[[Tensor], Tensor]
-"""Copies a tensor of the host to where the logits are, without waiting."""
+"""Copies a tensor from the host to the logits' device, without waiting."""
 Draw = Callable[[Tensor, Sequence[int], Sequence[RowSampling], Sequence[int]], Sequence[int]]
-"""(logits [rows, vocab] float32, contiguous; which rows to draw from, each with a finite largest logit and no NaN; how,
-by drawn row; the token's position, by drawn row) -> the drawn rows' tokens."""
+"""(logits [rows, vocab] float32, contiguous; the rows to draw from, each with a finite largest logit and no NaN; each
+drawn row's sampling parameters; each drawn token's position) -> the drawn rows' tokens."""
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -45,7 +45,7 @@ def uniform(seed: int, position: int) -> float:
     """The random number in [0, 1) for the token at `position`: the top 53 of Philox's first 64 bits.
 
     Key: the seed's low and high 32 bits (two's complement). Counter: the position's low and high 32 bits, 0, 0.
-    Recorded values are tested: a change here would change every seeded answer, and streams in migration.
+    Tests compare recorded values: a change here would change every seeded answer, and streams while they migrate.
     """
     counter = (position & _MASK32, (position >> 32) & _MASK32, 0, 0)
     high, low, _, _ = philox4x32(counter, (seed & _MASK32, (seed >> 32) & _MASK32))
@@ -61,16 +61,16 @@ def sample(
     most_likely: tuple[Tensor, Tensor] | None = None,
     draw: Draw | None = None,
 ) -> list[int | None]:
-    """One token per row, the one at positions[row] of its request. logits: [rows, vocab], which are not changed;
-    answers: of each row, the answer's tokens so far, read where its controls look back; within: what grammars allow;
-    most_likely: each row's most likely token and its logit, if that is known; draw: what the model draws with, if torch
-    is not to.
+    """Choose one token per row: the token at positions[row] of its request.
 
-    None for a row without a finite largest logit (NaN, or every token banned): it has no answer, and its neighbours
-    are not to blame.
+    logits: [rows, vocab], left unchanged; answers: each row's answer tokens so far, read if its controls look back;
+    within: the tokens that grammars allow; most_likely: each row's most likely token and its logit, if known; draw: the
+    model's own way to draw, used instead of torch.
 
-    The order of filters is temperature, top-k, top-p, min-p, each on what the one before left; ties go to the lower
-    token id. `kernels.reference.sample` defines the result.
+    None for a row without a finite largest logit (NaN, or every token banned): that row fails, its neighbours do not.
+
+    The order of filters is temperature, top-k, top-p, min-p, each applied to what the one before left; ties go to the
+    lower token id. `kernels.reference.sample` defines the result.
     """
     controlled = control_logits(logits, rows, answers, within)
     if most_likely is None or controlled is not logits:
@@ -93,8 +93,8 @@ def draw_tokens(
 ) -> Tensor:
     """One token per row by inverse CDF over the filtered probabilities, in vocabulary order. # [rows] int64
 
-    scores: [rows, vocab] float, logits less the row's largest; positions: the tokens' own; upload: for scores on a
-    device that is not to be waited for. A row whose scores are NaN gets a number that means nothing.
+    scores: [rows, vocab] float, logits minus the row's largest; positions: the drawn tokens' positions; upload: needed
+    if the scores are on a device that must not be waited for. A row whose scores are NaN gets a meaningless number.
     """
     numbers = [
         [max(row.temperature, SMALLEST_TEMPERATURE) for row in rows],
@@ -109,7 +109,7 @@ def draw_tokens(
     mass = scores.double().exp_()  # [rows, vocab], 1 at the most likely
     cumulative = mass.masked_fill_(mass < min_p, 0.0).cumsum_(dim=-1)
     total = cumulative[:, -1:].clone()
-    # Rounding must not reach the total itself: no token's cumulative mass exceeds that.
+    # Rounding must not make the target equal to the total: no token's cumulative mass exceeds the total.
     target = torch.minimum(number * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target, right=True).squeeze(1)
 
@@ -119,7 +119,7 @@ def _put(host: Tensor, upload: Upload | None) -> Tensor:
 
 
 def _keep_top_k(scores: Tensor, rows: Sequence[RowSampling], upload: Upload | None) -> None:
-    """Set all but each row's `top_k` largest to -inf, in place."""
+    """Set all but each row's `top_k` largest scores to -inf, in place."""
     vocab = scores.shape[1]
     limited = [number for number, row in enumerate(rows) if 0 < row.top_k < vocab]
     if not limited:
@@ -154,16 +154,17 @@ def _keep_top_p(scores: Tensor, rows: Sequence[RowSampling], top_p: Tensor, uplo
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """The `count` largest of each row, descending. # [rows, count]"""
+    """The `count` largest scores of each row, descending. # [rows, count]"""
     if count == scores.shape[1]:
         return scores.sort(dim=-1, descending=True).values
     return scores.topk(count, dim=-1).values
 
 
 def _keep_largest(scores: Tensor, largest: Tensor, counts: Tensor) -> Tensor:
-    """The `counts` largest of each row, -inf elsewhere; of equal ones at the edge, those with the lowest token ids.
+    """Keep the `counts` largest scores of each row and set the others to -inf. Ties at the threshold go to the lower
+    token id.
 
-    scores: [rows, vocab]; largest: [rows, at least counts], as `_largest` has them; counts: [rows, 1].
+    scores: [rows, vocab]; largest: [rows, at least counts], from `_largest`; counts: [rows, 1].
     """
     threshold = largest.gather(1, counts - 1)
     above, equal = scores > threshold, scores == threshold

@@ -1,5 +1,5 @@
-"""Owns the answer to whether an engine could start, for a process that does not load torch itself.
-Never reads a weight. It is asked on standard input, and ends with `REFUSED` after one line on standard error."""
+"""Owns the check whether an engine could start, run as a child of a process that does not load torch itself.
+Never reads a weight. Reads its arguments from standard input; exits with `REFUSED` after one line on standard error."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ COMMAND = (sys.executable, "-c", "import sys; from engine.build.check import mai
 
 
 def main() -> int:
-    """Standard input: pickled arguments of `check_engine`. Standard output: JSON of what the start of a server needs to
-    know besides."""
+    """Run `check_engine` with the pickled arguments on standard input, and print as JSON what else the server's start
+    needs to know."""
     model, config, engines = pickle.load(sys.stdin.buffer)
     try:
         resolved = check_engine(model, config, engines)

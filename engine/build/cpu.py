@@ -1,5 +1,5 @@
-"""Owns the start of an engine on the CPU: first all that can be refused, then the model and its executor.
-Never schedules, and claims the machine's memory before it takes any."""
+"""Owns the start of an engine on the CPU: first every check that can refuse, then the model and its executor.
+Never schedules, and claims memory of the machine before it takes any."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 @dataclass(frozen=True, slots=True)
 class CpuStart:
-    """An engine that may start: all is checked and chosen, no weight is read, and its memory is claimed."""
+    """An engine that is ready to start: all is checked and chosen and its memory is claimed, but no weight is read
+    yet."""
 
     model_dir: Path
     model: ModelConfig
@@ -46,7 +47,7 @@ class CpuStart:
     claim: Claim
 
     def build(self) -> tuple[TorchExecutor, ResolvedConfig]:
-        """Load the weights; the claim is the executor's from now on.
+        """Load the weights. The executor owns the claim from now on.
 
         Raises:
             CheckpointError: the checkpoint is broken or not supported.
@@ -63,8 +64,7 @@ class CpuStart:
             draft_model = DraftModel(drafts.build())
         executor = TorchExecutor(
             model,
-            # What torch does beside the native kernels is small: a second thread of its own would take a core that they
-            # need.
+            # torch does little beside the native kernels: a second thread of its own would take a core that they need.
             num_threads=self.resolved.num_threads if with_torch else 1,
             grammars=read_grammars(self.model_dir, self.resolved),
             draft_model=draft_model,
@@ -73,12 +73,12 @@ class CpuStart:
         return executor, self.resolved
 
     def release(self) -> None:
-        """Give the claim up: the engine is not built."""
+        """Give up the claim, because the engine is not built."""
         self.claim.release()
 
 
 def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, str], engines: int) -> CpuStart:
-    """Check and choose everything. device: with the reason. engines: that share this machine's memory.
+    """Check and choose everything. device: with the reason for it. engines: how many share this machine's memory.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -97,15 +97,15 @@ def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, st
             from engine.build.encoder import with_inputs
 
             resolved = with_inputs(model_dir, model, config, resolved)
-        of_draft = None if draft is None else (draft, _draft_kernels(draft, _alone(config), resolved.max_model_len))
+        with_kernels = None if draft is None else (draft, _draft_kernels(draft, _alone(config), resolved.max_model_len))
     except ValueError:
         claim.release()
         raise
-    return CpuStart(model_dir, model, config, resolved, kernels, of_draft, claim)
+    return CpuStart(model_dir, model, config, resolved, kernels, with_kernels, claim)
 
 
 def _alone(config: EngineConfig) -> EngineConfig:
-    """A draft model's: adapters are the model's own, and drafts change no bit of an answer."""
+    """The draft model's config: adapters are only for the main model, and drafts change no bit of an answer."""
     return replace(config, max_loras=0, batch_invariant=False)
 
 
@@ -118,15 +118,16 @@ def _claimed(
     draft: DraftCheckpoint | None,
     engines: int,
 ) -> tuple[ResolvedConfig, Claim]:
-    """What is served, and the memory for it, which no other engine of this machine then counts as free."""
+    """The resolved config, and a claim on the memory for it, so that no other engine of this machine counts it as
+    free."""
     dtype, _ = resolve_dtype(config, device[0])
     drafts = None if draft is None else draft.model
     checkpoints = [(model_dir, model)] if draft is None else [(model_dir, model), (draft.directory, draft.model)]
     use = host_use(checkpoints, config, dtype, native=kernels.name == NATIVE)
-    asked_of = None if draft is None else (draft.model, draft.cost)
+    draft_cost = None if draft is None else (draft.model, draft.cost)
     with shares() as shared:
         budget = HostBudget(use=use, room=shared.room(engines))
-        resolved = resolve(model_dir, model, config, kernels, device, budget, draft=asked_of)
+        resolved = resolve(model_dir, model, config, kernels, device, budget, draft=draft_cost)
         cache = resolved.num_kv_blocks * block_bytes(model, config, dtype, drafts) + state_bytes(model, config, dtype)
         return resolved, shared.claim(use.total + cache)
 
@@ -146,9 +147,9 @@ def _keep_freed_memory() -> None:
 def _builder(
     model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig, kernels: Choice
 ) -> ModelBuilder[Model]:
-    """Of a checkpoint on `kernels`. resolved: of the engine, which may have another model."""
+    """The builder for a checkpoint on `kernels`. resolved: the engine's, which may have another main model."""
     if model.vision is not None:
-        from engine.build.encoder import encoder_builder  # which a model of text alone does not need
+        from engine.build.encoder import encoder_builder  # not needed for text models
 
         return encoder_builder(model_dir, model, config, resolved)
     return ModelBuilder(
@@ -196,14 +197,14 @@ def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
         raise ConfigError(f"kernels is {config.kernels}. {error}") from error
     chosen = _KERNELS[choice.name]
     on[chosen] = f"the kernels are {choice.reason}"
-    # Of these kernels alone: settings are the main model's, and `model` may be the one that drafts.
+    # Only conflicts of these kernels: the settings are the main model's, and `model` may be the draft model.
     if conflict := find_conflict(on, feature=chosen):
         raise ConfigError(conflict.text(on))
     return choice
 
 
 def _unfit(on: Facts) -> str | None:
-    """Why the native kernels cannot run this model with these settings, whatever its shape."""
+    """Why the native kernels cannot run this model with these settings, regardless of its shape."""
     conflict = find_conflict(on, feature=features.NATIVE)
     if conflict is None:
         return None
@@ -211,9 +212,10 @@ def _unfit(on: Facts) -> str | None:
 
 
 def _draft_kernels(draft: DraftCheckpoint, config: EngineConfig, max_model_len: int) -> Choice:
-    """Choose the kernels of a draft model that reads as far as the model, before any weights are loaded."""
+    """Choose the draft model's kernels, before any weights are loaded. Refuses one that reads less far than the
+    model."""
     check_length(draft, max_model_len)
     try:
         return _kernels(draft.model, config)
-    except ConfigError as error:  # which names settings, and they are those of two models
+    except ConfigError as error:  # the text names settings, which could be either model's
         raise ConfigError(f"speculative.model is {config.speculative.model}, for which {error}") from error

@@ -1,5 +1,5 @@
-"""Owns what is asked of a draft model before it is loaded: that it can run here, and that its tokens are the model's.
-Never loads its weights, and never lets one in whose drafts would be of another language."""
+"""Owns the checks of a draft model before it is loaded: that it can run here, and that it has the model's tokens.
+Never loads its weights, and never accepts a draft model with another vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.models.config import ModelConfig, read_model_config
 
 TOKENIZER_FILE = "tokenizer.json"
 LEAST_COST = 0.02
-"""No pass takes less than so much of a step: part of it is Python's. A guess."""
+"""Minimum cost of a pass of the draft model, as a share of a step: part of it is Python's. A guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class DraftCheckpoint:
 
 
 def read_draft(model_dir: Path, model: ModelConfig, config: EngineConfig) -> DraftCheckpoint | None:
-    """What `speculative` asks for beside `model`, of which `model_dir` is; None where it asks for no draft model.
+    """The draft model that `config.speculative` asks for beside `model` in `model_dir`; None if it asks for none.
 
     Raises:
         ModelError: the draft model cannot be found or read.
-        ConfigError: it cannot draft for this one.
+        ConfigError: it cannot draft for this model.
     """
     name = config.speculative.model
     if config.speculative.method != "draft_model" or name is None:
@@ -41,7 +41,7 @@ def read_draft(model_dir: Path, model: ModelConfig, config: EngineConfig) -> Dra
     try:
         directory = prepare_model(name, weights=config.load_format != "dummy")
         draft = read_model_config(directory)
-    except ModelError as error:  # which names a model, and there are two
+    except ModelError as error:  # the text names a model: say which of the two
         raise ModelError(f"speculative.model is {name}: {error}") from error
     _check_kind(name, draft)
     if draft.vocab_size != model.vocab_size:
@@ -66,7 +66,7 @@ def _check_kind(name: str, draft: ModelConfig) -> None:
 
 
 def check_length(draft: DraftCheckpoint, max_model_len: int) -> None:
-    """Raise ConfigError where the draft model's positions end before the model's do."""
+    """Raise ConfigError if the draft model cannot read `max_model_len` positions."""
     longest = draft.model.rope.longest_position(draft.model.max_position_embeddings)
     if longest < max_model_len:
         raise ConfigError(
@@ -76,20 +76,20 @@ def check_length(draft: DraftCheckpoint, max_model_len: int) -> None:
 
 
 def _difference(draft: Path, model: Path) -> str | None:
-    """The first token that is not the same, in words; None where all are, or where weights are random and a directory
-    has no tokenizer."""
+    """Describe the first token that differs. None if all are the same, or if a directory has no tokenizer, as with
+    random weights."""
     if not (draft.is_file() and model.is_file()):
         return None
     theirs, ours = _tokens(draft), _tokens(model)
     for token_id in sorted(theirs.keys() | ours.keys()):
         if theirs.get(token_id) != ours.get(token_id):
-            found, expected = (repr(of[token_id]) if token_id in of else "none" for of in (theirs, ours))
+            found, expected = (repr(tokens[token_id]) if token_id in tokens else "none" for tokens in (theirs, ours))
             return f"token {token_id} is {found} there, and {expected} here"
     return None
 
 
 def _tokens(path: Path) -> dict[int, str]:
-    """By id, special ones included."""
+    """All tokens by id, special ones included."""
     from tokenizers import Tokenizer
 
     vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)

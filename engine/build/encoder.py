@@ -1,5 +1,5 @@
-"""Owns what a model with an encoder has besides: the encoder's weights, and the limits of what it may be given.
-Never runs on a GPU, nor on the native kernels: such a model is refused there by name."""
+"""Owns what a model with an encoder needs in addition: the encoder's weights, and the limits of its inputs.
+Never runs on a GPU or on the native kernels: such a model is refused there by name."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PROCESSOR_FILE = "preprocessor_config.json"
 def encoder_builder(
     model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig
 ) -> ModelBuilder[EncodingModel]:
-    """Of a decoder and its encoder. resolved: see with_inputs.
+    """The builder of a decoder with its encoder. resolved: see with_inputs.
 
     Raises:
-        CheckpointError: what the checkpoint says of images cannot be read.
+        CheckpointError: the checkpoint's description of images cannot be read.
     """
     assert model.vision is not None
     ops, vision, pixels = TABLES[resolved.kernels], model.vision, _pixels(model_dir, model.vision)
@@ -43,7 +43,7 @@ def encoder_builder(
 
 
 def _pixels(model_dir: Path, vision: VisionConfig) -> PixelConfig:
-    """What the checkpoint says of images; its file may be missing."""
+    """The checkpoint's description of images; its file may be missing."""
     path = model_dir / PROCESSOR_FILE
     try:
         return read_pixels(read_json(path) if path.exists() else {}, vision)
@@ -52,10 +52,10 @@ def _pixels(model_dir: Path, vision: VisionConfig) -> PixelConfig:
 
 
 def with_inputs(model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig) -> ResolvedConfig:
-    """With what an image may be, and how many tokens of images are kept encoded. resolved: of the decoder alone.
+    """Add the limits of images, and how many encoded image tokens are kept. resolved: the decoder's alone.
 
     Raises:
-        CheckpointError: what the checkpoint says of images cannot be read.
+        CheckpointError: the checkpoint's description of images cannot be read.
         ConfigError: the engine's limits leave no room for an image.
     """
     assert model.vision is not None

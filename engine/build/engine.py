@@ -1,4 +1,4 @@
-"""Owns the assembly of an engine from a config. The one place where the core meets torch, and only when asked to.
+"""Owns the assembly of an engine from a config. The one place where the core meets torch, and only when it is needed.
 Never runs on import: nothing heavy is loaded until `build_engine` is called."""
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FAKE_IMAGES = InputKind(
     name="image", token_id=262, side=28, min_pixels=28 * 28, max_pixels=28 * 28 * 64, chunkable=False
 )
 FAKE_MODEL_COST = 0.1
-"""Of a draft model: what small models cost beside those that they draft for."""
+"""The draft model's cost: about what small models cost, compared with the models that they draft for."""
 FAKE_EMBEDDING_BYTES = 1024
-"""What an encoded token would take."""
+"""Memory that an encoded token is assumed to take."""
 _FAKE_ALPHABET = tuple(b"abcdefghijklmnopqrstuvwxyz ")
 
 
@@ -51,7 +51,7 @@ def build_engine(model: str, config: EngineConfig, engines: int = 1) -> AsyncEng
 
 
 def check_engine(model: str, config: EngineConfig, engines: int = 1) -> ResolvedConfig:
-    """Refuse what build_engine would before it reads a weight, and say what it would serve.
+    """Run all checks that build_engine makes before it reads a weight, and return the config that it would serve.
 
     Raises: as build_engine.
     """
@@ -65,8 +65,9 @@ def check_engine(model: str, config: EngineConfig, engines: int = 1) -> Resolved
 
 
 def _build_torch(model: str, config: EngineConfig, engines: int) -> tuple[Executor, ResolvedConfig]:
-    # Read once, when torch is loaded. Its threads spin while they wait, and keep server and proxy from their cores: on
-    # two busy ones a step of 16 streams took 900 to 2,500 ms, and 400 ms without. The native kernels have their own.
+    # torch reads this once, when it is loaded. By default its threads spin while they wait, which takes the cores from
+    # server and proxy: on two busy cores a step of 16 streams took 900 to 2,500 ms, and 400 ms without spinning. The
+    # native kernels have threads of their own.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from engine.build.executor import create_executor
 

@@ -1,5 +1,5 @@
-"""Owns the choice between a CPU's executor and a GPU's, and the one call that makes either.
-Never reads a checkpoint: the start on the device does, and only that one is imported."""
+"""Owns the choice between the executor for a CPU and the one for a GPU, and the call that makes either.
+Never reads a checkpoint: the device's own start does, and only the chosen one is imported."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from engine.execution.executor import ModelExecutor
 
 
 class Start(Protocol):
-    """An engine that may start on some device: all is checked and chosen, and no weight is read."""
+    """An engine that is ready to start on some device: all is checked and chosen, but no weight is read yet."""
 
     @property
     def resolved(self) -> ResolvedConfig:
-        """On a GPU the number of KV blocks is measured by `build`."""
+        """The config that is served. On a GPU, `build` has yet to measure the number of KV blocks."""
 
     def build(self) -> tuple[ModelExecutor, ResolvedConfig]: ...
 
     def release(self) -> None:
-        """Give up what is held for an engine that is not built."""
+        """Give up what was reserved, because the engine is not built."""
 
 
 def create_executor(model_dir: Path, config: EngineConfig, engines: int = 1) -> tuple[ModelExecutor, ResolvedConfig]:
     """Load the checkpoint of `model_dir` (only its config.json with load_format `dummy`) and make it ready to run.
-    engines: that share this machine's memory.
+    engines: how many share this machine's memory.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -37,7 +37,7 @@ def create_executor(model_dir: Path, config: EngineConfig, engines: int = 1) -> 
 
 
 def check_executor(model_dir: Path, config: EngineConfig, engines: int = 1) -> ResolvedConfig:
-    """Refuse what create_executor would before it reads a weight, and say what it would serve.
+    """Run all checks that create_executor makes before it reads a weight, and return the config that it would serve.
 
     Raises: as create_executor.
     """

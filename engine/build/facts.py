@@ -1,5 +1,5 @@
-"""Tells what a model is in the terms of engine.features, so that what does not go with it is refused.
-Never refuses anything, and knows no settings."""
+"""Owns the description of a model in terms of engine.features, so that conflicting settings can be refused.
+Never refuses anything itself, and knows no settings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from engine.models.description import ModelConfig
 
 
 def facts_of(model: ModelConfig) -> dict[Feature, str]:
-    """The kinds that `model` is of, each with a clause that names its architecture."""
-    found = {
+    """The features that `model` has, each with a clause that names its architecture."""
+    clauses = {
         EXPERTS: (bool(model.expert_sizes), "is a mixture of experts"),
         LINEAR_ATTENTION: (model.needs_linear_attention_pass, "has linear attention"),
         RECURRENT_STATE: (bool(model.linear_layers), "has a recurrent state"),
@@ -17,4 +17,4 @@ def facts_of(model: ModelConfig) -> dict[Feature, str]:
         IMAGES: (model.vision is not None, "takes images"),
         TEXT: (model.vision is None, "takes text alone"),
     }
-    return {feature: f"{model.architecture} {clause}" for feature, (is_one, clause) in found.items() if is_one}
+    return {feature: f"{model.architecture} {clause}" for feature, (applies, clause) in clauses.items() if applies}

@@ -1,4 +1,4 @@
-"""Owns the start of an engine on a device: weights, a step of the largest size, KV blocks in what is left, captures.
+"""Owns the start of an engine on a GPU: weights, a trial step of the largest size, KV blocks in the rest, captures.
 Never computes a request's step, and never guesses what can be measured."""
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ from kernels.ops import Ops
 logger = logging.getLogger(__name__)
 
 GPU_MEMORY_UTILIZATION = 0.9
-"""Unless the config says otherwise."""
+"""Used unless the config says otherwise."""
 
 DECODE_CONTEXT = 4096
-"""Tokens of each row but one in the decode step of the start: enough that it mostly reads K and V."""
+"""Tokens of each row but one in the trial decode step: enough that the step mostly reads K and V."""
 SHORT_CONTEXT = 256
-"""Tokens of each row in the other: so few that no kernel splits a row's keys, which is another kernel."""
+"""Tokens of each row in the other trial decode step: so few that no kernel splits a row's keys, which would be another
+kernel."""
 
-# Controls want a copy of the logits in float32.
+# Controls need a copy of the logits in float32.
 _CONTROLS = LogitControls(
     allowed_token_ids=(0, 1), logit_bias=((0, 1.0),), repetition_penalty=1.1, prompt_token_ids=(0,)
 )
@@ -68,7 +69,7 @@ _DEAREST = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.0, seed=0, 
 
 
 def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reason: str) -> GpuStart:
-    """All that can be refused and chosen before a weight is read. reason: for the device.
+    """Check and choose everything before a weight is read. reason: why this device.
 
     Raises:
         CheckpointError: the checkpoint is not supported.
@@ -101,7 +102,7 @@ def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reaso
 
 
 class GpuStart:
-    """An engine that may start on a GPU: all is checked and chosen, and no weight is read."""
+    """An engine that is ready to start on a GPU: all is checked and chosen, but no weight is read yet."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class GpuStart:
         self._spare_blocks = 1 if buckets.all else 0  # for the padding of captured steps
 
     def build(self) -> tuple[DeviceExecutor, ResolvedConfig]:
-        """Load the weights straight to the device, measure what steps take, and give the rest to KV blocks.
+        """Load the weights straight to the device, measure the memory that steps take, and give the rest to KV blocks.
 
         Raises:
             CheckpointError: the checkpoint is broken or not supported.
@@ -138,10 +139,10 @@ class GpuStart:
         return DeviceExecutor(model, self._device, num_threads=resolved.num_threads, grammars=grammars), resolved
 
     def release(self) -> None:
-        """Nothing is held: a GPU is one engine's alone."""
+        """Nothing was reserved: one engine has the GPU to itself."""
 
     def _load(self, free: int, total: int) -> Decoder:
-        """free, total: the device's memory before, in bytes."""
+        """Load the weights. free, total: the device's memory beforehand, in bytes."""
         try:
             with device_faults():
                 decoder = self._builder.load()
@@ -154,7 +155,7 @@ class GpuStart:
         return decoder
 
     def _attach(self, decoder: Decoder, num_blocks: int) -> DeviceModel:
-        """With a KV cache of `num_blocks`, and those that are nobody's."""
+        """Make the model with a KV cache of `num_blocks` and the spare blocks for padding."""
         num_blocks += self._spare_blocks
         try:
             with device_faults():
@@ -168,7 +169,7 @@ class GpuStart:
             ) from error
 
     def _measure(self, decoder: Decoder, use: MemoryUse) -> MemoryUse:
-        """What the largest steps take, and what captures keep, on a KV cache that is just large enough."""
+        """Measure what the largest steps take and what captures keep, on a KV cache that is just large enough."""
         resolved = self.resolved
         plan = largest_step(resolved)
         use = replace(use, states=state_bytes(self._builder.model, resolved, self._dtype))
@@ -182,12 +183,12 @@ class GpuStart:
             _run(executor, plan)
             with device_faults(), torch.inference_mode():
                 warm_up_sampler(self._device, self._ops, self._dtype, resolved.vocab_size)
-        # Before any capture: kernels choose their configurations at their first launch, for good, and a capture's own
-        # first step is of padding.
+        # Before any capture: kernels choose their configurations for good at their first launch, and the first step of
+        # a capture consists of padding.
         with _fits(f"{rows}, but the GPU has no memory for a decode step of such rows", use):
             _run(executor, longest_decode_step(resolved))
             _run(executor, short_decode_step(resolved))
-        # torch keeps the memory of these steps for the next ones, so what is free now is free whatever they are.
+        # torch keeps the memory of these steps for the next ones, so what is free now stays free whatever steps follow.
         use = replace(use, activations=max(0, before - self._device.memory()[0]))
         if self._buckets.all:
             use = self._measure_captures(probe, use, before)
@@ -198,12 +199,14 @@ class GpuStart:
         return use
 
     def _measure_captures(self, probe: DeviceModel, use: MemoryUse, before: int) -> MemoryUse:
-        """What they keep, which no step can use, and what running their work takes. before: bytes free before steps."""
+        """Measure what captures keep, which no step can use, and what running them takes. before: bytes free before any
+        step."""
         device = self._device
         with self._captures_fit(use, "the largest step"):
             probe.warm_up(self._buckets)
             use = replace(use, activations=max(use.activations, before - device.memory()[0]))
-            device.release_unused()  # a capture would, and what steps had cached would hide what captures keep
+            # A capture would do this, and memory that steps had cached would hide what captures keep.
+            device.release_unused()
             released = device.memory()[0]
             probe.capture(self._buckets)
             device.release_unused()
@@ -211,7 +214,8 @@ class GpuStart:
 
     @contextmanager
     def _captures_fit(self, use: MemoryUse, beside: str) -> Iterator[None]:
-        """Raise ConfigError where the device runs out of memory within. beside: what has its memory then."""
+        """Raise ConfigError if the device runs out of memory in the body. beside: what has memory then, for the
+        message."""
         try:
             with device_faults():
                 yield
@@ -240,7 +244,7 @@ class GpuStart:
 
 @contextmanager
 def _fits(why: str, use: MemoryUse) -> Iterator[None]:
-    """Raise ConfigError where the device runs out of memory within."""
+    """Raise ConfigError if the device runs out of memory in the body."""
     try:
         yield
     except (ExecutorOutOfMemoryError, StateLostError) as error:
@@ -253,7 +257,8 @@ def _run(executor: DeviceExecutor, plan: StepPlan) -> None:
 
 
 def largest_step(config: ResolvedConfig) -> StepPlan:
-    """As many tokens, rows and samples as a step may have, each of the samples by the dearest way but a grammar's."""
+    """A step with the maximum of tokens, rows and samples, each sampled in the most expensive way except for
+    grammars."""
     num_rows = config.max_num_seqs
     longest = min(config.max_num_batched_tokens - num_rows + 1, config.max_model_len)
     blocks = tuple(range(-(-longest // config.block_size)))
@@ -267,7 +272,7 @@ def largest_step(config: ResolvedConfig) -> StepPlan:
 
 
 def longest_decode_step(config: ResolvedConfig) -> StepPlan:
-    """A decode row for each seat, one as long as a row may be and the others of up to DECODE_CONTEXT tokens, all in
+    """One decode row for each seat: one of the maximum length and the others of up to DECODE_CONTEXT tokens, all in
     block 0."""
     rows = []
     for number in range(config.max_num_seqs):
@@ -279,7 +284,7 @@ def longest_decode_step(config: ResolvedConfig) -> StepPlan:
 
 
 def short_decode_step(config: ResolvedConfig) -> StepPlan:
-    """A decode row of up to SHORT_CONTEXT tokens for each seat, all in block 0."""
+    """One decode row of up to SHORT_CONTEXT tokens for each seat, all in block 0."""
     return longest_decode_step(replace(config, max_model_len=min(config.max_model_len, SHORT_CONTEXT)))
 
 
@@ -317,7 +322,7 @@ def _buckets(
 
 
 def _uncaptured(device: Device, attention: Choice, ops: Ops) -> dict[Feature, str]:
-    """What of these a captured step could not have."""
+    """Which of these features a captured step could not have."""
     by_torch = "torch's operators compute"
     found = {
         UNCAPTURED_ATTENTION: (ops.capturable, f"attention is {attention.name}"),

@@ -1,5 +1,5 @@
-"""Owns what an engine on the CPU takes of the machine's memory, and how many KV blocks that leaves room for.
-Never allocates: sizes are those of the tensors that will be, made on torch's `meta` device, which has no memory."""
+"""Owns how much of the machine's memory an engine on the CPU takes, and how many KV blocks fit into the rest.
+Never allocates: sizes come from tensors on torch's `meta` device, which has no memory."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from engine.models.weights import weight_bytes
 
 GIB = 2**30
 KV_SHARE = 0.8
-"""The share taken of what is left to an engine, where nobody says how much its KV cache may take. It is not given
-back, and the page cache, the HTTP side and other programs want some, too."""
+"""Share of the remaining memory that the KV cache takes if no setting says how much. It is never given back, and the
+page cache, the HTTP side and other programs need some, too."""
 MEMORY_GIB = 2.0
-"""For KV blocks on a system that does not say how much memory is free, unless the config does."""
+"""Memory for KV blocks if neither the config nor the system says how much there is."""
 
 META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostUse:
-    """What an engine takes besides its KV cache and recurrent states. Bytes."""
+    """Bytes that an engine takes besides its KV cache and recurrent states."""
 
     weights: int
     step: int
-    """Activations and logits of the largest step: an estimate."""
+    """Estimate of the activations and logits of the largest step."""
     encoder_cache: int = 0
     adapters: int = 0
 
@@ -41,7 +41,7 @@ class HostUse:
         return self.weights + self.step + self.encoder_cache + self.adapters
 
     def text(self) -> str:
-        """Every part in GiB, each by the setting that it follows from."""
+        """Every part in GiB, named by the setting that determines it."""
         parts = {
             "weights": self.weights,
             "a step of max_num_batched_tokens": self.step,
@@ -53,17 +53,17 @@ class HostUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostBudget:
-    """What an engine takes, and what it may."""
+    """The memory that an engine takes, and how much it may take."""
 
     use: HostUse
     room: Room | None
-    """None: the system does not say."""
+    """None: the system does not say how much is free."""
 
     def blocks(self, config: EngineConfig, block_bytes: int, state_bytes: int, most: int) -> tuple[int, str]:
-        """How many KV blocks, and why. most: no more are of any use.
+        """The number of KV blocks, and the reason. most: more than that would be of no use.
 
         Raises:
-            ConfigError: there is no memory for what was asked, or for one block beside the rest.
+            ConfigError: there is no memory for what the config asks for, or for a single block beside the rest.
         """
         self._check_use()
         asked = _asked_bytes(config, block_bytes, state_bytes)
@@ -119,7 +119,7 @@ def _free(room: Room) -> str:
 
 
 def _asked_bytes(config: EngineConfig, block_bytes: int, state_bytes: int) -> tuple[str, int, int] | None:
-    """(setting, bytes with recurrent states, blocks) of what the config says; None where it leaves it open."""
+    """(setting, bytes with recurrent states, blocks) if the config sets the size of the KV cache; else None."""
     if (blocks := config.num_kv_blocks) is not None:
         return "num_kv_blocks", blocks * block_bytes + state_bytes, blocks
     if (gib := config.kv_cache_memory_gib) is not None:
@@ -130,8 +130,8 @@ def _asked_bytes(config: EngineConfig, block_bytes: int, state_bytes: int) -> tu
 def host_use(
     checkpoints: list[tuple[Path, ModelConfig]], config: EngineConfig, dtype: torch.dtype, *, native: bool
 ) -> HostUse:
-    """Of an engine on the CPU. checkpoints: the model, and the draft model if there is one. native: on the kernels that
-    keep matrices of 8 bits, and pack a tied LM head into memory of its own.
+    """The memory that an engine on the CPU takes. checkpoints: the model, and the draft model if there is one. native:
+    on the native kernels, which keep matrices of 8 bits and pack a tied LM head into memory of its own.
 
     Raises:
         CheckpointError: a checkpoint's files cannot be read.
@@ -140,15 +140,19 @@ def host_use(
     stored = config.load_format != "dummy"
     return HostUse(
         weights=sum(
-            weight_bytes(directory if stored else None, of, dtype, keep_int8=native)
-            + (of.vocab_size * of.hidden_size * dtype.itemsize if native and of.tie_word_embeddings else 0)
-            for directory, of in checkpoints
+            weight_bytes(directory if stored else None, checkpoint, dtype, keep_int8=native)
+            + (_head_bytes(checkpoint, dtype) if native and checkpoint.tie_word_embeddings else 0)
+            for directory, checkpoint in checkpoints
         )
         + _vision_bytes(model, dtype),
         step=_step_bytes(model, config),
         encoder_cache=0 if model.vision is None else int(config.encoder_cache_memory_gib * GIB),
         adapters=_adapter_bytes(model, config, dtype),
     )
+
+
+def _head_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    return model.vocab_size * model.hidden_size * dtype.itemsize
 
 
 def _vision_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
@@ -159,13 +163,14 @@ def _vision_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def _step_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """In float32: of each token the rows that a layer makes, of each seat its logits and a sampler's copies."""
+    """In float32: for each token the rows that a layer makes, for each seat its logits and the sampler's copies."""
     row = 4 * model.hidden_size + 2 * model.intermediate_size + 2 * model.num_heads * model.head_dim
     return 4 * (config.max_num_batched_tokens * row + 4 * config.max_num_seqs * model.vocab_size)
 
 
 def _adapter_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """Two thin matrices beside each of a layer's; three beside the stacked ones, of queries, keys and values."""
+    """Adapters have two thin matrices beside each of a layer's matrices; three beside stacked ones (queries, keys,
+    values)."""
     if not config.max_loras:
         return 0
     layers = allocate(model, dtype, META).layers

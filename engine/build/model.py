@@ -1,5 +1,5 @@
-"""Puts a model together, in one way for every device: weights, decoder, KV cache and recurrent state, and a runner.
-Never chooses a device or kernels, and never asks whether there is memory: the start of each device has done so."""
+"""Owns the assembly of a model, the same on every device: weights, decoder, KV cache, recurrent state, and a runner.
+Never chooses a device or kernels, and never asks whether there is memory: the device's start has done so."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from engine.models.weights import CPU, dummy_weights, fill_randomly, load_weight
 M_co = TypeVar("M_co", bound=Model, covariant=True)
 
 Runner = Callable[[Decoder, KVCache, RecurrentState | None], M_co]
-"""Makes of the parts a model that runs steps, by the kernels of a device."""
+"""Combines the parts into a model that runs steps with a device's kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelBuilder(Generic[M_co]):
-    """What a model is made of. Devices and kernels differ in `runner` and the fields behind it."""
+    """All that a model is built from. Devices and kernels differ only in `runner` and the fields after it."""
 
     model_dir: Path
     model: ModelConfig
     config: EngineConfig
     resolved: ResolvedConfig
-    """The engine's: a draft model has the limits and the types of the model that it drafts for."""
+    """The engine's resolved config. A draft model has the limits and types of the model that it drafts for."""
     runner: Runner[M_co]
     device: torch.device = CPU
     """Where weights, KV cache and recurrent state are."""
     keep_int8: bool = False
     """See load_weights."""
     others: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors besides the decoder's that the checkpoint fills, by their names: an encoder's."""
+    """An encoder's tensors by name, which the checkpoint fills in addition to the decoder's."""
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -63,12 +63,12 @@ class ModelBuilder(Generic[M_co]):
         return Decoder(self.model, weights, self.resolved.max_model_len)
 
     def attach(self, decoder: Decoder, num_blocks: int) -> M_co:
-        """Give a loaded decoder a KV cache of so many blocks, recurrent state where it has any, and a runner."""
+        """Give a loaded decoder a KV cache of `num_blocks`, recurrent state if it has any, and a runner."""
         kept, size = cache_dtype(self.config.kv_cache_dtype, self._dtype), self.resolved.block_size
         cache = KVCache.allocate(self.model, num_blocks, size, kept, self.device)
         state = RecurrentState.allocate(self.model, self.resolved, self._dtype, self.device)
         return self.runner(decoder, cache, state)
 
     def build(self) -> M_co:
-        """With as many KV blocks as are resolved. Raises: as load."""
+        """Load the weights and attach as many KV blocks as were resolved. Raises: as load."""
         return self.attach(self.load(), self.resolved.num_kv_blocks)

@@ -1,4 +1,4 @@
-"""Owns the step from what was asked to what is served: limits, types, threads and blocks, each with its reason.
+"""Owns how the config becomes what is served: limits, types, threads and blocks, each with its reason.
 Never allocates or loads anything: it reads a few small files and the machine's description."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.models.recurrent_state import memory_summary, state_bytes
 from kernels.choice import NATIVE, Choice
 from kernels.processor import cpu_flags
 
-_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # the last is Arm's
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # the last one is Arm's
 
 
 def resolve(
@@ -33,8 +33,10 @@ def resolve(
     memory: HostBudget | tuple[int, str],
     draft: tuple[ModelConfig, float] | None = None,
 ) -> ResolvedConfig:
-    """What this machine and this checkpoint make of `config`. device: with the reason. memory: what KV blocks may take,
-    or how many there are and why. draft: a draft model, and what it costs; see SpeculativeConfig.model_cost.
+    """Resolve `config` for this machine and this checkpoint.
+
+    device: with the reason for it. memory: how much KV blocks may take, or their number and the reason for it. draft: a
+    draft model and its cost; see SpeculativeConfig.model_cost.
 
     Raises:
         ConfigError: a setting asks for more than the checkpoint or the memory can give.
@@ -83,7 +85,7 @@ def resolve(
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The type that ResolvedConfig.dtype names."""
+    """The torch type that ResolvedConfig.dtype names."""
     return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
 
 
@@ -102,7 +104,7 @@ def _max_model_len(model: ModelConfig, config: EngineConfig) -> tuple[int, str]:
 
 
 def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str]:
-    """Of weights and KV cache, and why."""
+    """The type of weights and KV cache, and the reason for it."""
     if config.dtype != "auto":
         return torch_dtype(config.dtype), "asked for"
     if device.capability is not None:
@@ -118,9 +120,9 @@ def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, st
 
 
 def block_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, draft: ModelConfig | None) -> int:
-    """Of a KV block, with the draft model's of the same number."""
+    """Bytes of a KV block, including the draft model's block of the same number."""
     kept = cache_dtype(config.kv_cache_dtype, dtype)
-    return sum(bytes_per_block(of, config.block_size, kept) for of in (model, draft) if of is not None)
+    return sum(bytes_per_block(each, config.block_size, kept) for each in (model, draft) if each is not None)
 
 
 def _num_blocks(
@@ -139,19 +141,20 @@ def _num_blocks(
 
 
 def weights_read(model: ModelConfig) -> int:
-    """Numbers of the matrices that one token passes, the LM head's included."""
+    """How many weights a step reads for one token, including the LM head's."""
     return model.num_layers * _products(model) + model.vocab_size * model.hidden_size
 
 
 def _products(model: ModelConfig) -> int:
-    """Numbers that a layer multiplies for a token."""
+    """How many multiplications a layer's matrices take for a token."""
     size = model.num_heads * model.head_dim
     projections = model.hidden_size * (2 * size + 2 * model.num_kv_heads * model.head_dim)
     return projections + 3 * model.hidden_size * model.multiplied_intermediate_size
 
 
 def _scheduler(model: ModelConfig, config: EngineConfig) -> tuple[SchedulerConfig, str]:
-    """With the context at which attention to it costs as much as a token's matrix products."""
+    """The scheduler's config, with `chunk_halving_context` set to where attending to the context costs as much as a
+    token's matrix products."""
     asked = config.scheduler
     if asked.chunk_owner == "engine":
         return asked, "chunk_owner engine does not cut prompts"
@@ -159,7 +162,7 @@ def _scheduler(model: ModelConfig, config: EngineConfig) -> tuple[SchedulerConfi
         return asked, "asked for"
     size, products = model.num_heads * model.head_dim, _products(model)
     attending = model.num_attention_layers
-    # q k and p v: two products of `size` for each token of the context, in the layers that look back.
+    # q·k and p·v: two products of `size` for each token of the context, in the layers with attention.
     context = max(1, products * model.num_layers // (2 * size * attending))
     where = "" if attending == model.num_layers else f" in {attending} of {model.num_layers} layers"
     return replace(asked, chunk_halving_context=context), (
@@ -193,7 +196,7 @@ def _narrow_cache(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) 
 
 
 def _weights(packed: Quantization, config: EngineConfig, dtype: torch.dtype, native: bool) -> str:
-    """What is computed with of a packed checkpoint."""
+    """How the weights of a packed checkpoint are computed with."""
     name = str(dtype).removeprefix("torch.")
     if config.load_format == "dummy":
         return f"random numbers in {name}, where the checkpoint has {packed.summary}"
@@ -211,13 +214,13 @@ def _num_threads(config: EngineConfig) -> tuple[int, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cpu_quota()
     if quota is not None and quota < cores:
-        # More threads than the container's quota would be stopped in the middle of every parallel region.
+        # More threads than the container's quota would be paused in the middle of every parallel region.
         return max(1, int(quota)), f"the container's CPU quota is {quota:g} of {cores} cores"
     return cores, f"this process may use {cores} cores"
 
 
 def _cpu_quota() -> float | None:
-    """Cores that the container may use, by cgroup v2; None if it has no limit."""
+    """How many cores the container may use, by cgroup v2; None if it has no limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
         return None if quota == "max" else int(quota) / int(period)
@@ -226,13 +229,13 @@ def _cpu_quota() -> float | None:
 
 
 def _eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """generation_config.json knows the chat model's own end tokens; config.json often only the base model's."""
+    """The end tokens: generation_config.json has the chat model's own, config.json often only the base model's."""
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
         document = read_json(path) if path.exists() else {}
         value = document.get("eos_token_id")
-        if value is None and isinstance(of_text := document.get("text_config"), dict):  # of a model with other inputs
-            value = of_text.get("eos_token_id")
+        if value is None and isinstance(text_config := document.get("text_config"), dict):  # a model with images
+            value = text_config.get("eos_token_id")
         if value is not None:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(token, int) and token >= 0 for token in ids):

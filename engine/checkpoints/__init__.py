@@ -1,4 +1,4 @@
-"""A model's files, from a name to a directory that the engine can read. `prepare` is the command and the entry.
+"""Turns a model's name into a directory that the engine can read. `prepare` is the entry point and the command.
 
-`model_source` finds files, `model_cache` keeps what was made of them, and `gguf_*` convert.
+`model_source` finds files, `model_cache` keeps converted models, and `gguf_*` convert.
 """

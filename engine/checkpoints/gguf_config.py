@@ -40,7 +40,7 @@ def build_config(gguf: GGUFFile) -> dict[str, Any]:
         "head_dim": _head_dim(gguf, arch, hidden // heads),
         "hidden_act": "silu",
         "rms_norm_eps": gguf.require(f"{arch}.attention.layer_norm_rms_epsilon", float),
-        # Full attention over no more than the window is what the model was trained for; beyond it, it is not.
+        # The model was trained with full attention up to the window; beyond it, full attention would be wrong.
         "max_position_embeddings": min(context, gguf.get(f"{arch}.attention.sliding_window", int) or context),
         "rope_theta": gguf.get(f"{arch}.rope.freq_base", float, 10000.0),
         "rope_scaling": _rope_scaling(gguf, arch),
@@ -52,7 +52,8 @@ def build_config(gguf: GGUFFile) -> dict[str, Any]:
 
 
 def _head_dim(gguf: GGUFFile, arch: str, default: int) -> int:
-    """Size of a head. Keys, values and the rotated part must all have it: Hugging Face's models know only one."""
+    """Size of a head. Keys, values and the rotated part must all have this size: Hugging Face's models have only
+    one."""
     head_dim = gguf.get(f"{arch}.attention.key_length", int) or default
     for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
         found = gguf.get(key, int, head_dim)
@@ -81,8 +82,8 @@ def _rope_scaling(gguf: GGUFFile, arch: str) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(gguf: GGUFFile, arch: str, original: int) -> dict[str, Any] | None:
-    """The llama3 setting whose divisors rope_freqs.weight holds. The file has only the divisors: what Llama 3.1 and
-    later were released with is tried, and the divisors it gives are compared with those in the file."""
+    """The llama3 setting that gives the divisors in rope_freqs.weight. The file has only the divisors: this tries the
+    setting that Llama 3.1 and later were released with, and compares its divisors with those in the file."""
     divisors = gguf.values(ROPE_FACTORS)  # [head_dim // 2]
     factor = float(divisors.max())
     if factor == 1.0:

@@ -1,5 +1,5 @@
 """Owns converting a GGUF file to a Hugging Face model directory: names, row order, bf16 weights.
-Never guesses: a tensor that is missing, unknown or of another shape than the config's is refused by name."""
+Never guesses: a tensor that is missing, unknown or not of the config's shape is refused by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def convert_gguf(path: Path, directory: Path, progress: bool) -> None:
     """Write config.json, generation_config.json, model.safetensors and the tokenizer's files into `directory`.
 
     Raises:
-        ModelError: the file is damaged or describes a model that cannot be represented; names tensor or metadata key.
+        ModelError: the file is damaged or describes a model that cannot be represented. The message names the tensor or
+            metadata key.
         OSError: `directory` cannot be written.
     """
     say(f"Reading {path.name}", progress)
@@ -66,7 +67,8 @@ def tensor_names(gguf: GGUFFile, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _expected_tensors(config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(GGUF name, Hugging Face's name, shape). One by one: a damaged layer count fails at the first missing."""
+    """(GGUF name, Hugging Face's name, shape). A generator, so that a damaged layer count fails at the first missing
+    tensor."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     yield "token_embd.weight", "model.embed_tokens.weight", (vocab, hidden)
     for layer in range(config["num_hidden_layers"]):
@@ -101,7 +103,7 @@ def _expected_in_layer(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int
 
 
 def row_order(name: str, config: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-    """Which GGUF row each Hugging Face row is, for the Q and K of `llama`; None where both have the same order.
+    """For each Hugging Face row, the index of its GGUF row, for Q and K of `llama`; None if both have the same order.
 
     llama.cpp rotates neighbours (0,1), (2,3)...; Hugging Face rotates halves (0,d/2), (1,d/2+1)...:
         GGUF  0 d/2 1 d/2+1 2 ...   (rows of one head, numbered as in Hugging Face)
@@ -115,7 +117,7 @@ def row_order(name: str, config: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.
 
 
 def to_bfloat16(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """Finite float32 to the bits of bfloat16, rounded to nearest, ties to even."""
+    """Convert finite float32 values to the bits of bfloat16, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -131,7 +133,7 @@ def _chunks(gguf: GGUFFile, name: str, config: dict[str, Any]) -> Iterator[bytes
 
 
 def _write_weights(path: Path, gguf: GGUFFile, config: dict[str, Any], names: dict[str, str], progress: bool) -> None:
-    """Stream all tensors into one safetensors file. The format is written here: safetensors' own writer wants every
+    """Stream all tensors into one safetensors file. The format is written by hand: safetensors' own writer needs every
     tensor in memory, knows no bfloat16 in numpy, and has changed its arguments between releases."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,5 +1,5 @@
 """Owns reading a GGUF file: typed metadata, and tensors by name as packed rows.
-Never interprets a model: which keys and tensors there must be is its callers' business."""
+Never interprets a model: callers decide which keys and tensors must exist."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gguf import GGUFReader, ReaderTensor, dequantize
 from engine.checkpoints.model_cache import ModelError
 
 T = TypeVar("T", int, float, str, bool, list[Any])
-# What GGUFReader raises on bytes that are no GGUF, or are damaged or cut short.
+# What GGUFReader raises if a file is no GGUF, or is damaged or truncated.
 _READ_ERRORS = (ValueError, IndexError, KeyError, OverflowError, TypeError, OSError, MemoryError)
 
 
 class _BoundedReader(GGUFReader):  # type: ignore[misc]
-    """gguf slices a memory map without looking at its end: a cut file would yield short arrays, and a damaged array
-    length an endless loop."""
+    """Checks bounds. gguf slices a memory map without checking its end: a truncated file would give short arrays, and a
+    damaged array length an endless loop."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **keywords: Any) -> Any:
         values = super()._get(offset, dtype, count, *order, **keywords)
@@ -49,12 +49,12 @@ class GGUFFile:
         self.tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
-        """The metadata value, or `default` where the file has none. Raises ModelError if it is not of type `kind`."""
+        """The metadata value, or `default` if the file has none. Raises ModelError if it is not of type `kind`."""
         value = self._metadata.get(key)
         if value is None:
             return default
         if kind is float and isinstance(value, float | int):
-            # Stored as float32: 9.999999747378752e-06 is the 1e-05 that the author wrote.
+            # Stored as float32: 9.999999747378752e-06 was written as 1e-05.
             return kind(str(np.float32(value)))
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ModelError(
@@ -74,7 +74,7 @@ class GGUFFile:
         return tuple(int(size) for size in reversed(self.tensors[name].shape))
 
     def values(self, name: str, rows: Any = slice(None)) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """A tensor's rows, dequantised: `rows` indexes the first dimension. Each row is packed by itself.
+        """Dequantised rows of a tensor. `rows` indexes the first dimension; each row is packed by itself.
 
         Raises:
             ModelError: gguf cannot dequantise its type, or a value is not finite, which means a damaged file.

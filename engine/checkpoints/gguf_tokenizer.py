@@ -13,7 +13,7 @@ from engine.checkpoints.gguf_file import GGUFFile
 from engine.checkpoints.model_cache import ModelError
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # llama.cpp's token types
-# How Qwen2 and Llama 3 split text before merging: the same but for runs of digits, one at a time or up to three.
+# How Qwen2 and Llama 3 split text before merging. They differ only in digits: one at a time, or up to three.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -30,7 +30,7 @@ _SPECIAL_IDS = {
 
 
 def special_token_ids(gguf: GGUFFile) -> dict[str, list[int]]:
-    """Name in config.json -> ids, the main one first; a token that the file does not name is absent."""
+    """Name in config.json -> ids, the main one first. Tokens that the file does not name are absent."""
     found = {
         name: [i for key in keys if (i := gguf.get(f"tokenizer.ggml.{key}", int)) is not None]
         for name, keys in _SPECIAL_IDS.items()
@@ -53,7 +53,7 @@ def write_tokenizer(gguf: GGUFFile, directory: Path) -> None:
     else:
         raise ModelError(f"{gguf.path}: metadata tokenizer.ggml.model is {kind!r}; expected gpt2 or llama.")
     specials = _special_tokens(gguf, tokens)
-    # llama.cpp adds the first token to a sentencepiece vocabulary that does not say otherwise.
+    # llama.cpp adds the first token if a sentencepiece vocabulary does not say otherwise.
     if gguf.get("tokenizer.ggml.add_bos_token", bool, kind == "llama") and "bos_token" in specials:
         bos = specials["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -86,8 +86,8 @@ def _tokenizer_config(gguf: GGUFFile, specials: dict[str, str]) -> dict[str, Any
 
 
 def _byte_level_tokenizer(gguf: GGUFFile, tokens: list[str]) -> Tokenizer:
-    """Byte-level BPE. Built here and not by transformers, whose conversion of this kind loses Qwen2's normalizer,
-    Llama 3's ignore_merges and SmolLM2's split of digits, and imports torch."""
+    """Build byte-level BPE. transformers could convert it, but loses Qwen2's normalizer, Llama 3's ignore_merges and
+    SmolLM2's split of digits, and imports torch."""
     pre = gguf.require("tokenizer.ggml.pre", str)
     if pre not in _PRE_TOKENIZERS:
         raise ModelError(
@@ -100,7 +100,7 @@ def _byte_level_tokenizer(gguf: GGUFFile, tokens: list[str]) -> Tokenizer:
     vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
     try:
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3))
-    except Exception as error:  # what tokenizers raises for a merge outside the vocabulary is a bare Exception
+    except Exception as error:  # for a merge outside the vocabulary, tokenizers raises a bare Exception
         raise ModelError(f"{gguf.path}: tokenizer.ggml tokens and merges do not fit together: {error}") from error
     if pre in _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
@@ -121,14 +121,14 @@ def _pre_tokenizer(pre: str) -> Any:
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Tokens that text is never split inside of: control tokens, which decoding can skip, and user-defined ones."""
+    """Add tokens that are never split: control tokens, which decoding can skip, and user-defined tokens."""
     for token, kind in zip(tokens, types, strict=True):
         if kind in (_CONTROL, _USER_DEFINED):
             tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL)])
 
 
 def _sentencepiece_tokenizer(gguf: GGUFFile) -> Tokenizer:
-    """Through transformers, which recovers the merges from the scores. Imports torch where it is installed."""
+    """Convert with transformers, which recovers the merges from the scores. Imports torch if it is installed."""
     from transformers import PreTrainedTokenizerFast
 
     try:

@@ -1,5 +1,5 @@
-"""Owns the cache of prepared models: where each directory lives, its marker and lock, and how it appears all at once.
-Never knows what a model is made of, and never trusts a directory that its marker does not vouch for."""
+"""Owns the cache of prepared models: where each directory is, its marker and lock, and how it appears all at once.
+Never knows what a model consists of, and never uses a directory whose files do not match its marker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ModelError(ValueError):
 
 
 def say(message: str, progress: bool) -> None:
-    """Tell the person who waits. Standard error: standard output is the command line's answer."""
+    """Print a message for the waiting user, on standard error: standard output is for the command's result."""
     if progress:
         print(message, file=sys.stderr, flush=True)
 
@@ -52,16 +52,18 @@ def sha256_of(path: Path, progress: bool = False) -> str:
 
 
 def prepared(key: str, source: str, fill: Callable[[Path], None], *, verify: bool, progress: bool) -> Path:
-    """The directory models/`key`, made by `fill(empty directory)` unless a sound one exists.
+    """Return the directory models/`key`, made by `fill(empty directory)` unless an intact one exists.
 
-    Processes that ask for one key together wait for the first and share its work. The directory appears by one rename,
-    marker included: an interrupted `fill` leaves nothing at the final path.
+    Processes that need the same key at the same time wait for the first and share its work. The directory appears by
+    one rename, marker included: an interrupted `fill` leaves nothing at the final path.
 
     Raises:
-        ModelError: from `fill`; the cache cannot be written; or `verify` found a SHA-256 that was not recorded.
+        ModelError: from `fill`; the cache cannot be written; or `verify` found a file whose SHA-256 is not the recorded
+            one.
     """
     directory = cache_root() / "models" / key
-    if _fault(directory) is not None:  # checked without the lock too: a prepared cache may be mounted read-only
+    # Checked before taking the lock, because a prepared cache may be mounted read-only.
+    if _fault(directory) is not None:
         try:
             with _lock(key, source, progress):
                 if (fault := _fault(directory)) is not None:
@@ -77,7 +79,8 @@ def prepared(key: str, source: str, fill: Callable[[Path], None], *, verify: boo
 
 
 def _replace(directory: Path, fault: str, source: str, fill: Callable[[Path], None], progress: bool) -> None:
-    """Fill a sibling directory and rename it. The caller holds the lock, so whatever has that name is a dead run's."""
+    """Fill a sibling directory and rename it. The caller holds the lock, so an existing sibling is left from a dead
+    run."""
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     if directory.exists():
@@ -110,7 +113,8 @@ def _lock(key: str, source: str, progress: bool) -> Iterator[None]:
 
 
 def _write_marker(directory: Path, source: str) -> None:
-    """Record every file's size and SHA-256. The files reach the disk first: after a power cut sizes alone would lie."""
+    """Record every file's size and SHA-256. The files are synced to disk first, because after a power cut a file can
+    have the right size and wrong contents."""
     files = {}
     for path in sorted(directory.iterdir()):
         with path.open("rb") as file:
@@ -126,7 +130,7 @@ def _recorded_files(directory: Path) -> dict[str, tuple[int, str]]:
 
 
 def _fault(directory: Path) -> str | None:
-    """Why a prepared directory cannot be used, by its marker and file sizes; None when it can."""
+    """Why a prepared directory cannot be used, judged by its marker and file sizes; None if it can."""
     try:
         recorded = _recorded_files(directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

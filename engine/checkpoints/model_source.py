@@ -1,5 +1,5 @@
 """Owns models that are in Hugging Face's format already: local directories and hub repositories.
-Never converts anything, and never hands on a directory whose contents it has not checked."""
+Never converts anything, and never returns a directory without checking its contents."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from engine.checkpoints.model_cache import ModelError
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit: garbage is not read into memory whole
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit, so that a garbage file is not read into memory
 
 
 def check_shape_directory(directory: Path) -> Path:
-    """Return `directory` if it describes a model's shape, which is all that random weights need: config.json.
+    """Return `directory` if it has a config.json, which is all that random weights need.
 
     Raises:
-        ModelError: there is none; names what was found.
+        ModelError: it has none. The message names the files that were found.
     """
     if not (directory / "config.json").is_file():
         found = sorted(path.name for path in directory.iterdir())
@@ -28,7 +28,8 @@ def check_model_directory(directory: Path) -> Path:
     """Return `directory` if it can be served: config.json, tokenizer.json, and whole safetensors weights.
 
     Raises:
-        ModelError: a file is missing or a weights file is cut short; names it, what was found and what was expected.
+        ModelError: a file is missing, or a weights file is truncated. The message names the file, what was found and
+            what was expected.
     """
     found = sorted(path.name for path in directory.iterdir())
     weights = [name for name in found if name.endswith(".safetensors")]
@@ -57,7 +58,8 @@ def _indexed_shards(directory: Path) -> set[str]:
 
 
 def _check_safetensors(path: Path) -> None:
-    """The header says how long the file must be: finds truncated downloads and Git LFS pointers without reading it."""
+    """Compare the file's size with its header. Finds truncated downloads and Git LFS pointers without reading the
+    file."""
     if not path.is_file():
         raise ModelError(f"{path} is missing: model.safetensors.index.json lists it.")
     found_bytes = path.stat().st_size
@@ -76,15 +78,15 @@ def _check_safetensors(path: Path) -> None:
 
 
 def download_from_hub(repo: str, revision: str | None, progress: bool) -> Path:
-    """A snapshot of a hub repository's weights, configuration and tokenizer, in Hugging Face's own cache.
+    """Download a hub repository's weights, configuration and tokenizer into Hugging Face's own cache.
 
-    What the hub lists is checked before gigabytes are fetched. A snapshot that is already cached is used when the hub
-    cannot be reached.
+    The hub's list of files is checked before gigabytes are fetched. If the hub cannot be reached, a cached snapshot is
+    used.
 
     Raises:
         ModelError: the hub cannot be reached or refuses the id, or the repository holds nothing that can be served.
     """
-    from huggingface_hub import HfApi  # 0.2 s, wanted for this form only
+    from huggingface_hub import HfApi  # takes 0.2 s, and is needed only here
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -105,7 +107,7 @@ def download_from_hub(repo: str, revision: str | None, progress: bool) -> Path:
 def _snapshot(repo: str, revision: str | None, cached_only: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    # Nested files are other formats of the same weights (onnx/, original/): gigabytes that nothing here reads.
+    # Files in subdirectories are the same weights in other formats (onnx/, original/): gigabytes that nothing reads.
     return Path(
         snapshot_download(
             repo, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns="*/*", local_files_only=cached_only

@@ -1,5 +1,5 @@
-"""Owns turning a model's name into a local directory that is ready to serve: the four forms a name can take.
-Never imports torch, and imports the converters only to convert: servers import this when they start."""
+"""Owns turning a model's name, in any of its four forms, into a local directory that is ready to serve.
+Never imports torch, and imports the converters only to convert, because servers import this when they start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.config import DEFAULT_MODEL
 
 __all__ = ["ModelError", "main", "prepare_model"]
 
-# Part of the cache key: raise it when the conversion changes, so that directories made by an older one are not reused.
+# Part of the cache key. Raise it when the conversion changes, so that directories of an older one are not reused.
 _CONVERSION = "v1"
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 
@@ -26,13 +26,13 @@ def prepare_model(model: str, *, progress: bool = True, verify: bool = False, we
     Args:
         model: a local Hugging Face directory, a .gguf file, engine.config.DEFAULT_MODEL, or a hub id
             `org/name[@revision]`. A GGUF file is converted once; its SHA-256 is the key of the cache.
-        progress: draw progress bars and a last line with the place on standard error.
+        progress: show progress bars, and at the end the directory, on standard error.
         verify: read converted files whole and compare their SHA-256 with those recorded when they were made.
             Directories and hub ids have no such record; their weights' headers and sizes are always checked.
-        weights: false asks of a local directory only its config.json, for `load_format: dummy`.
+        weights: false requires only config.json in a local directory, for `load_format: dummy`.
 
     Raises:
-        ModelError: what was given has none of the four forms, or cannot be read, downloaded, converted or cached.
+        ModelError: `model` has none of the four forms, or cannot be read, downloaded, converted or cached.
     """
     try:
         directory = _resolve(model, progress, verify, weights)
@@ -65,7 +65,7 @@ def _prepare_gguf(path: Path, progress: bool, verify: bool) -> Path:
 
     def fill(directory: Path) -> None:
         from engine.checkpoints.gguf_convert import (
-            convert_gguf,  # numpy and gguf: not wanted where nothing is converted
+            convert_gguf,  # imports numpy and gguf, needed only to convert
         )
 
         convert_gguf(path, directory, progress)
@@ -84,16 +84,17 @@ def _prepare_default(progress: bool, verify: bool) -> Path:
 
 
 def _gguf_key(sha256: str) -> str:
-    """The same for a file by path and for the packaged default, so that they share one directory."""
+    """The cache key of a GGUF file: the same for a file by path and for the packaged default, so they share a
+    directory."""
     return f"gguf-{sha256[:32]}-{_CONVERSION}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the directory of a model, prepared if need be. Returns 0, or 1 after one line on stderr."""
+    """Prepare a model if necessary, and print its directory. Returns 0, or 1 after one line on stderr."""
     parser = argparse.ArgumentParser(
         prog="python -m engine.checkpoints.prepare",
-        description="Download or convert a model if necessary, and print its directory. A model that is prepared "
-        "already is not prepared again.",
+        description="Download or convert a model if necessary, and print its directory. A prepared model is not "
+        "prepared again.",
     )
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="directory, .gguf file or hub id (%(default)s)")
     parser.add_argument("--verify", action="store_true", help="check the SHA-256 of every prepared file")

@@ -1,5 +1,6 @@
-"""Owns what results do to a request, and the events that results bring: tokens, log-probabilities, the terminal.
-Never plans and never runs a step; a row's results reach it once, and only while they are its request's own."""
+"""Owns the effect of a step's results on requests, and the events that follow: tokens, log-probabilities, the terminal
+event. Never plans or runs a step. A row's results reach it once, and only while they still belong to the row's
+request."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from engine.step import Executor, RowKind, ScheduledRequest, StepOutput
 
 
 class Applier:
-    """Applies results row by row, and ends requests, which gives back all that they hold, here and in the executor."""
+    """Applies results row by row, and ends requests, which releases all that they hold, here and in the executor."""
 
     def __init__(
         self,
@@ -35,8 +36,8 @@ class Applier:
         most_forced: int = 0,
         speculation: Speculation | ModelDrafts | None = None,
     ) -> None:
-        """`most_forced`: tokens that a row may be drafted by a grammar; 0: rows carry no drafts at all.
-        `speculation`: makes others; it learns what was right of them, and which requests are gone."""
+        """`most_forced` is the maximum number of tokens that a grammar may draft for a row; 0 means that rows carry no
+        drafts at all. `speculation` makes other drafts; it is told which were right, and which requests are gone."""
         self._most_forced = most_forced
         self._speculation = speculation
         self._scheduler = scheduler
@@ -44,7 +45,7 @@ class Applier:
         self._verified: list[Verified] = []
 
     def apply(self, row: PlannedRow, scheduled: ScheduledRequest, output: StepOutput, number: int) -> list[Event]:
-        """The events of row `number`, whose request is `row.request`."""
+        """Apply the results of row `number`, whose request is `row.request`, and return its events."""
         request, tokens = row.request, output.sampled[number]
         samples = scheduled.sampling is not None
         assert bool(tokens) == samples, f"{row.kind} row returned {len(tokens)} tokens"
@@ -58,7 +59,7 @@ class Applier:
         if self._most_forced and row.kind is RowKind.DECODE:
             if row.num_tokens > 1:
                 self._judge(request, row.num_tokens - 1, len(tokens) - 1)
-            # The KV of accepted drafts is good; what was computed after them is written over.
+            # The KV of accepted drafts is valid; what was computed after them will be overwritten.
             computed = min(row.start + len(tokens), len(request.token_ids))
         if request.pooling is not None:
             if scheduled.pool_from is not None:
@@ -77,7 +78,7 @@ class Applier:
         return events
 
     def take_verified(self) -> tuple[Verified, ...]:
-        """What became of drafts since the last call."""
+        """Return the results of drafts since the last call."""
         taken, self._verified = tuple(self._verified), []
         return taken
 

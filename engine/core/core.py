@@ -1,5 +1,5 @@
-"""Owns one engine's step: plan, execute, apply. Says itself that a request is scheduled; the applier tells the rest.
-Never blocks on anything but the executor and never knows who listens; one thread at a time may use it."""
+"""Owns one engine's step: plan, execute, apply. It makes the Scheduled events; the applier makes most of the others.
+Never blocks on anything but the executor, and never knows who reads its events. One thread at a time may use it."""
 
 from __future__ import annotations
 
@@ -56,14 +56,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A committed step. A row's results are its request's own only while the request's epoch is what it was here."""
+    """A committed step. A row's results belong to its request only while the request's epoch is still the one kept
+    here."""
 
     plan: Plan
     step: StepPlan
     epochs: tuple[int, ...]
     started: float
     output: StepOutput | Exception | None
-    """None: to be collected. An exception: the launch failed."""
+    """None: the output must still be collected. An exception: the launch failed."""
 
 
 class EngineCore:
@@ -75,10 +76,10 @@ class EngineCore:
     def __init__(
         self, executor: Executor, config: ResolvedConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock` gives monotonic seconds; tests turn it by hand.
+        """`clock` returns monotonic seconds; tests advance it by hand.
 
         Raises:
-            ConfigError: the config needs what this executor cannot do.
+            ConfigError: the config needs something that this executor cannot do.
         """
         check_capabilities(config, executor.capabilities)
         self.config = config
@@ -91,15 +92,15 @@ class EngineCore:
             self._scheduler, executor, most_forced=config.num_speculative_tokens, speculation=self._speculation
         )
         self._clock = clock
-        self._in_flight: _Launched | None = None  # with overlap: launched, and not read back yet
+        self._in_flight: _Launched | None = None  # with overlap: launched, but not read back yet
         self._num_steps = 0
         self._num_preemptions = 0
         self._graph_uses: Counter[tuple[bool, str]] = Counter()
         self._deferred: DeferReason | None = None
         self._reserved_blocks = 0
-        self._retrying = False  # the last step ran out of memory and is being tried with less prefill
+        self._retrying = False  # the last step ran out of memory and is being retried with less prefill
         self.last_step = StepFacts(0.0)
-        """Of the last call of `step`."""
+        """Facts about the last call of `step`."""
 
     @property
     def has_work(self) -> bool:
@@ -107,7 +108,7 @@ class EngineCore:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `step` has something to do even if there is no work, by the clock; it may turn out to be nothing."""
+        """The time at which `step` may have something to do even if there is no work."""
         return self._scheduler.deadlines.next
 
     def load(self) -> LoadSnapshot:
@@ -133,7 +134,7 @@ class EngineCore:
 
     @property
     def compile_grammar(self) -> Callable[[str], None] | None:
-        """See Capabilities.compile_grammar: what it returns may be called on any thread."""
+        """See Capabilities.compile_grammar. The function may be called on any thread."""
         return self._executor.capabilities.compile_grammar
 
     @property
@@ -152,26 +153,26 @@ class EngineCore:
     def submit(self, request: Request, *, prepared: bool = True) -> list[Event]:
         """Queue a request that `create_request` made. It has no events before its first step.
 
-        One that is not `prepared` keeps its place and is not planned before `prepared` says so: what its prompt stands
-        for, such as an image, is still being made.
+        A request that is not `prepared` keeps its place in the queue, but is not planned before `prepared` is called:
+        part of its prompt's content, such as an image, is still being made.
         """
         self._scheduler.add(request, self._clock(), prepared=prepared)
         return []
 
     def prepared(self, request_id: str) -> list[Event]:
-        """The request may run from now on. Ignored for one that has ended."""
+        """Let the request run from now on. Does nothing if it has ended."""
         self._scheduler.prepared(request_id)
         return []
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
-        """End a request in any state. Unknown or finished ones are ignored: an abort may cross the last token."""
+        """End a request in any state. Does nothing for unknown or finished ones: an abort may cross the last token."""
         request = self._scheduler.find(request_id)
         if request is None:
             return []
         return [self._applier.finish(request, reason)]
 
     def fail(self, request_id: str, message: str) -> list[Event]:
-        """End a request whose preparation failed. Ignored for one that has ended."""
+        """End a request whose preparation failed. Does nothing if it has ended."""
         request = self._scheduler.find(request_id)
         if request is None:
             return []
@@ -181,10 +182,10 @@ class EngineCore:
 
     def step(self) -> list[Event]:
         """Compute one step and return its events; [] when nothing is live. With overlap, launch one step and return the
-        events of the one before.
+        events of the previous one.
 
         Raises:
-            ExecutorFatalError: the executor can run no further step; whoever owns the core ends what is live.
+            ExecutorFatalError: the executor can run no further step; the caller must end all live requests.
         """
         now = self._clock()
         self.last_step = StepFacts(now)
@@ -193,13 +194,14 @@ class EngineCore:
         due = [launched]
         if self.config.overlap:
             due, self._in_flight = [self._in_flight], launched
-            if launched is not None and launched.output is not None:  # it failed: nothing may build on it
+            if launched is not None and launched.output is not None:  # it failed, so nothing may build on it
                 due, self._in_flight = [*due, launched], None
         return [*events, *scheduled, *(event for step in due if step is not None for event in self._complete(step))]
 
     def _launch(self, now: float) -> tuple[_Launched | None, list[Event]]:
-        """Plan and start a step; None if there is nothing to run, or if it ran out of memory and is planned again."""
-        self._retrying &= self._scheduler.num_running > 0  # else nobody of the step that failed is left
+        """Plan and start a step. Returns None if there is nothing to run, or if it ran out of memory and is planned
+        again."""
+        self._retrying &= self._scheduler.num_running > 0  # otherwise no request of the failed step is left
         plan = self._scheduler.plan(now)
         self._deferred, self._reserved_blocks = plan.deferred, plan.reserved_blocks
         if not plan.rows:
@@ -220,7 +222,7 @@ class EngineCore:
         return launched, events
 
     def _start(self, plan: Plan, step: StepPlan) -> _Launched:
-        """Launch. An ordinary failure is kept: it concerns the step's rows and nobody else."""
+        """Launch a step. An ordinary failure is kept as its output: it affects only the step's rows."""
         started = time.perf_counter()
         output: StepOutput | Exception | None = None
         try:
@@ -239,8 +241,8 @@ class EngineCore:
         return _Launched(plan, step, tuple(row.request.epoch for row in plan.rows), started, output)
 
     def _retry(self, plan: Plan, step: StepPlan) -> bool:
-        """Have a step that ran out of memory planned again: once, and only where there is prefill to make smaller.
-        Decode rows alone would need the same memory again."""
+        """Roll back a step that ran out of memory, to plan it again. This happens once, and only if the step has
+        prefill that can be reduced: decode rows alone would need the same memory again."""
         has_prefill = any(row.kind is not RowKind.DECODE for row in plan.rows)
         retry = not self._retrying and has_prefill
         if has_prefill:
@@ -251,7 +253,7 @@ class EngineCore:
         return retry
 
     def _complete(self, launched: _Launched) -> list[Event]:
-        """Read a step back and apply it, row by row; rows whose request has ended or was preempted are nobody's."""
+        """Read a step back and apply it row by row. Rows whose request has ended or was preempted are discarded."""
         output = self._collect(launched)
         if isinstance(output, StepOutput):
             failed = dict(output.failed)
@@ -276,7 +278,7 @@ class EngineCore:
         return events
 
     def _draft(self) -> None:
-        """Drafts of all who decode, in view of each other: what grammars force is there already."""
+        """Draft for all decoding requests together. Drafts that grammars force are already present."""
         if self._speculation is not None:
             method = self._speculation.method
             for request, drafts in self._speculation.propose(self._scheduler.decoding.values()):
@@ -316,7 +318,7 @@ class EngineCore:
 
 
 def _trace(step: ComputedStep) -> None:
-    """One line a step."""
+    """Log one line for the step."""
     logger.info(
         "step=%d decode=%d prefill_requests=%d prefill_tokens=%d encoded=%d waiting=%d us=%d",
         step.step_id,
@@ -329,12 +331,12 @@ def _trace(step: ComputedStep) -> None:
     )
 
 
-_ASKED_OF_EXECUTORS = (MIXED_STEPS, OVERLAP, DRAFTS, DRAFT_MODEL, LORA, SNAPSHOTS, ENGINE_CHUNKS, LOCAL_CHUNKS)
+_NEEDED_OF_EXECUTORS = (MIXED_STEPS, OVERLAP, DRAFTS, DRAFT_MODEL, LORA, SNAPSHOTS, ENGINE_CHUNKS, LOCAL_CHUNKS)
 
 
 def check_capabilities(config: ResolvedConfig, can: Capabilities) -> None:
-    """Raise ConfigError where the config needs what the executor cannot do: it is refused, never done by halves."""
-    on = turned_on(config, _ASKED_OF_EXECUTORS)
+    """Raise ConfigError if the config needs something that the executor cannot do."""
+    on = turned_on(config, _NEEDED_OF_EXECUTORS)
     if not config.has_draft_model:
         on.pop(DRAFT_MODEL, None)
     able = {
@@ -345,7 +347,7 @@ def check_capabilities(config: ResolvedConfig, can: Capabilities) -> None:
         NO_ADAPTERS: can.adapters is not None,
     }
     on |= {feature: f"this model's executor has {feature.title}" for feature, has in able.items() if not has}
-    # What it can do it can do for its own model, whatever kind that is. A config with overlap drafts nothing.
+    # What an executor can do, it can do for its own model, of whatever kind. A config with overlap drafts nothing.
     for feature, lacks in ((DRAFTS, NOTHING_VERIFIED), (DRAFT_MODEL, NO_SECOND_MODEL), (LORA, NO_ADAPTERS)):
         if lacks not in on:
             on.pop(feature, None)

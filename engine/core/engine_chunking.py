@@ -1,5 +1,5 @@
-"""Owns the engine-internal splitter (`chunk_owner: engine`): one prompt as several forwards inside one step.
-Never decides where to cut: the plan says it. For offline use, and as the other half of a comparison."""
+"""Owns the engine-internal splitter (`chunk_owner: engine`): it computes one prompt in several forwards inside one
+step, for offline use and for comparisons. Never decides where to cut: the plan does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from engine.step import Executor, PromptScoring, RowKind, ScheduledRequest, Step
 
 
 def collect_in_chunks(executor: Executor, step: StepPlan, cuts: tuple[int, ...]) -> StepOutput:
-    """Run the one row of `step` chunk by chunk, and return its last output with what all of them scored and pooled."""
+    """Run the only row of `step` chunk by chunk. Returns the last chunk's output with the scores and pooled states of
+    all chunks."""
     (row,) = step.rows
     scores: list[TokenLogprobs] = []
     pooled: tuple[float, ...] = ()

@@ -1,5 +1,5 @@
-"""Running a plan on a device. `executor` is the CPU's and the reference, `gpu` has the GPU's.
+"""Runs plans on a device. `executor` is for the CPU and is the reference; `gpu` has the executor for a GPU.
 
-Both keep `answers` from step to step. `device` is what the engine asks of either, and `draft_model` runs a second,
+Both keep `answers` from step to step. `device` is the interface to either device, and `draft_model` runs a second,
 smaller model.
 """

@@ -1,4 +1,4 @@
-"""Owns what an executor keeps of answers from step to step: each one's newest token, and how far its grammar is.
+"""Owns what an executor keeps of each answer from step to step: its newest token, and its grammar's progress.
 Never runs a model, and never holds more than one token of an answer: plans bring the rest."""
 
 from __future__ import annotations
@@ -31,37 +31,38 @@ from engine.step import (
 LOST_TOKEN = RowFailure("The token to go on from was not sampled: its row failed in the step before.")
 
 _Masks = tuple[Within | None, Mapping[int, RowFailure]]
-"""What grammars allow, and why rows have no mask, by row."""
+"""(the tokens that grammars allow, by row the failure of rows that have no mask)"""
 _NO_MASKS: Future[_Masks] = Future()
-"""Of every step without grammars."""
+"""The masks of a step without grammars."""
 _NO_MASKS.set_result((None, MappingProxyType({})))
 
 
 class Sampled(NamedTuple):
-    """How the token after each place is chosen; see engine.batch.sampler.sample."""
+    """How to sample the token after each place; see engine.batch.sampler.sample."""
 
     rows: list[RowSampling]
     positions: list[int]
-    """The chosen tokens' own."""
+    """The positions of the sampled tokens."""
     answers: list[tuple[int, ...]]
-    """The answer up to there; () where no control looks back."""
+    """The answer's tokens before each sampled one; () if no control looks back."""
 
 
 class Answers:
     """The answers of the requests that an executor has seen and not forgotten. One thread runs the steps."""
 
     def __init__(self, grammars: Grammars | None) -> None:
-        """`grammars`: None where the model's directory has no tokenizer, or no token that ends an answer."""
+        """grammars: None if the model's directory has no tokenizer, or no token that ends an answer."""
         self.grammars = grammars
         self.newest: dict[str, int] = {}
-        """Request id -> the token it sampled last, which is what PENDING_TOKEN stands for in the next step."""
+        """Request id -> the token it sampled last. PENDING_TOKEN in the next step stands for it."""
         self._masker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-masks")
 
     # --- before a step's tokens are chosen ----------------------------------------------------------------------------
 
     @contextmanager
     def masks(self, plan: StepPlan, places: Sequence[SamplePosition]) -> Iterator[Future[_Masks]]:
-        """What grammars allow at `places`, and rows that have no mask: found while the body runs, there at its end."""
+        """Compute the grammars' masks at `places` on another thread while the body runs; the result is there at its
+        end."""
         rows = grammar_rows(plan, self.newest)
         if not rows:
             yield _NO_MASKS
@@ -71,7 +72,7 @@ class Answers:
         try:
             yield found
         finally:
-            wait([found])  # the matchers are nobody else's until then
+            wait([found])  # until then that thread has the matchers to itself
 
     def sampled(self, plan: StepPlan, places: Sequence[SamplePosition]) -> Sampled:
         rows = [plan.rows[place.number] for place in places]
@@ -82,20 +83,21 @@ class Answers:
         )
 
     def _up_to(self, row: ScheduledRequest, offset: int) -> tuple[int, ...]:
-        """What the answer holds once token `offset` of the row is part of it; () where no control looks back."""
+        """The answer's tokens up to and including token `offset` of the row; () if no control looks back."""
         answer = answer_tokens(row, self.newest)
         return (*answer, *row.token_ids[1 : offset + 1]) if answer and row.kind is RowKind.DECODE else answer
 
     # --- once they are ------------------------------------------------------------------------------------------------
 
     def lost(self, plan: StepPlan) -> dict[int, RowFailure]:
-        """Rows that go on from a token which was never sampled. To be asked before `keep`."""
+        """Failures of rows that continue from a token which was never sampled. Call this before `keep`."""
         return {number: LOST_TOKEN for number, row in enumerate(plan.rows) if is_lost(row, self.newest)}
 
     def keep(self, plan: StepPlan, output: StepOutput, *, limited: bool) -> StepOutput:
-        """Note the newest tokens; the output with what grammars force to follow. limited: grammars limit some row.
+        """Note the newest tokens, and add the tokens that grammars force to follow. limited: whether grammars limit any
+        row.
 
-        Where a row failed nothing is noted, so that the next step cannot go on from an older token.
+        For a failed row nothing is noted, so that the next step cannot continue from an older token.
         """
         if limited:
             output = replace(output, drafts=self._forced(plan, output))

@@ -1,5 +1,5 @@
-"""Owns what the engine asks of the device that it runs on: memory, copies that nobody waits for, captured steps.
-Never decides anything by the answers; `engine.execution.gpu.memory` does."""
+"""Owns the interface to the device that the engine runs on: memory, copies without waiting, captured steps.
+Never decides anything from measured memory; `engine.execution.gpu.memory` does."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class Download(Protocol):
     """Tensors on their way to the host."""
 
     def wait(self) -> Sequence[Tensor]:
-        """As they were when the download was asked for, on the CPU."""
+        """The tensors on the CPU, with the values they had when the download was requested."""
 
 
 class Graph(Protocol):
-    """A captured piece of work."""
+    """Captured work that can be replayed."""
 
     def replay(self) -> None:
-        """Do it again, on what its tensors hold now."""
+        """Run the work again, on the current values of its tensors."""
 
 
 class TimingEvent(Protocol):
-    """A point in the order of work, whose time the device notes when it gets there."""
+    """A point in the queue of work. The device records the time when it gets there."""
 
     @property
     def is_past(self) -> bool:
-        """Whether the device got there."""
+        """Whether the device has got there."""
 
     def ms_until(self, later: Any) -> float:
-        """Milliseconds of the device's time up to `later`, of the same device; waits for it."""
+        """Milliseconds on the device's clock until `later`, an event of the same device. Waits for `later`."""
 
 
 class Device(Protocol):
@@ -55,16 +55,17 @@ class Device(Protocol):
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        """Compute capability; None where there is none."""
+        """Compute capability; None for the CPU."""
 
     def memory(self) -> tuple[int, int]:
-        """(free, total), in bytes, once all that was queued is done."""
+        """(free, total) in bytes, once all queued work is done."""
 
     def release_unused(self) -> None:
-        """Give back what no tensor holds."""
+        """Give back cached memory that no tensor holds."""
 
     def upload(self, host: Tensor, into: Tensor | None = None) -> Tensor:
-        """`host`'s values on the device, without waiting. `host` is not written to afterwards. into: where to."""
+        """Copy `host` to the device, without waiting. The caller never writes to `host` again. into: the tensor to copy
+        to, if it exists already."""
 
     def download(self, tensors: Sequence[Tensor]) -> Download: ...
 
@@ -73,16 +74,16 @@ class Device(Protocol):
         """Whether `capture` may be called."""
 
     def capture(self, work: Callable[[], None], beside: Graph | None = None) -> Graph:
-        """Run `work` and keep what it does. It allocates nothing that outlives it, and reads no value back. beside: a
-        graph to share memory with; the two never run at a time."""
+        """Run `work` and record what it does. It may allocate nothing that outlives it, and may read no value back.
+        beside: a graph to share memory with; the two never run at the same time."""
 
     def timing_event(self) -> TimingEvent:
-        """Behind all that was queued. For measurements: a step needs none."""
+        """An event after all queued work. For measurements; no step needs one."""
 
 
 class HostDevice:
-    """The CPU: everything is done when it is asked for. Nobody asks it for captures, nor for its memory, since the
-    number of blocks follows from the config there."""
+    """The CPU: every call completes its work at once. Nothing is captured on it, and its memory is not asked for, since
+    on the CPU the number of blocks follows from the config."""
 
     torch_device = torch.device("cpu")
     name = "cpu"
@@ -145,7 +146,8 @@ class CudaDevice:
         torch.cuda.empty_cache()
 
     def upload(self, host: Tensor, into: Tensor | None = None) -> Tensor:
-        # From pageable memory the copy would wait for all that is queued. torch keeps a pinned block until it is done.
+        # A copy from pageable memory would wait for all queued work. torch keeps the pinned block until the copy is
+        # done.
         pinned = host.pin_memory()
         if into is None:
             return pinned.to(self.torch_device, non_blocking=True)
@@ -197,7 +199,7 @@ class _CudaDownload:
 
 
 def choose_device(config: EngineConfig) -> tuple[Device, str]:
-    """What steps run on, and why.
+    """Choose the device that steps run on, and say why.
 
     Raises:
         ConfigError: a GPU was asked for, and torch sees none.
@@ -215,10 +217,10 @@ def choose_device(config: EngineConfig) -> tuple[Device, str]:
 
 @contextmanager
 def device_faults() -> Iterator[None]:
-    """Translate torch's ways of saying that an allocation failed, or that the device can do nothing more.
+    """Turn torch's errors for a failed allocation or a dead device into the errors of engine.step.
 
-    The CPU allocator has no type of its own for it. A fault inside a kernel is reported by whichever call comes next,
-    and by every call from then on.
+    The CPU allocator has no exception type of its own. A fault inside a kernel is reported by whichever call comes
+    next, and by every call from then on.
     """
     try:
         yield
@@ -231,12 +233,12 @@ def device_faults() -> Iterator[None]:
 
 
 class StateLostError(Exception):
-    """A step failed for want of memory, and its requests' recurrent states with it."""
+    """A step failed because memory ran out, and the recurrent states of its requests are lost."""
 
 
 @contextmanager
 def advancing(state: RecurrentState | None, plan: StepPlan) -> Iterator[None]:
-    """Copy recurrent state around a step, as the plan says. state: the model's; None: it has none.
+    """Copy recurrent states before and after a step, as the plan says. state: None if the model has none.
 
     Raises:
         StateLostError: the step ran out of memory. It cannot be tried again once states may have moved on in place.
@@ -254,14 +256,14 @@ def advancing(state: RecurrentState | None, plan: StepPlan) -> Iterator[None]:
 
 
 class TorchThreads:
-    """How many threads torch's operators use on the CPU. OpenMP keeps the number per calling thread."""
+    """Sets how many threads torch's operators use on the CPU. OpenMP keeps the number per calling thread."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._set_in: int | None = None
 
     def use(self) -> None:
-        """To be called in the thread that runs the steps."""
+        """Set the number for the calling thread, which must be the one that runs the steps."""
         if self._set_in != threading.get_ident():
             torch.set_num_threads(self._count)
             self._set_in = threading.get_ident()

@@ -1,5 +1,5 @@
-"""Owns a second, smaller model that proposes what follows: it reads what rows say, and goes on from there, greedily.
-Never decides what is read or how far it goes, and never whether a token stands: that is the model's own doing."""
+"""Owns a second, smaller model that drafts tokens: it reads the text that rows name, and continues it greedily.
+Never decides what to read or how many tokens to draft, and never whether a draft is accepted: the main model does."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 class DraftModel:
-    """A model beside another, with a KV cache of as many blocks: what it reads of a row lies in the row's own blocks.
+    """A model beside the main one. Its KV cache has as many blocks: what it reads of a row lies in the row's own
+    blocks.
 
-    Its most likely token is proposed whatever the row samples with. A row that is sampled accepts such a token with the
-    probability that the model itself gives it, since a draft stands where it is what would have been sampled.
+    It always proposes its most likely token, however the row samples. A row that samples accepts such a token with the
+    probability that the main model gives it, since a draft is accepted if it is what would have been sampled.
     """
 
     def __init__(self, model: Model) -> None:
@@ -25,11 +26,11 @@ class DraftModel:
         self.model = model
 
     def fill(self, plan: StepPlan) -> StepPlan:
-        """The plan with a token in the place of every DRAFT_TOKEN: one forward pass that reads, and as many more as the
-        longest draft has tokens, but for the first.
+        """Replace every DRAFT_TOKEN of the plan. Takes one forward pass, which reads and drafts the first tokens, and
+        one more for each further token of the longest draft.
 
         Raises:
-            ValueError: a row is to be drafted for, and its newest token is not read.
+            ValueError: a row needs drafts, but its text is not read up to its newest token.
         """
         counts = [row.token_ids.count(DRAFT_TOKEN) for row in plan.rows]
         for row, count in zip(plan.rows, counts, strict=True):
@@ -50,7 +51,7 @@ class DraftModel:
         return replace(plan, rows=tuple(_filled(row, drafts.get(i, ())) for i, row in enumerate(plan.rows)))
 
     def _pass(self, step_id: int, rows: Sequence[ScheduledRequest]) -> list[int | None]:
-        """The most likely token after each row; None for one that samples nothing."""
+        """The most likely token after each row; None for a row that samples nothing."""
         plan, order = in_kernel_order(StepPlan(step_id, tuple(rows)))
         computed = self.model.forward(plan, {})
         best = computed.logits.argmax(dim=-1) if computed.best is None else computed.best[0]
@@ -65,14 +66,15 @@ class DraftModel:
 
 
 def _reads(row: ScheduledRequest, context: DraftContext, drafted: bool) -> ScheduledRequest:
-    """As a row of the draft model: the end of a prompt where something is drafted after it, else a piece of one."""
+    """The draft model's row that reads `context`: the end of a prompt if tokens are drafted after it, else a part of
+    one."""
     kind = RowKind.MIDDLE if not drafted else RowKind.LAST if len(context.token_ids) > 1 else RowKind.DECODE
     sampling = GREEDY if drafted else None
     return ScheduledRequest(row.request_id, kind, context.start, context.token_ids, row.block_ids, sampling)
 
 
 def _goes_on(row: ScheduledRequest, length: int, token: int) -> ScheduledRequest:
-    """After `length` proposed tokens, of which `token` is the last."""
+    """The draft model's row after `length` proposed tokens, the last of which is `token`."""
     return ScheduledRequest(row.request_id, RowKind.DECODE, row.start + length, (token,), row.block_ids, GREEDY)
 
 

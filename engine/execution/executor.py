@@ -1,5 +1,5 @@
 """Owns one model on the CPU: runs the steps of plans, in order.
-Never schedules, and keeps of a request only its newest token, K and V in the plan's blocks, and state in its slots."""
+Never schedules. Of a request it keeps only the newest token, K and V in the plan's blocks, and state in its slots."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class TorchExecutor:
         draft_model: DraftModel | None = None,
         claim: Claim | None = None,
     ) -> None:
-        """`num_threads`: of torch's operators. `grammars`: see Answers. `draft_model`: proposes what plans leave open.
-        `claim`: on the machine's memory, given up at shutdown."""
+        """num_threads: for torch's operators. grammars: see Answers. draft_model: fills in the drafts that plans leave
+        open. claim: on the machine's memory; given up at shutdown."""
         self.model = model
         self._answers = Answers(grammars)
         self._draft_model = draft_model
@@ -84,9 +84,9 @@ class TorchExecutor:
         """Run the step. A failure is an ordinary exception: rows of other plans are not affected.
 
         Raises:
-            ValueError: the plan breaks the seam's contract.
+            ValueError: the plan breaks the contract of engine.step.
             ExecutorOutOfMemoryError: there is no memory for the activations of so many tokens.
-            StateLostError: the same, of a model with recurrent state.
+            StateLostError: the same, for a model with recurrent state.
         """
         with device_faults():
             with advancing(self.model.state, plan):
@@ -107,14 +107,14 @@ class TorchExecutor:
         failed = {**without_mask, **self._answers.lost(plan), **without_state}
         output = make_output(plan, tokens, logprobs, scores, pooled, failed)
         if computed.rewind is not None:
-            computed.rewind.to([len(of) for of in output.sampled])
+            computed.rewind.to([len(tokens) for tokens in output.sampled])
         output = self._answers.keep(plan, output, limited=within is not None)
         return output if order is None else in_plan_order(output, order)
 
     def _sample(
         self, plan: StepPlan, places: Sequence[SamplePosition], computed: Computed, within: Within | None
     ) -> tuple[dict[int, list[int | None]], dict[int, list[TokenLogprobs | None]]]:
-        """Tokens, and log-probabilities of those that were asked for, by row."""
+        """Sampled tokens by row, and log-probabilities by row for rows that ask for them."""
         if not places:
             return {}, {}
         how = self._answers.sampled(plan, places)

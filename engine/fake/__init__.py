@@ -1,4 +1,4 @@
-"""An engine without a model: scripted answers, for tests, simulations and load tests of everything else.
+"""An executor without a model: scripted answers, for tests, simulations and load tests of everything else.
 
 Pure Python: no torch.
 """

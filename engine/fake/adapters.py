@@ -1,4 +1,4 @@
-"""Owns the fake executor's adapters: names of directories' contents, which change what its rows compute.
+"""Owns the fake executor's adapters: digests of adapter directories, which change what rows compute.
 Never reads a weight: any directory with an adapter_config.json is an adapter here."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class FakeAdapters:
 
     def __init__(self) -> None:
         self.kept: set[str] = set()
-        """Digests."""
+        """Digests of the adapters that rows may use."""
 
     def read(self, path: str) -> tuple[str, None]:
         files = [Path(path, name) for name in FILES]
@@ -33,7 +33,7 @@ class FakeAdapters:
         self.kept.remove(digest)
 
     def numbers(self, row: ScheduledRequest, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """What the row's positions leave in their KV slots: others with each adapter."""
+        """What the row leaves in its KV slots: different numbers with each adapter."""
         if not row.adapter:
             return numbers
         if row.adapter not in self.kept:

@@ -1,5 +1,5 @@
-"""Owns the draft model of the scripted executor: it remembers what it has read, as that remembers its KV.
-Never chooses a token: whoever asks says what it proposes."""
+"""Owns the fake executor's draft model: it remembers what it has read, as the executor remembers its KV.
+Never chooses a token: the caller passes a function that does."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from dataclasses import replace
 from engine.step import DRAFT_TOKEN, ScheduledRequest, StepPlan
 
 Propose = Callable[[ScheduledRequest, int], tuple[int, ...]]
-"""So many tokens to follow a row's newest one."""
+"""(row, count) -> the tokens to propose after the row's newest one."""
 
 
 class UnreadTextError(Exception):
-    """A row was to be drafted after a text that the draft model has not read: whoever planned it is at fault."""
+    """A row needs drafts after a text that the draft model has not read: a fault of whoever planned it."""
 
 
 class FakeDraftModel:
-    """Reads along with rows. Each of its slots holds (position, hash of all tokens up to there); as kernels may, it
-    clears what follows in a block that it writes to."""
+    """Reads along with rows. Each of its slots holds (position, hash of all tokens up to there). When it writes to a
+    block, it clears the rest of the block, as kernels may."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self._block_size = block_size
         self.num_read = 0
-        """Tokens of requests that it has read so far; its own proposals do not count."""
+        """Number of the requests' tokens that it has read so far; its own proposals do not count."""
 
     def fill(self, plan: StepPlan, propose: Propose) -> StepPlan:
-        """The plan with tokens in the place of every DRAFT_TOKEN.
+        """Replace every DRAFT_TOKEN of the plan.
 
         Raises:
-            UnreadTextError: something is to be read or proposed after a text that was not read.
+            UnreadTextError: a row reads or needs drafts after a text that was not read.
         """
         return replace(plan, rows=tuple(self._fill_row(row, propose) for row in plan.rows))
 
     def holds(self, block_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
-        """Whether it has read just this text into these blocks."""
+        """Whether it has read exactly this text into these blocks."""
         slots = (self._slots[index] for index in self._indices(block_ids, 0, len(token_ids)))
         return all(slot == read for slot, read in zip(slots, _chain(0, 0, token_ids), strict=True))
 
@@ -68,7 +68,7 @@ class FakeDraftModel:
             self._slots[index] = None
 
     def _indices(self, block_ids: Sequence[int], start: int, count: int) -> Iterator[int]:
-        """Slots of the positions from `start` on."""
+        """Slots of `count` positions from `start` on."""
         for position in range(start, start + count):
             yield block_ids[position // self._block_size] * self._block_size + position % self._block_size
 

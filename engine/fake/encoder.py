@@ -1,5 +1,5 @@
-"""Owns what the fake executor makes of contents: numbers, kept as long as plans say, in the place of token ids.
-Never forgives a plan that needs what it has not had encoded."""
+"""Owns the fake executor's encoder: it turns contents into numbers that replace token ids, kept as long as plans say.
+Never forgives a plan whose rows need a content that no plan had encoded."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from engine.step import ScheduledRequest, StepPlan
 
 
 class MissingContentError(Exception):
-    """A row stands on a content that no plan had encoded, or that one had dropped: the scheduler is at fault."""
+    """A row needs a content that no plan had encoded, or that one has dropped: a fault of the scheduler."""
 
 
 class FakeEncoder:
-    """A token's number depends on its position, too, where that is not its index: a wrong shift changes answers."""
+    """Makes a token's number depend on its position, too, if that is not its index: so a wrong shift changes
+    answers."""
 
     def __init__(self) -> None:
         self.encoded: dict[bytes, int] = {}
 
     def prepare(self, plan: StepPlan) -> None:
-        """Drop and encode what the plan says, before its rows."""
+        """Drop and encode what the plan says, before its rows run."""
         for digest in plan.dropped:
             self.encoded.pop(digest, None)
         for work in plan.encodes:
             self.encoded[work.digest] = int.from_bytes(blake2b(work.data, digest_size=7).digest(), "little")
 
     def numbers(self, row: ScheduledRequest, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Of each token of a row; those of a prompt without inputs are their ids."""
+        """The number of each token of a row. Without inputs these are the token ids."""
         if row.inputs is None:
             return token_ids
         numbers = [_shifted(token_id, row.inputs.shift) for token_id in token_ids]

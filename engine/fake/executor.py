@@ -1,4 +1,5 @@
-"""Owns a scripted executor: tokens without weights, for tests and demos. Long: it does all that an executor can.
+"""Owns a scripted executor: tokens without weights, for tests and demos. Long, because it does all that an executor
+can.
 Never needs torch. Its KV slots remember what was written, so that a scheduling bug is an error, not odd text."""
 
 from __future__ import annotations
@@ -39,31 +40,32 @@ def mix64(value: int) -> int:
 
 
 _CLOSING = tuple(b'",]}')
-"""What ends strings, numbers, lists and objects: a grammar's texts would else go on for long."""
+"""Tokens that end strings, numbers, lists and objects: without favouring them, answers to a grammar would become
+long."""
 
 HIDDEN_SIZE = 8
 
 _Masks = Mapping[str, Sequence[Sequence[int]]]
-"""By request: the words of one mask for each position that is sampled; see TokenMasks."""
+"""Request id -> one mask's words for each sampled position; see TokenMasks."""
 
 
 class KvMismatchError(Exception):
-    """A row was told to build on KV that is not its own prefix: the scheduler or block manager is at fault."""
+    """A row builds on KV that is not its own prefix: a fault of the scheduler or block manager."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """What a forward pass left in a KV slot: `digest` covers every token up to and including this one."""
+    """What a forward pass left in a KV slot. `digest` covers every token up to and including this one."""
 
     position: int
     number: int
-    """The token's id, or what stands for a content; see FakeEncoder."""
+    """The token's id, or a content's number; see FakeEncoder."""
     digest: int
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A recurrent state: what it has consumed, all positions below `position`."""
+    """A recurrent state that has consumed all positions below `position`; `digest` covers them."""
 
     position: int
     digest: int
@@ -110,12 +112,13 @@ class FakeExecutor:
         adapters: FakeAdapters | None = None,
         draft_model: FakeDraftModel | None = None,
     ) -> None:
-        """`alphabet`: the tokens that hashes choose from. `num_drafts`: tokens proposed after each sampled one, a
-        quarter of them wrong; `verifies`: drafts of others are taken without any. `grammars`: of byte tokens; a row
-        within one is drafted what that forces. `graph_sizes`: rows of decode steps that are counted as captured.
-        `before_step` may raise or block, to script a step's failure; `failing` says why a row fails alone.
-        `verify_prefix` checks every slot that a row builds on (O(context) a row) and not the newest one alone.
-        `adapters`: None: rows have none. `draft_model`: proposes what rows leave to it, a quarter of it wrong."""
+        """alphabet: the tokens that hashes choose from. num_drafts: how many tokens are proposed after each sampled
+        one, a quarter of them wrong. verifies: rows may carry drafts even if nothing here proposes any. grammars: of
+        byte tokens; rows with a grammar get the tokens that it forces as drafts. graph_sizes: sizes of decode steps
+        that count as captured. before_step: may raise or block, to script a step's failure. failing: says why a row
+        fails alone. verify_prefix: check every slot that a row builds on (O(context) a row), not just the newest.
+        adapters: None if rows have none. draft_model: fills in the drafts that rows leave open, a quarter of them
+        wrong."""
         self._slots: list[_Slot | None] = [None] * (num_blocks * block_size)
         self._block_size = block_size
         self._alphabet = tuple(alphabet)
@@ -136,7 +139,7 @@ class FakeExecutor:
         self.encoder = FakeEncoder()
         self._states: dict[int, _State] = {}  # by state slot
         self._snapshots: dict[int, _State] = {}
-        self._broken: set[str] = set()  # requests with a failed row: what builds on it fails too
+        self._broken: set[str] = set()  # requests with a failed row: rows that build on it fail, too
         self._outputs: deque[StepOutput] = deque()
 
     @property
@@ -205,7 +208,7 @@ class FakeExecutor:
         )
 
     def _graph(self, plan: StepPlan) -> GraphUse:
-        """As a GPU executor counts: decode steps replay the smallest captured size that holds them."""
+        """Count as a GPU executor does: decode steps replay the smallest captured size that holds them."""
         if any(row.kind is not RowKind.DECODE for row in plan.rows):
             return GraphUse(False, "prefill rows")
         size = next((size for size in self._graph_sizes if size >= len(plan.rows)), None)
@@ -230,7 +233,7 @@ class FakeExecutor:
             self._slots[self._slot_index(row, position)] = _Slot(position, number, digest)
         self._check_state(row)
         computed = self._answer(row, token_ids, digests, masks)
-        if row.state is not None:  # past a rejected draft it never was
+        if row.state is not None:  # it never consumes a rejected draft
             count = len(computed.tokens) if row.kind is RowKind.DECODE else len(digests)
             self._states[row.state.slot] = _State(row.start + count, digests[count - 1])
         return (
@@ -261,7 +264,7 @@ class FakeExecutor:
     # --- recurrent state --------------------------------------------------------------------------------------------
 
     def _place_states(self, plan: StepPlan) -> None:
-        """The copies that come before all else, and are done even if the step then fails."""
+        """Make the copies that come before all else, and that stay even if the step then fails."""
         for source, target in plan.state_moves:
             self._states[target] = self._states.get(source, _ZERO_STATE)
         for row in plan.rows:
@@ -305,7 +308,7 @@ class FakeExecutor:
             mask = masks[i - first] if masks else None
             sampled.append(self._sample(row, digests[i], row.start + i + 1, mask))
             if i + 1 < len(token_ids) and sampled[-1] != token_ids[i + 1]:
-                break  # a wrong draft: what follows it was computed for nothing
+                break  # a wrong draft: what follows it was computed in vain
         self._newest[row.request_id] = sampled[-1]
         count = row.sampling.num_logprobs
         chosen = [] if count is None else zip(digests[first:], sampled, strict=False)
@@ -331,7 +334,7 @@ class FakeExecutor:
         return choices[number % len(choices)]
 
     def _choices(self, sampling: RowSampling) -> Sequence[int]:
-        """What may be sampled. There are no logits to be biased or penalised."""
+        """The tokens that may be sampled. There are no logits to bias or penalise."""
         banned, allowed = set(sampling.banned_token_ids), self._alphabet
         if (controls := sampling.controls) is not None:
             banned |= {word[0] for word in controls.bad_words if len(word) == 1}
@@ -340,7 +343,8 @@ class FakeExecutor:
         return left or (self._eos_token_id,)
 
     def _choices_within(self, mask: Sequence[int], sampling: RowSampling, number: int) -> Sequence[int]:
-        """What a grammar allows: a quarter of the time what closes something, mostly letters else."""
+        """The tokens that a grammar allows: a quarter of the time only those that close something, otherwise mostly
+        letters."""
         banned = sampling.banned_token_ids
         closing = [t for t in (*_CLOSING, self._eos_token_id) if _allows(mask, t) and t not in banned]
         if closing and mix64(number) % 4 == 0:
@@ -351,7 +355,7 @@ class FakeExecutor:
     # --- grammars ---------------------------------------------------------------------------------------------------
 
     def _read_grammars(self, plan: StepPlan) -> tuple[_Masks, Mapping[str, RowFailure]]:
-        """The masks of rows that sample within a grammar, and why others cannot."""
+        """The masks of rows with a grammar, and the failures of rows that cannot have one."""
         rows = [row for _, row in grammar_rows(plan, self._newest)]
         if not rows:
             return {}, {}
@@ -369,11 +373,12 @@ class FakeExecutor:
         return self._grammars.forced(request_id, sampled)
 
     def _propose(self, row: ScheduledRequest, count: int) -> tuple[int, ...]:
-        """Of the draft model, after the row's newest token."""
+        """The draft model's tokens after the row's newest one."""
         return self._draft(row, self._read_prefix(row), row.token_ids[0], row.start, count)
 
     def _draft(self, row: ScheduledRequest, digest: int, token_id: int, position: int, count: int) -> tuple[int, ...]:
-        """Tokens after `token_id`, which stands at `position` after what `digest` covers; every fourth is wrong."""
+        """Tokens after `token_id`, which is at `position`, after the text that `digest` covers; about every fourth is
+        wrong."""
         drafts: list[int] = []
         for ahead in range(1, count + 1):
             digest = mix64(digest ^ mix64(token_id))
@@ -382,7 +387,7 @@ class FakeExecutor:
         return tuple(drafts)
 
     def _logprobs(self, digest: int, token_id: int, count: int) -> TokenLogprobs:
-        """A made-up distribution of the prefix: the same for every schedule."""
+        """A made-up distribution that depends only on the prefix: the same for every schedule."""
         scored = sorted((-self._surprise(digest, token), token) for token in self._alphabet) if count else []
         top = tuple((token, score) for score, token in reversed(scored[-count:])) if count else ()
         return TokenLogprobs(token_id, -self._surprise(digest, token_id), top)
@@ -397,7 +402,7 @@ class FakeExecutor:
 
 
 def _pool(digests: Sequence[int]) -> tuple[float, ...]:
-    """The sum of made-up hidden states, which are a hash of the prefix."""
+    """The sum of made-up hidden states, each a hash of the prefix."""
     return tuple(sum(mix64(digest ^ i) / 2**63 - 1 for digest in digests) for i in range(HIDDEN_SIZE))
 
 

@@ -1,4 +1,4 @@
-"""The machine that an engine shares with others: the memory it has, and which engine takes how much of it.
+"""The machine that engines share: how much memory it has, and how much of it each engine takes.
 
 Pure Python: no torch.
 """

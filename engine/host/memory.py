@@ -1,5 +1,5 @@
-"""Owns the question how much memory this process may still take: the machine's and its container's, whichever is less.
-Never takes any, and knows nothing of what it is for."""
+"""Owns the question how much memory this process may still take: the machine's or its container's, whichever is less.
+Never allocates any, and knows nothing of what it is for."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _NO_LIMIT = 2**60
-"""Version 1 of cgroups writes a limit that is none as the largest multiple of a page."""
+"""Limits from here on mean no limit: version 1 of cgroups writes the largest multiple of a page for that."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes that are free, of how many, and which file says so."""
+    """Free and total bytes, and the file that says so."""
 
     free: int
     total: int
@@ -22,7 +22,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What a version of cgroups calls its files, and the page cache that is given up first."""
+    """The names of a cgroup version's files, and of the page cache that the kernel reclaims first."""
 
     limits: tuple[str, ...]
     usage: str
@@ -34,8 +34,8 @@ _V2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory | None:
-    """The tightest of MemAvailable and the limits of this process's cgroup and of those above it; None where the
-    system says nothing. root: where the system's files are, for tests."""
+    """The tightest of MemAvailable and the limits of this process's cgroup and those above it. None if the system says
+    nothing. root: where the system's files are, for tests."""
     found = [*_machine(root), *_groups(root)]
     return min(found, key=lambda memory: memory.free, default=None)
 
@@ -56,7 +56,7 @@ def _groups(root: Path) -> Iterator[HostMemory]:
     for line in _read(root / "proc/self/mountinfo").splitlines():
         mount, _, rest = line.partition(" - ")
         kind, _, rest = rest.partition(" ")
-        if kind not in ("cgroup", "cgroup2"):  # others may have spaces where none belong
+        if kind not in ("cgroup", "cgroup2"):  # others may have spaces in their fields
             continue
         _, _, _, top, point, *_ = mount.split()
         options = rest.rpartition(" ")[2]
@@ -70,8 +70,8 @@ def _groups(root: Path) -> Iterator[HostMemory]:
 def _upwards(
     root: Path, point: PurePosixPath, top: PurePosixPath, own: PurePosixPath | None, files: _Files
 ) -> Iterator[HostMemory]:
-    """Limits from our own group up to the mount. point: where the group `top` is mounted. A container may see its own
-    group as the mount, and be told another path."""
+    """Limits from this process's own group up to the mount. point: where the group `top` is mounted. In a container,
+    the mount may be the container's own group while /proc names another path."""
     below = own.relative_to(top) if own is not None and own.is_relative_to(top) else PurePosixPath()
     group = point / below
     while True:
@@ -93,7 +93,7 @@ def _group(directory: Path, name: str, files: _Files) -> Iterator[HostMemory]:
 
 
 def _read(path: Path) -> str:
-    """What the file holds; nothing where there is none, as on other systems and above a container's own group."""
+    """The file's text; empty if there is no such file, as on other systems and above a container's own group."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,5 +1,5 @@
-"""Owns how engines on one machine share its memory: what each has promised itself, and what the next may take.
-Never allocates. A promise is a locked file, so that it ends with its process, however that ends."""
+"""Owns how engines on one machine share its memory: what each has claimed, and how much the next may take.
+Never allocates. A claim is a locked file, so that it ends when its process does, for whatever reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from engine.host.memory import HostMemory, host_memory
 from engine.host.own_directory import own_directory
 
 SPARED = 0.05
-"""Share of the memory that stays free: without any a system swaps or kills, and Ray ends workers from 95 % on."""
+"""Share of the memory that stays free: without it the system swaps or kills processes, and Ray ends workers from 95 %
+on."""
 
 _LOCK = "lock"
 
@@ -28,24 +29,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that one engine may take: of what is free and promised to nobody, and as its share among all engines."""
+    """How many bytes one engine may take: at most `free`, which nobody has claimed, and `share`, its part among all
+    engines."""
 
     free: int
     share: int
     engines: int
     memory: HostMemory
     promised: int = 0
-    """To engines that have not taken all of it yet."""
+    """Bytes that other engines have claimed but not taken yet."""
 
 
 class Claim:
-    """What an engine has promised itself. It ends with `release`, with this object, or with the process."""
+    """An engine's claim on memory. It ends with `release`, with this object, or with the process."""
 
     def __init__(self, path: Path | None, descriptor: int) -> None:
         self._end = weakref.finalize(self, _end, path, descriptor) if path is not None else None
 
     def release(self) -> None:
-        """A second call does nothing."""
+        """End the claim. A second call does nothing."""
         if self._end is not None:
             self._end()
 
@@ -57,22 +59,22 @@ def _end(path: Path, descriptor: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Promise:
-    """What a living engine has promised itself, and how much of it its process has taken. Bytes."""
+    """Bytes that a running engine has claimed, and how many of them its process has taken."""
 
     size: int
     taken: int
 
 
 class Shares:
-    """The promises of this user's engines on this machine, while nobody else reads or writes them."""
+    """The claims of this user's engines on this machine. Valid while `shares` holds the lock over them."""
 
     def __init__(self, directory: Path | None) -> None:
-        """directory: None where there can be none; engines then know nothing of each other."""
+        """directory: None if it cannot be made; engines then know nothing of each other."""
         self._directory = directory
 
     def room(self, engines: int, memory: HostMemory | None = None) -> Room | None:
-        """What one of `engines` engines on this machine may take; None where the system does not say what is free.
-        memory: as it was found already."""
+        """How much one of `engines` engines on this machine may take; None if the system does not say what is free.
+        memory: the result of host_memory, if it is known already."""
         memory = memory or host_memory()
         if memory is None:
             return None
@@ -89,7 +91,7 @@ class Shares:
         )
 
     def claim(self, size: int) -> Claim:
-        """Promise `size` bytes to this process, besides what it has."""
+        """Claim `size` bytes for this process, in addition to what it has now."""
         if self._directory is None:
             return Claim(None, -1)
         path = self._directory / uuid.uuid4().hex
@@ -106,8 +108,8 @@ class Shares:
 
 @contextmanager
 def shares(directory: Path | None = None) -> Iterator[Shares]:
-    """Hold the lock over all promises. What is decided by `room` is to be claimed before it ends.
-    directory: None means this user's own."""
+    """Hold the lock over all claims. Claim what `room` allows before the lock ends. directory: None means this user's
+    own."""
     try:
         directory = directory or own_directory("chunkserve-memory")
         lock = _locked(directory / _LOCK, os.O_CREAT | os.O_RDWR)
@@ -122,7 +124,7 @@ def shares(directory: Path | None = None) -> Iterator[Shares]:
 
 
 def _locked(path: Path, flags: int) -> int:
-    """The descriptor of a file that this process has locked; the lock ends with it.
+    """Open and lock a file. The lock ends when the descriptor is closed.
 
     Raises:
         OSError: it cannot be opened or locked.
@@ -137,10 +139,10 @@ def _locked(path: Path, flags: int) -> int:
 
 
 def _write(path: Path, text: str) -> int:
-    """A new locked file with this text.
+    """Make a locked file with this text.
 
     Raises:
-        OSError: there is none now.
+        OSError: it could not be made; no file is left.
     """
     descriptor = _locked(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     try:
@@ -152,7 +154,7 @@ def _write(path: Path, text: str) -> int:
 
 
 def _read(path: Path) -> _Promise | None:
-    """None, and the file is removed, where the process that held its lock has ended."""
+    """Read a claim. None if the process that held its lock has ended; the file is then removed."""
     with suppress(FileNotFoundError), path.open("rb") as file:  # it may be released meanwhile
         with suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,7 +166,7 @@ def _read(path: Path) -> _Promise | None:
 
 
 def _resident(process: int) -> int:
-    """Anonymous memory of a process; 0 where it is not seen from here, as from another container."""
+    """Anonymous memory of a process; 0 if the process is not visible from here, as from another container."""
     try:
         lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
     except OSError:

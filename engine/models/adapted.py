@@ -1,5 +1,5 @@
-"""Owns a model whose rows may each be computed with a LoRA adapter of their own (arXiv 2106.09685).
-Never touches a number of a row that has none: it is what the same step gives without adapters, to the bit."""
+"""Owns a model in which each row may have a LoRA adapter of its own (arXiv 2106.09685).
+Never changes a row without an adapter: its results are bit for bit those of the same step without adapters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AdaptedModel(EagerModel):
     def __init__(self, decoder: Decoder, ops: Ops, cache: KVCache, block_size: int, *, max_rank: int) -> None:
         super().__init__(decoder, ops, cache, block_size)
         self._max_rank = max_rank
-        self._adapters: dict[str, Mapping[int, Delta]] = {}  # by digest; of each, by the identity of a Linear
+        self._adapters: dict[str, Mapping[int, Delta]] = {}  # digest -> (id of a Linear -> its delta)
         self._linears = {
             (number, stack): getattr(layer, stack)
             for number, layer in enumerate(decoder.weights.layers)
@@ -47,7 +47,7 @@ class AdaptedModel(EagerModel):
 
     @property
     def num_bytes(self) -> int:
-        """Of all adapters in memory."""
+        """Bytes of all adapters in memory."""
         kept = (delta for deltas in self._adapters.values() for delta in deltas.values())
         return sum(delta.a.nbytes + delta.b.nbytes for delta in kept)
 
@@ -57,11 +57,11 @@ class AdaptedModel(EagerModel):
             raise ValueError(f"A row needs the adapter {lost}, which was not kept.")
         if not groups:
             return super()._pass(rows, **step)
-        return AdaptedPass(self._ops, [(self._adapters[digest], of) for digest, of in groups.items()], **step)
+        return AdaptedPass(self._ops, [(self._adapters[digest], tokens) for digest, tokens in groups.items()], **step)
 
 
 class AdaptedPass(EagerPass):
-    """An EagerPass with adapters on some of its tokens; each token has one at most."""
+    """An EagerPass with adapters on some of its tokens; each token has at most one."""
 
     def __init__(self, ops: Ops, adapters: Sequence[tuple[Mapping[int, Delta], Tokens]], **step: Any) -> None:
         super().__init__(ops, **step)
@@ -76,7 +76,7 @@ class AdaptedPass(EagerPass):
 
 
 def tokens_by_adapter(rows: Sequence[ScheduledRequest]) -> dict[str, Tokens]:
-    """Digest -> the tokens of its rows, among those of the step."""
+    """Digest -> the indices of its rows' tokens within the step."""
     begins = accumulate((len(row.token_ids) for row in rows[:-1]), initial=0)
     spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for row, begin in zip(rows, begins, strict=True):
@@ -86,7 +86,7 @@ def tokens_by_adapter(rows: Sequence[ScheduledRequest]) -> dict[str, Tokens]:
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> Tokens:
-    """A slice where nothing lies between them: it needs no copies."""
+    """Join spans into one index. Adjacent spans become a slice, which needs no copies."""
     first, last = spans[0][0], spans[-1][1]
     if last - first == sum(end - begin for begin, end in spans):
         return slice(first, last)

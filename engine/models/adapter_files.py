@@ -1,5 +1,5 @@
-"""Owns the reading of a LoRA adapter as PEFT writes it, into what each stacked matrix of a decoder gets added.
-Never guesses: what is not computed as the adapter was trained is refused by the name of its key or tensor."""
+"""Owns the reading of a LoRA adapter in PEFT's format, into the deltas that are added to a decoder's stacked matrices.
+Never guesses: an adapter that would not be computed as it was trained is refused by the name of its key or tensor."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from engine.step import AdapterError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 STACKS = ("qkv", "output", "gate_up", "down")
-"""The matrices of a layer that adapters add to, as LayerWeights names them."""
+"""The matrices of a layer that adapters can add to, by their names in LayerWeights."""
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _READ = ("peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights")
-# Of training, or told by the tensors' names.
+# These matter only for training, or follow from the tensors' names.
 _HARMLESS = (
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
     "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "eva_config",
@@ -38,24 +38,25 @@ _HARMLESS = (
 )  # fmt: skip
 _NEUTRAL: tuple[object, ...] = (None, False, "none", [], {})
 _PLAIN_STARTS: tuple[object, ...] = (True, False, None, "gaussian", "eva")
-"""Of `init_lora_weights`: with the others, the base model is changed too while the adapter is trained."""
+"""Values of `init_lora_weights` that leave the base model as it is; with others, training changes the base model,
+too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one stacked matrix gets: y += (x a^T) b^T."""
+    """The adapter's part of one stacked matrix: y += (x a^T) b^T."""
 
-    a: Tensor  # [ranks, inputs], those of the matrix's parts one after another
-    b: Tensor  # [outputs, ranks], each part's rank beside its own outputs, and zero elsewhere; with the scale
+    a: Tensor  # [ranks, inputs]: the ranks of the stack's parts one after another
+    b: Tensor  # [outputs, ranks]: zero except where a part's ranks meet its own outputs; includes the scale
 
 
 Deltas = Mapping[tuple[int, str], Delta]
-"""By layer and stack."""
+"""(layer, stack) -> its delta."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a module of the checkpoint is: outputs [first, first + outputs) of a layer's stack."""
+    """Where a module of the checkpoint belongs: outputs [first, first + outputs) of a layer's stack."""
 
     layer: int
     stack: str
@@ -71,10 +72,11 @@ class _Scaling:
 
 
 def read_adapter(directory: Path, model: ModelConfig, dtype: torch.dtype, max_rank: int) -> tuple[str, Deltas]:
-    """(the digest of its files, what it adds). max_rank: the highest that is allowed.
+    """Read an adapter; return (the digest of its files, its deltas). max_rank: the highest rank that is allowed.
 
     Raises:
-        AdapterError: there is none, or it asks for what is not computed, or it is for a model of another shape.
+        AdapterError: there is no adapter, it needs something that is not supported, or it is for a model of another
+            shape.
     """
     if not os.path.isdir(directory):  # Path's own raises for names that are too long
         raise AdapterError("There is no such directory on the engine's machine: expected an adapter there.")
@@ -131,10 +133,10 @@ _Pair = tuple[Tensor, Tensor]
 
 
 def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scaling) -> dict[_Place, _Pair]:
-    """The two factors of each module's part."""
+    """The two factors of each adapted module, by the module's place."""
     places = _places(model)
     sides: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in sorted(tensors.items()):  # the same mistake is named first, every time
+    for name, tensor in sorted(tensors.items()):  # sorted, so that the same mistake is always reported first
         found = _TENSOR.fullmatch(name)
         module = found["module"].removeprefix(_PREFIX) if found else name
         if found is None or module not in places:
@@ -161,24 +163,24 @@ def _check(name: str, tensor: Tensor, side: str, place: _Place, scaling: _Scalin
 
 
 def _places(model: ModelConfig) -> dict[str, _Place]:
-    """Module -> its place, of all modules that may be adapted."""
+    """The places of all modules that may be adapted, by the module's name."""
     found = {}
     for name, kind in FAMILIES[model.architecture].names.items():
         if "{layer}" not in name or "{expert}" in name:
             continue
-        for number, of in enumerate(model.layers):
-            if (place := _layer_places(model, of, number).get(kind)) is not None:
+        for number, layer in enumerate(model.layers):
+            if (place := _layer_places(model, layer, number).get(kind)) is not None:
                 found[name.replace("{layer}", str(number))] = place
     return found
 
 
-def _layer_places(model: ModelConfig, of: LayerConfig, number: int) -> dict[str, _Place]:
+def _layer_places(model: ModelConfig, layer: LayerConfig, number: int) -> dict[str, _Place]:
     hidden, sizes = model.hidden_size, qkv_sizes(model)
     places = {"qkv": _Place(number, "qkv", 0, sum(sizes), hidden)}
     for i, part in enumerate("qkv"):
         places[part] = _Place(number, "qkv", sum(sizes[:i]), sizes[i], hidden)
-    places["output"] = _Place(number, "output", 0, hidden, attended_size(model, of))
-    if of.experts is None:
+    places["output"] = _Place(number, "output", 0, hidden, attended_size(model, layer))
+    if layer.experts is None:
         wide = model.intermediate_size
         places |= {
             "gate_up": _Place(number, "gate_up", 0, 2 * wide, hidden),

@@ -1,4 +1,4 @@
-"""Owns what a forward pass leaves behind for the choice of tokens.
+"""Owns the results of a forward pass that the choice of tokens needs.
 Never outlives the step: the next pass may use the same memory."""
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from kernels.rewind import Rewind
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What one step computed. A place is a token after which one is sampled; see engine.batch.row_order."""
+    """The results of one step. A place is a token after which a token is sampled; see engine.batch.row_order."""
 
     hidden: Tensor
     """[num_tokens, hidden], the final state of each token"""
     logits: Tensor
     """[places, vocab]"""
     logits_at: Callable[[Tensor], Tensor]
-    """Numbers of tokens [n] -> their logits [n, vocab]."""
+    """Indices of tokens [n] -> their logits [n, vocab]."""
     best: tuple[Tensor, Tensor] | None = None
-    """(each place's most likely token, its logit), if the pass has found them: the lowest of equal tokens; a logit that
-    is not finite where the place's logits are no distribution."""
+    """(each place's most likely token, its logit), if the pass has computed them. Ties go to the lower token id. The
+    logit is not finite if the place's logits are no distribution."""
     draw: Draw | None = None
-    """Draws tokens in torch's stead; see engine.batch.sampler."""
+    """Draws tokens instead of torch; see engine.batch.sampler."""
     rewind: Rewind | None = None
-    """Of a model with recurrent state, where rows have drafts: to be told how many of each row's tokens count."""
+    """Set if the model has recurrent state and rows have drafts: it must be told how many of each row's tokens
+    count."""
 
     @classmethod
     def by_torch(cls, hidden: Tensor, sampled: Tensor, lm_head: Tensor, rewind: Rewind | None = None) -> Computed:
-        """With the LM head as torch's operators multiply it, wherever the tensors are. hidden: [num_tokens, hidden];
-        sampled: the places' tokens, [places] int64; lm_head: [vocab, hidden]."""
+        """Apply the LM head with torch's operators, on the tensors' device. hidden: [num_tokens, hidden]; sampled:
+        indices of the places' tokens, [places] int64; lm_head: [vocab, hidden]."""
 
         def logits_at(index: Tensor) -> Tensor:
             return F.linear(hidden[index], lm_head)
@@ -50,11 +51,12 @@ class Model(Protocol):
 
     @property
     def state(self) -> RecurrentState | None:
-        """None: the model has none."""
+        """The recurrent states; None if the model has none."""
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
-        """Run a plan in kernel order (see engine.batch.row_order). `newest`: what a request's PENDING_TOKEN stands for.
+        """Run a plan whose rows are in kernel order (see engine.batch.row_order). newest: by request, the token that
+        its PENDING_TOKEN stands for.
 
         Raises:
-            ValueError: a row breaks the seam's contract.
+            ValueError: a row breaks the contract of engine.step.
         """

@@ -1,5 +1,5 @@
-"""Owns the reading of a checkpoint's own config.json, by the family that it names.
-Never guesses: what would change the answer and is not computed here is refused by name."""
+"""Owns the reading of a checkpoint's config.json, by the family that it names.
+Never guesses: a setting that would change answers and is not supported is refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CheckpointError(ModelError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
         CheckpointError: the file is missing, is not JSON, or is not an object.
@@ -43,7 +43,8 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     """The decoder that `model_dir/config.json` describes.
 
     Raises:
-        CheckpointError: a field is missing or of the wrong kind, or a feature is not supported; it says which are.
+        CheckpointError: a field is missing or of the wrong kind, or a feature is not supported. The message says which
+            are.
     """
     path = model_dir / "config.json"
     raw = read_json(path)
@@ -54,7 +55,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """As `read_model_config`, from the parsed object; raises ValueError without the file's name."""
+    """Like `read_model_config`, from the parsed object. Raises ValueError without the file's name."""
     family, quantization = _family(raw), read_quantization(raw)
     config = replace(family.describe(raw), architecture=family.architecture, quantization=quantization)
     if config.vision is not None and quantization is not None:

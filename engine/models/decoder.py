@@ -1,5 +1,5 @@
 """Owns the forward pass of the pre-norm decoder that all families share.
-Never holds state of a request or of a step, and never says how an operation is done: that is the pass's own."""
+Never holds state of a request or a step, and never says how an operation is computed: the ForwardPass does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.forward import Array, ForwardPass, HeadShape, LinearAttentionPass
 class Decoder:
     """x = scale * embed; each layer: x += post(attention(norm(x))); x += post(mlp(norm(x))); logits = lm_head(norm(x)).
 
-    Post norms are there where a family has them; layers of linear attention have that in the place of attention.
+    Only some families have post norms. Layers with linear attention use it instead of attention.
     """
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int) -> None:
@@ -27,7 +27,7 @@ class Decoder:
         self.weights = weights
         self._turns = {layer.rope: self._turns_of(layer.rope, max_model_len) for layer in config.layers}
         self._heads = HeadShape(num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
-        # As checkpoints were trained: rounded to the type of the embedding that it multiplies.
+        # Rounded to the embedding's type, as when checkpoints were trained.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
 
     @property
@@ -35,33 +35,33 @@ class Decoder:
         return self.weights.embedding.dtype
 
     def _turns_of(self, rope: RopeConfig | None, max_model_len: int) -> tuple[Tensor, Tensor | float]:
-        """Inverse frequencies of a rotation, and what its cos and sin are multiplied by."""
+        """Inverse frequencies of a rotation, and the factor of its cos and sin."""
         head_dim, device = self.config.head_dim, self.weights.embedding.device
-        if rope is None:  # angles of zero: everything stays where it is
+        if rope is None:  # angles of zero: nothing is rotated
             return torch.zeros(head_dim // 2, device=device), 1.0
         frequencies = inverse_frequencies(rope, head_dim, max_model_len).to(device)
         whole = rope.rotated_size(head_dim) == head_dim
         return frequencies, rope.attention_factor if whole else rotation_factors(rope, head_dim).to(device)
 
     def forward(self, run: ForwardPass, cache: KVCache, state: RecurrentState | None = None) -> Array:
-        """Write the step's K and V into the cache, and advance the states of its rows; the final hidden state of each
-        token. # [num_tokens, hidden]
+        """Write the step's K and V into the cache and advance the states of its rows. Returns the final hidden state of
+        each token. # [num_tokens, hidden]
 
-        run: a LinearAttentionPass, too, for models with linear attention, gated attention or a shared expert.
+        run: must also be a LinearAttentionPass for models with linear attention, gated attention or a shared expert.
         """
         config, weights, eps = self.config, self.weights, self.config.rms_norm_eps
         caches, states = iter(cache.layers), iter(() if state is None else state.layers)
         rotations = {rope: run.rotations(*turns) for rope, turns in self._turns.items()}
         x, residual = run.embed(weights.embedding, self._embedding_scale), None  # [num_tokens, hidden]
-        for of, layer in zip(config.layers, weights.layers, strict=True):
+        for shape, layer in zip(config.layers, weights.layers, strict=True):
             x, residual = run.add_rms_norm(x, residual, layer.input_norm, eps)
-            if of.linear is None:
-                x = self._attention(run, x, of, layer, rotations[of.rope], next(caches))
+            if shape.linear is None:
+                x = self._attention(run, x, shape, layer, rotations[shape.rope], next(caches))
             else:
-                x = self._linear_attention(run, x, of.linear, layer, next(states))
+                x = self._linear_attention(run, x, shape.linear, layer, next(states))
             x = self._post_norm(run, x, layer.attention_post_norm)
             x, residual = run.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = self._post_norm(run, self._mlp(run, x, of, layer), layer.mlp_post_norm)
+            x = self._post_norm(run, self._mlp(run, x, shape, layer), layer.mlp_post_norm)
         x, _ = run.add_rms_norm(x, residual, weights.norm, eps)
         return x
 
@@ -69,7 +69,7 @@ class Decoder:
         self,
         run: ForwardPass,
         x: Array,
-        of: LayerConfig,
+        shape: LayerConfig,
         layer: LayerWeights,
         rotations: Array,
         kv: tuple[Tensor, Tensor],
@@ -81,33 +81,33 @@ class Decoder:
             rest = size + 2 * heads.num_kv_heads * heads.head_dim
             gate, qkv = _with_linear_attention(run).split(qkv, (size, rest))
         q = run.rotate_and_cache(qkv, rotations, heads, kv, layer.norms, config.rms_norm_eps)
-        x = run.attention(q, heads, kv, config.attention_scale, of.window)
+        x = run.attention(q, heads, kv, config.attention_scale, shape.window)
         if gate is not None:
             x = _with_linear_attention(run).sigmoid_gate(x, gate)
         return run.linear(x, layer.output)
 
     def _linear_attention(
-        self, run: ForwardPass, x: Array, of: LinearAttention, layer: LayerWeights, state: tuple[Tensor, Tensor]
+        self, run: ForwardPass, x: Array, shape: LinearAttention, layer: LayerWeights, state: tuple[Tensor, Tensor]
     ) -> Array:
-        """state: of the convolution, and of the delta rule."""
+        """state: the convolution's and the delta rule's."""
         assert layer.linear is not None
-        more, heads, weights = _with_linear_attention(run), of.heads, layer.linear
+        more, heads, weights = _with_linear_attention(run), shape.heads, layer.linear
         sizes = (heads.channels, heads.value_size, heads.num_value_heads, heads.num_value_heads)
         qkv, gate, strength, step = more.split(run.linear(x, layer.qkv), sizes)
         qkv = more.causal_conv(qkv, weights.conv.squeeze(1), state[0])
         x = more.delta_rule(qkv, strength, step, weights.rates, heads, state[1])
         return run.linear(more.gated_rms_norm(x, gate, weights.norm, self.config.rms_norm_eps), layer.output)
 
-    def _add_shared(self, run: ForwardPass, x: Array, shared: SharedExpertWeights, found: Array) -> Array:
-        """What the experts gave, and the MLP that every token passes, times a gate of its own."""
-        everyones = run.linear(run.gated_linear(x, shared.gate_up, self.config.activation), shared.down)
-        return _with_linear_attention(run).sigmoid_gate(everyones, run.linear(x, shared.gate), found)
+    def _add_shared(self, run: ForwardPass, x: Array, shared: SharedExpertWeights, routed: Array) -> Array:
+        """Add the output of the shared expert, times its own gate, to that of the routed experts."""
+        common = run.linear(run.gated_linear(x, shared.gate_up, self.config.activation), shared.down)
+        return _with_linear_attention(run).sigmoid_gate(common, run.linear(x, shared.gate), routed)
 
-    def _mlp(self, run: ForwardPass, x: Array, of: LayerConfig, layer: LayerWeights) -> Array:
-        if of.experts is not None:
+    def _mlp(self, run: ForwardPass, x: Array, shape: LayerConfig, layer: LayerWeights) -> Array:
+        if shape.experts is not None:
             assert layer.router is not None
-            found = run.experts(x, layer.router, layer.gate_up, layer.down, of.experts.routing)
-            return found if layer.shared is None else self._add_shared(run, x, layer.shared, found)
+            routed = run.experts(x, layer.router, layer.gate_up, layer.down, shape.experts.routing)
+            return routed if layer.shared is None else self._add_shared(run, x, layer.shared, routed)
         return run.linear(run.gated_linear(x, layer.gate_up, self.config.activation), layer.down)
 
     def _post_norm(self, run: ForwardPass, x: Array, weight: Tensor | None) -> Array:
@@ -115,5 +115,5 @@ class Decoder:
 
 
 def _with_linear_attention(run: ForwardPass) -> LinearAttentionPass:
-    """The same pass: models that need it run on no other; see engine.build.executor."""
+    """The same pass with its wider type: models that need it are never run on another pass; see engine.build.facts."""
     return cast(LinearAttentionPass, run)

@@ -1,5 +1,5 @@
 """Owns the description of a decoder: its shapes, its switches, and what each of its layers does.
-Never reads a file: families make it of a config.json, and everything else only looks at it."""
+Never reads a file: families make the description from a config.json, and all other code only reads it."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from kernels.forward import SILU, LinearHeads, Routing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture of experts in the place of a layer's MLP."""
+    """A mixture of experts instead of a layer's MLP."""
 
     count: int
     intermediate_size: int
     routing: Routing
     shared_size: int = 0
-    """Intermediate size of an MLP that every token passes besides, times a gate of its own; 0: there is none."""
+    """Intermediate size of the shared expert, an MLP with a gate of its own that every token also passes; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttention:
-    """The gated delta rule (arXiv 2412.06464) in the place of a layer's attention: a state of one size, and no KV."""
+    """The gated delta rule (arXiv 2412.06464) instead of a layer's attention: a state of fixed size, and no KV."""
 
     heads: LinearHeads
     kernel: int
-    """Tokens that the convolution before it sees, its own included."""
+    """How many tokens the convolution sees, the current one included."""
     stacked_by_head: bool
-    """The checkpoint has one matrix for queries, keys, values and gates, ordered by key head, and one for the rest."""
+    """Whether the checkpoint has one matrix for queries, keys, values and gates, ordered by key head, and one for the
+    rest."""
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return self.heads.channels
 
     @property
     def projected_size(self) -> int:
-        """Of a token's queries, keys and values; gates of the output; write strengths and decays."""
+        """Size of a token's projections: queries, keys and values; gates of the output; write strengths and decays."""
         return self.heads.channels + self.heads.value_size + 2 * self.heads.num_value_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """Where one layer differs from its neighbours."""
+    """The properties in which layers of a model can differ."""
 
     rope: RopeConfig | None
     """None: queries and keys are not rotated (NoPE, arXiv 2305.19466)."""
     window: int | None = None
-    """How many tokens a query sees, its own included; None: all."""
+    """How many tokens a query sees, the current one included; None: all."""
     experts: Experts | None = None
     """None: one dense MLP."""
     linear: LinearAttention | None = None
@@ -59,14 +60,14 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shapes and switches of one decoder. Defaults are those of the block that most families share."""
+    """Shapes and switches of one decoder. The defaults suit the block that most families share."""
 
     architecture: str = ""
-    """As config.json spells it; given by whoever looked it up."""
+    """The name in config.json. Set by engine.models.config."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Of dense MLPs."""
+    """The size in dense MLPs."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -77,25 +78,26 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     attention_gate: bool = False
-    """What attention gives is multiplied by a sigmoid that is projected beside the queries, and stored with them."""
+    """Whether attention's output is multiplied by a sigmoid gate, which is projected and stored together with the
+    queries."""
     qk_norm: bool = False
-    """Queries and keys pass an RMS norm over head_dim before they are rotated."""
+    """Whether queries and keys pass an RMS norm over head_dim before they are rotated."""
     post_norms: bool = False
-    """What attention and MLP give passes an RMS norm before it is added to the residual stream."""
+    """Whether the outputs of attention and MLP pass an RMS norm before they are added to the residual stream."""
     norm_offset: float = 0.0
-    """Added to the weights of norms as checkpoints store them."""
+    """Added to the norms' weights that checkpoints store."""
     activation: str = SILU
-    """Of the gate: SILU or GELU of kernels.forward."""
+    """Activation of the MLP's gate: SILU or GELU of kernels.forward."""
     embedding_scale: float = 1.0
     attention_scale: float
-    """Of the scores before the softmax."""
+    """Factor of the scores before the softmax."""
     rope: RopeConfig
-    """Of the layers that see all tokens: it says how far positions reach."""
+    """RoPE of the layers that see all tokens. It determines how far positions reach."""
     layers: tuple[LayerConfig, ...]
     vision: VisionConfig | None = None
     """None: the model takes text alone."""
     quantization: Quantization | None = None
-    """How the checkpoint packs matrices; None: it has them as they are. Given by whoever read its config.json."""
+    """How the checkpoint packs matrices; None if it does not. Set by engine.models.config."""
 
     @property
     def num_layers(self) -> int:
@@ -108,23 +110,23 @@ class ModelConfig:
 
     @property
     def linear_layers(self) -> tuple[LinearAttention, ...]:
-        """Those that have a recurrent state, in order."""
+        """The linear attention of the layers that have it, in order. Each has a recurrent state."""
         return tuple(layer.linear for layer in self.layers if layer.linear is not None)
 
     @property
     def needs_linear_attention_pass(self) -> bool:
-        """Whether it has parts that are of kernels.forward.LinearAttentionPass."""
+        """Whether the model has parts that only kernels.forward.LinearAttentionPass computes."""
         shared = any(layer.experts is not None and layer.experts.shared_size for layer in self.layers)
         return bool(self.linear_layers) or self.attention_gate or shared
 
     @property
     def expert_sizes(self) -> tuple[int, ...]:
-        """Intermediate sizes of its experts, if any layer has them."""
+        """Different intermediate sizes of the layers' experts; empty if no layer has any."""
         return tuple({layer.experts.intermediate_size: None for layer in self.layers if layer.experts})
 
     @property
     def multiplied_intermediate_size(self) -> int:
-        """As wide as the MLPs that one token passes, in the last layer."""
+        """Total intermediate size of the MLPs that one token passes, in the last layer."""
         experts = self.layers[-1].experts
         if experts is None:
             return self.intermediate_size

@@ -1,5 +1,5 @@
-"""Owns a model that runs its operations one by one, on tensors made anew in each step.
-Never keeps anything of a step but K and V, and recurrent states."""
+"""Owns a model that runs its operations one by one, on tensors allocated anew in each step.
+Never keeps anything of a step but K and V and recurrent states."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class EagerModel:
 
 
 def _state_rows(inputs: StepInputs) -> StateRows | None:
-    """The step's rows as layers with recurrent state see them; None: the model has none."""
+    """The step's rows for layers with recurrent state; None if the model has none."""
     if not inputs.state_slots:
         return None
     rows, index = inputs.rows, torch.tensor(inputs.state_slots)
@@ -64,7 +64,7 @@ def _state_rows(inputs: StepInputs) -> StateRows | None:
 
 
 def _rewind(plan: StepPlan, states: StateRows | None) -> Rewind | None:
-    """None: no state may have to go back."""
+    """None if no row has drafts, so that no state may have to be taken back."""
     if states is None:
         return None
     num_drafted = sum(row.kind is RowKind.DECODE for row in plan.rows) - states.num_decode

@@ -1,5 +1,5 @@
-"""Owns a decoder whose prompts have spans that an encoder fills: embeddings by content, and positions of three parts.
-Never decides what is encoded or dropped: plans say it, and a row whose input is not there breaks their contract."""
+"""Owns a decoder with an encoder, which fills spans of prompts: embeddings of contents, and positions of three parts.
+Never decides what is encoded or dropped: plans say so, and a row whose input is not encoded breaks their contract."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kernels.ops import Ops
 
 
 class Filled(NamedTuple):
-    """Tokens [begin, end) of a step have these embeddings, and not those of their ids. # [end - begin, hidden]"""
+    """Tokens [begin, end) of a step have these embeddings instead of those of their ids. # [end - begin, hidden]"""
 
     begin: int
     end: int
@@ -38,7 +38,7 @@ class EncodingModel:
         self.cache = cache
         self.state = None
         self.encoded: dict[bytes, Tensor] = {}
-        """What plans have had encoded and not dropped: content's digest -> [tokens, hidden]."""
+        """Contents that plans have had encoded and not dropped: digest -> [tokens, hidden]."""
         self._ops = ops
         self._block_size = block_size
         pairs = torch.tensor(encoder.config.position_sections)
@@ -75,17 +75,17 @@ class EncodingModel:
 
 
 class SectionedPass(EagerPass):
-    """An EagerPass whose pairs of a head are each rotated by a position of their own. positions: [num_tokens, pairs]"""
+    """An EagerPass that rotates each pair of a head by a position of its own. positions: [num_tokens, pairs]"""
 
     def __init__(self, ops: Ops, *, filled: Sequence[Filled], **step: Any) -> None:
         super().__init__(ops, **step)
         self._filled = filled
 
     def embed(self, table: Tensor, scale: float = 1.0) -> Tensor:
-        found = super().embed(table, scale)
+        embedded = super().embed(table, scale)
         for begin, end, embeddings in self._filled:
-            found[begin:end] = embeddings
-        return found
+            embedded[begin:end] = embeddings
+        return embedded
 
     def rotations(self, inverse_frequencies: Tensor, factors: Tensor | float) -> tuple[Tensor, Tensor]:
         angles = self._positions.to(torch.float32) * inverse_frequencies
@@ -93,8 +93,8 @@ class SectionedPass(EagerPass):
 
 
 def rotary_positions(plan: StepPlan, indices: Tensor) -> Tensor:
-    """Frame, row and column of each token: those of text are all its index, shifted by what stands before it.
-    indices: [num_tokens], of each token in its request; # [3, num_tokens] int64"""
+    """Frame, row and column of each token. For text all three are the token's index, shifted because of inputs before
+    it. indices: [num_tokens], each token's index in its request; # [3, num_tokens] int64"""
     counts = torch.tensor([len(row.token_ids) for row in plan.rows])
     shifts = torch.tensor([row.inputs.shift if row.inputs else 0 for row in plan.rows]).repeat_interleave(counts)
     positions = (indices + shifts).repeat(3, 1)
@@ -102,18 +102,18 @@ def rotary_positions(plan: StepPlan, indices: Tensor) -> Tensor:
         for one in row.inputs.placed if row.inputs else ():
             first, last = max(one.start, row.start), min(one.end, row.end)
             place, end = begin - row.start, begin + len(row.token_ids)
-            of_input = _grid_positions(one.grid)[:, first - one.start : last - one.start]
-            positions[:, place + first : place + last] = one.position + of_input
+            in_grid = _grid_positions(one.grid)[:, first - one.start : last - one.start]
+            positions[:, place + first : place + last] = one.position + in_grid
             positions[:, place + last : end] = indices[place + last : end] + one.shift_after
     return positions
 
 
 def _grid_positions(grid: Grid) -> Tensor:
-    """# [3, frames * rows * columns]"""
+    """Frame, row and column of each token of a grid. # [3, frames * rows * columns]"""
     places = torch.meshgrid(*(torch.arange(size) for size in grid), indexing="ij")
     return torch.stack([place.flatten() for place in places])
 
 
 def _row_begins(plan: StepPlan) -> list[int]:
-    """Each row's first token among those of the step."""
+    """The index of each row's first token within the step."""
     return list(accumulate((len(row.token_ids) for row in plan.rows[:-1]), initial=0))

@@ -1,4 +1,4 @@
-"""Owns what a family of models is to the engine: its name, its reading of config.json, and the names of its tensors.
+"""Owns the interface of a model family: its name, how it reads config.json, and the names of its tensors.
 Never lists the families: `engine.models.registry` does."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MLP_NAMES = {
     "model.layers.{layer}.mlp.down_proj": "down",
 }
 LLAMA_NAMES = ATTENTION_NAMES | MLP_NAMES
-"""As most checkpoints spell them, but for `.weight` and `.bias`."""
+"""The names in most checkpoints, without `.weight` and `.bias`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,17 @@ class ModelFamily:
     """Models that one description covers."""
 
     architecture: str
-    """What config.json lists under `architectures`."""
+    """The name that config.json lists under `architectures`."""
     describe: Callable[[Mapping[str, Any]], ModelConfig]
-    """Of a parsed config.json. Raises ValueError where it asks for what is not computed; see engine.models.fields."""
+    """Describes the model of a parsed config.json. Raises ValueError if something in it is not supported; see
+    engine.models.fields."""
     names: Mapping[str, str]
-    """A tensor's name in the checkpoint -> its place; engine.models.parameters lists those that there are.
+    """A tensor's name in the checkpoint -> its place; engine.models.parameters lists the places.
 
-    `{layer}` and `{expert}` stand for numbers; a name with `{expert}` is of layers with experts."""
+    `{layer}` and `{expert}` stand for numbers; names with `{expert}` are only in layers with experts."""
     unused: tuple[str, ...] = ()
-    """How the names of tensors begin that checkpoints have and the decoder has no use for."""
+    """Prefixes of tensors in checkpoints that the decoder does not use."""
     nested: str | None = None
-    """How names begin, instead of with `model.`, in a checkpoint that was taken out of a larger model."""
+    """The prefix that replaces `model.` in a checkpoint that was taken out of a larger model."""
     stacked: Mapping[str, str] = field(default_factory=dict)
-    """Names of tensors that hold all of a layer's experts, in checkpoints that store them so -> `gate_up` or `down`."""
+    """For checkpoints that store all experts of a layer in one tensor: the tensor's name -> `gate_up` or `down`."""

@@ -1,4 +1,4 @@
-"""Owns what families read from a config.json alike: sizes, windows, and the refusal of what nobody computes.
+"""Owns what all families read from a config.json in the same way: sizes, windows, and refusals of unsupported fields.
 Never knows a family: each says what is different about it."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kernels.forward import Routing
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 Windows = Sequence[int | None]
-"""Of each layer; see LayerConfig."""
+"""The window of each layer; see LayerConfig."""
 
 
 def read_decoder(
@@ -28,10 +28,10 @@ def read_decoder(
     ropes: Sequence[RopeConfig | None] | None = None,
     windows: Windows | None = None,
 ) -> ModelConfig:
-    """The pre-norm decoder of Llama without biases: what families start from.
+    """Read the pre-norm decoder of Llama without biases, from which families start.
 
-    head_dim, tied, eps: what a config that leaves them out means; head_dim None: hidden_size / num_attention_heads.
-    rope: None: the config's own. ropes, windows: of each layer; None: `rope` in each, and no window in any.
+    head_dim, tied, eps: used if the config leaves them out; head_dim None means hidden_size / num_attention_heads.
+    rope: None means the config's own. ropes, windows: one for each layer; None means `rope` in each, and no windows.
 
     Raises:
         ValueError: a field is missing or of the wrong kind, sizes do not fit together, or a window was not expected.
@@ -63,23 +63,23 @@ def read_decoder(
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", tied)),
         attention_scale=head_dim**-0.5,
         rope=rope,
-        # A window that is longer than any text would cost the kernels for full attention.
+        # A window longer than any text has no effect, but would rule out the kernels for full attention.
         layers=tuple(
-            LayerConfig(rope=of_layer, window=window if window is not None and window < longest else None)
-            for of_layer, window in layers
+            LayerConfig(rope=layer_rope, window=window if window is not None and window < longest else None)
+            for layer_rope, window in layers
         ),
     )
 
 
 def read_experts(*, count: int, intermediate_size: int, routing: Routing, shared_size: int = 0) -> Experts:
-    """Raises ValueError where a token has more experts than there are."""
+    """Raises ValueError if a token has more experts than there are."""
     if routing.per_token > count:
         raise ValueError(f"num_experts_per_tok is {routing.per_token}, but there are {count} experts.")
     return Experts(count=count, intermediate_size=intermediate_size, routing=routing, shared_size=shared_size)
 
 
 def sparse_layers(raw: Fields, layers: Sequence[LayerConfig], experts: Experts) -> tuple[LayerConfig, ...]:
-    """`experts` in every `decoder_sparse_step`-th layer, but in those that `mlp_only_layers` names."""
+    """The layers with `experts` in every `decoder_sparse_step`-th one, except those that `mlp_only_layers` names."""
     step, dense = integer(raw, "decoder_sparse_step", 1), sequence(raw, "mlp_only_layers")
     return tuple(
         layer if number in dense or (number + 1) % step else replace(layer, experts=experts)
@@ -88,7 +88,7 @@ def sparse_layers(raw: Fields, layers: Sequence[LayerConfig], experts: Experts) 
 
 
 def expect(raw: Fields, key: str, *supported: Any) -> None:
-    """Raise ValueError where `key` is there and none of `supported`, of which the first is what is computed."""
+    """Raise ValueError if `key` exists and is none of `supported`. The first of these is the default."""
     found = raw.get(key, supported[0])
     if found not in supported:
         raise ValueError(f"{key} {found!r} is not supported; supported is {supported[0]!r}.")
@@ -106,20 +106,20 @@ def refuse_windows(raw: Fields) -> None:
 
 
 def expect_kinds(raw: Fields, *supported: str) -> None:
-    """Raise ValueError where `layer_types` names other kinds of layers."""
+    """Raise ValueError if `layer_types` names other kinds of layers."""
     others = sorted({str(kind) for kind in sequence(raw, "layer_types")} - set(supported))
     if others:
         raise ValueError(f"layer_types {', '.join(others)} are not supported; supported is {', '.join(supported)}.")
 
 
 def one_window(raw: Fields, window: int | None) -> Windows:
-    """Of layers that all see the same number of tokens."""
+    """The windows of layers that all have the same one."""
     expect_kinds(raw, FULL if window is None else SLIDING)
     return [_checked(window)] * integer(raw, "num_hidden_layers")
 
 
 def windows_by_kind(raw: Fields, kinds: Sequence[str], window: int | None) -> Windows:
-    """Of each layer: `window` where its kind is SLIDING. kinds: what a config without `layer_types` means."""
+    """The windows of layers: `window` for those of kind SLIDING. kinds: used if the config has no `layer_types`."""
     expect_kinds(raw, FULL, SLIDING)
     found = raw.get("layer_types") or kinds
     if len(found) != integer(raw, "num_hidden_layers"):

@@ -14,18 +14,19 @@ from kernels.narrow_cache import stored_size
 
 
 def cache_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
-    """Of K and V in the cache, where the engine computes in `dtype`. asked: EngineConfig.kv_cache_dtype."""
+    """The type of K and V in the cache if the engine computes in `dtype`. asked: EngineConfig.kv_cache_dtype."""
     return {"auto": dtype, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}[asked]
 
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """K and V of `block_size` tokens in every layer that attends to them, with what a narrow `dtype` has besides."""
+    """Bytes of K and V of `block_size` tokens in all layers with attention, including the scales of a narrow
+    `dtype`."""
     row = stored_size(model.head_dim, dtype) * dtype.itemsize
     return 2 * model.num_attention_layers * block_size * model.num_kv_heads * row
 
 
 def blocks_in(memory_gib: float, block_bytes: int, state_bytes: int = 0) -> int:
-    """Whole blocks in what recurrent states leave of that much memory.
+    """How many whole blocks fit into `memory_gib` besides recurrent states.
 
     Raises:
         ConfigError: not one fits.
@@ -59,7 +60,8 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> KVCache:
-        """Zeroed, which touches every page: a machine without that much memory fails at start, not under load."""
+        """Allocate zeroed memory, which touches every page: if memory is short, this fails at start and not under
+        load."""
         shape = (num_blocks, block_size, model.num_kv_heads, stored_size(model.head_dim, dtype))
 
         def zeros() -> Tensor:

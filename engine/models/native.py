@@ -1,4 +1,4 @@
-"""Owns a model as a program of the native library: its operations are recorded once, and a step is one call.
+"""Owns a model as a program of the native library: operations are recorded once, and each step is a single call.
 Never runs Python between operations, and keeps nothing of a step but K and V."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernels.cpu.native.sampling import DrawnRow, draw_rows
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A model's programs for steps of up to `num_tokens` tokens, after `num_sampled` of which one is sampled."""
+    """A model's programs for steps of up to `num_tokens` tokens and `num_sampled` sampled positions."""
 
     num_tokens: int
     num_sampled: int
@@ -33,12 +33,12 @@ class _Recorded:
     logits: Buffer
     best: tuple[Buffer, Buffer]
     head: Program
-    """The logits of any of the step's tokens."""
+    """Computes the logits of any of the step's tokens."""
     scored: Buffer
 
 
 class NativeModel:
-    """An engine.models.computed.Model that records `decoder`, whose weights it takes for itself.
+    """An engine.models.computed.Model that records `decoder`. It takes over the decoder's weights and repacks them.
 
     K and V lie in `cache` in the library's own order; see cache.h.
     """
@@ -54,8 +54,8 @@ class NativeModel:
         num_sampled: int,
         quantize: bool = False,
     ) -> None:
-        """`num_tokens`, `num_sampled`: what memory is set aside for; a larger step sets more aside, for good.
-        `quantize`: matrices of 8 bits a weight; see kernels.cpu.native.program.pack."""
+        """num_tokens, num_sampled: the step size to reserve memory for; a larger step reserves more, for good.
+        quantize: use matrices of 8 bits a weight; see kernels.cpu.native.program.pack."""
         decoder.weights = _packed(decoder.weights, quantize)
         self.decoder = decoder
         self.cache = cache
@@ -63,7 +63,7 @@ class NativeModel:
         self.team = Team(num_threads)
         self.state = None  # models with recurrent state run on torch's operators
         self.busy_s = 0.0
-        """What steps took in the library so far: the rest of an engine's time is Python's."""
+        """Seconds that steps have spent in the library so far; the rest of the engine's time is Python's."""
         self._recorded = self._record(num_tokens, num_sampled)
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
@@ -85,7 +85,7 @@ class NativeModel:
         return Computed(hidden, logits, self._logits_at, (tokens, best), self._draw)
 
     def _logits_at(self, index: Tensor) -> Tensor:
-        """Of the step's tokens `index`: # [len(index), vocab]"""
+        """Logits of the step's tokens `index`. # [len(index), vocab]"""
         found, recorded = [], self._recorded
         for first in range(0, len(index), SCORED_POSITIONS):
             piece = index[first : first + SCORED_POSITIONS].tolist()
@@ -104,7 +104,7 @@ class NativeModel:
         return draw_rows(self.team, logits, rows)
 
     def _with_room(self, num_tokens: int, num_sampled: int) -> _Recorded:
-        """The record, made anew where the step is larger than all before. The old one stays if there is no memory."""
+        """The programs, recorded anew if the step is larger than all before. If memory runs out, the old ones stay."""
         now = self._recorded
         if num_tokens > now.num_tokens or num_sampled > now.num_sampled:
             self._recorded = self._record(max(num_tokens, now.num_tokens), max(num_sampled, now.num_sampled))
@@ -124,7 +124,7 @@ class NativeModel:
 
 
 def _packed(weights: DecoderWeights, quantize: bool) -> DecoderWeights:
-    """In the memory of `weights` itself, but for an embedding that is the LM head too: that is looked up by row."""
+    """Pack weights in place. A tied LM head is copied instead, because the embedding must stay readable by row."""
     tied = weights.lm_head.weight is weights.embedding
     as_asked = partial(pack, quantize=quantize, dtype=weights.embedding.dtype)
     in_place = partial(as_asked, consume=True)

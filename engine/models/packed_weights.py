@@ -1,5 +1,6 @@
-"""Owns the filling of weights that a checkpoint has packed, each matrix from the several tensors that stand for it.
-Never knows a format (`engine.models.packing` does), and never takes a tensor that does not fit: it is named."""
+"""Owns the filling of packed weights: several tensors of the checkpoint make up each matrix.
+Never knows a format (`engine.models.packing` does), and never takes a tensor that does not fit: it is refused by
+name."""
 
 from __future__ import annotations
 
@@ -20,21 +21,21 @@ from engine.models.quantization import Quantization
 
 _NARROW = (INT8, FP8, "F8_E5M2")
 _UNUSED = ("input_scale", "input_zero_point", "output_scale", "activation_scale_ub")
-"""How activations would be rounded, which stay as they are."""
+"""Scales for rounding activations. Ignored, because activations are not rounded here."""
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """All tensors of a checkpoint, none of them read."""
+    """All tensors of a checkpoint, which are read only on demand."""
 
     files: Mapping[str, tuple[Path, Any]]
-    """Name -> the file that holds it, and that file opened."""
+    """Tensor name -> (the file that holds it, the opened file)."""
 
     @classmethod
     @contextmanager
     def open(cls, files: Sequence[Path], device: torch.device) -> Iterator[Stored]:
-        """Raises: CheckpointError: a file is no readable safetensors file."""
+        """Open all files. Raises CheckpointError if one is no readable safetensors file."""
         found: dict[str, tuple[Path, Any]] = {}
         with ExitStack() as opened:
             for file in files:
@@ -44,7 +45,7 @@ class Stored:
             yield cls(found)
 
     def kind(self, name: str) -> str:
-        """As safetensors spells it."""
+        """The tensor's type, as safetensors spells it."""
         file, tensors = self.files[name]
         return str(_reading(file, lambda: tensors.get_slice(name).get_dtype()))
 
@@ -66,16 +67,17 @@ def _reading(file: Path, read: Callable[[], _T]) -> _T:
 
 
 def find_packed(stored: Stored, quantization: Quantization) -> dict[str, Packing]:
-    """Modules whose weights are packed, by their names in the checkpoint: those that have any part of a packing.
+    """The packing of each packed module, by the module's name. A module is packed if the checkpoint has any part of a
+    packing for it.
 
     Raises:
-        CheckpointError: a module is packed, and the config says that it is not.
+        CheckpointError: a module is packed, but the config says that it is not.
     """
     parts = {
         part
         for _, packing in quantization.groups
         for part in packing.parts(*_ANY_SIZE)
-        if part != "weight"  # it may be one that is not packed
+        if part != "weight"  # unpacked matrices have one, too
     }
     found: dict[str, Packing] = {}
     for name, (file, _) in stored.files.items():
@@ -90,13 +92,13 @@ def find_packed(stored: Stored, quantization: Quantization) -> dict[str, Packing
 
 
 _ANY_SIZE = (32, 32)
-"""Of a matrix: the parts' names do not depend on it."""
+"""Any size of a matrix will do: the names of the parts do not depend on it."""
 
 
 def fill_packed(stored: Stored, packed: Mapping[str, Packing], missing: dict[str, Tensor]) -> frozenset[str]:
-    """Fill the weights of `packed` that `missing` has, and strike them from it; the names of what they were made of.
+    """Fill those weights of `missing` that are packed, and remove them from it. Returns the names of the tensors used.
 
-    A view of int8 gets the values as they are stored, and `weight_scale` beside it their scales.
+    An int8 view gets the values as they are stored, and the module's `weight_scale` gets their scales.
 
     Raises:
         CheckpointError: a part is missing, of another shape or type, or contradicts another.
@@ -105,7 +107,7 @@ def fill_packed(stored: Stored, packed: Mapping[str, Packing], missing: dict[str
     for module, packing in packed.items():
         view = missing.pop(f"{module}.weight", None)
         if view is None:
-            continue  # whoever reads the other tensors says whether it may be left over
+            continue  # the reader of the other tensors decides whether it may be left over
         if view.dim() != 2:
             raise CheckpointError(f"{module} is packed ({packing.summary}), but its weight is no matrix.")
         parts, names = _read_parts(stored, module, packing, view)
@@ -124,7 +126,7 @@ def fill_packed(stored: Stored, packed: Mapping[str, Packing], missing: dict[str
 
 
 def _read_parts(stored: Stored, module: str, packing: Packing, view: Tensor) -> tuple[dict[str, Tensor], set[str]]:
-    """The parts of one matrix, by their own names, and all of these in full."""
+    """Read the parts of one matrix. Returns them by part, and their full names."""
     try:
         wanted = packing.parts(*view.shape)
     except ValueError as error:
@@ -156,8 +158,8 @@ def _check(stored: Stored, name: str, expected: Part, packing: Packing) -> None:
 
 
 def _leftovers(stored: Stored, module: str, missing: Mapping[str, Tensor]) -> set[str]:
-    """What a module has besides, and what changes nothing: scales of activations, and a bias of zeros where the model
-    has none, which some packers write for every matrix."""
+    """Other tensors of a module that change nothing: scales of activations, and a bias of zeros if the model has no
+    bias, which some packers write for every matrix."""
     found = {f"{module}.{name}" for name in _UNUSED} & stored.files.keys()
     bias = f"{module}.bias"
     if bias in stored.files and bias not in missing and not bool(stored.read(bias).any()):
@@ -166,6 +168,6 @@ def _leftovers(stored: Stored, module: str, missing: Mapping[str, Tensor]) -> se
 
 
 def _file(stored: Stored, module: str, packing: Packing) -> str:
-    """Where a matrix is, or any part of it."""
+    """The file that holds a matrix, or any part of it."""
     parts = [packing.main, *packing.parts(*_ANY_SIZE)]
     return str(next(stored.files[name][0] for part in parts if (name := f"{module}.{part}") in stored.files))

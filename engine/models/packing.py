@@ -1,4 +1,4 @@
-"""Owns the layouts of packed matrices: which tensors a checkpoint stores in a weight's place, and what they stand for.
+"""Owns the layouts of packed matrices: which tensors a checkpoint stores instead of a weight, and how to unpack them.
 Never rounds: a weight is (q - zero) * scale in float32, as its format defines it."""
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 INT8, INT32, FP8 = "I8", "I32", "F8_E4M3"
-"""As safetensors spells types."""
+"""Types, as safetensors spells them."""
 _SCALES = ("F16", "BF16", "F32")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which four bits of an int32 hold each of eight outputs."""
+"""For each of eight outputs, which group of four bits of an int32 holds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor that a checkpoint stores in a weight's place."""
+    """A tensor that a checkpoint stores instead of a weight."""
 
     shape: tuple[int, ...]
-    """Axes of one may be left out."""
+    """Axes of size 1 may be left out."""
     kinds: tuple[str, ...]
     optional: bool = False
 
@@ -32,26 +32,26 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """A matrix as its parts give it; it is values * scales, each output's and input's own."""
+    """An unpacked matrix: each value is multiplied by the scale of its output and input."""
 
     values: Tensor
     """[outputs, inputs] float32: q - zero"""
     scales: Tensor
     """[rows, columns] float32"""
     rows: Tensor
-    """[outputs]: which row of the scales"""
+    """[outputs]: each output's row of `scales`"""
     columns: Tensor
-    """[inputs]: which column of the scales"""
+    """[inputs]: each input's column of `scales`"""
 
     def weight(self) -> Tensor:
-        """# [outputs, inputs] float32"""
+        """The matrix itself. # [outputs, inputs] float32"""
         return self.values * self.scales[self.rows][:, self.columns]
 
     def by_output(self) -> tuple[Tensor, Tensor]:
         """The values [outputs, inputs] int8, and a scale for each output.
 
         Raises:
-            ValueError: a value has no place in 8 bits.
+            ValueError: a value does not fit into 8 bits.
         """
         if self.values.min() < -128 or self.values.max() > 127:
             raise ValueError("a value less its zero point is beyond 8 bits")
@@ -59,11 +59,11 @@ class Unpacked:
 
 
 class Packing(Protocol):
-    """How one matrix is stored. Sizes are [outputs, inputs] of the weight that it stands for."""
+    """How one matrix is stored. Sizes are those of the weight: outputs and inputs."""
 
     @property
     def summary(self) -> str:
-        """For people."""
+        """A description for messages."""
 
     @property
     def main(self) -> str:
@@ -71,29 +71,32 @@ class Packing(Protocol):
 
     @property
     def by_output(self) -> bool:
-        """Whether it is 8 bits with one scale for each output, which can be computed with as it is."""
+        """Whether it has 8 bits and one scale for each output. Kernels can use such a matrix as it is stored."""
 
     def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
-        """Name -> what is stored. Raises ValueError where no such matrix can be packed in this way."""
+        """Name -> the part that is stored. Raises ValueError if a matrix of this size cannot be packed in this way."""
 
     def unpack(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> Unpacked:
-        """parts: as `parts` says. Raises ValueError where numbers contradict each other; it begins with the part."""
+        """Unpack the tensors that `parts` lists. Raises ValueError if numbers contradict each other; its text begins
+        with the name of the part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Values as they are, or several in an int32, and a scale for each cell of a grid: `compressed-tensors`, `fp8`."""
+    """One value per element, or several in an int32, and a scale for each cell of a grid: `compressed-tensors`,
+    `fp8`."""
 
     summary: str
     kind: str
-    """INT8 or FP8: one value each; INT32: as many of `bits` as there is room for, the first one lowest."""
+    """INT8 or FP8: each element is a value. INT32: each holds as many values of `bits` as fit, the first in the lowest
+    bits."""
     bits: int = 8
     cell: tuple[int | None, int | None]
-    """Outputs and inputs that share a scale; None: all."""
+    """How many outputs and inputs share a scale; None: all."""
     scale: str = "weight_scale"
     zero_points: bool = False
     ordered: bool = False
-    """`weight_g_idx` says which scale an input has."""
+    """Whether `weight_g_idx` says which scale an input has."""
 
     @property
     def main(self) -> str:
@@ -144,7 +147,7 @@ class Grid:
         return Unpacked(wide, parts[self.scale].float().view(sizes), rows, columns)
 
     def _from_int32(self, packed: Tensor) -> Tensor:
-        """[rows, n] -> [rows, n * per_int], signed: they are stored with half their range added."""
+        """[rows, n] -> [rows, n * per_int], signed. Values are stored with half their range added."""
         return bits_of(packed, self.bits).flatten(1) - (1 << self.bits - 1)
 
 
@@ -156,9 +159,9 @@ class Gptq:
     group_size: int | None
     """None: all inputs."""
     ordered: bool
-    """Groups are of inputs by importance, and `g_idx` says which is whose."""
+    """Whether inputs were grouped by importance; `g_idx` then says which group each input is in."""
     zeros_less_one: bool
-    """Zero points are stored less one, as the format's first version has them."""
+    """Whether zero points are stored minus one, as in the format's first version."""
 
     @property
     def summary(self) -> str:
@@ -191,7 +194,7 @@ class Gptq:
             columns = checked_groups("g_idx", parts["g_idx"], scales.shape[1])
         values = bits_of(qweight.view(-1, outputs).T, self.bits).flatten(1)
         zeros = bits_of(parts["qzeros"].view(scales.shape[1], -1), self.bits).flatten(1)
-        if self.zeros_less_one:  # of 0, all bits are set
+        if self.zeros_less_one:  # 0 is stored with all bits set
             zeros = (zeros + 1) & (1 << self.bits) - 1
         rows = torch.arange(outputs, device=qweight.device)
         return Unpacked((values - zeros.T[:, columns]).float(), scales, rows, columns)
@@ -199,7 +202,7 @@ class Gptq:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Awq:
-    """[inputs, outputs] of 4 bits, eight outputs in an int32 in an order of its own (arXiv 2306.00978, `gemm`)."""
+    """[inputs, outputs] of 4 bits, eight outputs in an int32 in a special order (arXiv 2306.00978, `gemm`)."""
 
     group_size: int | None
 
@@ -238,13 +241,13 @@ class Awq:
 
 
 def bits_of(packed: Tensor, bits: int) -> Tensor:
-    """[...] int32 -> [..., 32 / bits] int32, the lowest bits first, none of them negative."""
+    """Split integers: [...] int32 -> [..., 32 / bits] int32, the lowest bits first, none negative."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     return packed.unsqueeze(-1) >> shifts & (1 << bits) - 1
 
 
 def checked_groups(name: str, found: Tensor, count: int) -> Tensor:
-    """Raises ValueError where it names a group that there is not."""
+    """Raises ValueError if `found` names a group that does not exist."""
     if bool((found < 0).any()) or bool((found >= count).any()):
         raise ValueError(f"{name} names groups {int(found.min())} to {int(found.max())}, and there are {count}")
     return found.long()

@@ -1,5 +1,6 @@
-"""Owns the decoder's weight tensors and the table from a checkpoint's names to their places. Long: every stack.
-Never reads a file: `engine.models.weights` fills what this allocates, and has it settled."""
+"""Owns the decoder's weight tensors and the table from a checkpoint's names to them. Long, because it covers every
+stack.
+Never reads a file: `engine.models.weights` fills what this allocates, and then calls `settle`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from kernels.forward import Linear
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttentionWeights:
-    """What linear attention has besides its projections."""
+    """Weights of linear attention other than its projections."""
 
     conv: Tensor  # [channels, 1, kernel]
     rates: tuple[Tensor, Tensor]  # see kernels.reference.log_decay; each [value heads] float32
@@ -26,24 +27,24 @@ class LinearAttentionWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpertWeights:
-    """An MLP that every token passes beside its experts."""
+    """An MLP that every token passes in addition to its experts."""
 
     gate_up: Linear  # [2 * shared_size, hidden]
     down: Linear  # [hidden, shared_size]
-    gate: Linear  # [1, hidden], of what it gives
+    gate: Linear  # [1, hidden], gates the MLP's output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """One block. `qkv` and `gate_up` are stacked, so that each is one matrix product.
 
-    `qkv` has, where attention is gated, the gates first; and of linear attention queries, keys, values, gates of the
+    With gated attention, `qkv` begins with the gates. With linear attention, it has queries, keys, values, gates of the
     output, write strengths and decays.
     """
 
     input_norm: Tensor  # [hidden]
     qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]; gated: 2 * heads; linear attention: [projected, hidden]
-    norms: tuple[Tensor, Tensor] | None  # of queries and of keys, each [head_dim]
+    norms: tuple[Tensor, Tensor] | None  # for queries and keys, each [head_dim]
     linear: LinearAttentionWeights | None
     output: Linear  # [hidden, heads * head_dim]; of linear attention: [hidden, value_size]
     attention_post_norm: Tensor | None  # [hidden]
@@ -57,7 +58,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeights:
-    """All weights of one decoder; `lm_head`'s is `embedding` itself where the checkpoint ties them."""
+    """All weights of one decoder. If the checkpoint ties them, the weight of `lm_head` is `embedding` itself."""
 
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
@@ -68,10 +69,10 @@ class DecoderWeights:
 def allocate(
     config: ModelConfig, dtype: torch.dtype, device: torch.device | None = None, kept: frozenset[str] = frozenset()
 ) -> DecoderWeights:
-    """Tensors of the right shapes with undefined contents, on `device`; None: the CPU.
+    """Allocate tensors of the right shapes with undefined contents. device: None means the CPU.
 
-    kept: modules, by their names in the checkpoint, whose weights are of int8 with a scale for each output. A matrix
-    that is stacked of several is so where all of them are."""
+    kept: modules, by their names in the checkpoint, that have int8 weights with a scale for each output. A stacked
+    matrix is int8 only if all modules in it are."""
     names = FAMILIES[config.architecture].names if kept else {}
     embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
     return DecoderWeights(
@@ -97,13 +98,13 @@ def _allocate_head(config: ModelConfig, embedding: Tensor, kept: bool) -> Linear
 _STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 
 
-def _kept_places(names: Mapping[str, str], number: int, of: LayerConfig, kept: frozenset[str]) -> frozenset[str]:
-    """Of `qkv`, `output`, `gate_up` and `down`, those of a layer whose modules are all among `kept`."""
+def _kept_places(names: Mapping[str, str], number: int, spec: LayerConfig, kept: frozenset[str]) -> frozenset[str]:
+    """Which of a layer's `qkv`, `output`, `gate_up` and `down` have all their modules in `kept`."""
     modules: dict[str, list[str]] = {}
     for name, place in names.items():
-        if "{layer}" not in name or ("{expert}" in name) is not (of.experts is not None and place in _MLP_PLACES):
+        if "{layer}" not in name or ("{expert}" in name) is not (spec.experts is not None and place in _MLP_PLACES):
             continue
-        numbers = range(1 if of.experts is None else of.experts.count)
+        numbers = range(1 if spec.experts is None else spec.experts.count)
         modules.setdefault(_STACKED.get(place, place), []).extend(
             name.replace("{layer}", str(number)).replace("{expert}", str(each)) for each in numbers
         )
@@ -111,14 +112,14 @@ def _kept_places(names: Mapping[str, str], number: int, of: LayerConfig, kept: f
 
 
 def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-    """The sum of a weight near 0 and the offset has more bits than the weight."""
+    """With an offset, float32: the sum of a weight near 0 and the offset needs more bits than the weight."""
     return torch.float32 if config.norm_offset else dtype
 
 
 def _allocate_layer(
-    config: ModelConfig, of: LayerConfig, dtype: torch.dtype, device: torch.device | None, kept: frozenset[str]
+    config: ModelConfig, spec: LayerConfig, dtype: torch.dtype, device: torch.device | None, kept: frozenset[str]
 ) -> LayerWeights:
-    hidden, head_dim, experts, attends = config.hidden_size, config.head_dim, of.experts, of.linear is None
+    hidden, head_dim, experts, attends = config.hidden_size, config.head_dim, spec.experts, spec.linear is None
     stack = () if experts is None else (experts.count,)
     intermediate = config.intermediate_size if experts is None else experts.intermediate_size
 
@@ -132,10 +133,10 @@ def _allocate_layer(
 
     return LayerWeights(
         input_norm=norm(),
-        qkv=linear(_projected_size(config, of), hidden, bias=attends and config.qkv_bias, place="qkv"),
+        qkv=linear(_projected_size(config, spec), hidden, bias=attends and config.qkv_bias, place="qkv"),
         norms=(norm(head_dim), norm(head_dim)) if attends and config.qk_norm else None,
-        linear=None if of.linear is None else _allocate_linear_attention(of.linear, dtype, device),
-        output=linear(hidden, attended_size(config, of), bias=attends and config.output_bias, place="output"),
+        linear=None if spec.linear is None else _allocate_linear_attention(spec.linear, dtype, device),
+        output=linear(hidden, attended_size(config, spec), bias=attends and config.output_bias, place="output"),
         attention_post_norm=norm() if config.post_norms else None,
         mlp_norm=norm(),
         router=torch.empty(*stack, hidden, dtype=torch.float32, device=device) if stack else None,
@@ -146,28 +147,28 @@ def _allocate_layer(
     )
 
 
-def _projected_size(config: ModelConfig, of: LayerConfig) -> int:
-    """Rows of `qkv`."""
-    if of.linear is not None:
-        return of.linear.projected_size
+def _projected_size(config: ModelConfig, spec: LayerConfig) -> int:
+    """Number of rows of `qkv`."""
+    if spec.linear is not None:
+        return spec.linear.projected_size
     return sum(qkv_sizes(config))
 
 
 def qkv_sizes(config: ModelConfig) -> list[int]:
-    """Of queries, with the gates that are stored with them, of keys, and of values."""
+    """Numbers of rows of queries (including the gates that are stored with them), of keys, and of values."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return [2 * q if config.attention_gate else q, kv, kv]
 
 
-def attended_size(config: ModelConfig, of: LayerConfig) -> int:
-    """Columns of `output`."""
-    return config.num_heads * config.head_dim if of.linear is None else of.linear.heads.value_size
+def attended_size(config: ModelConfig, spec: LayerConfig) -> int:
+    """Number of columns of `output`."""
+    return config.num_heads * config.head_dim if spec.linear is None else spec.linear.heads.value_size
 
 
 def _allocate_linear_attention(
     linear: LinearAttention, dtype: torch.dtype, device: torch.device | None
 ) -> LinearAttentionWeights:
-    def by_head() -> Tensor:  # in float32: decays are exponentials of them
+    def by_head() -> Tensor:  # in float32, because decays are exponentials of them
         return torch.empty(linear.heads.num_value_heads, dtype=torch.float32, device=device)
 
     return LinearAttentionWeights(
@@ -186,16 +187,16 @@ def _allocate_shared(hidden: int, size: int, linear: Callable[..., Linear]) -> S
 
 
 def settle(config: ModelConfig, weights: DecoderWeights) -> None:
-    """Turn what a checkpoint has stored into what the block computes with, in place."""
+    """Convert weights from the checkpoint's layout to the one that the block computes with, in place."""
     if config.norm_offset:
         for norm in _norms(weights):
             norm.add_(config.norm_offset)
-    for of, layer in zip(config.layers, weights.layers, strict=True):
-        if of.linear is not None:
+    for spec, layer in zip(config.layers, weights.layers, strict=True):
+        if spec.linear is not None:
             assert layer.linear is not None
             layer.linear.rates[0].exp_().neg_()
-            if of.linear.stacked_by_head:
-                _unstack_heads(of.linear, layer.qkv.weight)
+            if spec.linear.stacked_by_head:
+                _unstack_heads(spec.linear, layer.qkv.weight)
         else:
             for stacked in (layer.qkv.weight, layer.qkv.bias, layer.qkv.scales):
                 if stacked is not None:
@@ -206,7 +207,7 @@ def settle(config: ModelConfig, weights: DecoderWeights) -> None:
 
 
 def settle_qkv(config: ModelConfig, stacked: Tensor) -> None:
-    """The outputs of a query, key and value projection, [outputs, ...], as the block orders them, in place."""
+    """Reorder the outputs of a query, key and value projection, [outputs, ...], as the block needs them, in place."""
     size, head_dim = config.num_heads * config.head_dim, config.head_dim
     if config.attention_gate:  # from query, gate, query, gate ... to all gates, all queries
         queries = stacked[: 2 * size]
@@ -220,13 +221,14 @@ def settle_qkv(config: ModelConfig, stacked: Tensor) -> None:
 
 
 def _pair_order(config: ModelConfig, device: torch.device) -> Tensor | None:
-    """Of a head's numbers, where it is rotated in part; None: as they are stored."""
+    """The order of a head's elements if it is rotated partially; None if they stay as they are stored."""
     partial = config.rope.rotated_size(config.head_dim) < config.head_dim
     return pairs_side_by_side(config.rope, config.head_dim).to(device) if partial else None
 
 
 def _unstack_heads(linear: LinearAttention, stacked: Tensor) -> None:
-    """From query, key, values, gates of each key head, and strengths, decays of each, to all queries, all keys ..."""
+    """Reorder from (query, key, values, gates) of each key head and (strengths, decays) of each to all queries, all
+    keys, ..."""
     heads = linear.heads
     group = heads.num_value_heads // heads.num_key_heads
     wide = [heads.key_dim, heads.key_dim, group * heads.value_dim, group * heads.value_dim]
@@ -253,14 +255,15 @@ LAYER_PLACES = (
     "mlp_norm", "router", "gate_up", "gate", "up", "down", "mlp_post_norm",
     "shared_gate", "shared_up", "shared_down", "shared_share",
 )  # fmt: skip
-"""Where a family's tensors may go. Of a stacked matrix, it names either the whole or its parts. Where attention is
-gated, `q` has the gates, too; `linear_*` are of layers with linear attention, where the places of attention are not."""
+"""The places that a family's tensors may have. For a stacked matrix, a family names either the whole or its parts. If
+attention is gated, `q` includes the gates. Layers with linear attention have `linear_*` instead of attention's
+places."""
 _MLP_PLACES = ("gate_up", "gate", "up", "down")
 
 
 @dataclass(frozen=True, slots=True)
 class _Bare:
-    """A tensor whose name has no `.weight`."""
+    """A tensor whose name in the checkpoint does not end with `.weight`."""
 
     tensor: Tensor
 
@@ -269,14 +272,14 @@ _Place = Linear | Tensor | _Bare | None
 
 
 def checkpoint_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, Tensor]:
-    """Checkpoint tensor name -> the view that it fills. Every element of `weights` is filled by exactly one name."""
+    """Name of a checkpoint's tensor -> the view that it fills. Exactly one name fills each element of `weights`."""
     names = FAMILIES[config.architecture].names
     head = None if config.tie_word_embeddings else weights.lm_head
     model: dict[str, _Place] = dict(zip(MODEL_PLACES, (weights.embedding, weights.norm, head), strict=True))
     table = _table({name: place for name, place in names.items() if "{layer}" not in name}, model)
     of_layers = {name: place for name, place in names.items() if "{layer}" in name}
-    for number, (of, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
-        for name, view in _layer_table(config, of, layer, of_layers).items():
+    for number, (spec, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
+        for name, view in _layer_table(config, spec, layer, of_layers).items():
             table[name.replace("{layer}", str(number))] = view
     named, needed = (sum(map(Tensor.numel, tensors)) for tensors in (table.values(), _tensors(config, weights)))
     assert named == needed, f"{config.architecture} names {named} of the model's {needed} numbers"
@@ -285,23 +288,23 @@ def checkpoint_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, 
 
 def stacked_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
     """Name of a tensor with all of a layer's experts -> (the view that it fills, the names of `checkpoint_table` that
-    it stands for)."""
+    it replaces)."""
     family = FAMILIES[config.architecture]
     table: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
-    for number, (of, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
-        for name, place in family.stacked.items() if of.experts is not None else ():
+    for number, (spec, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
+        for name, place in family.stacked.items() if spec.experts is not None else ():
             parts = ("gate", "up") if place == "gate_up" else ("down",)
             each = [pattern for pattern, part in family.names.items() if "{expert}" in pattern and part in parts]
             stood_for = (
-                f"{pattern.format(layer=number, expert=expert)}.weight" for pattern in each for expert in _numbers(of)
+                f"{pattern.format(layer=number, expert=expert)}.weight" for pattern in each for expert in _numbers(spec)
             )
             linear = layer.gate_up if place == "gate_up" else layer.down
             table[name.format(layer=number)] = linear.weight, tuple(stood_for)
     return table
 
 
-def _numbers(of: LayerConfig) -> range:
-    return range(0 if of.experts is None else of.experts.count)
+def _numbers(spec: LayerConfig) -> range:
+    return range(0 if spec.experts is None else spec.experts.count)
 
 
 def _tensors(config: ModelConfig, weights: DecoderWeights) -> Iterator[Tensor]:
@@ -321,26 +324,26 @@ def _tensors(config: ModelConfig, weights: DecoderWeights) -> Iterator[Tensor]:
 
 
 def num_bytes(config: ModelConfig, weights: DecoderWeights) -> int:
-    """Of all tensors; one that is tied counts once."""
+    """Bytes of all tensors; a tied one counts once."""
     return sum(tensor.nbytes for tensor in _tensors(config, weights))
 
 
 def _layer_table(
-    config: ModelConfig, of: LayerConfig, layer: LayerWeights, names: Mapping[str, str]
+    config: ModelConfig, spec: LayerConfig, layer: LayerWeights, names: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    places = _places(config, of, layer)
-    if of.experts is None:
+    places = _places(config, spec, layer)
+    if spec.experts is None:
         return _table({name: place for name, place in names.items() if "{expert}" not in name}, places)
     shared = {name: place for name, place in names.items() if "{expert}" not in name and place not in _MLP_PLACES}
     table = _table(shared, places)
-    for number in range(of.experts.count):
+    for number in range(spec.experts.count):
         own = _mlp_places(_of_expert(layer.gate_up, number), _of_expert(layer.down, number))
         expert = {name.replace("{expert}", str(number)): place for name, place in names.items() if "{expert}" in name}
         table |= _table(expert, own)
     return table
 
 
-def _places(config: ModelConfig, of: LayerConfig, layer: LayerWeights) -> dict[str, _Place]:
+def _places(config: ModelConfig, spec: LayerConfig, layer: LayerWeights) -> dict[str, _Place]:
     q_norm, k_norm = layer.norms or (None, None)
     places: dict[str, _Place] = dict.fromkeys(LAYER_PLACES) | {
         "input_norm": layer.input_norm,
@@ -351,11 +354,11 @@ def _places(config: ModelConfig, of: LayerConfig, layer: LayerWeights) -> dict[s
         "router": layer.router,
         "mlp_post_norm": layer.mlp_post_norm,
     }
-    if of.linear is None:
+    if spec.linear is None:
         parts = dict(zip("qkv", _parts(layer.qkv, qkv_sizes(config)), strict=True))
         places |= {"qkv": layer.qkv, **parts, "output": layer.output}
     else:
-        places |= _linear_places(of.linear, layer)
+        places |= _linear_places(spec.linear, layer)
     if layer.shared is not None:
         gate, up = _halves(layer.shared.gate_up)
         down, share = layer.shared.down, layer.shared.gate

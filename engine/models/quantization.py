@@ -1,5 +1,5 @@
 """Owns the reading of a config.json's `quantization_config`: which packing a matrix has.
-Never guesses: what would be unpacked to other weights is refused by name, with the list of what is read."""
+Never guesses: a format that would be unpacked wrongly is refused by name, with the list of supported ones."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ _WEIGHTS_OF = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Packings of a checkpoint. Which of the matrices they cover are packed, its tensors say themselves."""
+    """The packings of a checkpoint. The checkpoint's tensors show which of the matrices they cover are really
+    packed."""
 
     groups: tuple[tuple[tuple[str, ...], Packing], ...]
-    """Targets, and their packing. A target is a module's name, a pattern `re:...` or `Linear`, which are all."""
+    """(targets, their packing). A target is a module's name, a pattern `re:...`, or `Linear`, which means all."""
     ignored: tuple[str, ...] = ()
-    """The same, of what has none."""
+    """Targets that are not packed."""
     activations: str = ""
-    """What the checkpoint would have activations rounded to; empty: to nothing."""
+    """How the checkpoint wants activations rounded; empty: not at all."""
 
     def packing(self, module: str) -> Packing | None:
-        """Of a matrix's module, by its name in the checkpoint. None: it is not packed."""
+        """The packing of a module, by its name in the checkpoint; None if it is not packed."""
         if any(_matches(target, module) for target in self.ignored):
             return None
         for exact in (True, False):
@@ -45,7 +46,7 @@ class Quantization:
 
     @property
     def by_output(self) -> tuple[bool, ...]:
-        """Of each packing, whether it can be computed with as it is."""
+        """For each packing, whether kernels can use it as it is stored; see Packing.by_output."""
         return tuple(packing.by_output for _, packing in self.groups)
 
     @property
@@ -54,10 +55,10 @@ class Quantization:
 
 
 def read_quantization(raw: Fields) -> Quantization | None:
-    """None where weights are stored as they are.
+    """Read `quantization_config`; None if weights are not packed.
 
     Raises:
-        ValueError: the method, or a variant of it, is not read.
+        ValueError: the method, or a variant of it, is not supported.
     """
     nested = section(raw, "text_config")
     found = raw.get("quantization_config") or nested.get("quantization_config") or raw.get("compression_config")
@@ -136,9 +137,9 @@ _METHODS: dict[str, Callable[[Fields], Quantization]] = {
 
 
 def _grid(weights: Fields, stored_as: Any, where: str) -> Grid:
-    """Of a group's `weights`."""
+    """The packing of a group, from its `weights`."""
     kind_of = _one_of(weights, where, "type", "int", "float")
-    if stored_as == "naive-quantized":  # each value in a type of its own, as the other two
+    if stored_as == "naive-quantized":  # the same as the other two: each value is an element of its own
         stored_as = f"{kind_of}-quantized"
     if not isinstance(stored_as, str) or stored_as not in _WEIGHTS_OF:
         raise ValueError(
@@ -150,7 +151,7 @@ def _grid(weights: Fields, stored_as: Any, where: str) -> Grid:
     bits = _one_of(weights, f"{where}, {stored_as}", "num_bits", *widths)
     _one_of(weights, where, "dynamic", False)
     symmetric = _one_of(weights, where, "symmetric", *((True,) if kind == FP8 else (True, False)))
-    # `weight` and `static`: inputs are stored in the order of their groups, as without.
+    # With `weight` and `static`, inputs are stored in the order of their groups, as without actorder.
     order = _one_of(weights, where, "actorder", None, "weight", "static", "group", "dynamic", True, False)
     cell, shared = _cell(weights, where)
     ordered = order in ("group", "dynamic", True) and cell[1] is not None
@@ -167,7 +168,7 @@ def _grid(weights: Fields, stored_as: Any, where: str) -> Grid:
 
 
 def _cell(weights: Fields, where: str) -> tuple[tuple[int | None, int | None], str]:
-    """Outputs and inputs that share a scale; the same for people."""
+    """(how many outputs and inputs share a scale, a description for messages)"""
     size = weights.get("group_size")
     default = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = weights.get("strategy") or default
@@ -202,7 +203,7 @@ def _block(found: Any, where: str) -> tuple[int, int]:
 
 
 def _one_of(found: Fields, where: str, key: str, *supported: Any) -> Any:
-    """The field, where it is one of them; the first where it is left out."""
+    """The field, which must be one of `supported`; the first of these if it is left out."""
     value = found.get(key, supported[0])
     if value is None and None not in supported:
         value = supported[0]
@@ -220,7 +221,7 @@ def _none_of(found: Fields, where: str, key: str) -> None:
 
 
 def _object(found: Fields, where: str, key: str) -> Fields:
-    """Without a field where there is none."""
+    """An object in `found`; empty if there is none."""
     value = found.get(key) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"quantization_config ({where}): {key} is {value!r}: expected an object.")

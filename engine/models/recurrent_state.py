@@ -1,5 +1,5 @@
-"""Owns the memory of recurrent state: a slot for each running request, and snapshots, in every layer that has states.
-Never knows whose a slot is: the scheduler deals in their numbers, and a plan says what to copy."""
+"""Owns the memory of recurrent states: a slot for each running request, and snapshots, in every layer that has states.
+Never knows which request has a slot: the scheduler assigns slots, and a plan says what to copy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from engine.step import StepPlan
 
 
 def bytes_per_slot(model: ModelConfig, dtype: torch.dtype) -> int:
-    """One request's state in every layer; 0 for a model that has none. dtype: of activations."""
+    """Bytes of one request's states in all layers; 0 for a model without states. dtype: the activations'."""
     return sum(
-        (of.kernel - 1) * of.channels * dtype.itemsize
-        + of.heads.num_value_heads * of.heads.key_dim * of.heads.value_dim * torch.float32.itemsize
-        for of in model.linear_layers
+        (layer.kernel - 1) * layer.channels * dtype.itemsize
+        + layer.heads.num_value_heads * layer.heads.key_dim * layer.heads.value_dim * torch.float32.itemsize
+        for layer in model.linear_layers
     )
 
 
@@ -27,12 +27,12 @@ def num_snapshots(scheduler: SchedulerConfig) -> int:
 
 
 def state_bytes(model: ModelConfig, config: EngineConfig | ResolvedConfig, dtype: torch.dtype) -> int:
-    """Of all slots and snapshots."""
+    """Bytes of all slots and snapshots."""
     return bytes_per_slot(model, dtype) * (config.max_num_seqs + num_snapshots(config.scheduler))
 
 
 def memory_summary(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> str:
-    """What the states take, and whether prefixes can be found again."""
+    """Describes how much memory the states take, and whether there can be prefix hits."""
     size, snapshots = bytes_per_slot(model, dtype), num_snapshots(config.scheduler)
     stride = config.scheduler.state_snapshot_tokens
     kept = f"{snapshots} snapshots, one every {stride} tokens, which prefix hits start from"
@@ -45,9 +45,9 @@ def memory_summary(model: ModelConfig, config: EngineConfig, dtype: torch.dtype)
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
-    """Slots 0 to num_slots - 1 are those of running requests, and snapshots lie behind them.
+    """States by slot: slots 0 to num_slots - 1 are for running requests, and snapshots follow.
 
-    What a slot holds before its request's first token is read by nobody: a row that starts at 0 starts from zeros.
+    A slot's content before its request's first token is never read: a row that starts at 0 starts from zeros.
     """
 
     conv: Tensor  # [layers, slots, kernel - 1, channels]: a request's last inputs of the convolution
@@ -58,26 +58,26 @@ class RecurrentState:
     def allocate(
         cls, model: ModelConfig, config: ResolvedConfig, dtype: torch.dtype, device: torch.device | None = None
     ) -> RecurrentState | None:
-        """Zeroed, which touches every page, as KVCache does; None for a model that has no states."""
+        """Allocate zeroed memory, which touches every page, as KVCache does. None for a model without states."""
         layers = model.linear_layers
         if not layers:
             return None
-        of, num_slots = layers[0], config.max_num_seqs
+        layer, num_slots = layers[0], config.max_num_seqs
         slots = num_slots + num_snapshots(config.scheduler)
-        heads = of.heads
+        heads = layer.heads
         return cls(
-            torch.zeros(len(layers), slots, of.kernel - 1, of.channels, dtype=dtype, device=device),
+            torch.zeros(len(layers), slots, layer.kernel - 1, layer.channels, dtype=dtype, device=device),
             torch.zeros(len(layers), slots, heads.num_value_heads, heads.key_dim, heads.value_dim, device=device),
             num_slots,
         )
 
     @property
     def layers(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """(convolution's, delta rule's) of each layer, by slot."""
+        """(convolution's states, delta rule's states) of each layer, by slot."""
         return tuple(zip(self.conv.unbind(), self.delta.unbind(), strict=True))
 
     def place(self, plan: StepPlan) -> None:
-        """The copies that come before all else of a step. They take no memory, for want of which one could fail."""
+        """Make the copies that come before all else in a step. They allocate no memory, so they cannot fail."""
         for source, target in plan.state_moves:
             self._copy(source, target)
         for row in plan.rows:
@@ -85,7 +85,7 @@ class RecurrentState:
                 self._copy(self.num_slots + row.state.restore, row.state.slot)
 
     def save(self, plan: StepPlan) -> None:
-        """Keep the states after the step that its rows ask to be kept."""
+        """Save the states that the step's rows ask to save, after the step."""
         for row in plan.rows:
             if row.state is not None and row.state.save is not None:
                 self._copy(row.state.slot, self.num_slots + row.state.save)

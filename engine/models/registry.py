@@ -1,5 +1,5 @@
 """Owns the table of supported families, by the architecture that a checkpoint's config.json names.
-Never describes one: each family has a file of its own."""
+Never describes a family: each has a file of its own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Owns rotary position embedding: what a checkpoint asks for, and the frequencies that follow.
-Never depends on the length of a request: chunking and the prefix cache need a key to be a function of its position."""
+"""Owns rotary position embedding: a checkpoint's settings, and the frequencies that follow from them.
+Never depends on a request's length: chunking and the prefix cache need a key to depend on nothing but its position."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding of a checkpoint. Fields that its `rope_type` does not use keep their defaults."""
+    """A checkpoint's rotary embedding. Fields that its `rope_type` does not use keep their defaults."""
 
     rope_type: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
     original_max_position: int
-    """Longest position of the training that `factor` extends."""
+    """Longest position in training, before `factor` extends it."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    """cos and sin are multiplied by this (YaRN, LongRoPE); it reaches the scores squared."""
+    """Factor of cos and sin (YaRN, LongRoPE), so that scores are multiplied by its square."""
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    """What each pair's wavelength is multiplied by within the original context, and beyond it (LongRoPE)."""
+    """Factors of each pair's wavelength: `short_factors` within the original context, `long_factors` beyond it
+    (LongRoPE)."""
     rotated: float = 1.0
-    """Share of a head that is rotated; the rest of it, behind, is left as it is."""
+    """Share of a head that is rotated, from its beginning; the rest is left as it is."""
 
     def rotated_size(self, head_dim: int) -> int:
         return int(head_dim * self.rotated)
 
     def check(self, head_dim: int) -> None:
-        """Raise ValueError where the fields do not fit heads of that size."""
+        """Raise ValueError if the fields do not fit heads of this size."""
         size = self.rotated_size(head_dim)
         if size % 2 or not size:
             raise ValueError(f"partial_rotary_factor {self.rotated:g} of {head_dim} is {size}: expected an even size.")
@@ -51,7 +52,8 @@ class RopeConfig:
                 raise ValueError(f"{name} has {len(factors)} entries: expected {size // 2}, one for each rotated pair.")
 
     def default_length(self, max_position_embeddings: int) -> int:
-        """Positions served unless more are asked for. These two cost quality at short lengths where they reach far."""
+        """Number of positions served unless the config asks for more. Extending `dynamic` and `longrope` costs quality
+        at short lengths, so it is not the default."""
         if self.rope_type == "dynamic":
             return max_position_embeddings
         if self.rope_type == "longrope":
@@ -59,7 +61,8 @@ class RopeConfig:
         return self.longest_position(max_position_embeddings)
 
     def longest_position(self, max_position_embeddings: int) -> int:
-        """Positions that the checkpoint can serve: YaRN, linear and dynamic scaling reach beyond its own limit."""
+        """Number of positions that the checkpoint can serve. YaRN, linear and dynamic scaling reach beyond its own
+        limit."""
         if self.rope_type in ("linear", "dynamic"):
             return int(max_position_embeddings * self.factor)
         if self.rope_type == "yarn":
@@ -72,10 +75,10 @@ def read_rope(
 ) -> RopeConfig:
     """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before) of a config.json.
 
-    theta: what a config that leaves it out means. partial: whether heads may be rotated in part.
+    theta: used if the config leaves it out. partial: whether heads may be rotated partially.
 
     Raises:
-        ValueError: the type is not one of ROPE_TYPES, or a field is missing or changes what this file computes.
+        ValueError: the type is not one of ROPE_TYPES, a field is missing, or a field asks for something unsupported.
     """
     spec: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
     if "partial_rotary_factor" in config:
@@ -85,7 +88,7 @@ def read_rope(
     _refuse_unknown(rope_type, spec, partial)
     original = max_position_embeddings
     if rope_type in ("llama3", "yarn", "longrope"):
-        key = "original_max_position_embeddings"  # transformers prefers the one outside the RoPE parameters
+        key = "original_max_position_embeddings"  # transformers prefers the value outside the RoPE parameters
         original = integer(spec, key, max_position_embeddings) if config.get(key) is None else integer(config, key)
     factor = number(spec, "factor", max_position_embeddings / original if rope_type in ("yarn", "longrope") else 1.0)
     return RopeConfig(
@@ -131,8 +134,8 @@ def _refuse_unknown(rope_type: Any, spec: Mapping[str, Any], partial: bool) -> N
 
 
 def _attention_factor(rope_type: str, spec: Mapping[str, Any], factor: float, original: int) -> float:
-    """Attention temperature: of YaRN (arXiv 2309.00071, section 3.4), with the mscale pair that DeepSeek added, and of
-    LongRoPE as Phi-3 has it (arXiv 2402.13753)."""
+    """Attention temperature of YaRN (arXiv 2309.00071, section 3.4), with the mscale pair that DeepSeek added, and of
+    LongRoPE as in Phi-3 (arXiv 2402.13753)."""
     if rope_type not in ("yarn", "longrope"):
         return 1.0
     if spec.get("attention_factor") is not None:
@@ -151,9 +154,10 @@ def _attention_factor(rope_type: str, spec: Mapping[str, Any], factor: float, or
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> Tensor:
     """Radians per position of each pair, 0 for pairs that are not rotated. # [head_dim / 2] float32
 
-    `dynamic` (NTK) scaling defines the base by the current length, so a cached key would depend on when it was
-    computed. It is resolved once, for the longest length served, max(max_model_len, original): the same at every
-    position and for every request, and equal to transformers' at that length. So is LongRoPE's choice of factors.
+    `dynamic` (NTK) scaling derives the base from the current length, so a cached key would depend on when it was
+    computed. Here the base is computed once, for the longest length served, max(max_model_len, original): it is the
+    same at every position and for every request, and equals transformers' at that length. LongRoPE's factors are also
+    chosen once.
     """
     size = rope.rotated_size(head_dim)
     found = _rotated_frequencies(rope, size, max_model_len)
@@ -161,17 +165,17 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> 
 
 
 def rotation_factors(rope: RopeConfig, head_dim: int) -> Tensor:
-    """What each pair's cos and sin are multiplied by: those that are not rotated keep their length. # [head_dim / 2]"""
+    """The factor of each pair's cos and sin; 1 for pairs that are not rotated. # [head_dim / 2]"""
     factors = torch.ones(head_dim // 2)
     factors[: rope.rotated_size(head_dim) // 2] = rope.attention_factor
     return factors
 
 
 def pairs_side_by_side(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Where each element of a head comes from, so that pairs are (i, i + head_dim / 2): # [head_dim]
+    """The order of a head's elements that makes all pairs (i, i + head_dim / 2). # [head_dim]
 
-    Where a head of 8 is rotated in half, checkpoints have pairs (0, 2), (1, 3), and 4 to 7 are left as they are:
-    from 0, 1, 4, 5, 2, 3, 6, 7.
+    If half of a head of 8 is rotated, checkpoints have the pairs (0, 2) and (1, 3), and leave 4 to 7 as they are. The
+    order is then 0, 1, 4, 5, 2, 3, 6, 7.
     """
     half = rope.rotated_size(head_dim) // 2
     rest = (head_dim - 2 * half) // 2
@@ -180,7 +184,7 @@ def pairs_side_by_side(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _rotated_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> Tensor:
-    """Of the rotated part of a head. # [head_dim / 2] float32"""
+    """Inverse frequencies of the rotated part of a head, which has size `head_dim`. # [head_dim / 2] float32"""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base = rope.theta
     if rope.rope_type == "dynamic":
@@ -200,7 +204,7 @@ def _rotated_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) ->
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Short wavelengths stay, long ones stretch by `factor`, and those between are blended."""
+    """Keep short wavelengths, stretch long ones by `factor`, and blend those between."""
     turns = rope.original_max_position * plain / (2 * math.pi)  # full turns within the original context
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)  # 1: keep, 0: stretch
@@ -208,7 +212,7 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, plain: Tensor, head_dim: int) -> Tensor:
-    """NTK by parts: pairs that turn often within the original context stay, slow ones stretch, a ramp joins them."""
+    """NTK by parts: keep pairs that turn often within the original context, stretch slow ones, with a ramp between."""
 
     def pair_that_turns(times: float) -> float:
         angle = math.log(rope.original_max_position / (times * 2 * math.pi))

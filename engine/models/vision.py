@@ -1,5 +1,5 @@
-"""Owns the image encoder of Qwen2.5-VL (arXiv 2502.13923): pixels of one image to embeddings of its tokens.
-Never keeps anything of an image, and never sees two at once: what it gives depends on nothing else."""
+"""Owns the image encoder of Qwen2.5-VL (arXiv 2502.13923): from an image's pixels to embeddings of its tokens.
+Never keeps anything of an image, and never encodes two at once, so that the result depends on the image alone."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class VisionEncoder:
         self._ops = ops
         self._mean, self._std = torch.tensor(pixels.mean), torch.tensor(pixels.std)
         self._scale = pixels.scale
-        half = config.head_dim // 2  # of which one half is rotated by the patch's row, the other by its column
+        half = config.head_dim // 2  # one half of these is rotated by the patch's row, the other by its column
         self._frequencies = config.rope_theta ** (-torch.arange(0, half, 2, dtype=torch.float32) / half)
 
     def encode(self, grid: Grid, data: bytes) -> Tensor:
-        """data: [rows * side, columns * side, 3] of uint8. # [rows * columns, output]"""
+        """Encode one image. data: [rows * side, columns * side, 3] of uint8. # [rows * columns, output]"""
         _, rows, columns = grid
         order, windows = self._windows(rows, columns)
         patches = self._patches(rows, columns, data).to(self._weights.patches.dtype)
@@ -43,7 +43,7 @@ class VisionEncoder:
         return self._merge(x)[torch.argsort(order)]
 
     def _patches(self, rows: int, columns: int, data: bytes) -> Tensor:
-        """Normalised, those of one token one after another. # [patches, patch_values] float32"""
+        """Normalised patches, ordered by token. # [patches, patch_values] float32"""
         config = self.config
         merge, size = config.merge_size, config.patch_size
         pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -54,7 +54,7 @@ class VisionEncoder:
         return values.reshape(-1, config.patch_values)
 
     def _windows(self, rows: int, columns: int) -> tuple[Tensor, list[int]]:
-        """Tokens in the order of their windows [rows * columns], and how many patches each window has."""
+        """The order of tokens by window [rows * columns], and how many patches each window has."""
         side = self.config.window_size // self.config.side
         row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         window = (row // side * -(-columns // side) + column // side).flatten()
@@ -62,13 +62,13 @@ class VisionEncoder:
         counts = torch.bincount(window) * self.config.merge_size**2
         return order, counts.tolist()
 
-    def _permuted(self, of_patches: Tensor, order: Tensor) -> Tensor:
-        """of_patches: [patches, size], those of one token together."""
-        by_token = of_patches.view(len(order), -1, of_patches.shape[-1])
+    def _permuted(self, patches: Tensor, order: Tensor) -> Tensor:
+        """Reorder patches by their tokens' order. patches: [patches, size], grouped by token."""
+        by_token = patches.view(len(order), -1, patches.shape[-1])
         return by_token[order].flatten(0, 1)
 
     def _rotations(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """cos and sin by a patch's row and column, each [patches, head_dim / 2] float32."""
+        """cos and sin for each patch's row and column, each [patches, head_dim / 2] float32."""
         merge = self.config.merge_size
         places = torch.meshgrid(torch.arange(rows * merge), torch.arange(columns * merge), indexing="ij")
         angles = []
@@ -79,7 +79,7 @@ class VisionEncoder:
         return both.cos(), both.sin()
 
     def _attention(self, x: Tensor, layer: VisionLayer, rotations: tuple[Tensor, ...], spans: list[int]) -> Tensor:
-        """Within each of `spans`, numbers of neighbouring patches. # [patches, hidden]"""
+        """Attention within each window. spans: how many consecutive patches each window has. # [patches, hidden]"""
         cos, sin = rotations
         by_head = _linear(x, layer.qkv).view(len(x), 3 * self.config.num_heads, self.config.head_dim)
         q_and_k, v = by_head[:, : 2 * self.config.num_heads], by_head[:, 2 * self.config.num_heads :]
@@ -94,7 +94,7 @@ class VisionEncoder:
         return _linear(F.silu(_linear(x, layer.gate)) * _linear(x, layer.up), layer.down)
 
     def _merge(self, x: Tensor) -> Tensor:
-        """# [tokens, output]"""
+        """Merge each token's patches into its embedding. # [tokens, output]"""
         x = self._norm(x, self._weights.merger_norm).view(-1, self._weights.merger_in.weight.shape[1])
         return _linear(F.gelu(_linear(x, self._weights.merger_in)), self._weights.merger_out)
 

@@ -12,7 +12,7 @@ from engine.multimodal_inputs import InputKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """A transformer over patches, whose outputs stand in the prompt in place of tokens' embeddings."""
+    """A transformer over patches. Its outputs replace the embeddings of an image's tokens in the prompt."""
 
     depth: int
     hidden_size: int
@@ -20,21 +20,23 @@ class VisionConfig:
     num_heads: int
     channels: int
     patch_size: int
-    """Pixels along a side."""
+    """Pixels along a side of a patch."""
     temporal_patch_size: int
-    """Frames in a patch; an image is shown that many times."""
+    """Frames in a patch; an image is repeated that many times."""
     merge_size: int
-    """Patches along each side that become one token."""
+    """Patches along each side of the square that becomes one token."""
     window_size: int
-    """Pixels along a side of the square within which patches see each other, but for the layers that follow."""
+    """Pixels along a side of the square within which patches see each other, except in the layers of
+    `full_attention`."""
     full_attention: tuple[int, ...]
     """Layers in which every patch of an image sees every other."""
     output_size: int
     rope_theta: float
     token_id: int
-    """Of the prompt's tokens that an image stands in for."""
+    """The id of the prompt's tokens that an image replaces."""
     position_sections: tuple[int, int, int]
-    """Pairs of the decoder's heads that are rotated by a token's frame, row and column (M-RoPE, arXiv 2409.12191)."""
+    """How many pairs of the decoder's heads are rotated by a token's frame, row and column (M-RoPE, arXiv
+    2409.12191)."""
 
     @property
     def head_dim(self) -> int:
@@ -42,7 +44,7 @@ class VisionConfig:
 
     @property
     def side(self) -> int:
-        """Pixels along a side of what becomes one token."""
+        """Pixels along a side of the square that becomes one token."""
         return self.patch_size * self.merge_size
 
     @property
@@ -52,7 +54,7 @@ class VisionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelConfig:
-    """What a checkpoint says of its images, in preprocessor_config.json."""
+    """How a checkpoint wants images prepared, from its preprocessor_config.json."""
 
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
@@ -62,15 +64,15 @@ class PixelConfig:
 
 
 def read_pixels(raw: Mapping[str, Any], vision: VisionConfig) -> PixelConfig:
-    """From the parsed file; what it leaves out is as in the published checkpoints.
+    """Read the parsed file. Missing fields have the values of the published checkpoints.
 
     Raises:
-        ValueError: it asks for other patches than the encoder's, or for images that are prepared in another way.
+        ValueError: the file asks for other patches than the encoder's, or for another way to prepare images.
     """
-    given = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
-    given |= {"merge_size": vision.merge_size, "resample": 3}
-    given |= dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
-    for key, computed in given.items():
+    expected = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
+    expected |= {"merge_size": vision.merge_size, "resample": 3}
+    expected |= dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
+    for key, computed in expected.items():
         if raw.get(key) not in (None, computed):
             raise ValueError(f"{key} {raw[key]!r} is not supported; supported is {computed!r}.")
     size = raw.get("size") or {}
@@ -85,10 +87,10 @@ def read_pixels(raw: Mapping[str, Any], vision: VisionConfig) -> PixelConfig:
 
 
 def image_kind(vision: VisionConfig, pixels: PixelConfig, most_tokens: int) -> InputKind:
-    """What the engine takes for an image of this model. most_tokens: of one image, by the engine's limits.
+    """The kind of images that the engine accepts for this model. most_tokens: the engine's limit for one image.
 
     Raises:
-        ValueError: these are less than the smallest image of this model has.
+        ValueError: the limit is less than the smallest image of this model has.
     """
     area = vision.side**2
     if most_tokens * area < pixels.min_pixels:

@@ -1,4 +1,4 @@
-"""Owns the tensors of an image encoder, and the names that checkpoints give them.
+"""Owns the tensors of an image encoder, and their names in checkpoints.
 Never reads a file: `engine.models.weights` fills what this allocates."""
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class VisionLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionWeights:
-    """The merger turns merge_size x merge_size neighbours into one token of the decoder."""
+    """The encoder's weights. The merger turns merge_size x merge_size neighbouring patches into one token of the
+    decoder."""
 
     patches: Tensor  # [hidden, channels, temporal_patch_size, patch_size, patch_size]
     layers: tuple[VisionLayer, ...]
@@ -76,6 +77,6 @@ def vision_table(weights: VisionWeights) -> dict[str, Tensor]:
         table |= {f"{name}.norm1.weight": layer.attention_norm, f"{name}.norm2.weight": layer.mlp_norm}
         linears |= {f"{name}.attn.qkv": layer.qkv, f"{name}.attn.proj": layer.output}
         linears |= {f"{name}.mlp.{part}_proj": getattr(layer, part) for part in ("gate", "up", "down")}
-    for name, found in linears.items():
-        table |= {f"{name}.weight": found.weight, f"{name}.bias": found.bias}
+    for name, linear in linears.items():
+        table |= {f"{name}.weight": linear.weight, f"{name}.bias": linear.bias}
     return table

@@ -1,5 +1,6 @@
 """Owns the filling of weight tensors: from safetensors files, or with seeded random numbers.
-Never computes with them, and never leaves one unfilled: a checkpoint that does not fit is refused by tensor name."""
+Never computes with them, and never leaves a tensor unfilled: a checkpoint that does not fit is refused by tensor
+name."""
 
 from __future__ import annotations
 
@@ -35,9 +36,11 @@ def load_weights(
     others: Mapping[str, Tensor] = NO_OTHERS,
     keep_int8: bool = False,
 ) -> DecoderWeights:
-    """The checkpoint's weights in `dtype` on `device`, each tensor copied straight from its file into its place: the
-    host never holds more of the model than one tensor. `others`: tensors besides the decoder's to fill, by their names.
-    keep_int8: matrices that are stored in 8 bits with a scale for each output stay as they are.
+    """Load the checkpoint's weights in `dtype` on `device`.
+
+    Each tensor is copied straight from its file into its place, so that the host never holds more of the model than one
+    tensor. others: tensors besides the decoder's to fill, by name. keep_int8: keep matrices that are stored in 8 bits
+    with a scale for each output as they are.
 
     Raises:
         CheckpointError: a shard or tensor is missing, left over, corrupt, or of another shape or kind.
@@ -65,7 +68,7 @@ def load_weights(
 
 
 def weight_bytes(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype, *, keep_int8: bool) -> int:
-    """What load_weights takes, by the headers of the files alone; None: what dummy_weights takes.
+    """How many bytes load_weights takes, from the headers of the files alone. model_dir: None means dummy_weights.
 
     Raises:
         CheckpointError: a file is missing or not readable.
@@ -78,15 +81,15 @@ def weight_bytes(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype
 
 
 def _kept(packed: Mapping[str, Packing]) -> frozenset[str]:
-    """Modules that the native kernels compute with as they are stored."""
+    """Modules whose weights the native kernels use as they are stored."""
     return frozenset(module for module, packing in packed.items() if packing.by_output)
 
 
 def dummy_weights(
     config: ModelConfig, dtype: torch.dtype, seed: int = DUMMY_SEED, *, device: torch.device = CPU
 ) -> DecoderWeights:
-    """Random weights of the same shapes, the same for the same seed on one kind of device; activations stay near one at
-    any depth."""
+    """Random weights of the model's shapes, scaled so that activations stay near one at any depth. On the same kind of
+    device, the same seed gives the same weights."""
     weights = allocate(config, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, view in checkpoint_table(config, weights).items():
@@ -99,7 +102,7 @@ def dummy_weights(
 
 
 def fill_randomly(tensors: Mapping[str, Tensor], seed: int = DUMMY_SEED) -> None:
-    """Seeded random numbers, on the CPU, that keep activations near one; norms are one."""
+    """Fill tensors on the CPU with seeded random numbers that keep activations near one; norms are set to one."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
         if tensor.dim() == 1 and not name.endswith(".bias"):
@@ -140,8 +143,8 @@ def _load_file(
     device: torch.device,
     taken: frozenset[str],
 ) -> None:
-    """Fill what `file` holds and strike it from `missing`. stacked: see stacked_table. `taken`: tensors that have been
-    read."""
+    """Fill the tensors that `file` holds, and remove them from `missing`. stacked: see stacked_table. taken: tensors
+    that were read already."""
     try:
         with safe_open(file, framework="pt", device=str(device)) as tensors:
             for stored in tensors.keys():  # noqa: SIM118 (not a dict: it has no iterator)
@@ -168,13 +171,14 @@ def _check(file: Path, name: str, shape: tuple[int, ...], kind: str, view: Tenso
 
 
 def _own_name(stored: str, config: ModelConfig) -> str:
-    """As the family's table has it."""
+    """The tensor's name in the family's table."""
     nested = FAMILIES[config.architecture].nested
     return f"model.{stored.removeprefix(nested)}" if nested and stored.startswith(nested) else stored
 
 
 def _harmless(name: str, config: ModelConfig) -> bool:
-    """Old checkpoints store the frequencies; tied ones may store lm_head although it is the embedding."""
+    """Whether a tensor may be ignored. Old checkpoints store RoPE frequencies; tied ones may store lm_head, although it
+    is the embedding."""
     frequencies, tied = name.endswith("rotary_emb.inv_freq"), name == "lm_head.weight" and config.tie_word_embeddings
     return frequencies or tied or name.startswith(FAMILIES[config.architecture].unused)
 

@@ -1,4 +1,5 @@
-"""Owns what is known of how long answers get: life tables, one for each of a bounded number of tenants and one for all.
+"""Owns the statistics of answer lengths: life tables, one for each of a bounded number of tenants and one for all
+answers.
 Never reads a clock or a request: it is told which lengths an answer reached, and whether it ended there by itself."""
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 ONE = 1024
-"""Chances are whole numbers of this many: sums of them are exact, and can be taken back."""
+"""The integer that stands for probability 1. Sums of integers are exact, so that a share can be subtracted again."""
 PRIOR_WEIGHT = 4.0
-"""The prior counts as this many answers at each length, in the table of all answers."""
+"""Weight of the prior in the table of all answers, in observed answers at each length."""
 POPULATION_WEIGHT = 16.0
-"""The table of all answers counts as this many at each length, in a tenant's table."""
+"""Weight of the table of all answers in a tenant's table, in observed answers at each length."""
 
 
 def edges_up_to(longest: int) -> tuple[int, ...]:
-    """Where the intervals of length begin: 4 tokens wide at first, an eighth of the length from 32 tokens on. The last
-    edge, `longest` or more, only ends an interval."""
+    """Return the lower ends of the length intervals. They are 4 tokens wide at first, and an eighth of the length from
+    32 tokens on. The last edge, `longest` or more, only ends an interval."""
     edges = [0]
     while edges[-1] <= longest:
         edges.append(edges[-1] + max(4, edges[-1] // 8))
@@ -29,46 +30,49 @@ def edges_up_to(longest: int) -> tuple[int, ...]:
 class LifeTable:
     """How many answers reached each interval of length, and how many of them ended in it: an occurrence/exposure table.
 
-    Answers that still run count as far as they got, and so do those that were cut off (by `max_tokens`, by their
-    client): they raise the number that reached an interval and not the number that ended. Finished answers alone would
-    be too short, for the short ones finish first.
+    Running answers count up to their current length, and so do those that were cut off (by `max_tokens` or by their
+    client): they raise the number that reached an interval, but not the number that ended in it. Counting only finished
+    answers would give too short lengths, because short answers finish first.
     """
 
     def __init__(self, edges: Sequence[int], horizons: Sequence[int], median: int, window: int) -> None:
-        """`median`: of answers before any was seen. `window`: answers after which the older half of them fades."""
+        """`median` is the median length assumed before any answer was seen. After `window` answers, all counts are
+        halved."""
         self._edges, self._horizons, self._window = edges, horizons, window
         self._reached = [0.0] * (len(edges) - 1)
         self._ended = [0.0] * (len(edges) - 1)
-        # The median residual answer is `median` plus what was answered: whoever goes on longest goes on longest.
+        # The median residual length is `median` plus the current length: the longer an answer is, the longer it
+        # continues.
         self._prior = [1 - (median + low) / (median + high) for low, high in pairwise(edges)]
         self.chances = self._prior
-        """The chance that an answer which reached an interval ends in it."""
+        """By interval: the probability that an answer which reached the interval ends in it."""
         self._rebuild(self._prior, PRIOR_WEIGHT)
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
     def reach(self, first: int, last: int) -> None:
-        """An answer got into the intervals from `first` to `last`."""
+        """Count an answer that reached the intervals from `first` to `last`."""
         for number in range(first, last + 1):
             self._reached[number] += 1
         self._news += last - first + 1
 
     def end(self, number: int, *, by_itself: bool) -> None:
-        """An answer ended in an interval that it reached; cut off, it was there for half of it, as actuaries count."""
+        """Count an answer's end in an interval that it reached. If it was cut off, it counts as exposed for half of the
+        interval, as in actuarial tables."""
         if by_itself:
             self._ended[number] += 1
         else:
-            # What faded meanwhile took a part of this answer with it: never below those that ended there.
+            # Halving may have removed a part of this answer, so keep the count at least at the number of ends.
             self._reached[number] = max(self._reached[number] - 0.5, self._ended[number])
         self._news += 1
 
     @property
     def is_stale(self) -> bool:
-        """Whether enough is new for the chances to be worked out again: a sixteenth of all that is known."""
+        """Whether the probabilities should be computed again: new counts are a sixteenth of all counts."""
         return self._news >= self._enough
 
     def refresh(self, population: LifeTable | None) -> None:
-        """Work the chances out again. `population`: what little is known is drawn towards; None: the prior."""
+        """Compute the probabilities again. Sparse data is drawn towards `population`; None means towards the prior."""
         if population is None:
             self._rebuild(self._prior, PRIOR_WEIGHT)
         else:
@@ -89,18 +93,19 @@ class LifeTable:
             total += self._rates[-1] * (high - low)
         self._rows: dict[int, tuple[int, ...]] = {}
 
-    # --- what it says -------------------------------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------------------------
 
     def survival(self, answered: int, more: int) -> float:
-        """The chance that an answer of `answered` tokens has `more` tokens to come, or more than these."""
+        """Return the probability that an answer of `answered` tokens has at least `more` tokens to come."""
         return math.exp(self._hazard(answered) - self._hazard(answered + more))
 
     def _hazard(self, length: int) -> float:
-        number = min(bisect_right(self._edges, length), len(self._rates)) - 1  # beyond the last, as in it
+        number = min(bisect_right(self._edges, length), len(self._rates)) - 1  # clamped to the last
         return self._hazards[number] + self._rates[number] * (length - self._edges[number])
 
     def row(self, number: int) -> tuple[int, ...]:
-        """The same for each horizon, in ONEths, from the middle of an interval. Kept until the chances change."""
+        """Return `survival` for each horizon, as multiples of 1/ONE, from the middle of an interval. Cached until the
+        probabilities change."""
         row = self._rows.get(number)
         if row is None:
             middle = (self._edges[number] + self._edges[number + 1]) // 2
@@ -110,7 +115,7 @@ class LifeTable:
 
 
 class AnswerLengths:
-    """A table for all answers, and one for each of the tenants that had requests last."""
+    """A table for all answers, and one for each of the most recent tenants."""
 
     def __init__(self, longest: int, horizons: Sequence[int], *, median: int, window: int, max_tenants: int) -> None:
         self.edges = edges_up_to(longest)
@@ -123,21 +128,22 @@ class AnswerLengths:
         return LifeTable(self.edges, self._horizons, self._median, self._window)
 
     def interval(self, length: int) -> int:
-        return min(bisect_right(self.edges, length), len(self.edges) - 1) - 1  # beyond the last, as in it
+        return min(bisect_right(self.edges, length), len(self.edges) - 1) - 1  # clamped to the last
 
     def end_of(self, interval: int) -> int:
-        """Where the next interval begins."""
+        """Return the length at which the next interval begins."""
         return self.edges[interval + 1]
 
     def middle_of(self, interval: int) -> int:
         return (self.edges[interval] + self.end_of(interval)) // 2
 
     def of(self, tenant: str) -> LifeTable:
-        """What is known of a tenant's answers, or of everybody's where nothing is. Changes nothing. "": no tenant."""
+        """Return a tenant's table, or that of all answers if there is none. Changes nothing. "" means no tenant."""
         return self._tenants.get(tenant, self.population)
 
     def enter(self, tenant: str) -> LifeTable:
-        """The table in which a tenant's answer is to be counted. The tenant that was away longest loses its own."""
+        """Return the table for counting a tenant's answer, creating it if needed. The least recent tenant may lose its
+        table."""
         if not tenant or not self._max_tenants:
             return self.population
         table = self._tenants.get(tenant)

@@ -1,5 +1,5 @@
-"""Owns the KV blocks: which are free, who holds them, and which cached prefixes they carry.
-Never touches KV memory; it deals in block ids, and publishes a block only when told that its KV is computed."""
+"""Owns the KV blocks: which are free, which requests hold them, and which cached prefixes they contain.
+Never touches KV memory: it manages block ids, and publishes a block only when told that its KV is computed."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from itertools import chain, islice
 class BlockManager:
     """Reference-counted blocks with a prefix cache.
 
-    A block is free, held (by one request or, when cached, several), or evictable: held by nobody but still carrying
-    a cached prefix. Evictable blocks are reused last, least recently released first.
+    A block is free, held (by one request or, when cached, several), or evictable: not held, but still with a cached
+    prefix. Evictable blocks are reused last, the least recently released first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.epoch = 0
-        """Changes whenever a lookup could answer differently, so that callers may keep an answer until then."""
+        """Changes whenever a lookup could return something else, so that callers may cache a result until then."""
         self._caching = enable_prefix_caching
         self._holders = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # popped from the end: lowest ids first
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._cached_and_held: dict[int, None] = {}  # with the evictable ones, all that carry a cached prefix
+        self._cached_and_held: dict[int, None] = {}  # together with the evictable blocks, all with a cached prefix
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out now, evictable ones included."""
+        """Blocks that `allocate` can hand out now, including evictable ones."""
         return len(self._free) + len(self._evictable)
 
     @property
@@ -42,8 +42,8 @@ class BlockManager:
         return len(self._evictable)
 
     def freed_by(self, block_ids: Iterable[int], gone: Counter[int]) -> int:
-        """How many blocks become available if a request releases these after others did: shared ones only with all
-        holders. `gone` counts the releases so far, and then these too."""
+        """Return how many blocks become available if a request releases these after the releases counted in `gone`. A
+        shared block is freed only with its last holder. Adds these releases to `gone`."""
         freed = 0
         for block_id in block_ids:
             gone[block_id] += 1
@@ -54,11 +54,11 @@ class BlockManager:
         return self._holders[block_id] > 0
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` positions."""
+        """Return the number of blocks for `num_tokens` positions."""
         return -(-num_tokens // self.block_size)
 
     def match(self, hashes: Iterable[bytes]) -> tuple[int, ...]:
-        """Blocks of the longest cached prefix of a hash chain. Takes no reference."""
+        """Return the blocks of the longest cached prefix of a hash chain. Takes no reference."""
         matched: list[int] = []
         for digest in hashes:
             block_id = self._block_of.get(digest)
@@ -68,9 +68,10 @@ class BlockManager:
         return tuple(matched)
 
     def cached_digests(self, limit: int) -> list[bytes]:
-        """Up to `limit` digests of cached blocks: of those in use, then of the others, last released first.
+        """Return up to `limit` digests of cached blocks: first those in use, then the others, last released first.
 
-        A prefix's head comes before its tail, which is of no use without it. Costs time for `limit` blocks, not all.
+        A prefix's head comes before its tail, which is useless without it. The time depends on `limit`, not on the
+        number of blocks.
         """
         block_ids = chain(self._cached_and_held, reversed(self._evictable))
         return [self._hash_of[block_id] for block_id in islice(block_ids, limit)]
@@ -87,7 +88,7 @@ class BlockManager:
     def allocate(self, count: int) -> tuple[int, ...]:
         """Hold `count` fresh blocks, evicting cached ones when nothing else is left.
 
-        Admission promised them, so running short is a bug of ours.
+        Admission has reserved them, so running short is a bug.
         """
         assert count <= self.num_available, f"allocating {count} blocks with {self.num_available} available"
         return tuple(self._take_one() for _ in range(count))
@@ -105,14 +106,15 @@ class BlockManager:
         return block_id
 
     def reset_cache(self) -> int:
-        """Forget the cached prefixes that nobody holds; how many blocks that were. Held ones stay: their holders may
-        share them, and publish what follows."""
+        """Drop the cached prefixes that no request holds, and return the number of blocks. Held blocks stay: their
+        holders may share them and publish the blocks that follow."""
         dropped = len(self._evictable)
         self._free += [self._evict_one() for _ in range(dropped)]
         return dropped
 
     def publish(self, block_id: int, digest: bytes) -> None:
-        """Offer a held, fully computed block to later requests. The first block with a digest stays the cached one."""
+        """Share a held, fully computed block with later requests. The first block with a digest stays the cached
+        one."""
         assert self._holders[block_id], f"published block {block_id} is not held"
         if self._caching and digest not in self._block_of:
             self._block_of[digest] = block_id
@@ -121,8 +123,9 @@ class BlockManager:
             self.epoch += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give up one reference to each block. Releasing what is not held raises: it would corrupt a neighbour."""
-        for block_id in reversed(block_ids):  # the tail of a prefix becomes evictable, and so is evicted, first
+        """Drop one reference to each block. Releasing a block that is not held raises: it would corrupt another
+        request."""
+        for block_id in reversed(block_ids):  # so that the tail of a prefix is evicted before its head
             if not self._holders[block_id]:
                 raise RuntimeError(f"block {block_id} was released twice")
             self._holders[block_id] -= 1

@@ -1,5 +1,5 @@
-"""Owns where a prompt's next chunk ends: budgets, alignment, spans that must not be cut, positions of state snapshots.
-Never looks at memory or at other requests; the planner says what the step has left."""
+"""Owns where a prompt's next chunk ends, by budgets, alignment, spans that must not be cut, and state snapshots.
+Never looks at memory or at other requests: the planner says what room the step has."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from dataclasses import dataclass
 from engine.config import ResolvedConfig
 from engine.scheduling.request import Request
 
-# What the policies mean, by value: one that is missing here raises, and is not taken for another.
+# The meaning of each policy value. A value that is missing here raises an error instead of acting like another.
 CUT_BY_ENGINE = {"scheduler": False, "engine": True}
-"""By chunk_owner: a prompt has one row, which the engine cuts."""
+"""By chunk_owner: whether a prompt has one row, which the engine cuts."""
 ENDS_BY_REQUEST = {"shared": False, "request_local": True}
-"""By chunk_boundary: where a chunk ends does not depend on the rest of the step."""
+"""By chunk_boundary: whether a chunk's end is independent of the rest of the step."""
 MAY_EXTEND = {"defer": False, "extend": True}
-"""By atomic_policy: a span may take a chunk beyond the step's prefill."""
+"""By atomic_policy: whether a span may extend a chunk beyond the step's prefill budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a step has left for a chunk."""
+    """The room that a step has left for a chunk."""
 
     budget: int
-    """Prefill, as `ChunkRule.cost` counts it."""
+    """Prefill budget, as `ChunkRule.cost` counts it."""
     tokens: int
-    """Tokens of the whole step, decode rows taken off."""
+    """Tokens left in the whole step, after its decode rows."""
     has_prefill: bool
-    """The step carries a chunk already."""
+    """Whether the step already has a chunk."""
     is_empty: bool
-    """The step carries no row at all."""
+    """Whether the step has no row at all."""
 
 
 class ChunkRule:
     def __init__(self, config: ResolvedConfig, prefill_limit: int) -> None:
-        """`prefill_limit`: max_prefill_tokens, or less after the executor ran out of memory."""
+        """`prefill_limit` is max_prefill_tokens, or less after the executor ran out of memory."""
         self._config = config
         self._policy = config.scheduler
         self._limit = prefill_limit
@@ -41,39 +41,39 @@ class ChunkRule:
         self._extends = MAY_EXTEND[self._policy.atomic_policy]
         self._ends_by_request = ENDS_BY_REQUEST[self._policy.chunk_boundary]
         self.is_cut_by_engine = CUT_BY_ENGINE[self._policy.chunk_owner]
-        """A prompt that is longer than a step's prefill has a step to itself."""
+        """A prompt that is longer than a step's prefill gets a step of its own."""
         self.is_whole = self._ends_by_request or self.is_cut_by_engine
-        """A chunk's end is the request's own: it is taken whole or not at all."""
+        """A chunk's end depends on the request alone, so the chunk is taken whole or not at all."""
 
     def cost(self, start: int, count: int) -> int:
-        """What a chunk takes of a step's prefill: its tokens, and more the longer the context that they attend to."""
+        """Return a chunk's cost in a step's prefill budget: its tokens, plus more for a longer context to attend to."""
         return count + -(-count * start // self._halving) if self._halving else count
 
     def _affordable(self, start: int, budget: int) -> int:
-        """The most tokens from `start` that cost no more than `budget`."""
+        """Return the maximum number of tokens from `start` that cost no more than `budget`."""
         return budget * self._halving // (self._halving + start) if self._halving else budget
 
     def size(self, request: Request, start: int, target: int, room: Room) -> int:
-        """Tokens of the chunk from `start`. 0: not in this step."""
+        """Return the tokens of the chunk from `start`; 0 means that it does not run in this step."""
         remaining = target - start
-        if self.is_cut_by_engine:  # a longer one than fits has the step to itself
+        if self.is_cut_by_engine:  # a prompt that does not fit gets the step to itself
             return remaining if remaining <= room.budget or room.is_empty else 0
         if self._ends_by_request:
             return self._local_size(request, start, remaining, room)
         most = self._affordable(start, room.budget)
-        if not room.has_prefill:  # a prompt goes on, however long its context
+        if not room.has_prefill:  # a prompt always advances, however long its context
             most = max(most, min(self._config.block_size, room.budget))
         count = min(remaining, most, self._policy.long_prefill_token_threshold or remaining)
         count = min(count, self.to_snapshot(start, remaining))
         if count < remaining:
             align = self._policy.chunk_align or self._config.block_size
             aligned = (start + count) // align * align - start
-            # A sliver waits for a step with more room, unless it is all the prefill that this step would have.
+            # A chunk below the alignment waits for a step with more room, unless this step would have no other prefill.
             count = aligned if aligned > 0 else (0 if room.has_prefill else count)
         return self.outside_spans(request, start, start + count, most=self._span_room(room)) - start
 
     def _local_size(self, request: Request, start: int, remaining: int, room: Room) -> int:
-        """The longest chunk that a step holds whatever else it carries."""
+        """Return the longest chunk that fits into a step whatever else the step carries."""
         beside_decodes = self._config.max_num_batched_tokens - self._config.max_decode_tokens
         budget = min(self._limit, beside_decodes)
         most = max(self._affordable(start, budget), min(self._config.block_size, budget))
@@ -85,18 +85,19 @@ class ChunkRule:
         return own if cost <= room.budget else 0
 
     def _span_room(self, room: Room) -> int:
-        """Tokens that a span may have. What is first in its step may have all of it, lest a limit that was halved for
-        want of memory starves it."""
+        """Return the maximum tokens of a span. The first chunk of a step may use the whole step; otherwise a limit that
+        was halved after a memory shortage could starve the span."""
         return room.tokens if self._extends or not room.has_prefill else room.budget
 
     def to_snapshot(self, start: int, remaining: int) -> int:
-        """Tokens to the next position at which the recurrent state is kept; `remaining` where none is."""
+        """Return the tokens to the next position at which the recurrent state is saved; `remaining` if none is."""
         stride = self._policy.state_snapshot_tokens
         return stride - start % stride if stride and self._config.recurrent_state else remaining
 
     def outside_spans(self, request: Request, start: int, end: int, *, most: int) -> int:
-        """`end`, moved out of the span that it would cut: on to where the span ends if the chunk then has no more than
-        `most` tokens and either begins with it or may be extended; else back to where it begins."""
+        """Move `end` out of a span that it would cut. It moves forward to the span's end if the chunk then has no more
+        than `most` tokens and either begins with the span or may be extended; otherwise it moves back to the span's
+        begin."""
         cut = None if request.spans is None else request.spans.cut_at(end)
         if cut is None:
             return end
@@ -106,7 +107,7 @@ class ChunkRule:
         return max(begin, start)
 
     def cuts(self, request: Request, start: int, target: int) -> tuple[int, ...]:
-        """Where the engine cuts a prompt that is longer than a step's prefill (`chunk_owner: engine`)."""
+        """Return where the engine cuts a prompt that is longer than a step's prefill (`chunk_owner: engine`)."""
         if not self.is_cut_by_engine:
             return ()
         cuts = []

@@ -1,5 +1,5 @@
-"""Owns when requests must have begun, and when they must have ended, in order of time.
-Never ends a request; it says whose time has come."""
+"""Owns the deadlines by which requests must begin or end, in order of time.
+Never ends a request: it reports those whose deadline has passed."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from engine.scheduling.request import Request
 from engine.scheduling.sorted_list import SortedList
 
 _Deadline = tuple[float, int, bool, Request]
-"""(when, arrival index, also if it runs, request): the first three differ from every other's."""
+"""(time, arrival index, whether it also applies to a running request, request). The first three are unique."""
 
 
 class Deadlines:
-    """Those of live requests alone: what has ended leaves nothing that would be swept up later, all at once."""
+    """The deadlines of live requests only. An ended request leaves nothing behind that would need cleaning up later."""
 
     def __init__(self) -> None:
         self._by_time: SortedList[_Deadline] = SortedList()
-        self._by_arrival: dict[int, list[_Deadline]] = {}  # by arrival index: an id may be another's by now
+        self._by_arrival: dict[int, list[_Deadline]] = {}  # by arrival index, since ids are reused
 
     def __len__(self) -> int:
         return len(self._by_time)
 
     @property
     def next(self) -> float | None:
-        """The earliest time. One in the queue may be of a request that runs, and then comes to nothing."""
+        """The earliest deadline. If it is for the queue and its request already runs, it has no effect."""
         return self._by_time.first[0] if self._by_time else None
 
     def add(self, request: Request, now: float) -> None:
@@ -35,12 +35,13 @@ class Deadlines:
                 self._by_arrival.setdefault(request.arrival_index, []).append(deadline)
 
     def remove(self, request: Request) -> None:
-        """The request has ended. Ignored for one that has no deadline."""
+        """Remove the deadlines of a request that has ended. Does nothing if it has none."""
         for deadline in self._by_arrival.pop(request.arrival_index, ()):
             self._by_time.remove(deadline)
 
     def passed(self, now: float) -> Iterator[tuple[Request, str]]:
-        """Requests whose time has come, and how long it was. That for the queue is only for those that never ran."""
+        """Yield the requests whose deadline has passed, with its length. A queue deadline is only for requests that
+        never ran."""
         while self._by_time and self._by_time.first[0] <= now:
             deadline = self._by_time.first
             self._by_time.remove(deadline)

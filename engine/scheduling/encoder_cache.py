@@ -1,5 +1,5 @@
-"""Owns what is known of encoded contents: which are kept, who needs them, and what a step may have encoded.
-Never holds an embedding: an executor does, and is told by plans what to encode and what to drop."""
+"""Owns the bookkeeping of encoded contents: which are kept, which requests need them, and what a step may encode.
+Never holds an embedding: an executor does, and plans tell it what to encode and what to drop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from engine.step import ScheduledRequest, StepPlan
 
 
 class EncoderCache:
-    """Sizes are in tokens. What nobody holds is kept as long as there is room, and dropped by age of last use."""
+    """Sizes are in tokens. Contents that no request holds are kept while there is room, and dropped by age of last
+    use."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -27,11 +28,11 @@ class EncoderCache:
 
     @property
     def num_held(self) -> int:
-        """Contents that requests hold."""
+        """Number of contents that requests hold."""
         return len(self._holders)
 
     def has_room(self, needed: Mapping[bytes, int], gone: Iterable[str]) -> bool:
-        """Whether `needed` can be kept together with what requests hold, those of `gone` left out."""
+        """Whether `needed` can be kept together with the contents that requests other than `gone` hold."""
         away = frozenset(gone)
         held = sum(
             self._sizes.get(digest, 0)
@@ -45,14 +46,14 @@ class EncoderCache:
         self._holders.setdefault(digest, set()).add(request_id)
 
     def let_go(self, digest: bytes, request_id: str) -> None:
-        """Idempotent."""
+        """Release a content for a request. Idempotent."""
         holders = self._holders.get(digest, set())
         holders.discard(request_id)
         if not holders:
             self._holders.pop(digest, None)
 
     def use(self, digest: bytes, size: int) -> bool:
-        """Whether it has to be encoded. It is held, and now the last that was used."""
+        """Mark a held content as the most recently used, making room if needed. Returns whether it must be encoded."""
         if self._sizes.pop(digest, None) is not None:
             self._sizes[digest] = size
             return False
@@ -65,7 +66,7 @@ class EncoderCache:
         return True
 
     def lose(self, digests: Iterable[bytes]) -> None:
-        """Forget contents: their step failed, or others need the room. The next step drops what is there of them."""
+        """Forget contents: their step failed, or others need the room. The next step drops their embeddings."""
         for digest in digests:
             self.num_tokens -= self._sizes.pop(digest, 0)
             self._dropped.append(digest)
@@ -76,32 +77,33 @@ class EncoderCache:
 
 
 class EncodedInputs(Resource):
-    """What requests with inputs hold: their contents, encoded, from the first row that needs them to the last."""
+    """The encoded contents that requests hold, from the first row that needs them to the last."""
 
     def __init__(self, capacity: int, step_tokens: int) -> None:
-        """capacity: tokens that can be kept; step_tokens: that a step encodes."""
+        """`capacity` is the tokens that can be kept, `step_tokens` the tokens that a step encodes."""
         self.cache = EncoderCache(capacity)
         self._step_tokens = step_tokens
-        self._needed: list[tuple[SpanInput, PlacedInput]] = []  # by the rows of the step that is being made
+        self._needed: list[tuple[SpanInput, PlacedInput]] = []  # for the rows of the step under construction
 
     def allowance(self) -> EncoderAllowance:
         return EncoderAllowance(self.cache, self._step_tokens)
 
     def take(self, request: Request, start: int, end: int, parts: RowParts) -> None:
-        """All that the rows of a step need is held before any of it is encoded, which may drop what nobody holds."""
+        """Hold the contents of a row. All rows hold theirs before any is encoded, since encoding may drop unheld
+        ones."""
         if request.spans is None or not request.spans.inputs:
             return
         parts.inputs = request.spans.of_row(start, end)
-        for given, placed in zip(request.spans.inputs, request.spans.placed, strict=True):
+        for span, placed in zip(request.spans.inputs, request.spans.placed, strict=True):
             if placed.start < end and start < placed.end:
                 self.cache.hold(placed.digest, request.request_id)
-                self._needed.append((given, placed))
+                self._needed.append((span, placed))
 
     def finish(self, parts: StepParts) -> None:
         parts.encodes = tuple(
-            EncodeJob(placed.digest, given.grid, given.data)
-            for given, placed in self._needed
-            if self.cache.use(placed.digest, given.num_tokens)
+            EncodeJob(placed.digest, span.grid, span.data)
+            for span, placed in self._needed
+            if self.cache.use(placed.digest, span.num_tokens)
         )
         self._needed.clear()
         parts.dropped = self.cache.take_dropped()
@@ -112,7 +114,7 @@ class EncodedInputs(Resource):
                 self.cache.let_go(placed.digest, request.request_id)
 
     def lose(self, step: StepPlan) -> None:
-        """What was to be encoded may be there or not."""
+        """Forget what the step should have encoded: it may or may not exist."""
         self.cache.lose(job.digest for job in step.encodes)
 
     def release(self, request: Request) -> None:
@@ -121,19 +123,20 @@ class EncodedInputs(Resource):
 
 
 class EncoderAllowance:
-    """What one plan may still have encoded."""
+    """What one plan may still encode."""
 
     def __init__(self, cache: EncoderCache, budget: int) -> None:
-        """budget: tokens of contents that a step encodes. A first one may have more: it is never encoded in parts."""
+        """`budget` is the tokens of contents that a step encodes. The first content may have more, since it is never
+        encoded in parts."""
         self._cache = cache
         self._budget = budget
         self._cost = 0
         self._needed: dict[bytes, int] = {}
-        # A prompt with inputs got no tokens. Later ones would take the room in the cache that becomes free.
+        # Whether a prompt with inputs got no tokens. Later prompts must not take the cache room that becomes free.
         self._is_awaited = False
 
     def reach(self, request: Request, start: int, end: int, gone: Iterable[str] = ()) -> int:
-        """To where an input begins that has to wait."""
+        """Return `end`, or the begin of the first input that has to wait."""
         needed, cost = dict(self._needed), self._cost
         for placed in overlapping(_placed(request), start, end):
             if placed.digest in needed:

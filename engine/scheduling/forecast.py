@@ -1,5 +1,5 @@
-"""Owns the forecast of KV memory: how much more the requests that run will hold, a number of tokens from now on.
-Never moves a block or chooses a request; a share that was added for a request is taken back as it was."""
+"""Owns the forecast of KV memory: how much more memory running requests will hold in the future.
+Never moves a block or chooses a request. A share that was added for a request is later subtracted unchanged."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from engine.scheduling.request import Request
 
 FIRST_HORIZON = 16
 MOST_CAUTION = 4.0
-"""Deviations that preemptions may add to the margin."""
+"""Maximum number of standard deviations that preemptions may add to the margin."""
 CAUTION_STEPS = 300
-"""Good steps that take back what one preemption added."""
+"""Number of steps without preemption that undo the addition of one preemption."""
 STRIDE = 64
-"""Tokens, at most, after which a share is made anew, unless the interval of length is wider: errors of a stride are
-small beside those of hundreds of answers whose ends nobody knows."""
+"""Maximum tokens after which a share is computed again, unless the length interval is wider. The error of a stride is
+small compared with the uncertainty about when hundreds of answers end."""
 COLD_REQUESTS = 16
-"""The prior is at most this share of the KV cache: in a small one, a cold engine would else serve one request after the
-other."""
+"""The prior is at most the KV cache divided by this. Otherwise a cold engine with a small cache would serve one request
+after another."""
 
 SQUARE = ONE * ONE
 Share = tuple[Sequence[int], Sequence[int]]
-"""By horizon: the tokens that a request is expected to hold more than now, times ONE, and their variance."""
+"""By horizon: the expected additional tokens that a request will hold, times ONE, and their variance."""
 
 
 def horizons_up_to(clip: int) -> tuple[int, ...]:
-    """Tokens from now at which memory is looked at: 16, twice that and so on, and `clip`."""
+    """Return the horizons of the forecast, in tokens from now: 16, 32, 64 and so on, and `clip`."""
     horizons = [FIRST_HORIZON]
     while horizons[-1] < clip:
         horizons.append(horizons[-1] * 2)
@@ -44,22 +44,23 @@ class _Entry:
 
     table: LifeTable
     own: int
-    """Tokens that become free when it ends, less those of its answer: shared blocks stay with who else holds them."""
+    """Tokens that become free when it ends, without those of its answer. Shared blocks stay with their other
+    holders."""
     interval: int
-    """The interval of its answer's length, as far as it was counted."""
+    """The length interval up to which its answer has been counted."""
     renewed_at: int
-    """The answer's length at which its share is made anew."""
+    """The answer's length at which its share is computed again."""
     share: Share
 
 
 class Forecast:
     """Expected growth of all running requests' memory (`reserve_mode: learned`), as in the Past-Future scheduler (Gong
-    et al., ASPLOS 2025), but by chances and not by drawn lengths.
+    et al., ASPLOS 2025), but with probabilities instead of sampled lengths.
 
-    At each horizon an answer either has ended, and its memory is free, or has grown by as much; how likely each is
-    follows from what it has answered already. The highest sum over the horizons, and a margin of some standard
-    deviations, is what admission keeps free. A request's share is made anew after some tokens of its answer, so that a
-    step costs a few of them and a plan none.
+    At each horizon an answer either has ended, and its memory is free, or has grown by that many tokens. The
+    probability of each follows from the answer's current length. Admission keeps free the highest sum over the
+    horizons, plus a margin of some standard deviations. A request's share is computed again after some tokens of its
+    answer, so that a step computes only a few shares and a plan none.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -79,15 +80,15 @@ class Forecast:
         self._variance = [0] * len(self.horizons)
         self._caution = 0.0
 
-    # --- what a plan asks: changes nothing ----------------------------------------------------------------------------
+    # --- queries of a plan: change nothing ----------------------------------------------------------------------------
 
     @property
     def margin(self) -> float:
-        """Standard deviations that are kept free."""
+        """Standard deviations that are kept free as a margin."""
         return self._policy.reserve_margin + self._caution
 
     def of_others(self, gone: Iterable[Request]) -> Share:
-        """(growth, variance) by horizon, of all who run but these."""
+        """Return (growth, variance) by horizon of all running requests except `gone`."""
         growth, variance = self._growth, self._variance
         for request in gone:
             less = self._entries[request.request_id].share
@@ -96,21 +97,22 @@ class Forecast:
         return growth, variance
 
     def candidate(self, request: Request, shared_blocks: int) -> Share:
-        """The share that a waiting request would have; others hold `shared_blocks` of its prompt."""
+        """Return the share that a waiting request would have. Others hold `shared_blocks` of its prompt."""
         own = len(request.token_ids) - shared_blocks * self._block_size - _answered(request)
         interval = self._lengths.interval(_answered(request))
         return self._share(self._lengths.of(request.tenant), request, own, self._renewed_at(request, interval))
 
     def peak(self, growth: Iterable[int], variance: Iterable[int]) -> int:
-        """Blocks that are expected to be missing at the worst horizon, with the margin."""
+        """Return the expected shortage at the worst horizon in blocks, including the margin."""
         margin = self.margin
         tokens = max(grown / ONE + margin * math.sqrt(spread) for grown, spread in zip(growth, variance, strict=True))
         return max(math.ceil(tokens / self._block_size), 0)
 
-    # --- what executing a plan tells ----------------------------------------------------------------------------------
+    # --- updates while a plan is executed
+    # ----------------------------------------------------------------------------------
 
     def admit(self, request: Request, shared_blocks: int) -> None:
-        """The request holds memory from now on. After a preemption it is no other answer than before."""
+        """Add a request that now holds memory. After a preemption its answer is not counted again."""
         answered, lengths = _answered(request), self._lengths
         table, interval = lengths.enter(request.tenant), lengths.interval(answered)
         if _ends_by_itself(request) and not request.was_scheduled:
@@ -122,7 +124,7 @@ class Forecast:
         self._add(entry.share)
 
     def follow(self, request: Request) -> None:
-        """The request takes a block."""
+        """Update the share of a request that takes a block."""
         entry = self._entries[request.request_id]
         if _answered(request) >= entry.renewed_at:
             self._advance(request, entry)
@@ -132,14 +134,14 @@ class Forecast:
             self._take_back(old)
 
     def _advance(self, request: Request, entry: _Entry) -> None:
-        """Count the intervals that its answer got into."""
+        """Count the intervals that the answer has newly reached."""
         interval = self._lengths.interval(_answered(request))
         if _ends_by_itself(request) and interval > entry.interval:
             self._lengths.reach(entry.table, entry.interval + 1, interval)
         entry.interval = interval
 
     def leave(self, request: Request) -> None:
-        """The request gives its memory back."""
+        """Remove a request that releases its memory."""
         entry = self._entries.pop(request.request_id)
         self._advance(request, entry)
         self._take_back(entry.share)
@@ -153,33 +155,34 @@ class Forecast:
         self._variance = list(map(operator.sub, self._variance, share[1]))
 
     def end(self, request: Request, *, by_itself: bool) -> None:
-        """A request that runs is over, and leaves. `by_itself`: and not because it was cut off."""
+        """Count the end of a running request, before it leaves. `by_itself` means that it was not cut off."""
         entry = self._entries[request.request_id]
         self._advance(request, entry)
         if _ends_by_itself(request):
             self._lengths.end(entry.table, entry.interval, by_itself=by_itself)
 
     def after_step(self, *, preempted: int) -> None:
-        """Preemptions say that the margin was too small. What they add to it goes again in as many good steps."""
+        """Adjust the margin. Preemptions show that it was too small; steps without them slowly undo their addition."""
         if preempted:
             self._caution = min(self._caution + self._policy.reserve_caution, MOST_CAUTION)
         else:
             self._caution = max(self._caution - self._policy.reserve_caution / CAUTION_STEPS, 0.0)
 
     def reset(self) -> None:
-        """The engine is idle: nobody is to be careful of. What was learned stays."""
+        """Drop the additional margin when the engine is idle. The learned lengths stay."""
         self._caution = 0.0
 
     # --- a share ------------------------------------------------------------------------------------------------------
 
     def _renewed_at(self, request: Request, interval: int) -> int:
-        """Young answers' chances change fast, old ones' slowly."""
+        """Return the answer's length at which its share is computed again. Probabilities change faster for young
+        answers."""
         answered = _answered(request)
         return max(self._lengths.end_of(interval), answered + min(max(answered, FIRST_HORIZON), STRIDE))
 
     def _share(self, table: LifeTable, request: Request, own: int, until: int) -> Share:
-        """Memory as of halfway to `until`, where the answer is on average while this share counts; chances as of now,
-        for it may end before."""
+        """Compute a share. Memory is taken at the answer's average length while the share is valid, halfway to `until`;
+        probabilities are taken as of now, since the answer may end before."""
         answered, clip = _answered(request), self.horizons[-1]
         middle = (answered + until) // 2
         held = max(own + middle, 0)
@@ -197,18 +200,19 @@ class Forecast:
         return growth, spread
 
     def _cut(self, row: Sequence[int], left: int, last: int) -> tuple[Sequence[int], Sequence[int]]:
-        """(chance to be there, tokens more) by horizon of an answer that is cut off after `left` tokens: it counts
-        with all of them at the horizon that comes next, and not from there on."""
+        """Return (probability to be running, additional tokens) by horizon for an answer that is cut off after `left`
+        tokens. It counts with all of them at the next horizon, and not at later ones."""
         within = bisect_left(self.horizons, left)
         gone = (0,) * (len(self.horizons) - within - 1)
         return (*row[:within], last, *gone), (*self.horizons[:within], left, *gone)
 
 
 def _answered(request: Request) -> int:
-    """Tokens of its answer, those of another engine included."""
+    """Return the tokens of the answer, including those from another engine."""
     return len(request.token_ids) - request.answer_start
 
 
 def _ends_by_itself(request: Request) -> bool:
-    """Whether the model may end it, so that its length says something of others'. (A benchmark's `ignore_eos`.)"""
+    """Whether the model may end the answer, so that its length is informative. (Not with a benchmark's
+    `ignore_eos`.)"""
     return bool(request.stop_token_ids and request.max_tokens)

@@ -1,5 +1,5 @@
-"""Owns the checks that a submission's inputs pass to get in, against what the model and this engine take.
-Never looks at a content but for its size."""
+"""Owns the checks of a submission's inputs against what the model and this engine accept.
+Never looks at a content except for its size."""
 
 from __future__ import annotations
 
@@ -9,51 +9,52 @@ from engine.protocol import ErrorCode, RequestRejected, Submission
 
 
 def check_inputs(submission: Submission, config: ResolvedConfig) -> tuple[SpanInput, ...]:
-    """The inputs, which this engine can take.
+    """Check the inputs of a submission and return them.
 
     Raises:
-        RequestRejected: the model takes no such input, or it is not what it says, or larger than this engine keeps.
+        RequestRejected: the model takes no such input, its size does not match its grid, or it is larger than this
+            engine can keep.
     """
-    for given in submission.inputs:
-        _check(given, submission.prompt_token_ids, config)
+    for span in submission.inputs:
+        _check(span, submission.prompt_token_ids, config)
     return submission.inputs
 
 
 def atomic_spans(inputs: tuple[SpanInput, ...], config: ResolvedConfig) -> list[tuple[int, int]]:
-    """Of those inputs that the model must be shown whole."""
+    """Return the spans of the inputs that the model must see whole."""
     chunkable = {kind.name: kind.chunkable for kind in config.inputs}
-    return [(given.start, given.end) for given in inputs if not chunkable[given.kind]]
+    return [(span.start, span.end) for span in inputs if not chunkable[span.kind]]
 
 
-def _check(given: SpanInput, prompt: tuple[int, ...], config: ResolvedConfig) -> None:
-    kind = next((kind for kind in config.inputs if kind.name == given.kind), None)
+def _check(span: SpanInput, prompt: tuple[int, ...], config: ResolvedConfig) -> None:
+    kind = next((kind for kind in config.inputs if kind.name == span.kind), None)
     if kind is None:
-        raise RequestRejected(ErrorCode.INVALID_PARAMETER, f"This model takes no input of kind {given.kind}.", "inputs")
-    if len(given.data) != kind.num_bytes(given.grid):
+        raise RequestRejected(ErrorCode.INVALID_PARAMETER, f"This model takes no input of kind {span.kind}.", "inputs")
+    if len(span.data) != kind.num_bytes(span.grid):
         raise RequestRejected(
             ErrorCode.INVALID_PARAMETER,
-            f"An input of {given.grid} tokens has {kind.num_bytes(given.grid)} bytes, and not {len(given.data)}.",
+            f"An input of {span.grid} tokens has {kind.num_bytes(span.grid)} bytes, and not {len(span.data)}.",
             "inputs",
-            kind.num_bytes(given.grid),
-            len(given.data),
+            kind.num_bytes(span.grid),
+            len(span.data),
         )
-    _check_place(given, kind, prompt)
-    if given.num_tokens > config.encoder_cache_tokens:
+    _check_place(span, kind, prompt)
+    if span.num_tokens > config.encoder_cache_tokens:
         raise RequestRejected(
             ErrorCode.INVALID_PARAMETER,
-            f"inputs holds one of {given.num_tokens} tokens, and this engine keeps at most "
+            f"inputs holds one of {span.num_tokens} tokens, and this engine keeps at most "
             f"{config.encoder_cache_tokens} encoded (encoder_cache_memory_gib).",
             "inputs",
             config.encoder_cache_tokens,
-            given.num_tokens,
+            span.num_tokens,
         )
 
 
-def _check_place(given: SpanInput, kind: InputKind, prompt: tuple[int, ...]) -> None:
-    stands = set(prompt[given.start : given.end])
-    if stands != {kind.token_id}:
+def _check_place(span: SpanInput, kind: InputKind, prompt: tuple[int, ...]) -> None:
+    token_ids = set(prompt[span.start : span.end])
+    if token_ids != {kind.token_id}:
         raise RequestRejected(
             ErrorCode.INVALID_PARAMETER,
-            f"The prompt has other tokens than {kind.token_id} at {given.start}..{given.end}, where an input stands.",
+            f"The prompt has other tokens than {kind.token_id} at {span.start}..{span.end}, where an input stands.",
             "inputs",
         )

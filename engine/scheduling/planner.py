@@ -1,5 +1,5 @@
-"""Owns the choice of what the next step computes, and of who gives up memory for it: one decision, so one long file.
-Never changes a request, a block or a queue: a plan is a proposal, and making it twice gives the same one."""
+"""Owns the choice of what the next step computes, and of which requests lose memory for it: one decision, so one long
+file. Never changes a request, a block or a queue: a plan is a proposal, and making it twice gives the same one."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind
 
 MAX_PASSED = 64
-"""A plan looks past this many requests that do not fit, and as many that cannot use what the step has left: testing
-2,000 took 4.6 ms of every step."""
+"""Maximum number of requests that do not fit, and of requests that cannot use the rest of the step, that a plan looks
+past: testing 2,000 took 4.6 ms of every step."""
 
 LOSES_LEAST: dict[str, Callable[[Request], tuple[int, ...]]] = {
     "lifo": lambda request: (-request.arrival_index,),
     "retract": lambda request: (request.num_output, -request.prompt_len, -request.arrival_index),
 }
-"""By preempt_policy: the first of those that are equally urgent gives up its memory. `none` goes with full reservation,
-which never runs out."""
-# What the other policies mean, by value: one that is missing here raises, and is not taken for another.
+"""By preempt_policy: the sort key for victims of equal urgency; the first loses its memory. `none` goes with full
+reservation, which never runs out."""
+# The meaning of each other policy value. A value that is missing here raises an error instead of acting like another.
 PREFILL_ALONE = {"mixed": False, "prefill_first": True, "decode_first": False}
-"""By batch_mode: steps with prefill carry no decode rows."""
+"""By batch_mode: whether steps with prefill carry no decode rows."""
 DECODES_ALONE = {"mixed": False, "prefill_first": False, "decode_first": True}
-"""By batch_mode: steps with decode rows carry no prefill."""
+"""By batch_mode: whether steps with decode rows carry no prefill."""
 SCORED_APART = {"mixed": False, "dedicated": True}
-"""By prompt_logprobs_step: steps that score a prompt carry no decode rows."""
+"""By prompt_logprobs_step: whether steps that score a prompt carry no decode rows."""
 MOST_PASSED = {"strict": 1, "bypass": MAX_PASSED}
-"""By admission_order: requests that do not fit before a plan admits nobody else; the last one is not passed."""
+"""By admission_order: number of requests that do not fit after which a plan admits no more; the last is not
+overtaken."""
 
 
 class DeferReason(StrEnum):
@@ -48,11 +49,11 @@ class DeferReason(StrEnum):
     MEMORY = "memory"
     SEATS = "seats"
     TOKENS = "tokens"
-    """The step's prefill budget is spent, or a span that must not be cut waits for a step of its own."""
+    """The step's prefill budget is spent, or a span that must not be cut waits for a later step."""
     PARTIAL = "partial"
-    """As many prompts are partly computed as may be."""
+    """The maximum number of prompts is partly computed."""
     MODE = "mode"
-    """The step carries other rows: by batch_mode, prefill_fill_ratio, or prompt_logprobs_step."""
+    """The step carries other rows, because of batch_mode, prefill_fill_ratio or prompt_logprobs_step."""
     PREEMPTION = "preemption"
     """Memory has just run out."""
 
@@ -77,49 +78,51 @@ class PlannedRow(NamedTuple):
 class Plan:
     rows: tuple[PlannedRow, ...]
     preempted: tuple[Request, ...] = ()
-    """Give their memory back before the rows take theirs."""
+    """Requests that release their memory before the rows take theirs."""
     overtaken: tuple[Request, ...] = ()
-    """One entry for each time a waiting request was passed by for want of memory."""
+    """One entry for each time that a waiting request was overtaken because it lacked memory."""
     skipped: tuple[Request, ...] = ()
-    """Waiting requests that cannot use what the step has left, and let those behind them pass that it takes whole."""
+    """Waiting requests that cannot use the rest of the step. Those behind them may overtake if the step takes them
+    whole."""
     deferred: DeferReason | None = None
-    """Why the first request that still waits is not in this plan."""
+    """Why the first waiting request is not in this plan."""
     reserved_blocks: int = 0
-    """Blocks that are kept for requests that run."""
+    """Blocks that are kept free for running requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a plan is made from. Each mapping is in the order in which it is served."""
+    """The input of a plan. Each mapping is in the order in which it is served."""
 
     waiting: WaitingQueue
     prefilling: Mapping[str, Request]
     decoding: Mapping[str, Request]
     blocks: BlockManager
     resources: Sequence[Resource]
-    """What requests hold besides blocks."""
+    """The kinds of things that requests hold besides blocks."""
     promised_blocks: int
-    """`reserve_mode: full`: blocks that admitted requests may still allocate."""
+    """For `reserve_mode: full`: blocks that admitted requests may still allocate."""
     ratio: float
     now: float
     """Monotonic seconds."""
     prefill_limit: int
-    """Most prefill tokens in this step: max_prefill_tokens, or less after the executor ran out of memory."""
+    """Maximum prefill tokens in this step: max_prefill_tokens, or less after the executor ran out of memory."""
     last_decode: float
-    """When a step last carried decode rows, or the first decoding request was promoted."""
+    """When a step last carried decode rows, or when the first decoding request was promoted."""
     num_queued_tokens: int
     """Prompt tokens that are in no step yet."""
     forecast: Forecast | None = None
-    """`reserve_mode: learned`; None: another."""
+    """Set with `reserve_mode: learned`, else None."""
 
 
 def make_plan(view: View, config: ResolvedConfig) -> Plan:
-    """The next step. Empty only when nothing can run before results arrive. O(rows + requests tested for admission)."""
+    """Plan the next step. It is empty only if nothing can run before results arrive. Takes O(rows + requests tested for
+    admission)."""
     return _Planner(view, config).plan()
 
 
 class _Planner:
-    """One plan in the making. Its state is this plan's own."""
+    """Makes one plan. Its state belongs to this plan alone."""
 
     def __init__(self, view: View, config: ResolvedConfig) -> None:
         self._view = view
@@ -131,19 +134,19 @@ class _Planner:
         self._cache_epoch = view.blocks.epoch + sum(resource.epoch for resource in view.resources)
         self._rows: list[PlannedRow] = []
         self._preempted: dict[Request, None] = {}
-        self._gone: Counter[int] = Counter()  # by block: how many of its holders are among them
-        self._freed = 0  # blocks that nobody holds any more without them
+        self._gone: Counter[int] = Counter()  # by block: how many of its holders are preempted
+        self._freed = 0  # blocks that become free with the preempted requests
         self._overtaken: list[Request] = []
         self._deferred: DeferReason | None = None
         self._chunk_ends: dict[str, int] = {}  # prefill rows of this plan
         self._num_partial: Counter[int] = Counter()  # by priority
         self._num_decodes = 0
-        self._passed: list[Request] = []  # requests that did not fit, and may be overtaken `_slack` more times
+        self._passed: list[Request] = []  # requests that did not fit; they may be overtaken `_slack` more times
         self._slack = self._policy.max_overtakes
         self._skipped: dict[Request, None] = {}
-        self._taken: set[int] = set()  # cached blocks that nobody held before this plan
+        self._taken: set[int] = set()  # cached blocks that no request held before this plan
         self._tokens_left = config.max_num_batched_tokens
-        # The oldest request that holds memory is never a victim, so that somebody always gets on.
+        # The oldest request that holds memory is never a victim, so that some request always makes progress.
         running = chain(view.decoding.values(), view.prefilling.values())
         self._elder = min(running, key=attrgetter("arrival_index"), default=None)
         self._memory = self._admission()
@@ -185,7 +188,7 @@ class _Planner:
     # --- which kinds of rows this step carries --------------------------------------------------------------------
 
     def _compose(self) -> tuple[bool, int]:
-        """(whether decode rows run, token budget of prefill)."""
+        """Return (whether decode rows run, token budget of prefill)."""
         budget = self._view.prefill_limit
         if not self._view.decoding:
             return False, budget
@@ -202,12 +205,12 @@ class _Planner:
         if PREFILL_ALONE[policy.batch_mode]:
             return True
         if not (SCORED_APART[policy.prompt_logprobs_step] or self._chunks.is_cut_by_engine):
-            return False  # before the queue is put in order for nothing
+            return False  # avoids ordering the queue for nothing
         first = self._first_prompt()
         return self._is_dedicated(first) or self._is_cut_by_engine(first)
 
     def _first_prompt(self) -> Request:
-        return next(chain(self._begun_prompts(), self._view.waiting.in_order(self._view.now)))
+        return next(chain(self._partial_prompts(), self._view.waiting.in_order(self._view.now)))
 
     def _is_dedicated(self, request: Request) -> bool:
         return SCORED_APART[self._policy.prompt_logprobs_step] and request.scoring is not None
@@ -215,8 +218,8 @@ class _Planner:
     def _is_cut_by_engine(self, request: Request) -> bool:
         if not self._chunks.is_cut_by_engine:
             return False
-        begun = request.request_id in self._view.prefilling
-        start = request.scheduled if begun else len(self._match_prefix(request)) * self._block_size
+        is_partial = request.request_id in self._view.prefilling
+        start = request.scheduled if is_partial else len(self._match_prefix(request)) * self._block_size
         beside_decodes = self._tokens_left - sum(r.num_decode_tokens for r in self._view.decoding.values())
         return len(request.token_ids) - start > min(self._view.prefill_limit, beside_decodes)
 
@@ -230,7 +233,7 @@ class _Planner:
         return since is not None and (self._view.now - since) * 1000 >= self._policy.prefill_starve_ms
 
     def _gathers(self) -> bool:
-        """Whether prefill waits until there is enough of it to fill a step (`prefill_fill_ratio`)."""
+        """Whether prefill waits until there is enough to fill a step (`prefill_fill_ratio`)."""
         view, policy = self._view, self._policy
         if not policy.prefill_fill_ratio:
             return False
@@ -244,7 +247,7 @@ class _Planner:
         )
 
     def _force_progress(self) -> None:
-        """The mode's own choice came to nothing: decode, or else make room for the oldest prompt."""
+        """Make a plan when the mode's own choice gave no rows: decode, or else make room for the oldest prompt."""
         self._decode()
         awaits_results = any(not r.num_decode_tokens for r in self._view.decoding.values())
         if not self._rows and self._view.prefilling and not awaits_results:
@@ -255,9 +258,10 @@ class _Planner:
     # --- decode rows: memory for all of them first, then the rows -------------------------------------------------
 
     def _decode(self) -> None:
-        """Find victims until the rest fits, and only then build rows: a victim never has a row in the same step.
+        """Find victims until the rest fits, and only then build rows, so that a victim never has a row in the same
+        step.
 
-        Drafts are only guesses, and are all given up before anybody's memory is.
+        Drafts are only guesses, so all of them are dropped before any request is preempted.
         """
         decoding = list(_without(self._preempted, self._view.decoding.values()))
         counts = self._with_drafts(decoding)
@@ -280,11 +284,12 @@ class _Planner:
         self._tokens_left -= sum(counts)
 
     def _preempt_for(self, decoding: list[Request], growth: int) -> int:
-        """Take memory until the rest of these rows fit; return the blocks that these take. O(rows), whoever many go."""
+        """Preempt requests until the rows of the others fit, and return the blocks that these rows take. Takes O(rows),
+        however many are preempted."""
         victims = self._victims(decoding)
         while growth + self._elder_chunk() > self._available():
             victim = next(victims, None)
-            assert victim is not None, "memory ran out with nobody to take it from"
+            assert victim is not None, "memory ran out, but no request can be preempted"
             self._preempt(victim)
             if victim.request_id in self._view.decoding:
                 growth -= self._growth([victim], [min(victim.num_decode_tokens, 1)])
@@ -295,9 +300,10 @@ class _Planner:
         self._freed += self._view.blocks.freed_by(victim.block_ids, self._gone)
 
     def _with_drafts(self, decoding: list[Request]) -> list[int]:
-        """Tokens of each row. Where drafts are more than a step has room for, those who decode longest have theirs."""
+        """Return the tokens of each row. If a step has no room for all drafts, the requests that decode longest keep
+        theirs."""
         counts = [request.num_decode_tokens for request in decoding]
-        if self._policy.state_snapshot_tokens:  # a row ends where its state is to be kept
+        if self._policy.state_snapshot_tokens:  # a row ends where its state must be saved
             counts = [
                 min(count, self._chunks.to_snapshot(request.scheduled, count))
                 for request, count in zip(decoding, counts, strict=True)
@@ -306,17 +312,17 @@ class _Planner:
         for number in reversed(range(len(counts))):
             if excess <= 0:
                 break
-            given_up = min(excess, max(counts[number] - 1, 0))
-            counts[number] -= given_up
-            excess -= given_up
+            dropped = min(excess, max(counts[number] - 1, 0))
+            counts[number] -= dropped
+            excess -= dropped
         return counts
 
     def _available(self) -> int:
-        """Blocks at hand once this plan's victims have given up theirs."""
+        """Return the blocks that are available once this plan's victims have released theirs."""
         return self._view.blocks.num_available + self._freed
 
     def _growth(self, decoding: list[Request], counts: list[int]) -> int:
-        """Blocks that these rows take together."""
+        """Return the blocks that these rows take together."""
         size = self._block_size
         return sum(
             -(-(request.scheduled + count) // size) - len(request.block_ids)
@@ -325,7 +331,8 @@ class _Planner:
         )
 
     def _elder_chunk(self) -> int:
-        """A block for the oldest request's prompt: younger answers must not take the last one from it."""
+        """Return the blocks kept for the oldest request's prompt, at most one, so that younger answers cannot take the
+        last."""
         elder = self._elder
         return min(self._missing(elder, elder.target), 1) if elder and elder.scheduled < elder.target else 0
 
@@ -333,12 +340,12 @@ class _Planner:
         return max(self._view.blocks.blocks_for(num_tokens) - len(request.block_ids), 0)
 
     def _victims(self, decoding: list[Request]) -> Iterator[Request]:
-        """Whom to take memory from, one after the other: of the least urgent, by policy. The elder never; prompts only
-        when there is no answer to take from."""
+        """Yield the requests to preempt, in order: the least urgent first, then by policy. The elder is never among
+        them, and prompts only if no answer is left."""
         loses = LOSES_LEAST[self._policy.preempt_policy]
         candidates = [request for request in decoding if request is not self._elder]
         yield from sorted(candidates, key=lambda request: (-request.priority, *loses(request)))
-        while prompt := self._youngest_prompt():  # an emergency: prompts hold what the last decode row needs
+        while prompt := self._youngest_prompt():  # an emergency: prompts hold the memory that the last decode row needs
             yield prompt
 
     def _youngest_prompt(self) -> Request | None:
@@ -346,7 +353,7 @@ class _Planner:
         return max(prompts, key=lambda request: request.arrival_index, default=None)
 
     def _make_room_for_elder(self, budget: int) -> None:
-        """Prompts hold all memory and none can go on: take it from the youngest until the oldest can."""
+        """Prompts hold all memory and none can advance: preempt the youngest until the oldest can."""
         assert self._elder is not None
         while not self._next_chunk(self._elder, budget) and (victim := self._youngest_prompt()):
             self._preempt(victim)
@@ -355,13 +362,13 @@ class _Planner:
     # --- prefill rows ---------------------------------------------------------------------------------------------
 
     def _prefill(self, budget: int) -> None:
-        """Prompts that have begun, then new ones; but before the former, those whose priority is more urgent."""
+        """Continue partly computed prompts, then admit new ones. New ones of more urgent priority go before both."""
         if not (self._view.prefilling or self._view.waiting):
-            return  # most steps of a large fleet
+            return  # the usual case
         budget = min(budget, self._tokens_left)
-        begun = self._begun_prompts()
-        if begun and not self._preempted and not self._is_aged(begun[0]):
-            budget = self._admit(budget, more_urgent_than=begun[0].priority)
+        partial = self._partial_prompts()
+        if partial and not self._preempted and not self._is_aged(partial[0]):
+            budget = self._admit(budget, more_urgent_than=partial[0].priority)
         budget = self._continue_prompts(budget)
         if not self._preempted:
             self._admit(budget)
@@ -369,14 +376,15 @@ class _Planner:
     def _is_aged(self, request: Request) -> bool:
         return (self._view.now - request.waiting_since) * 1000 >= self._policy.priority_age_ms
 
-    def _begun_prompts(self) -> list[Request]:
-        """Prompts that are partly computed: whoever stood still too long, then the most urgent, then the oldest."""
-        begun = list(_without(self._preempted, self._view.prefilling.values()))
-        return sorted(begun, key=lambda request: (not self._is_aged(request), request.priority))
+    def _partial_prompts(self) -> list[Request]:
+        """Return the partly computed prompts: first those that have stood still too long, then by urgency, then by
+        age."""
+        partial = list(_without(self._preempted, self._view.prefilling.values()))
+        return sorted(partial, key=lambda request: (not self._is_aged(request), request.priority))
 
     def _continue_prompts(self, budget: int) -> int:
-        """Next chunks of prompts that are partly computed; return the budget that is left."""
-        for request in self._begun_prompts():
+        """Add the next chunks of partly computed prompts, and return the remaining budget."""
+        for request in self._partial_prompts():
             count = 0
             if budget > 0 and not (self._num_decodes and self._is_dedicated(request)):
                 count = self._next_chunk(request, budget)
@@ -390,9 +398,9 @@ class _Planner:
         return budget
 
     def _next_chunk(self, request: Request, budget: int) -> int:
-        """Tokens of a running prompt's next chunk, as far as its own last block and all available ones reach.
+        """Return the tokens of a running prompt's next chunk, limited by its own last block and the available blocks.
 
-        A chunk whose end is the request's own is not cut short: its end would depend on who else holds memory.
+        A chunk whose end depends on the request alone is not shortened: its end would depend on other requests' memory.
         """
         start, target = request.scheduled, request.target
         count = self._chunk_size(request, start, target, budget)
@@ -435,7 +443,7 @@ class _Planner:
     # --- admission ------------------------------------------------------------------------------------------------
 
     def _admit(self, budget: int, more_urgent_than: int | None = None) -> int:
-        """First chunks of waiting requests, in their order; return the budget that is left."""
+        """Add the first chunks of waiting requests, in order, and return the remaining budget."""
         view = self._view
         seats = self._config.max_num_seqs - len(view.decoding) - len(view.prefilling) - self._num_admitted()
         most_passed = MOST_PASSED[self._policy.admission_order]
@@ -496,22 +504,22 @@ class _Planner:
         return DeferReason.PARTIAL if too_many or (self._skipped and count < remaining) else None
 
     def _may_be_skipped(self, request: Request, reason: DeferReason) -> bool:
-        """Whether others may have what the step has left, which is of no use to this request.
+        """Whether others may use the rest of the step, which this request cannot use.
 
-        Only prompts that it takes whole pass: none of them is partly computed after the step, so that they hold back
-        neither a place among partial prompts nor the beginning of a later step, which is all that it waits for. What
-        is left of a step that a prompt could be cut to fit is less than a block, and not worth a search.
+        Only prompts that the step takes whole may overtake. None of them is partly computed after the step, so they
+        delay neither a place among partial prompts nor the beginning of a later step, and the request waits for nothing
+        else. If a prompt could be cut to fit, the rest of the step is less than a block and not worth a search.
         """
         may_be_cut = not (request.spans or self._chunks.is_whole)
         return bool(self._skipped) or reason is not DeferReason.TOKENS or not may_be_cut
 
     def _defer(self, reason: DeferReason) -> None:
-        """Keep the first reason: it is that of the request whose turn it was."""
+        """Keep the first reason, which belongs to the request whose turn it was."""
         if self._view.waiting or self._preempted:
             self._deferred = self._deferred or reason
 
     def _match_prefix(self, request: Request) -> tuple[int, ...]:
-        """Cached blocks to start from. At least one token is always computed, for its logits."""
+        """Return the cached blocks to start from. At least one token is always computed, for its logits."""
         epoch, matched = request.prefix_match
         if epoch != self._cache_epoch:
             most = request.num_reusable // self._block_size
@@ -521,7 +529,8 @@ class _Planner:
         return matched
 
     def _usable(self, request: Request, num_blocks: int) -> int:
-        """How many matched blocks end outside every span, and where every resource has what the request starts from."""
+        """Return how many of the matched blocks can be used: they must end outside every span, and every resource must
+        have what the request needs to start there."""
         usable = num_blocks
         if request.spans is not None and (cut := request.spans.cut_at(num_blocks * self._block_size)):
             usable = cut[0] // self._block_size

@@ -1,31 +1,31 @@
-"""Owns how much prefill a step may carry after steps ran out of device memory: less at once, and more again in time.
-Never knows why memory was short; it may have been a neighbour's doing, and over."""
+"""Owns the limit of prefill in a step after steps ran out of device memory: it drops at once and recovers gradually.
+Never knows why memory was short: another process may have caused it, and the shortage may be over."""
 
 from __future__ import annotations
 
 GROWTH = 16
-"""A good step gives back this part of the whole limit. So it is whole again within a long prompt or two, and a shortage
-that lasts is met where it begins, and not far beyond."""
+"""A good step raises the limit by the whole limit divided by this. So it recovers within a long prompt or two, and a
+persistent shortage is met just beyond its threshold, not far beyond."""
 
 PATIENCE = 32
-"""Good steps at a limit before one that failed is tried again: where memory stays short, one step in so many fails."""
+"""Number of good steps before a failed limit is tried again: if memory stays short, one step in this many fails."""
 
 
 class PrefillLimit:
-    """Halved by a shortage, and grown by each good step that had use for more (additive increase, multiplicative
-    decrease). Counted like a step's prefill, as `ChunkRule.cost` does."""
+    """A limit that a shortage halves and each good step that could use more raises (additive increase, multiplicative
+    decrease). It is in the units of `ChunkRule.cost`."""
 
     def __init__(self, most: int, block_size: int) -> None:
         self._most, self._least = most, min(block_size, most)
         self._value = most
-        self._retry: int | None = None  # of the step that is tried again
+        self._retry: int | None = None  # the limit of the step that is retried
         self._failed_at: int | None = None
         self._num_good = 0
-        self._cost_requests = False  # the second try failed too, and its rows with it
+        self._cost_requests = False  # whether the retry failed too, and its rows with it
 
     @property
     def value(self) -> int:
-        """Of the next step."""
+        """The limit of the next step."""
         return self._value if self._retry is None else min(self._retry, self._value)
 
     @property
@@ -33,9 +33,9 @@ class PrefillLimit:
         return self._value == self._most and self._retry is None
 
     def ran_out(self, prefill: int, *, again: bool) -> None:
-        """A step with so much prefill failed; `again`: it was the second try. Tried with half of that, it is smaller
-        than what failed. Steps after it have half of what all had: a small step tells nothing of what a large one may
-        take."""
+        """Lower the limit after a step with this much prefill ran out of memory; `again` means that it was the retry.
+        The retry gets half of the step's own prefill, so that it is smaller than the failed step. Later steps get half
+        of the current limit: a small step says nothing about how much a large one may take."""
         self._cost_requests |= again
         self._retry = self._at_least(prefill // 2)
         self._failed_at = self._value
@@ -43,11 +43,12 @@ class PrefillLimit:
         self._num_good = 0
 
     def begin(self) -> None:
-        """A step with prefill was begun: whatever becomes of it, the one after it is no second try."""
+        """Note that a step with prefill has begun: the step after it is not a retry."""
         self._retry = None
 
     def went_well(self, prefill: int) -> None:
-        """A step with so much prefill was computed. Less than half of the limit tells nothing of a higher one."""
+        """Raise the limit after a step with this much prefill was computed. A step with less than half of the limit
+        says nothing about a higher one."""
         if 2 * prefill < self._value:
             return
         self._num_good += 1
@@ -60,8 +61,8 @@ class PrefillLimit:
         self._cost_requests &= larger < self._most
 
     def rest(self) -> None:
-        """The engine is idle, and holds memory for no request: start over. But not after a shortage that cost requests,
-        which would cost each lone one that comes after an idle time."""
+        """Restore the whole limit when the engine is idle and holds no request's memory. Not after a shortage that
+        failed requests: otherwise each single request after an idle time would fail, too."""
         self._retry = None
         if not self._cost_requests:
             self._value, self._failed_at, self._num_good = self._most, None, 0

@@ -1,4 +1,4 @@
-"""Owns what few requests have: spans that are more than text, prompt scores, pooling, drafts.
+"""Owns the parts that only few requests have: spans other than plain text, prompt scores, pooling, drafts.
 Never decides anything: a request has one of each, or None."""
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from engine.step import PromptScoring, RowInputs
 
 @dataclass(frozen=True, slots=True)
 class PromptSpans:
-    """Spans of a prompt that are more than one token after the other."""
+    """Spans of a prompt that are not plain text."""
 
     atomic: tuple[tuple[int, int], ...] = ()
-    """[start, end) of those that no chunk and no prefix hit may cut, in order."""
+    """[start, end) of the spans that no chunk and no prefix hit may cut, in order."""
     inputs: tuple[SpanInput, ...] = ()
-    """What spans stand for besides text, in order."""
+    """The contents of spans that are not text, in order."""
     placed: tuple[PlacedInput, ...] = ()
-    """The same, with their positions."""
+    """The same contents with their positions."""
 
     def cut_at(self, end: int) -> tuple[int, int] | None:
-        """The atomic span that a chunk would cut if it ended at `end`."""
+        """Return the atomic span that a chunk ending at `end` would cut, if any."""
         return next(((first, last) for first, last in self.atomic if first < end < last), None)
 
     def of_row(self, start: int, end: int) -> RowInputs | None:
-        """What positions [start, end) hold besides text; None without inputs, and before the first of them."""
+        """Return the inputs at positions [start, end); None if there are none there or before."""
         row = RowInputs(overlapping(self.placed, start, end), shift_at(self.placed, start))
         return row if row.placed or row.shift else None
 
 
 @dataclass(slots=True)
 class Scoring:
-    """Log-probabilities of the prompt's tokens, gathered chunk by chunk and then sent. A preemption keeps them."""
+    """Log-probabilities of the prompt's tokens, collected chunk by chunk and then sent. A preemption keeps them."""
 
     num_alternatives: int
-    """To return with each."""
+    """Number of alternatives to return with each."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Entry i is of the prompt's token i + 1."""
+    """Entry i belongs to the prompt's token i + 1."""
 
     def of_chunk(self, token_ids: Sequence[int], prompt_len: int, start: int, end: int) -> PromptScoring | None:
-        """The prompt tokens that positions [start, end) predict and that have no log-probability yet."""
+        """Return the prompt tokens that positions [start, end) predict and that have no log-probability yet."""
         first = max(start, len(self.logprobs))
         tokens = tuple(token_ids[first + 1 : min(end + 1, prompt_len)])
         return PromptScoring(first, tokens, self.num_alternatives) if tokens else None
@@ -52,27 +52,27 @@ class Scoring:
 
 @dataclass(slots=True)
 class Pooling:
-    """The prompt's final hidden states as one vector. A preemption keeps what is summed."""
+    """Pools the prompt's final hidden states into one vector. A preemption keeps the sum so far."""
 
     method: Literal["mean", "last"]
     total: tuple[float, ...] = ()
-    """The sum of the hidden states below `num_summed`, or of the last position's alone."""
+    """The sum of the hidden states below `num_summed`, or the last position's hidden state."""
     num_summed: int = 0
 
     def first_of(self, start: int, end: int, prompt_len: int) -> int | None:
-        """The first of positions [start, end) whose hidden states are still to be summed."""
+        """Return the first of positions [start, end) whose hidden state is not summed yet; None if there is none."""
         if self.method == "mean":
             first = max(start, self.num_summed)
             return first if first < end else None
         return end - 1 if end == prompt_len else None
 
     def add(self, values: tuple[float, ...], end: int) -> None:
-        """Positions below `end` are summed."""
+        """Add the sum of further hidden states; positions below `end` are then summed."""
         self.total = tuple(map(operator.add, self.total, values)) if self.total else values
         self.num_summed = end
 
     def vector(self, prompt_len: int) -> tuple[float, ...]:
-        """[hidden size]"""
+        """Return the pooled vector, [hidden size]."""
         count = prompt_len if self.method == "mean" else 1
         return tuple(value / count for value in self.total)
 

@@ -1,5 +1,5 @@
-"""Owns the arithmetic of memory: what a request must find free to be admitted, and the share of answers kept for it.
-Never moves a block or a request; every number here is in blocks or tokens, as its name says."""
+"""Owns the arithmetic of memory: how much must be free to admit a request, and how much is kept for running answers.
+Never moves a block or a request. Every number is in blocks or tokens, as its name says."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from engine.scheduling.forecast import Forecast
 from engine.scheduling.request import Request
 
 FALLS_BESIDE_PREFILL = {"decode_only": False, "any_decode": True}
-"""By ratio_decay_on: a step that decodes lowers the share if it prefills, too."""
+"""By ratio_decay_on: whether a step with decode rows lowers the share even if it also has prefill."""
 
 
 class ReserveRatio:
     """The share of running requests' remaining answers that admission keeps free (`reserve_mode: ratio`).
 
-    Few answers use all of max_tokens, so the share falls from step to step; running out of memory sets it to what the
-    running answers have used so far, and an idle engine starts over.
+    Few answers use all of max_tokens, so the share falls from step to step. When memory runs out, it is set to the
+    share that the running answers have used so far. An idle engine starts over.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -29,12 +29,12 @@ class ReserveRatio:
         self.value = config.ratio_init
 
     def after_step(self, *, decoded: bool, prefilled: bool) -> None:
-        """Lower the share after a step without a preemption. From below the least, it snaps back up to it (S5-R8)."""
+        """Lower the share after a step without a preemption. A share below the minimum returns to it (S5-R8)."""
         if decoded and (not prefilled or FALLS_BESIDE_PREFILL[self._config.ratio_decay_on]):
             self.value = max(self.value - self._decay, self._config.ratio_min)
 
     def after_preemption(self, decoding: Iterable[Request]) -> None:
-        """Set the share by what the requests that still decode have used; unchanged if none does."""
+        """Set the share to that used by the requests that still decode; unchanged if none does."""
         remaining = list(decoding)
         if remaining:
             used = sum(request.num_output for request in remaining) + self._config.retract_steps * len(remaining)
@@ -42,17 +42,17 @@ class ReserveRatio:
             self.value = min(max(share, 1e-6), 1.0)
 
     def reset(self) -> None:
-        """The engine is idle."""
+        """Start over when the engine is idle."""
         self.value = self._config.ratio_init
 
 
 def reserved_tokens(request: Request, clip: int) -> int:
-    """Answer tokens still to come that count for admission; clipped once."""
+    """Return the remaining answer tokens that count for admission; clipped once."""
     return min(request.max_tokens - request.num_output, clip)
 
 
 class Admission:
-    """Memory as one plan sees it: what is available, and what is spoken for. Follows the plan as it grows."""
+    """Memory as one plan sees it: what is available, and what is reserved. It is updated as the plan grows."""
 
     def __init__(
         self,
@@ -66,7 +66,8 @@ class Admission:
         decoding: Iterable[Request],
         prefilling: Iterable[Request],
     ) -> None:
-        """`decoding` and `prefilling`: the requests that keep their memory in this plan; `gone`: those that lose it."""
+        """`decoding` and `prefilling` are the requests that keep their memory in this plan; `gone` are those that lose
+        it."""
         self._mode = config.scheduler.reserve_mode
         self._clip = config.scheduler.reserve_clip
         self._watermark = config.scheduler.watermark_blocks
@@ -89,7 +90,7 @@ class Admission:
 
     @property
     def reserved(self) -> int:
-        """Blocks that admission keeps for requests that run: the rest of their prompts, and of their answers."""
+        """Blocks that admission keeps for running requests: for the rest of their prompts and of their answers."""
         match self._mode:
             case "full":
                 return self._promised
@@ -104,20 +105,20 @@ class Admission:
                 assert_never(mode)
 
     def grow_answers(self, blocks: int) -> None:
-        """Decoding requests take blocks that they were promised."""
+        """Account for blocks that decoding requests take of those promised to them."""
         self.available -= blocks
         self._promised -= blocks
 
     def grow_prompt(self, blocks: int) -> None:
-        """The next chunk of an admitted prompt takes its blocks."""
+        """Account for blocks that the next chunk of an admitted prompt takes."""
         self.available -= blocks
         self._promised -= blocks
         self._outstanding -= blocks
 
     def fits(self, request: Request, shared_blocks: int, *, alone: bool) -> bool:
-        """Whether a waiting request may start. `shared_blocks` of its prompt are held by others anyway.
+        """Whether a waiting request may start. `shared_blocks` of its prompt are already held by others.
 
-        `alone`: nobody else holds memory, so that waiting would be for nothing.
+        `alone` means that no other request holds memory, so that waiting would be pointless.
         """
         prompt = self.blocks_for(len(request.token_ids))
         needed = prompt - shared_blocks
@@ -143,7 +144,8 @@ class Admission:
                 assert_never(mode)
 
     def admit(self, request: Request, hits_taken: int, num_prefix_blocks: int, end: int) -> None:
-        """The plan admits a request whose first chunk ends at `end`; `hits_taken` of its hits were evictable."""
+        """Account for an admitted request whose first chunk ends at `end`; `hits_taken` of its prefix hits were
+        evictable."""
         if self._forecast is not None:
             growth, variance = self._forecast.candidate(request, num_prefix_blocks - hits_taken)
             self._growth = list(map(add, self._growth, growth))

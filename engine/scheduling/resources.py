@@ -1,5 +1,5 @@
-"""Owns the contract of what a running request holds besides KV blocks: recurrent state, room in the encoder cache.
-Never names one of them: the planner and the scheduler ask and tell all of them in one loop."""
+"""Owns the contract of what a running request holds besides KV blocks, such as recurrent state or room in the encoder
+cache. Never names a single one: the planner and the scheduler call all of them in a loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.step import RowInputs, ScheduledRequest, StateUse, StepPlan
 
 @dataclass(slots=True)
 class RowParts:
-    """What resources put into a row; see ScheduledRequest."""
+    """The parts of a row that resources provide; see ScheduledRequest."""
 
     state: StateUse | None = None
     inputs: RowInputs | None = None
@@ -22,7 +22,7 @@ class RowParts:
 
 @dataclass(slots=True)
 class StepParts:
-    """What resources put into a step; see StepPlan."""
+    """The parts of a step that resources provide; see StepPlan."""
 
     state_moves: tuple[tuple[int, int], ...] = ()
     dropped: tuple[bytes, ...] = ()
@@ -30,67 +30,67 @@ class StepParts:
 
 
 class Allowance(Protocol):
-    """What one plan may still take of a resource. Asking changes nothing but the allowance."""
+    """What one plan may still take of a resource. Its methods change only the allowance itself."""
 
     def reach(self, request: Request, start: int, end: int, gone: Iterable[str]) -> int:
-        """How far a row from `start` may go: to `end`, or to where it would need more than there is. `start`: the row
-        has to wait. gone: ids of requests that the plan preempts."""
+        """Return how far a row from `start` may go: to `end`, or to where it would need more than is available. `start`
+        means that the row has to wait. `gone` has the ids of requests that the plan preempts."""
         ...
 
     def take(self, request: Request, start: int, end: int) -> None:
-        """The plan has a row [start, end), which `reach` allows."""
+        """Note that the plan has a row [start, end), which `reach` allowed."""
         ...
 
     def put_off(self, request: Request) -> None:
-        """The request got no row, so that what it waits for is kept from those behind it."""
+        """Note that the request got no row, so that requests behind it must not take what it waits for."""
         ...
 
     def is_kept_from(self, request: Request) -> bool:
-        """Whether a request with no row yet would take what one before it waits for."""
+        """Whether a request without a row yet would take what an earlier one waits for."""
         ...
 
 
 class Resource:
-    """Something besides KV blocks that requests hold while they run. What a resource has no use for it leaves out.
+    """Something besides KV blocks that requests hold while they run. A resource overrides only the methods it needs.
 
-    A plan asks `epoch`, `usable_prefix` and `allowance`, which change nothing. Executing it calls `admit` for every
-    request that starts, then `take` for every row, then `finish` once. Each row's results end in `advance` or in
-    `discard`, and a step that failed as a whole in `lose` before that. `release` gives everything back: when the
-    request ends, in whatever way, and when it is preempted.
+    A plan calls `epoch`, `usable_prefix` and `allowance`, which change nothing. Executing the plan calls `admit` for
+    every request that starts, then `take` for every row, then `finish` once. For each row's results either `advance` or
+    `discard` is called; if the step failed as a whole, `lose` is called before. `release` returns everything, when the
+    request ends in any way and when it is preempted.
 
-    LoRA adapters are none of these: a request holds its adapter from before it waits until its end (AdapterCache).
+    LoRA adapters are not resources: a request holds its adapter from before it waits until its end (AdapterCache).
     """
 
     @property
     def epoch(self) -> int:
-        """Changes whenever `usable_prefix` could answer differently."""
+        """Changes whenever `usable_prefix` could return something else."""
         return 0
 
     def usable_prefix(self, request: Request, num_blocks: int) -> int:
-        """From how many of its first `num_blocks` blocks, which the prefix cache has, the request can start."""
+        """Return how many of the request's first `num_blocks` blocks, all in the prefix cache, it can start from."""
         return num_blocks
 
     def allowance(self) -> Allowance | None:
-        """For a new plan; None where every request with a seat has what it needs."""
+        """Make the allowance of a new plan; None if every request with a seat always has what it needs."""
         return None
 
     def admit(self, request: Request, num_prefix_blocks: int) -> None:
-        """The request starts, after as many cached blocks."""
+        """The request starts after this many cached blocks."""
 
     def take(self, request: Request, start: int, end: int, parts: RowParts) -> None:
-        """The step computes [start, end) of the request: add what its row has to say."""
+        """The step computes [start, end) of the request: add the resource's parts of the row."""
 
     def finish(self, parts: StepParts) -> None:
-        """The step has all its rows: add what it has to say besides."""
+        """The step has all its rows: add the resource's parts of the step."""
 
     def advance(self, request: Request, row: ScheduledRequest, end: int) -> None:
-        """The row was computed, and positions below `end` are good; their full blocks are hashed."""
+        """The row was computed, and positions below `end` are valid; their full blocks are hashed."""
 
     def discard(self, row: ScheduledRequest) -> None:
         """The row's results are dropped: its request has ended or was preempted, or the row failed."""
 
     def lose(self, step: StepPlan) -> None:
-        """The step failed, and nobody knows how far it got."""
+        """The step failed at an unknown point."""
 
     def release(self, request: Request) -> None:
-        """The request, which runs, gives everything back."""
+        """The running request releases everything."""

@@ -1,5 +1,5 @@
-"""Owns the queues, and what executing a plan does to them: admission, growth, preemption, release.
-Never chooses: `engine.scheduling.planner` does, from a view of these queues, and changes nothing."""
+"""Owns the queues, and the effects of a plan on them: admission, growth, preemption, release.
+Never chooses what runs: `engine.scheduling.planner` does, from a view of these queues that it does not change."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind, ScheduledRequest, StepPlan
 
 NO_PARTS = RowParts()
-"""For all rows of a model whose requests hold nothing but blocks; never changed."""
+"""For all rows of a model whose requests hold only blocks; never changed."""
 
 
 class Scheduler:
     """Waiting, prefilling and decoding requests over one block manager.
 
-    A request waits, prefills chunk by chunk, decodes, and is released. A preemption gives its memory back and puts it
-    among the waiting again, to compute prompt and answer so far once more; nothing is sampled twice. Its cursor
-    `scheduled` moves when a plan is committed, `computed` when the results are in.
+    A request waits, prefills chunk by chunk, decodes, and is released. A preemption releases its memory and lets it
+    wait again, to compute its prompt and its answer so far once more; nothing is sampled twice. Its cursor `scheduled`
+    moves when a plan is committed, `computed` when the results arrive.
     """
 
     def __init__(self, config: ResolvedConfig, blocks: BlockManager) -> None:
@@ -47,7 +47,7 @@ class Scheduler:
         self.waiting = WaitingQueue(config.scheduler)
         self.deadlines = Deadlines()
         self.preparing: dict[str, Request] = {}
-        """Not ready to be planned: their prompts are still being made. They keep their place in the queue."""
+        """Requests whose prompts are still being prepared. They keep their place in the queue, but are not planned."""
         # Each in the order in which it is served: dicts for O(1) removal in the middle.
         self.prefilling: dict[str, Request] = {}
         self.decoding: dict[str, Request] = {}
@@ -59,7 +59,8 @@ class Scheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens that are in no step yet. Prefix hits of waiting requests, not known yet, count as work."""
+        """Prompt tokens that are in no step yet. Prefix hits of waiting requests are not known yet and count as
+        work."""
         return self.waiting.num_tokens + sum(r.target - r.scheduled for r in self.prefilling.values())
 
     @property
@@ -71,7 +72,7 @@ class Scheduler:
         return self._forecast.margin if self._forecast else 0.0
 
     def add(self, request: Request, now: float, *, prepared: bool = True) -> None:
-        """Queue a request. Its deadlines count from now on."""
+        """Queue a request. Its deadlines count from `now`."""
         request.waiting_since = now
         self.waiting.enter(request)
         self.deadlines.add(request, now)
@@ -80,7 +81,7 @@ class Scheduler:
             self.preparing[request.request_id] = request
 
     def prepared(self, request_id: str) -> None:
-        """The request may be planned from now on, in the place that its arrival gave it."""
+        """Let the request be planned from now on, in its place by arrival."""
         if request := self.preparing.pop(request_id, None):
             self.waiting.add(request)
 
@@ -91,7 +92,7 @@ class Scheduler:
         return self.waiting.find(request_id)
 
     def plan(self, now: float) -> Plan:
-        """The next step, at `now` in monotonic seconds; empty when nothing can run. Changes nothing."""
+        """Plan the next step, at `now` in monotonic seconds; empty if nothing can run. Changes nothing."""
         view = View(
             waiting=self.waiting,
             prefilling=self.prefilling,
@@ -118,7 +119,7 @@ class Scheduler:
         if not self._prefill_limit.is_whole and any(row.kind is not RowKind.DECODE for row in plan.rows):
             self._prefill_limit.begin()
         for row in plan.rows:
-            if row.prefix_blocks is not None:  # all claims first: an allocation below must not evict them
+            if row.prefix_blocks is not None:  # all claims first, so that an allocation below cannot evict them
                 self._admit(row.request, row.prefix_blocks)
         self._keep_ratio(plan)
         rows = tuple(self._schedule(row, now) for row in plan.rows)
@@ -213,7 +214,8 @@ class Scheduler:
         return parts
 
     def _preempt(self, request: Request, now: float) -> None:
-        """Give everything back and wait again. What it computed stays in the prefix cache until it is evicted."""
+        """Release everything and let the request wait again. Its computed blocks stay in the prefix cache until
+        evicted."""
         self._leave(request)
         request.computed = request.scheduled = request.target = request.num_pending = 0
         request.drafts = None
@@ -221,7 +223,7 @@ class Scheduler:
         self.waiting.put_back(request, self._config.scheduler.requeue)
 
     def roll_back(self, plan: Plan, step: StepPlan) -> None:
-        """The executor ran out of memory and computed nothing of this plan: undo its progress, to plan it again.
+        """Undo the progress of a plan of which the executor, out of memory, computed nothing, to plan it again.
 
         The requests keep the blocks that they took, and their seats.
         """
@@ -238,11 +240,11 @@ class Scheduler:
         self.prefilling = {request.request_id: request for request in prompts}
 
     def ran_out(self, plan: Plan, *, again: bool) -> None:
-        """A step with prefill ran out of memory; `again`: it was the second try. Later ones carry less of it."""
+        """Lower the prefill limit after a step with prefill ran out of memory; `again` means that it was the retry."""
         self._prefill_limit.ran_out(self._prefill_cost(plan), again=again)
 
     def went_well(self, plan: Plan) -> None:
-        """A step was computed. After a shortage this shows whether later ones may carry more prefill again."""
+        """Note that a step was computed. After a shortage this may raise the prefill limit again."""
         if not self._prefill_limit.is_whole:
             self._prefill_limit.went_well(self._prefill_cost(plan))
 
@@ -253,7 +255,7 @@ class Scheduler:
     # --- after the step --------------------------------------------------------------------------------------------
 
     def advance(self, request: Request, scheduled: ScheduledRequest, end: int) -> None:
-        """Positions below `end` are computed: publish the blocks they fill, and tell the resources."""
+        """Positions below `end` are computed: publish the blocks that they fill, and tell the resources."""
         request.computed = end
         if self.waiting.shares and scheduled.sampling is not None:
             decoded = scheduled.kind is RowKind.DECODE  # with drafts, several in one row
@@ -268,7 +270,7 @@ class Scheduler:
             resource.advance(request, scheduled, end)
 
     def draft(self, request: Request, drafts: tuple[int, ...], method: DraftMethod) -> None:
-        """Keep what is drafted to follow, as far as the answer may still go; what was not accepted is taken back."""
+        """Keep new drafts, as far as the answer may still go, and roll back those that were not accepted."""
         request.scheduled = request.computed
         kept = drafts[: request.most_drafts]
         request.drafts = Drafts(kept, method) if kept else None
@@ -279,13 +281,13 @@ class Scheduler:
             resource.discard(scheduled)
 
     def lose(self, step: StepPlan) -> None:
-        """The step failed, and nobody knows how far it got. Its rows are discarded one by one."""
+        """Tell the resources that the step failed at an unknown point. Its rows are discarded one by one."""
         for resource in self.resources:
             resource.lose(step)
 
     def release(self, request: Request, *, by_itself: bool = False) -> None:
-        """The one way out, for stop, length, abort and error alike: leave the queues and give everything back.
-        `by_itself`: its answer is as long as it would ever be."""
+        """End a request, after stop, length, abort and error alike: it leaves the queues and releases everything.
+        `by_itself` means that its answer has its natural length."""
         waited = self.waiting.remove(request) or self.preparing.pop(request.request_id, None) is not None
         if not waited:
             if self._forecast is not None:
@@ -314,7 +316,7 @@ class Scheduler:
 
 
 def _resources(config: ResolvedConfig) -> tuple[Resource, ...]:
-    """What requests of this model hold besides KV blocks."""
+    """Make the resources that requests of this model hold besides KV blocks."""
     resources: list[Resource] = []
     if config.recurrent_state:
         policy = config.scheduler

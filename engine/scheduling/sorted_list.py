@@ -1,5 +1,5 @@
-"""Owns a list that stays in order while values come and go, in O(log n) comparisons each.
-Never looks inside a value: the caller makes what sorts first come first, and no two values equal."""
+"""Owns a list that stays sorted while values are added and removed, with O(log n) comparisons each.
+Never looks inside a value: the caller chooses values that sort as needed, and no two are equal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T", bound=tuple[Any, ...])
 
 LOAD = 512
-"""Most values of a bucket is twice this: a change moves at most that many pointers, and not all that follow."""
+"""A bucket has at most twice as many values, so that a change moves at most that many pointers."""
 
 
 class SortedList(Generic[T]):
-    """Sorted buckets of bounded length. A heap would leave what is removed from its middle behind, to be skipped by
-    every later walk."""
+    """Sorted buckets of bounded length. A heap would keep values that are removed from its middle, and every later walk
+    would have to skip them."""
 
     def __init__(self) -> None:
         self._buckets: list[list[T]] = []
@@ -42,7 +42,7 @@ class SortedList(Generic[T]):
         if not self._lasts:
             self._buckets, self._lasts = [[value]], [value]
             return
-        if self._lasts[-1] < value:  # most come in order
+        if self._lasts[-1] < value:  # the usual case
             number = len(self._lasts) - 1
             bucket = self._buckets[number]
             bucket.append(value)
@@ -58,7 +58,7 @@ class SortedList(Generic[T]):
         self._lasts[number] = self._buckets[number][-1]
 
     def remove(self, value: T) -> None:
-        """Raises KeyError where it is not."""
+        """Remove a value. Raises KeyError if it is not in the list."""
         number = bisect_left(self._lasts, value)
         bucket = self._buckets[number] if number < len(self._buckets) else []
         place = bisect_left(bucket, value)

@@ -1,5 +1,5 @@
-"""Owns the places of recurrent state: one dense slot a running request, and snapshots that a prefix hit can start from.
-Never touches state itself; it deals in slot numbers, and says which copies the executor has to make."""
+"""Owns the places of recurrent state: a dense slot for each running request, and snapshots from which a prefix hit can
+start. Never touches the state itself: it manages slot numbers, and says which copies the executor has to make."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from engine.step import ScheduledRequest, StateUse
 
 
 class StateSlots:
-    """n running requests hold slots 0 to n-1, so that a captured graph sees one range; the last one takes the place of
-    whoever leaves (swap-remove). A move names slots as they are when the step that carries it begins."""
+    """n running requests hold slots 0 to n-1, so that a captured graph sees one range. When a request leaves, the last
+    one moves to its slot (swap-remove). A move names slots as they are at the beginning of the step that carries it."""
 
     def __init__(self) -> None:
         self._owners: list[str] = []  # by slot
@@ -38,19 +38,20 @@ class StateSlots:
             self._slots[last] = hole
 
     def take_moves(self) -> tuple[tuple[int, int], ...]:
-        """Copies for the next step to make before all else, (from, to) in order."""
+        """Return the copies that the next step makes before anything else, (from, to) in order."""
         moves, self._moves = tuple(self._moves), []
         return moves
 
 
 class Snapshots:
-    """State after a whole prefix, by the digest of its last block. Unused ones are overwritten, oldest use first."""
+    """Snapshots of the state after a whole prefix, by the digest of its last block. The least recently used are
+    overwritten first."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, -1, -1))
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self.epoch = 0
-        """Changes whenever a lookup could answer differently."""
+        """Changes whenever a lookup could return something else."""
 
     def find(self, digest: bytes) -> int | None:
         return self._slots.get(digest)
@@ -60,14 +61,14 @@ class Snapshots:
         return self._slots[digest]
 
     def reserve(self) -> int | None:
-        """A slot to save to; None when all are being saved to. `publish` or `cancel` follows."""
+        """Return a slot to save to; None if all are being saved to. `publish` or `cancel` must follow."""
         if not self._free and self._slots:
             self._free.append(self._slots.popitem(last=False)[1])
             self.epoch += 1
         return self._free.pop() if self._free else None
 
     def publish(self, slot: int, digest: bytes) -> None:
-        """The save is done. The first snapshot of a prefix stays."""
+        """Offer a saved snapshot. The first snapshot of a prefix stays."""
         if digest in self._slots:
             self.cancel(slot)
         else:
@@ -79,28 +80,29 @@ class Snapshots:
 
 
 class RecurrentStates(Resource):
-    """What requests of a hybrid model hold: a slot each, and now and then a snapshot that a later prefix hit needs."""
+    """The slots and snapshots that requests of a hybrid model hold: one slot each, and snapshots for later prefix
+    hits."""
 
     def __init__(self, *, num_snapshots: int, stride: int, block_size: int) -> None:
-        """stride: the state is kept after every so many tokens; 0: never."""
+        """The state is saved after every `stride` tokens; 0 means never."""
         self.slots = StateSlots()
         self.snapshots = Snapshots(num_snapshots)
         self._stride = stride
         self._block_size = block_size
-        self._restores: dict[str, int] = {}  # request id -> the snapshot that it starts from, until its first row
+        self._restores: dict[str, int] = {}  # request id -> the snapshot from which it starts, until its first row
 
     @property
     def epoch(self) -> int:
         return self.snapshots.epoch
 
     def usable_prefix(self, request: Request, num_blocks: int) -> int:
-        """Up to the last snapshot."""
+        """Return the blocks up to the last snapshot."""
         while num_blocks and self.snapshots.find(request.block_hashes[num_blocks - 1]) is None:
             num_blocks -= 1
         return num_blocks
 
     def admit(self, request: Request, num_prefix_blocks: int) -> None:
-        """What it starts from is chosen before any row of the step may have its snapshot overwritten by a save."""
+        """Take a slot, and choose the snapshot to start from, before a row of the step may overwrite it with a save."""
         self.slots.take(request.request_id)
         if num_prefix_blocks:
             self._restores[request.request_id] = self.snapshots.use(request.block_hashes[num_prefix_blocks - 1])
@@ -118,7 +120,7 @@ class RecurrentStates(Resource):
             return
         if end == row.end:
             self.snapshots.publish(row.state.save, request.block_hashes[end // self._block_size - 1])
-        else:  # a draft was rejected before the position at which the state was to be kept
+        else:  # a draft was rejected before the position at which the state should be saved
             self.snapshots.cancel(row.state.save)
 
     def discard(self, row: ScheduledRequest) -> None:

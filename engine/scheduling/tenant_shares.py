@@ -1,13 +1,13 @@
-"""Owns what each tenant of a priority was served, in virtual tokens (Sheng et al., OSDI 2024), and for how long.
-Never knows a request: it is told when a tenant has one more, and one less."""
+"""Owns the service that each tenant of a priority has received, in virtual tokens (Sheng et al., OSDI 2024).
+Never knows a request: it is told when a tenant gets one more, and one less."""
 
 from __future__ import annotations
 
 from engine.scheduling.sorted_list import SortedList
 
 MAX_PAST = 1024
-"""Tenants of a priority that are remembered although they have no request. Beyond it, the one that is least ahead of
-the others is forgotten: no other loses less by it."""
+"""Maximum number of tenants of a priority that are remembered without a request. Beyond it, the tenant that is least
+ahead of the others is forgotten, since it loses least by that."""
 
 LaneKey = tuple[int, str]
 """A priority and a tenant."""
@@ -16,8 +16,8 @@ LaneKey = tuple[int, str]
 class _Class:
     """The tenants of one priority.
 
-    A tenant's count only grows while it is present, so `_present` keeps it where it stood when it was last looked at,
-    and `least` moves those in front that have grown since.
+    A tenant's count only grows while it is present. So `_present` keeps it at the count when it was last looked at, and
+    `_least` moves tenants at the front whose count has grown since.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class _Class:
         self._present.add((self.served[tenant], tenant))
 
     def _least(self) -> float:
-        """What the least served of those present was; 0 where nobody is."""
+        """Return the smallest count of the present tenants; 0 if there are none."""
         while self._present:
             kept_at, tenant = self._present.first
             if self.served[tenant] == kept_at:
@@ -64,7 +64,7 @@ class _Class:
         return 0.0
 
     def _forget(self) -> None:
-        """Those who would start where the least served one is if they came back, as a new tenant does."""
+        """Forget past tenants that, on return, would start at the least count anyway, like a new tenant."""
         least = self._least()
         while self._past and (self._past.first[0] <= least or len(self._past) > MAX_PAST):
             served, tenant = self._past.first
@@ -73,32 +73,32 @@ class _Class:
 
 
 class Shares:
-    """Counters of all tenants that are present, and of past ones for as long as they make a difference.
+    """Counters of all present tenants, and of past ones while they matter.
 
-    A tenant that was away is not owed what others were served meanwhile: it starts where the least served of those
-    present is, or where it stopped, if it is ahead of that. So once the least served one has caught up with a past
-    tenant, nothing is lost by forgetting it.
+    A tenant that was away gets no credit for the service of others meanwhile: on return it starts at the least count of
+    the present tenants, or at its own old count if that is higher. So once the least count has caught up with a past
+    tenant, it can be forgotten without loss.
     """
 
     def __init__(self, answer_weight: float) -> None:
         self._answer_weight = answer_weight
         self._classes: dict[int, _Class] = {}
         self.count = False
-        """Several tenants or priorities are present, so that what each is served has to be counted. Kept, not worked
-        out, because every row of every step asks."""
+        """Whether several tenants or priorities are present, so that service must be counted. Stored rather than
+        computed, because every row of every step needs it."""
 
     def __len__(self) -> int:
-        """Tenants that are remembered, those of each priority apart."""
+        """Return the number of remembered tenants, counted separately for each priority."""
         return sum(len(tenants.served) for tenants in self._classes.values())
 
     def enter(self, key: LaneKey) -> None:
-        """The tenant has one more request."""
+        """Note that the tenant has one more request."""
         priority, tenant = key
         self._classes.setdefault(priority, _Class()).enter(tenant)
         self._look()
 
     def leave(self, key: LaneKey) -> None:
-        """The tenant has one less. Once nobody of its priority is left, nothing is to be shared and all start over."""
+        """Note that the tenant has one request less. When no tenant of its priority is left, all counts start over."""
         priority, tenant = key
         self._classes[priority].leave(tenant)
         if not self._classes[priority]:

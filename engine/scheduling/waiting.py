@@ -1,5 +1,6 @@
-"""Owns the requests that wait for a seat, and the order in which they are served: age, priority, fair share, arrival.
-Never decides who fits: the planner walks this order, and looking changes nothing."""
+"""Owns the requests that wait for a seat, and the order in which they are served: by age, priority, fair share,
+arrival.
+Never decides which fit: the planner walks this order, and walking it changes nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from engine.scheduling.sorted_list import SortedList
 from engine.scheduling.tenant_shares import LaneKey, Shares
 
 Rank = tuple[float, ...]
-"""Of a lane among the others: the lowest is served first."""
+"""The rank of a lane among the others: the lowest is served first."""
 
 
 class Lane:
-    """Requests of one priority and one tenant, in the order of their places, and where the lane stands among others."""
+    """The requests of one priority and one tenant, in the order of their places, with the lane's rank among the
+    others."""
 
     __slots__ = ("age_key", "aged", "key", "rank", "requests")
 
@@ -27,7 +29,7 @@ class Lane:
         self.key = key
         self.requests: SortedList[tuple[tuple[int, int], Request]] = SortedList()
         self.aged = False
-        self.rank: Rank | None = None  # None: in no order yet
+        self.rank: Rank | None = None  # None: not ranked yet
         self.age_key: tuple[float, LaneKey] = (math.inf, key)
 
     def __iter__(self) -> Iterator[Request]:
@@ -36,11 +38,11 @@ class Lane:
 
 
 class WaitingQueue:
-    """First whoever waited for `priority_age_ms`, then the lowest priority number; among tenants of one priority the
-    one that was served least; for one tenant, in order of arrival.
+    """Requests that have waited for `priority_age_ms` come first, then the lowest priority number; among tenants of one
+    priority the least served one; within a tenant, the order of arrival.
 
-    Every change costs O(log n) comparisons. A lane whose rank a change may have altered is only noted, and takes its
-    new place when somebody looks.
+    Every change costs O(log n) comparisons. A lane whose rank may have changed is only noted, and ranked again at the
+    next look.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -50,13 +52,13 @@ class WaitingQueue:
         self._lanes: dict[LaneKey, Lane] = {}
         self._ranks: SortedList[tuple[Rank, Lane]] = SortedList()
         self._by_age: dict[bool, SortedList[tuple[float, LaneKey]]] = {False: SortedList(), True: SortedList()}
-        self._changed: dict[LaneKey, Lane] = {}  # their ranks and ages are to be looked at
+        self._changed: dict[LaneKey, Lane] = {}  # lanes whose ranks and ages must be updated
         self._newest = 0
         self._num_put_back = 0
         self.num_preempted = 0
-        """Of those that wait, requests that ran before."""
+        """Number of waiting requests that ran before."""
         self.num_tokens = 0
-        """Tokens of all waiting requests; how many of them the prefix cache holds is not known yet."""
+        """Tokens of all waiting requests, including those that the prefix cache may have."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -67,29 +69,29 @@ class WaitingQueue:
 
     @property
     def shares(self) -> bool:
-        """Whether what each request is served has to be told to `serve`."""
+        """Whether `serve` must be called for the service of each request."""
         return self._shares.count
 
     @property
     def num_tenants(self) -> int:
-        """Tenants whose share is remembered, those of each priority apart."""
+        """Number of tenants whose share is remembered, counted separately for each priority."""
         return len(self._shares)
 
     def find(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
 
     def enter(self, request: Request) -> None:
-        """A request that is new to the engine; `leave` ends what this begins."""
+        """Queue a request that is new to the engine. `leave` is its counterpart."""
         self._newest = max(self._newest, request.arrival_index)
         self._shares.enter(_lane_key(request))
         self.add(request)
 
     def leave(self, request: Request) -> None:
-        """The request has ended."""
+        """Note that the request has ended."""
         self._shares.leave(_lane_key(request))
 
     def add(self, request: Request) -> None:
-        """Have a request wait in its place."""
+        """Let a request wait in its place."""
         key = _lane_key(request)
         lane = self._lanes.get(key)
         if lane is None:
@@ -101,7 +103,7 @@ class WaitingQueue:
         self.num_tokens += len(request.token_ids)
 
     def put_back(self, request: Request, where: Literal["arrival", "front", "back"]) -> None:
-        """Have a preempted request wait again: by its arrival, before all others, or behind all that have arrived."""
+        """Let a preempted request wait again: by its arrival, before all others, or behind all that have arrived."""
         self._num_put_back += 1
         match where:
             case "front":
@@ -109,13 +111,13 @@ class WaitingQueue:
             case "back":
                 request.place = (self._newest, self._num_put_back)
             case "arrival":
-                pass  # the place that it had
+                pass  # keeps its place
             case _:
                 assert_never(where)
         self.add(request)
 
     def remove(self, request: Request) -> bool:
-        """Whether it was waiting."""
+        """Remove a request. Returns whether it was waiting."""
         if self._requests.get(request.request_id) is not request:
             return False
         key = _lane_key(request)
@@ -138,21 +140,22 @@ class WaitingQueue:
             self._changed[key] = lane
 
     def oldest_since(self) -> float | None:
-        """Since when the request that has waited longest does, in monotonic seconds."""
+        """Return when the longest-waiting request began to wait, in monotonic seconds."""
         if len(self._lanes) < 2:
             return min(map(_since, self._lanes.values()), default=None)
         self._look_at_changed()
         return min(by_age.first[0] for by_age in self._by_age.values() if by_age)
 
     def in_order(self, now: float) -> Iterator[Request]:
-        """Waiting requests as they should be admitted, if each of them is: a tenant's turn counts before its next."""
+        """Yield waiting requests in the order in which they should be admitted, as if each were admitted: a tenant's
+        share is updated before its next request."""
         if len(self._lanes) < 2:
             yield from self
             return
         self._look(now)
         lanes = iter(self._ranks)
         first = next(lanes, None)
-        under_way: list[tuple[Rank, _Walk]] = []  # lanes of which this walk has seen requests
+        under_way: list[tuple[Rank, _Walk]] = []  # lanes from which this walk has taken requests
         while first or under_way:
             if first and (not under_way or first[0] < under_way[0][0]):
                 walk = _Walk(first[1], self._shares.served(first[1].key))
@@ -171,7 +174,7 @@ class WaitingQueue:
         return (1, head.priority, served, *head.place)
 
     def _look(self, now: float) -> None:
-        """Bring the order of the lanes up to date."""
+        """Update the order of the lanes."""
         self._look_at_changed()
         young, aged = self._by_age[False], self._by_age[True]
         while young and now - young.first[0] >= self._age_s:
@@ -200,12 +203,12 @@ class WaitingQueue:
 
 
 class _Walk:
-    """A lane from which one look at the queue has taken requests."""
+    """A lane from which one walk through the queue takes requests."""
 
     def __init__(self, lane: Lane, served: float) -> None:
         self._coming = iter(lane)
         self.rest: deque[Request] = deque()
-        """What comes next, as far as it tells since when the lane waits; empty at its end."""
+        """The next requests, as many as are needed to know since when the lane waits; empty at its end."""
         self.served = served
         self._look_ahead()
 
@@ -221,7 +224,8 @@ class _Walk:
 
 
 def _since(lane: Iterable[Request]) -> float:
-    """When the oldest request of a lane began to wait. Preempted ones stand in front of others that wait longer."""
+    """Return when the longest-waiting request of a lane began to wait. Preempted ones may stand before others that have
+    waited longer."""
     oldest = math.inf
     for request in lane:
         oldest = min(oldest, request.waiting_since)

@@ -1,4 +1,5 @@
-"""Draft tokens that a step checks: from the prompt (`prompt_lookup`) or from a smaller model (`draft_model_policy`).
+"""Drafts that a step verifies: looked up in the request's own text, or proposed by a smaller model.
 
-`speculation` proposes them, and `draft_budget` bounds how many are worth their time. Pure Python: no torch.
+`speculation` proposes drafts that `prompt_lookup` finds, `draft_model_policy` decides what a draft model proposes, and
+`draft_budget` decides how many drafted tokens are worth their time. Pure Python: no torch.
 """

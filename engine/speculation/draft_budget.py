@@ -1,5 +1,5 @@
 """Owns the decision how many drafted tokens a step carries, and for which rows: as many as are expected to pay.
-Never reads a clock and keeps nothing: it is arithmetic on chances, on plain counts and on a curve of costs."""
+Never reads a clock and keeps no state: it is arithmetic on probabilities, counts and a cost curve."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 CHEAP, DEAR = 0.4, 1.15
-"""What another token adds to the time of a step of one token, times `free_tokens`: below that many, and above. Fitted
-to two cores without a matrix unit (loadtest/results/engine_step_vectors.json), the default model: 16.3 ms for 1 row,
-23.8 for 8, 42.8 for 16, 78.6 for 32. With a matrix unit (engine_step.json) steps grow less, 32 rows to 2.3 times one
-row where this curve has 4.8, so that fewer tokens are drafted there than would pay; `free_tokens` can be set.
-The step from 8 to 9 is the steepest, half a step of one row: a second block of rows begins (MAX_ROWS, kernels)."""
+"""`free_tokens` times what one more token adds to a step's time, in units of a step of one token: CHEAP up to
+`free_tokens` tokens, DEAR above. Fitted to two cores without a matrix unit (loadtest/results/engine_step_vectors.json)
+with the default model: 16.3 ms for 1 row, 23.8 for 8, 42.8 for 16, 78.6 for 32. With a matrix unit (engine_step.json)
+steps grow less: 32 rows take 2.3 times as long as one row, where this curve has 4.8. So fewer tokens are drafted there
+than would pay; `free_tokens` can be set. From 8 to 9 tokens the real increase is the largest, half a step of one row,
+because a second block of rows begins (MAX_ROWS, kernels)."""
 START = 0.06
-"""What the first drafted token of a step costs besides: rows of several tokens are a second kind of row."""
+"""Additional cost of the first drafted token of a step: rows of several tokens are a second kind of row."""
 MARGIN = 1.25
-"""A token is drafted if it is expected to yield this much more than it costs: chances are guesses."""
+"""A token is drafted if its expected gain is at least this many times its cost: the probabilities are guesses."""
 KEPT = 0.9
-"""No row is to be slower than this, of what it would be in a step without drafts: not even one that has none."""
+"""Every row, also one without drafts, keeps at least this share of the speed it would have in a step without drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """How long a step takes, as a multiple of one with a single token."""
+    """How long a step takes, as a multiple of a step with a single token."""
 
     free_tokens: int
-    """Up to so many tokens, reading the weights takes longer than computing with them."""
+    """Up to this many tokens, reading the weights takes longer than computing with them."""
 
     def of(self, num_tokens: int) -> float:
         beyond = max(0, num_tokens - self.free_tokens)
@@ -35,12 +36,12 @@ class Costs:
 
 
 class Wish(NamedTuple):
-    """What may be drafted for one row."""
+    """How many tokens may be drafted for one row, and how likely they are right."""
 
     chance: float
-    """That a drafted token is right, those before it being right; 0 to 1."""
+    """Probability that a drafted token is right if those before it are; 0 to 1."""
     most: int
-    """Tokens that may be drafted; at least 1."""
+    """Maximum number of tokens to draft; at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class ModelCosts:
     """How long the draft model's forward passes take, as a multiple of a step of the model with a single token."""
 
     ratio: float
-    """Of a pass with a single token."""
+    """The time of a pass with a single token."""
     costs: Costs
 
     def of(self, num_tokens: int) -> float:
@@ -56,27 +57,27 @@ class ModelCosts:
 
 
 def may_pay(num_tokens: int, costs: Costs) -> bool:
-    """Whether any draft could pay beside `num_tokens`, were it right for certain."""
+    """Whether a draft that is certainly right could pay in a step of `num_tokens`."""
     return _pays(1.0, num_tokens, num_tokens, costs, first=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What the step carries already."""
+    """What else the step carries."""
 
     num_rows: int
-    """Decode rows, those with a wish for drafts included."""
+    """Decode rows, including those that may get drafts."""
     num_forced: int
-    """Tokens that are drafted already. They are taken for right."""
+    """Tokens that are drafted already. They are assumed to be right."""
     num_bare: int
-    """Decode rows that have no draft and no wish for one."""
+    """Decode rows that have no draft and will get none."""
 
 
 def choose_lengths(wishes: Sequence[Wish], beside: Beside, room: int, costs: Costs) -> list[int]:
-    """How many tokens to draft for each of the wishes: `room` at most. O(room * wishes).
+    """How many tokens to draft for each wish, at most `room` together. O(room * wishes).
 
-    The likeliest token first, as long as tokens a second are expected to rise; then as many are taken back as it takes
-    that no row is slowed down beyond KEPT.
+    Adds the likeliest token first, as long as tokens per second are expected to rise. Then takes tokens back until no
+    row is slower than KEPT allows.
     """
     lengths, gains = [0] * len(wishes), [0.0] * len(wishes)
     chosen: list[int] = []
@@ -100,8 +101,8 @@ def choose_lengths(wishes: Sequence[Wish], beside: Beside, room: int, costs: Cos
 
 
 def _likeliest(wishes: Sequence[Wish], room: int) -> Iterator[tuple[int, float]]:
-    """(whose, how many it is expected to yield) of tokens that may be drafted, up to `room`: the likeliest first, and
-    none before the one that it follows."""
+    """(index of the wish, expected gain) of up to `room` tokens that may be drafted: the likeliest first, and each
+    after the token that it follows."""
     heap = [(-wish.chance, number, 1) for number, wish in enumerate(wishes)]
     heapify(heap)
     while heap and room > 0:
@@ -113,7 +114,7 @@ def _likeliest(wishes: Sequence[Wish], room: int) -> Iterator[tuple[int, float]]
 
 
 def _pays(gain: float, tokens: int, expected: float, costs: Costs, *, first: bool) -> bool:
-    """Whether `gain` more tokens beside `expected` ones are worth another token of a step of `tokens`."""
+    """Whether one more token in a step of `tokens` pays, if it adds `gain` to the `expected` tokens of the step."""
     now = costs.of(tokens)
     price = costs.of(tokens + 1) - now + (START if first else 0.0)
     return gain * now >= MARGIN * price * expected
@@ -122,15 +123,15 @@ def _pays(gain: float, tokens: int, expected: float, costs: Costs, *, first: boo
 def choose_model_lengths(
     wishes: Sequence[Wish], beside: Beside, room: int, costs: Costs, drafter: ModelCosts
 ) -> list[int]:
-    """As `choose_lengths`, of tokens that a draft model proposes: its i-th pass gives a token to every row that has i
-    or more. O(room * wishes).
+    """Like `choose_lengths`, for tokens that a draft model proposes: its i-th pass gives a token to every row that has
+    i or more. O(room * wishes).
 
-    A pass costs much for its first row and little for others, so tokens are not judged one by one: of all the numbers
-    of tokens that might be taken, likeliest first, the one with the most tokens a second is.
+    The first row of a pass costs much and further rows little, so tokens are not judged one by one. Instead this tries
+    every number of tokens, likeliest first, and takes the number with the most tokens per second.
     """
     lengths, gains = [0] * len(wishes), [0.0] * len(wishes)
     chosen: list[int] = []
-    passes: list[int] = []  # rows of each
+    passes: list[int] = []  # number of rows of each pass
     num_best = 0
     tokens = beside.num_rows + beside.num_forced
     plain, plain_took = float(tokens), costs.of(tokens)
@@ -156,6 +157,9 @@ def choose_model_lengths(
 
 
 def reading_pays(num_unread: int, num_left: int, chance: float, drafter: ModelCosts) -> bool:
-    """Whether a request whose answer has up to `num_left` tokens left is worth the draft model's reading of what it has
-    not read: with one drafted token a row, so many rows are saved."""
+    """Whether it pays that the draft model reads a request's `num_unread` tokens if up to `num_left` answer tokens
+    remain.
+
+    The gain is the number of rows that one drafted token per row would save.
+    """
     return num_left * chance / (1 + chance) >= MARGIN * drafter.of(num_unread)

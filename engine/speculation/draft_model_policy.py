@@ -1,5 +1,5 @@
-"""Owns drafts of a second, smaller model: which requests it reads along with, and how many tokens it proposes for each.
-Never holds its tensors or sees its tokens: rows say what to read, and leave places for what it will propose."""
+"""Owns the use of a draft model: which requests it reads along with, and how many tokens it proposes for each.
+Never holds its tensors or sees its tokens: rows say what to read, and leave places for the proposed tokens."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from engine.speculation.speculation import COMMON_MEMORY, COMMON_WEIGHT, OWN_MEM
 from engine.step import DRAFT_TOKEN, DraftContext, RowKind, ScheduledRequest, StepPlan
 
 FIRST_GUESS = 0.6
-"""How often a token of the draft model is right, before any was judged."""
+"""Share of the draft model's tokens assumed to be right before any was verified."""
 
 
 @dataclass(slots=True)
 class Reader:
-    """What is kept of a live request."""
+    """How far the draft model has read a live request, and how well its drafts did."""
 
     epoch: int = -1
-    """The request's, when `num_read` was true: whoever loses its memory loses the draft model's beside it."""
+    """The request's epoch when `num_read` was set. A request that loses its blocks also loses the draft model's."""
     num_read: int = 0
-    """Its first so many tokens have the draft model's K and V, in the request's own blocks."""
+    """The draft model's K and V of this many first tokens are in the request's own blocks."""
     record: Record = field(default_factory=lambda: Record(OWN_MEMORY))
     turns: Turns = field(default_factory=Turns)
 
 
 class Page(NamedTuple):
-    """What the draft model has read into a block."""
+    """The text that the draft model has read into a block."""
 
     root: bytes
     """The digest of the text before the block."""
     token_ids: tuple[int, ...]
-    """From the block's first position on."""
+    """The tokens from the block's first position on."""
 
 
 class _Candidate(NamedTuple):
@@ -51,37 +51,38 @@ class _Candidate(NamedTuple):
 
 
 class ModelDrafts:
-    """Drafts for the requests of one engine. `propose` once a step, after its results; `attach` to what is then
-    planned; `has_read` and `judge` with what became of it.
+    """Decides the draft model's work for the requests of one engine. Call `propose` once a step, after the results of
+    the last one; `attach` for the plan that follows; `has_read` and `judge` with its results.
 
     The draft model's K and V lie in blocks of the same numbers as the model's, in a cache of their own. It reads a
-    request only where its drafts are expected to pay, so that a full engine does not run it at all, and catches up
-    later: at most a step's worth of tokens in a step. What it has read into a block outlives the request, as the block
-    does: a prefix hit finds both. Nobody reads what others have read into a block that they share, and no two of them
-    read into one in the same step: kernels may clear what follows the last token that they write into a block.
+    request only if drafts are expected to pay, so that a full engine does not run it at all. It catches up later, with
+    at most a step's worth of tokens in a step. What it has read into a block outlives the request, as the block does: a
+    prefix hit finds both. What one request has had read into a shared block is not read again for another, and no two
+    requests read into the same block in one step: kernels may clear what follows the last token that they write into a
+    block.
     """
 
     method: Literal["draft_model"] = "draft_model"
 
     def __init__(self, config: ResolvedConfig) -> None:
-        asked = config.speculative
-        assert asked.free_tokens is not None, "it is resolved"
-        assert asked.model_cost is not None, "it is resolved"
-        self._asked = asked
+        settings = config.speculative
+        assert settings.free_tokens is not None, "it is resolved"
+        assert settings.model_cost is not None, "it is resolved"
+        self._settings = settings
         self._block_size = config.block_size
         self._most_read = config.max_num_batched_tokens
         self._most_tokens = config.max_drafting_tokens
-        self._costs = Costs(asked.free_tokens)
-        self._drafter = ModelCosts(asked.model_cost, self._costs)
+        self._costs = Costs(settings.free_tokens)
+        self._drafter = ModelCosts(settings.model_cost, self._costs)
         self._readers: dict[str, Reader] = {}  # by request id
         self._common = Record(COMMON_MEMORY)
         self._probes = Probes()
-        self._due: dict[str, int] = {}  # request id -> how far it is to be read in its next decode row
+        self._due: dict[str, int] = {}  # request id -> up to where its next decode row lets the draft model read
         self._pages: dict[int, Page] = {}  # by block
         self._may_pay: dict[int, bool] = {}  # by the number of decode rows
 
     def judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """So many of the tokens that were proposed for the request's last row were right."""
+        """Record that `num_accepted` of the `num_drafted` tokens of the request's last row were right."""
         reader = self._readers[request.request_id]
         reader.record.add(0, num_drafted, num_accepted)
         self._common.add(0, num_drafted, num_accepted)
@@ -91,15 +92,15 @@ class ModelDrafts:
         self._readers.pop(request_id, None)
 
     def reader_of(self, request: Request) -> Reader | None:
-        """None: nothing of the request is read, or it was into blocks that it has lost."""
+        """The request's reader; None if nothing of it is read, or only into blocks that it has lost since."""
         reader = self._readers.get(request.request_id)
         return reader if reader is not None and reader.epoch == request.epoch else None
 
     # --- what to draft ----------------------------------------------------------------------------------------------
 
     def propose(self, decoding: Collection[Request]) -> list[tuple[Request, tuple[int, ...]]]:
-        """Places for drafted tokens, by request; of those for which no grammar forces any, and () where places that no
-        step has used are taken back."""
+        """Places for drafted tokens, by request, for requests that have no drafts forced by a grammar. () takes back
+        places that no step has used."""
         self._due = {}
         places = dict.fromkeys(
             (r.request_id for r in decoding if r.drafts is not None and r.drafts.method == self.method), 0
@@ -109,11 +110,11 @@ class ModelDrafts:
         return [(r, (DRAFT_TOKEN,) * places[r.request_id]) for r in decoding if r.request_id in places]
 
     def _pays_beside(self, num_rows: int) -> bool:
-        """Whether any draft could pay if so many requests decode, were all of them right for certain."""
-        if not self._asked.adaptive:
+        """Whether drafts could pay in a step of `num_rows` decode rows if all of them were right."""
+        if not self._settings.adaptive:
             return True
         if num_rows not in self._may_pay:
-            wishes = [Wish(1.0, self._asked.num_tokens)] * num_rows
+            wishes = [Wish(1.0, self._settings.num_tokens)] * num_rows
             lengths = choose_model_lengths(
                 wishes, Beside(num_rows, 0, 0), self._most_tokens, self._costs, self._drafter
             )
@@ -121,7 +122,8 @@ class ModelDrafts:
         return self._may_pay[num_rows]
 
     def _choose(self, decoding: Collection[Request]) -> dict[str, int]:
-        """How many tokens each request is drafted, where it is any; and what has to be read for that."""
+        """How many tokens to draft for each request that gets any. Also notes in `_due` what has to be read for
+        that."""
         candidates, num_forced, num_bare = [], 0, 0
         for request in decoding:
             if request.drafts is not None and request.drafts.method != self.method:
@@ -144,8 +146,8 @@ class ModelDrafts:
         return places
 
     def _end_of_reading(self, request: Request, start: int, left: int, taken: set[int]) -> int:
-        """How far a request is read from `start` on, in up to `left` tokens: up to a block that another is read into.
-        taken: the blocks of which that is so."""
+        """The end of what is read of a request from `start` on, at most `left` tokens. Stops before a block of `taken`,
+        which another request reads into in this step; adds the request's own blocks to `taken`."""
         end = min(len(request.token_ids), start + left)
         for number in range(start // self._block_size, -(-end // self._block_size)):
             if number < len(request.block_ids):
@@ -155,8 +157,9 @@ class ModelDrafts:
         return end
 
     def _candidate(self, request: Request) -> _Candidate | None:
-        """None: its answer is too short for what the draft model would have to read, or ends with its next token."""
-        most = min(self._asked.num_tokens, request.most_drafts)
+        """None if the answer has too few tokens left for what the draft model would have to read, or ends with its next
+        token."""
+        most = min(self._settings.num_tokens, request.most_drafts)
         if most <= 0:
             return None
         reader = self._readers.setdefault(request.request_id, Reader())
@@ -166,19 +169,19 @@ class ModelDrafts:
         chance = reader.record.chance(0, self._common.chance(0, FIRST_GUESS, COMMON_WEIGHT), COMMON_WEIGHT)
         candidate = _Candidate(request, reader, chance, most)
         num_left = request.max_tokens - request.num_output
-        if self._asked.adaptive and not reading_pays(candidate.num_unread, num_left, chance, self._drafter):
+        if self._settings.adaptive and not reading_pays(candidate.num_unread, num_left, chance, self._drafter):
             return None
         return candidate
 
     def _read_for(self, request: Request, num_read: int) -> int:
-        """How many of a request's tokens are read: `num_read`, and what was for others who share its blocks. The newest
-        is not among them."""
+        """How many of a request's tokens are read: the first `num_read`, and what was read for others into blocks that
+        it shares. Never includes the newest token."""
         size = self._block_size
         while (number := num_read // size) < len(request.block_ids):
             page, begin = self._pages.get(request.block_ids[number]), number * size
             if page is None or page.root != _root(request, number):
                 break
-            end = begin + _common(page.token_ids, request.token_ids[begin : begin + size])
+            end = begin + _common_length(page.token_ids, request.token_ids[begin : begin + size])
             if end <= num_read:
                 break
             num_read = end
@@ -186,7 +189,7 @@ class ModelDrafts:
 
     def _lengths(self, candidates: list[_Candidate], beside: Beside) -> list[int]:
         room = max(0, self._most_tokens - beside.num_rows - beside.num_forced)
-        if not self._asked.adaptive:
+        if not self._settings.adaptive:
             return [max(0, min(candidate.most, room // len(candidates))) for candidate in candidates]
         wishes = [Wish(candidate.chance, candidate.most) for candidate in candidates]
         lengths = choose_model_lengths(wishes, beside, room, self._costs, self._drafter)
@@ -196,7 +199,7 @@ class ModelDrafts:
     # --- what is read for it ----------------------------------------------------------------------------------------
 
     def attach(self, plan: Plan, step: StepPlan) -> StepPlan:
-        """The step, whose decode rows say what the draft model reads before them."""
+        """Return the step with decode rows that say what the draft model reads first."""
         if not self._due:
             return step
         rows = zip(plan.rows, step.rows, strict=True)
@@ -209,7 +212,7 @@ class ModelDrafts:
         if not end:
             return row
         start = self._readers[request.request_id].num_read
-        written = max(end, row.end - 1) if drafted else end  # the last token that is proposed is not read
+        written = max(end, row.end - 1) if drafted else end  # the last proposed token is not read
         for number in range(start // self._block_size, -(-written // self._block_size)):
             if page := self._pages.pop(row.block_ids[number], None):
                 kept = page.token_ids[: max(0, start - number * self._block_size)]
@@ -217,8 +220,8 @@ class ModelDrafts:
         return replace(row, draft_context=DraftContext(start, tuple(request.token_ids[start:end])))
 
     def has_read(self, request: Request, row: ScheduledRequest, num_sampled: int) -> None:
-        """The row was computed, and gave so many tokens: the K and V of accepted drafts are good, but for the last of
-        the proposed ones, which was not read."""
+        """Note what the draft model has read for a row that gave `num_sampled` tokens. Its K and V of accepted drafts
+        are valid, except for the last proposed token, which it did not read."""
         if row.draft_context is None:
             return
         reader, end = self._readers[request.request_id], row.draft_context.end
@@ -233,15 +236,15 @@ class ModelDrafts:
 
 
 def _root(request: Request, number: int) -> bytes | None:
-    """The digest of the text before block `number`; None where it is not hashed."""
+    """The digest of the text before block `number`; None if that is not hashed yet."""
     if not number:
         return request.prefix_root
     return request.block_hashes[number - 1] if number <= len(request.block_hashes) else None
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """The length of the longest common beginning."""
     count = 0
-    while count < min(len(one), len(other)) and one[count] == other[count]:
+    while count < min(len(left), len(right)) and left[count] == right[count]:
         count += 1
     return count

@@ -1,5 +1,5 @@
-"""Owns drafts that are looked up in the requests' own texts: which rows get one, how long, and what was right of them.
-Never sees a logit, and never makes a token part of an answer: verification does, where it would have been sampled."""
+"""Owns drafts that are looked up in the requests' own texts: which rows get one, how long, and how well they did.
+Never sees a logit, and never makes a token part of an answer: verification does, if it would have been sampled."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from engine.speculation.draft_budget import Beside, Costs, Wish, choose_lengths,
 from engine.speculation.prompt_lookup import Match, NgramIndex, SuffixIndex, TextIndex, continuation
 
 GRADES = (4, 8)
-"""Matches of fewer tokens than the first, of fewer than the second, and longer ones are judged apart."""
+"""Matches are graded by length, below the first number, below the second, or longer. Each grade has its own
+statistics."""
 FIRST_GUESSES = (0.3, 0.5, 0.7)
-"""How often a drafted token is right, by grade, before any was judged."""
+"""By grade, the share of drafted tokens assumed to be right before any was verified."""
 OWN_MEMORY, COMMON_MEMORY = 0.85, 0.98
-"""What a row's result still counts after the next one: in the request's own record, and in that of all requests."""
+"""With each new result, older ones are multiplied by this: in the request's own record, and in the record of all
+requests."""
 COMMON_WEIGHT = 2.0
-"""The common record counts in a request's as much as so many of its own judged tokens."""
+"""In a request's estimate, the record of all requests counts as much as this many of its own verified tokens."""
 MOST_INDEXED = 2048
-"""New tokens of prompts and answers that are indexed after a step, of all requests together: about 1 ms."""
+"""Maximum number of new tokens that are indexed after a step, for all requests together: about 1 ms."""
 PROBE_STEPS = 16
-"""At most once in so many steps a token is drafted that is not expected to pay, to see whether it would."""
+"""At most once in this many steps, a token that is not expected to pay is drafted, to see whether it would."""
 LONGEST_WAIT = 128
-"""Chances of a draft that a request lets pass before it is tried again, once drafts were never right; 1 at first."""
+"""Maximum of Turns.wait, which is 1 at first and doubles with every draft of which no token was right."""
 
 
 @dataclass(slots=True)
 class Record:
-    """How many drafted tokens were judged, and were right, lately. A token after a wrong one is not judged."""
+    """How many drafted tokens were verified lately, and how many were right. Tokens after a wrong one do not count."""
 
     memory: float
     judged: list[float] = field(default_factory=lambda: [0.0] * len(FIRST_GUESSES))
@@ -41,31 +43,31 @@ class Record:
         self.right[grade] = self.right[grade] * self.memory + num_accepted
 
     def chance(self, grade: int, guess: float, weight: float) -> float:
-        """That a drafted token is right; `guess` counts as `weight` judged tokens."""
+        """Probability that a drafted token is right. `guess` counts as much as `weight` verified tokens."""
         return (self.right[grade] + guess * weight) / (self.judged[grade] + weight)
 
 
 @dataclass(slots=True)
 class Turns:
-    """When a request that goes without drafts is tried again."""
+    """Decides when drafts for a request that gets none are tried again."""
 
     passed: int = 0
-    """Steps with something to draft since the last draft."""
+    """Steps since the last draft in which the request could have had one."""
     wait: int = 1
-    """Such steps to let pass before a draft that is not expected to pay."""
+    """How many such steps must pass before a draft that is not expected to pay."""
 
     def judge(self, num_accepted: int) -> None:
         self.wait = 1 if num_accepted else min(2 * self.wait, LONGEST_WAIT)
 
 
 class Probes:
-    """Tries of drafts that are not expected to pay: texts change, and so do chances."""
+    """Tries drafts that are not expected to pay: texts change, and so does how often drafts are right."""
 
     def __init__(self) -> None:
         self._steps_to_next = PROBE_STEPS
 
     def add(self, turns: Sequence[Turns], lengths: list[int], room: int) -> None:
-        """Count a step. Now and then, add one token for whoever has gone without for longest."""
+        """Count a step. Now and then, add one token for the request that has had no draft for longest."""
         self._steps_to_next -= 1
         waiting = -1
         for number, (turn, length) in enumerate(zip(turns, lengths, strict=True)):
@@ -80,13 +82,13 @@ class Probes:
 
 @dataclass(slots=True)
 class Lookup:
-    """What is kept of a live request."""
+    """A live request's index, and how well its drafts did."""
 
     index: TextIndex
     record: Record = field(default_factory=lambda: Record(OWN_MEMORY))
     turns: Turns = field(default_factory=Turns)
     grade: int = 0
-    """Of the match that the drafts which are being verified came from."""
+    """Grade of the match that the drafts now being verified came from."""
 
 
 class _Candidate(NamedTuple):
@@ -98,22 +100,23 @@ class _Candidate(NamedTuple):
 
 
 class Speculation:
-    """Drafts for the requests of one engine. `propose` once a step, after its results, and `judge` for each draft."""
+    """Drafts for the requests of one engine. Call `propose` once a step, after its results, and `judge` for each
+    draft."""
 
     def __init__(self, config: ResolvedConfig) -> None:
-        asked = config.speculative
-        assert asked.method == "ngram" or asked.method == "suffix", f"{asked.method} looks nothing up"
-        assert asked.free_tokens is not None, "it is resolved"
-        self.method: Literal["ngram", "suffix"] = asked.method
-        self._asked = asked
+        settings = config.speculative
+        assert settings.method == "ngram" or settings.method == "suffix", f"{settings.method} looks nothing up"
+        assert settings.free_tokens is not None, "it is resolved"
+        self.method: Literal["ngram", "suffix"] = settings.method
+        self._settings = settings
         self._most_tokens = config.max_drafting_tokens
-        self._costs = Costs(asked.free_tokens)
+        self._costs = Costs(settings.free_tokens)
         self._lookups: dict[str, Lookup] = {}  # by request id
         self._common = Record(COMMON_MEMORY)
         self._probes = Probes()
 
     def judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """So many of the tokens that were drafted for the request's last row were right."""
+        """Record that `num_accepted` of the `num_drafted` tokens of the request's last row were right."""
         lookup = self._lookups[request.request_id]
         lookup.record.add(lookup.grade, num_drafted, num_accepted)
         self._common.add(lookup.grade, num_drafted, num_accepted)
@@ -123,11 +126,11 @@ class Speculation:
         self._lookups.pop(request_id, None)
 
     def propose(self, decoding: Collection[Request]) -> list[tuple[Request, tuple[int, ...]]]:
-        """Tokens that may follow the texts of these requests, by request; of those that have no drafts yet.
+        """Tokens that may follow the texts of these requests, for requests that have no drafts yet.
 
-        Beside so many rows that no draft could pay it looks at none of them.
+        If there are so many rows that no draft could pay, it searches none of the texts.
         """
-        if not decoding or (self._asked.adaptive and not may_pay(len(decoding), self._costs)):
+        if not decoding or (self._settings.adaptive and not may_pay(len(decoding), self._costs)):
             return []
         candidates, beside = self._search(decoding)
         if not candidates:
@@ -148,9 +151,9 @@ class Speculation:
                 continue
             lookup = self._lookups.get(request.request_id)
             if lookup is None:
-                lookup = self._lookups[request.request_id] = Lookup(make_index(self._asked))
+                lookup = self._lookups[request.request_id] = Lookup(make_index(self._settings))
             to_index -= lookup.index.extend(request.token_ids, to_index)
-            most = min(self._asked.num_tokens, request.most_drafts)
+            most = min(self._settings.num_tokens, request.most_drafts)
             match = lookup.index.find(request.token_ids) if most > 0 else None
             if match is None:
                 num_bare += 1
@@ -160,7 +163,7 @@ class Speculation:
 
     def _lengths(self, candidates: list[_Candidate], beside: Beside) -> list[int]:
         room = max(0, self._most_tokens - beside.num_rows - beside.num_forced)
-        if not self._asked.adaptive:
+        if not self._settings.adaptive:
             return [max(0, min(candidate.most, room // len(candidates))) for candidate in candidates]
         wishes = [Wish(self._chance(candidate), candidate.most) for candidate in candidates]
         lengths = choose_lengths(wishes, beside, room, self._costs)
@@ -173,7 +176,7 @@ class Speculation:
         return candidate.lookup.record.chance(grade, common, COMMON_WEIGHT)
 
     def _taken(self, candidate: _Candidate, length: int) -> tuple[int, ...]:
-        """Up to a token that would end the answer: what came after it would be for nothing."""
+        """The drafted tokens, up to one that would end the answer: those after it would be in vain."""
         candidate.lookup.grade = candidate.grade
         drafts = continuation(candidate.request.token_ids, candidate.match.start, length)
         stops = candidate.request.stop_token_ids
@@ -184,7 +187,7 @@ def grade_of(match: Match) -> int:
     return sum(match.length >= least for least in GRADES)
 
 
-def make_index(asked: SpeculativeConfig) -> TextIndex:
-    if asked.method == "ngram":
-        return NgramIndex(asked.min_match, asked.max_match)
-    return SuffixIndex(asked.min_match)
+def make_index(settings: SpeculativeConfig) -> TextIndex:
+    if settings.method == "ngram":
+        return NgramIndex(settings.min_match, settings.max_match)
+    return SuffixIndex(settings.min_match)

@@ -1,2 +1,2 @@
-"""Owns what is checked of the manifests without a cluster. `python -m k8s.validate` runs all of it.
-Never changes a manifest, but for the built ones under `rendered/` when it is asked to."""
+"""Owns the checks of the manifests that need no cluster. `python -m k8s.validate` runs all of them.
+Never changes a manifest, except for the built ones under `rendered/` with `--render`."""

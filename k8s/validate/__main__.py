@@ -1,5 +1,5 @@
-"""Owns `python -m k8s.validate`: every build through every check, one line for each finding.
-Never passes when a check could not be made."""
+"""Owns `python -m k8s.validate`: it runs every check on every build and prints a line for each finding.
+Never passes if a check could not run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from k8s.validate.manifests import BUILDS, K8S, MONITORING, OVERLAYS, Doc, Findi
 
 
 def check_objects(docs: list[Doc], *, with_crd: bool = True) -> list[Finding]:
-    """Every object by itself. Raises CrdMissing."""
+    """Check every object by itself. Raises CrdMissing."""
     found: list[Finding] = []
     for doc in docs:
         is_ours = doc.get("kind") == "RayService"
         wrong = (ray_crd.check(doc) if with_crd else []) if is_ours else core_objects.check(doc)
         found += wrong
         if wrong:
-            continue  # the rest reads fields, and takes them for what the schema says
+            continue  # the other checks rely on fields that the schema check has accepted
         if is_ours:
             found += [*operator_rules.check(doc), *serve_config.check(doc)]
         found += pods.check(doc)
@@ -40,7 +40,7 @@ def check_objects(docs: list[Doc], *, with_crd: bool = True) -> list[Finding]:
 
 
 def check_build(docs: list[Doc], *, with_crd: bool = True) -> list[Finding]:
-    """The objects of one build, and, where each is right, whether they fit together. Raises CrdMissing."""
+    """Check the objects of one build, and if each is valid, whether they fit together. Raises CrdMissing."""
     return check_objects(docs, with_crd=with_crd) or cross_checks.check(docs)
 
 
@@ -50,7 +50,7 @@ def _check_all() -> list[Finding]:
     found = [
         Finding(f"{name}: {one.where}", one.field, one.problem) for name in OVERLAYS for one in check_build(docs[name])
     ]
-    # The monitors select pods of another build: every overlay's.
+    # The monitors select pods of other builds: those of every overlay.
     for name in OVERLAYS:
         found += [one for one in check_build([*docs[name], *docs[MONITORING]]) if one not in found]
     found += _check_examples()
@@ -60,7 +60,7 @@ def _check_all() -> list[Finding]:
 
 
 def _check_examples() -> list[Finding]:
-    """The README's own overlay, and all components at once: they are made to be combined."""
+    """Check the README's example overlay, and all components together, since they are made to be combined."""
     (example,) = re.findall(r"```yaml\n(.*?)```", (K8S / "README.md").read_text(), re.DOTALL)
     components = sorted(path.name for path in (K8S / "components").iterdir())
     everything = {"resources": ["../gpu"], "components": [f"../../components/{name}" for name in components]}
@@ -73,7 +73,8 @@ def _check_examples() -> list[Finding]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if all is well, 1 with a line on standard error for each finding, or for what is missing to check."""
+    """Returns 0 if all is well. Otherwise returns 1 and prints a line to standard error for each finding, or for a
+    program or file that is missing."""
     parser = argparse.ArgumentParser(
         prog="python -m k8s.validate",
         description="Build the Kubernetes manifests and check them, with their alerts and dashboards, without a "

@@ -1,4 +1,4 @@
-"""Owns the alerts' own checks: promtool's, their unit tests, and that each of them has what whoever is woken needs.
+"""Owns the checks of the alerts: promtool's, their unit tests, and that each has what the person on call needs.
 Never evaluates a rule itself."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RUNBOOK = K8S / "README.md"
 
 
 def rules() -> Doc:
-    """The one PrometheusRule."""
+    """Return the only PrometheusRule."""
     (found,) = of_kind(read(ALERTS.read_text()), "PrometheusRule")
     return found
 
@@ -29,13 +29,14 @@ def alerts_of(doc: Doc) -> list[Doc]:
 
 
 def headings(markdown: str) -> set[str]:
-    """Anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ +(.+)$", markdown, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
 def check(doc: Doc | None = None, tests: Doc | None = None) -> list[Finding]:
-    """What an alert lacks: a test of each kind, a summary, a severity, and for a page its section of the runbook."""
+    """Find alerts that lack a test in which they fire, one in which they do not, a summary, a severity, or, if they
+    page, a section of the runbook."""
     doc = rules() if doc is None else doc
     tests = yaml.safe_load(TESTS.read_text()) if tests is None else tests
     anchors = headings(RUNBOOK.read_text())
@@ -66,7 +67,7 @@ def _untested(name: str, tests: Doc) -> list[tuple[str, str]]:
 
 
 def check_with_promtool(doc: Doc | None = None) -> list[Finding]:
-    """What promtool says of the rules and of their tests. Raises ToolMissing."""
+    """Run promtool on the rules and their tests. Raises ToolMissing."""
     doc = rules() if doc is None else doc
     with tempfile.TemporaryDirectory() as scratch:
         # promtool reads Prometheus' own files; a PrometheusRule has such a file as its spec.

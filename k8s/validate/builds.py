@@ -1,5 +1,5 @@
-"""Owns the built manifests: what kustomize makes of a directory, and the copies under `rendered/` that tests read.
-Never edits a source; a copy whose sources changed is out of date, and says so."""
+"""Owns the built manifests: kustomize's output for a directory, and the copies under `rendered/` that tests read.
+Never edits a source. A copy whose sources have changed is reported as out of date."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _STAMP = "# Built by `make render-k8s` from sources with the SHA-256 "
 
 
 class BuildError(RuntimeError):
-    """kustomize refuses a directory. The message is its own."""
+    """kustomize refuses a directory. The message is kustomize's."""
 
 
 def build(name: str) -> str:
-    """One of BUILDS as YAML. Raises BuildError, ToolMissing."""
+    """Build one of BUILDS as YAML. Raises BuildError, ToolMissing."""
     return _built(BUILDS[name], name)
 
 
 def build_example(kustomization: str) -> str:
-    """What a kustomization would make that stood beside the overlays, under a name of its own. Raises as `build`."""
+    """Build a kustomization as if it stood beside the overlays. Raises as `build`."""
     with tempfile.TemporaryDirectory() as scratch:
         for top in _SOURCES:
             shutil.copytree(K8S / top, Path(scratch) / top)
@@ -44,7 +44,7 @@ def _built(directory: Path, name: str) -> str:
 
 
 def sources_digest(root: Path = K8S) -> str:
-    """Of every file that an overlay may be made of, names included."""
+    """Return the SHA-256 of all files that overlays are made of, including their names."""
     digest = hashlib.sha256()
     for path in sorted(path for top in _SOURCES for path in (root / top).rglob("*.yaml")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
@@ -56,12 +56,12 @@ def rendered_path(name: str) -> Path:
 
 
 def rendered(name: str) -> list[Doc]:
-    """The documents of an overlay, as they were built last."""
+    """Return the documents of an overlay as last built."""
     return read(rendered_path(name).read_text())
 
 
 def render() -> None:
-    """Build every overlay anew, and remove what is none any more."""
+    """Build every overlay anew, and remove the copies of overlays that no longer exist."""
     for path in RENDERED.glob("*.yaml"):
         path.unlink()
     for name in OVERLAYS:
@@ -73,14 +73,14 @@ def _stamped(text: str) -> str:
 
 
 def check_stamps() -> list[Finding]:
-    """Copies whose sources are others by now. Needs no kustomize."""
+    """Find copies whose sources have changed since. Needs no kustomize."""
     wanted = f"{_STAMP}{sources_digest()}."
     stale = [name for name in OVERLAYS if _first_line(rendered_path(name)) != wanted]
     return _out_of_date(stale)
 
 
 def check_copies(built: dict[str, str]) -> list[Finding]:
-    """Copies that are not what kustomize makes now."""
+    """Find copies that differ from what kustomize builds now."""
     return _out_of_date([name for name in OVERLAYS if _read(rendered_path(name)) != _stamped(built[name])])
 
 

@@ -1,5 +1,5 @@
-"""Owns every other object: Kubernetes' own against its strict schemas, Prometheus' against the fields that we use.
-Never lets a kind through that nothing checks."""
+"""Owns the checks of all objects but RayServices: Kubernetes' own kinds against its strict schemas, those of the
+Prometheus operator against the fields that we use. Never accepts a kind that nothing checks."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ class PrometheusRule(_Strict):
 
 
 _OTHERS: dict[str, type[BaseModel]] = {model.__name__: model for model in (PodMonitor, ScrapeConfig, PrometheusRule)}
-"""The fields of the Prometheus operator's kinds that our manifests use; a field that is missing here is to be looked up
-in its documentation, and added."""
+"""The fields of the Prometheus operator's kinds that our manifests use. To use another one, look it up in the
+operator's documentation and add it here."""
 
 
 def check(doc: Doc) -> list[Finding]:
-    """What an API server would refuse, or drop without a word, of an object that is no RayService."""
+    """Find what an API server would refuse, or silently drop, in an object other than a RayService."""
     if (model := _OTHERS.get(str(doc.get("kind")))) is not None:
-        return _of_model(model, doc)
+        return _check_model(model, doc)
     try:
         kubernetes_validate.validate(doc, KUBERNETES, strict=True)
     except kubernetes_validate.ValidationError as error:
@@ -116,7 +116,7 @@ def check(doc: Doc) -> list[Finding]:
     return []
 
 
-def _of_model(model: type[BaseModel], doc: Doc) -> list[Finding]:
+def _check_model(model: type[BaseModel], doc: Doc) -> list[Finding]:
     try:
         model.model_validate(doc)
     except ValidationError as error:

@@ -1,5 +1,5 @@
-"""Owns what no schema sees: whether the parts of one build fit each other: places, times, names, labels.
-Never checks an object by itself; what is wrong there is found before."""
+"""Owns the checks that no schema can make: whether the places, times, names and labels of one build fit together.
+Never checks an object by itself; that has been done before."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
 
 
 def check(docs: list[Doc]) -> list[Finding]:
-    """What does not fit in one build. Its RayService has passed the checks of its own."""
+    """Find what does not fit together in one build. Its RayService has passed its own checks."""
     found: list[Finding] = []
     for doc in of_kind(docs, "RayService"):
         settings = settings_of(doc)
@@ -45,7 +45,8 @@ def check(docs: list[Doc]) -> list[Finding]:
         found += [Finding(name_of(doc), path, problem) for path, problem in problems]
     for doc in docs:
         found += [
-            Finding(name_of(doc), path, problem) for path, problem in (*_references(doc, docs), *_selects(doc, docs))
+            Finding(name_of(doc), path, problem)
+            for path, problem in (*_check_references(doc, docs), *_check_selector(doc, docs))
         ]
     return found
 
@@ -58,7 +59,8 @@ def _front(doc: Doc) -> _Problems:
 
 
 def _capacity(doc: Doc, settings: AppSettings) -> _Problems:
-    """Whether the nodes that there may be hold the replicas that there may be, each replica on one of them."""
+    """Check that the nodes can hold the replicas, at the minimum and at the maximum of both; each replica needs one
+    node."""
     workers = groups(doc)[1:]
     if settings.autoscaling is not None and not at(doc, "spec.rayClusterConfig.enableInTreeAutoscaling"):
         yield "spec.rayClusterConfig.enableInTreeAutoscaling", "must be true where the engines scale"
@@ -85,7 +87,7 @@ def _capacity(doc: Doc, settings: AppSettings) -> _Problems:
 
 
 def _engines_on(group: Group, settings: AppSettings) -> int:
-    """Engines that one node of the group holds."""
+    """Return the number of engines that one node of the group can hold."""
     has = {name: float(group.start_params.get(name, "0")) for name in ("num-cpus", "num-gpus")}
     takes = {"num-cpus": settings.engine_num_cpus, "num-gpus": settings.engine_num_gpus}
     return min((math.floor(has[name] / takes[name]) for name in has if takes[name] > 0), default=0)
@@ -101,8 +103,9 @@ def _placement(doc: Doc) -> _Problems:
 
 
 def _times(doc: Doc, settings: AppSettings) -> _Problems:
-    """The longest stream <= Serve's drain < the hook's < the kubelet's; and nothing around them ends sooner."""
-    # Serve kills a replica some seconds after its drain; app.py says how many.
+    """Check that the longest stream <= Serve's drain < the hook's deadline < the kubelet's grace period, and that
+    nothing else ends streams sooner."""
+    # Serve kills a replica some seconds after its drain; app.py has the number.
     from serve_app.app import _DRAIN_MARGIN_S
 
     longest = float(at(doc, "metadata.annotations", {}).get(LONGEST_STREAM, "nan"))
@@ -131,7 +134,7 @@ def _times(doc: Doc, settings: AppSettings) -> _Problems:
 
 
 def _images(doc: Doc) -> _Problems:
-    """One image everywhere, of the Ray that the operator is told of and that the project is written against."""
+    """Check that all pods have one image, with the Ray version that the manifest names and that the project pins."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (pin,) = [
         found[1]
@@ -156,7 +159,7 @@ def _images(doc: Doc) -> _Problems:
 
 
 def _model(doc: Doc, docs: list[Doc], settings: AppSettings) -> _Problems:
-    """What is served, waited for and downloaded is the same; and engines only read it."""
+    """Check that the same model is served, awaited and downloaded, and that engines only read it."""
     for group in groups(doc)[1:]:
         path = f"{group.path}.template.spec"
         for i, container in enumerate(group.pod.get("initContainers", [])):
@@ -174,26 +177,26 @@ def _model(doc: Doc, docs: list[Doc], settings: AppSettings) -> _Problems:
             yield f"{FIELD}: args.model", f"is {settings.model}, but {name_of(job)} downloads {filled}"
 
 
-def _references(doc: Doc, docs: list[Doc]) -> _Problems:
-    """Secrets, ConfigMaps and claims that a pod names are in the build, or said to be made by hand."""
-    there = {name_of(other).lower() for other in docs}
+def _check_references(doc: Doc, docs: list[Doc]) -> _Problems:
+    """Check that the Secrets, ConfigMaps and claims of a pod are in the build, or declared as made by hand."""
+    in_build = {name_of(other).lower() for other in docs}
     by_hand = set(at(doc, "metadata.annotations", {}).get(MADE_BY_HAND, "").split())
     for pod in pod_templates(doc):
-        for path, reference in _named(pod):
-            if reference not in there | by_hand:
+        for path, reference in _references_in(pod):
+            if reference not in in_build | by_hand:
                 yield path, f"{reference} is neither in this build nor named in {MADE_BY_HAND}"
     redis = at(doc, "spec.rayClusterConfig.gcsFaultToleranceOptions", {})
     secret = at(redis, "redisPassword.valueFrom.secretKeyRef.name")
-    if secret is not None and f"secret/{secret}" not in there | by_hand:
+    if secret is not None and f"secret/{secret}" not in in_build | by_hand:
         path = "spec.rayClusterConfig.gcsFaultToleranceOptions.redisPassword.valueFrom.secretKeyRef.name"
         yield path, f"secret/{secret} is neither in this build nor named in {MADE_BY_HAND}"
     host = re.fullmatch(r"rediss?://([^.:/]+):\d+", str(redis.get("redisAddress", "")))
-    if host is not None and f"service/{host[1]}" not in there:
+    if host is not None and f"service/{host[1]}" not in in_build:
         path = "spec.rayClusterConfig.gcsFaultToleranceOptions.redisAddress"
         yield path, f"no Service of this build is named {host[1]}"
 
 
-def _named(pod: PodTemplate) -> Iterator[tuple[str, str]]:
+def _references_in(pod: PodTemplate) -> Iterator[tuple[str, str]]:
     claims = {"persistentVolumeClaim.claimName": "persistentvolumeclaim", "secret.secretName": "secret"}
     for i, volume in enumerate(pod.spec.get("volumes", [])):
         for path, kind in (claims | {"configMap.name": "configmap"}).items():
@@ -206,8 +209,8 @@ def _named(pod: PodTemplate) -> Iterator[tuple[str, str]]:
                     yield f"{where}.env[{i}].valueFrom.{path}.name", f"{kind}/{name}"
 
 
-def _selects(doc: Doc, docs: list[Doc]) -> _Problems:
-    """A selector is of labels that we set ourselves, and finds a pod of this build."""
+def _check_selector(doc: Doc, docs: list[Doc]) -> _Problems:
+    """Check that a selector uses only labels that we set ourselves, and selects a pod of this build."""
     path = {
         "PodDisruptionBudget": "spec.selector.matchLabels",
         "NetworkPolicy": "spec.podSelector.matchLabels",

@@ -1,4 +1,4 @@
-"""Owns reading manifests: documents in, places in them by path, findings out.
+"""Owns reading manifests: their documents, values in them by path, and the form of findings.
 Never judges what it reads; the modules beside it do."""
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ RENDERED = K8S / "rendered"
 OVERLAYS = tuple(sorted(path.parent.name for path in (K8S / "overlays").glob("*/kustomization.yaml")))
 MONITORING = "monitoring"
 BUILDS = {**{name: K8S / "overlays" / name for name in OVERLAYS}, MONITORING: K8S / MONITORING}
-"""What users apply: name -> directory of its kustomization."""
+"""The builds that users apply: name -> directory of its kustomization."""
 
 OURS = "chunkserve/"
-"""Prefix of the labels and annotations that are this project's."""
+"""Prefix of this project's own labels and annotations."""
 MADE_BY_HAND = f"{OURS}made-by-hand"
-"""Annotation: kind/name of objects that are no part of the manifests, because they hold secrets."""
+"""Annotation with kind/name of objects that are not in the manifests because they hold secrets."""
 FEATURE_GATES = f"{OURS}feature-gates"
-"""Annotation: gates of the operator that are off in its defaults, and must be on for this RayService."""
+"""Annotation with the operator's feature gates that are off by default and must be on for this RayService."""
 LONGEST_STREAM = f"{OURS}longest-stream-seconds"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is wrong, and where."""
+    """A problem and its place."""
 
     where: str
     """The object: kind/name, or a file."""
@@ -45,7 +45,7 @@ class Finding:
 
 
 def read(text: str) -> list[Doc]:
-    """The documents of a YAML stream, in its order."""
+    """Parse the documents of a YAML stream, in order."""
     return [doc for doc in yaml.load_all(text, Loader=yaml.CSafeLoader) if doc is not None]
 
 
@@ -58,7 +58,7 @@ def of_kind(docs: list[Doc], kind: str) -> Iterator[Doc]:
 
 
 def at(value: Any, path: str, default: Any = None) -> Any:
-    """What stands at `a.b[0].c`, or `default` if a part of the path is not there."""
+    """Return the value at a path such as `a.b[0].c`, or `default` if a part of the path is missing."""
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
         try:
             value = value[int(index)] if index else value[name]
@@ -74,7 +74,7 @@ class Group:
     name: str
     """`head`, or the group's name."""
     path: str
-    """Of the group, from the RayService."""
+    """Path of the group in the RayService."""
     spec: Doc
 
     @property
@@ -91,7 +91,7 @@ class Group:
 
     @property
     def ray_container(self) -> Doc:
-        """The first: that is the one that KubeRay starts Ray in."""
+        """The first container, in which KubeRay starts Ray."""
         return dict(at(self.pod, "containers[0]", {}))
 
     @property
@@ -103,14 +103,14 @@ class Group:
         return dict(at(self.spec, "rayStartParams", {}))
 
     def env(self) -> dict[str, Any]:
-        """Of the Ray container: name -> value, or where it comes from."""
+        """Return the environment of the Ray container: name -> value, or its source."""
         return {
             entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in at(self.ray_container, "env", [])
         }
 
 
 def groups(ray_service: Doc) -> list[Group]:
-    """The head first, then the worker groups in their order."""
+    """Return the head first, then the worker groups in order."""
     base = "spec.rayClusterConfig"
     head = Group("head", f"{base}.headGroupSpec", at(ray_service, f"{base}.headGroupSpec", {}))
     workers = at(ray_service, f"{base}.workerGroupSpecs", [])
@@ -125,7 +125,7 @@ _UNITS: dict[str, float] = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T":
 
 
 def quantity(text: Any) -> float:
-    """A Kubernetes quantity as a number: `500m` is 0.5, `1Gi` is 2**30. Raises ValueError."""
+    """Parse a Kubernetes quantity: `500m` is 0.5, `1Gi` is 2**30. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(m|k|[MGT]|[KMGT]i)?", str(text))
     if match is None:
         raise ValueError(f"{text!r} is no quantity")

@@ -1,5 +1,5 @@
-"""Owns which names a query may have: what /metrics exposes, what Ray exports, and our own recording rules.
-Never parses PromQL; names are told from the rest by their form."""
+"""Owns the metric names that a query may use: those of /metrics, of Ray, and of our own recording rules.
+Never parses PromQL; it recognises names by their form."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _IN_RAYS_DASHBOARDS = re.compile(r"\b((?:ray|autoscaler)_[a-z_]+)")
 
 @cache
 def exported() -> frozenset[str]:
-    """Every name that a scrape of ours, or of Ray's, can have."""
+    """Return every name that a scrape of this server or of Ray can have."""
     ours = {name for metric in BY_NAME.values() for name in _series(metric.kind, metric.name)}
-    return frozenset(ours | {MISSING} | _OF_PROMETHEUS | _of_ray())
+    return frozenset(ours | {MISSING} | _OF_PROMETHEUS | _ray_names())
 
 
 def _series(kind: str, name: str) -> tuple[str, ...]:
@@ -41,8 +41,8 @@ def _series(kind: str, name: str) -> tuple[str, ...]:
     return (f"{name}_total",) if kind == "counter" else (name,)
 
 
-def _of_ray() -> set[str]:
-    """What the installed Ray names in its own dashboards, and registers in Serve; a release that renames is noticed."""
+def _ray_names() -> set[str]:
+    """Return the names in the installed Ray's own dashboards and in Serve's sources, so that a renaming is noticed."""
     spec = find_spec("ray")
     assert spec is not None, "Ray is installed"
     assert spec.origin is not None, "Ray is a package"
@@ -54,7 +54,7 @@ def _of_ray() -> set[str]:
 
 
 def names_in(query: str) -> set[str]:
-    """The metrics of a PromQL query."""
+    """Return the metrics in a PromQL query."""
     bare = _NOT_METRICS.sub(" ", query)
     names = [match for match in _NAME.finditer(bare) if not bare[match.end() :].lstrip().startswith("(")]
     return {match[0] for match in names} - _WORDS - {"inf", "Inf", "NaN"}
@@ -65,7 +65,7 @@ def recorded(rules: Doc) -> set[str]:
 
 
 def queries(rules: Doc) -> Iterator[tuple[str, str]]:
-    """(where, query) of every rule and every panel."""
+    """Yield (where, query) for every rule and every panel."""
     for i, group in enumerate(at(rules, "spec.groups", [])):
         for j, rule in enumerate(group["rules"]):
             yield f"PrometheusRule spec.groups[{i}].rules[{j}].expr", rule["expr"]
@@ -76,7 +76,7 @@ def queries(rules: Doc) -> Iterator[tuple[str, str]]:
 
 
 def check(rules: Doc | None = None) -> list[Finding]:
-    """Queries with a name that nothing exports. Without an argument, of the alerts as they are."""
+    """Find queries with a name that nothing exports, by default in the alerts of this repository."""
     if rules is None:
         (rules,) = of_kind(read(ALERTS.read_text()), "PrometheusRule")
     known = exported() | recorded(rules)

@@ -1,5 +1,5 @@
-"""Owns what KubeRay's operator refuses and its CRD does not say: such a RayService is accepted, and never runs.
-Never repeats the schema. In the order of the object; the operator's own rules are of v1.7.0."""
+"""Owns the operator's rules that are not in its CRD. The API server accepts a RayService that breaks one, but it never
+runs. Never repeats the schema. The rules follow the order of the object; they are those of KubeRay v1.7.0."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _GATED = {
     f"{_CLUSTER}.historyServerOptions": "RayClusterHistoryServer",
     f"{_CLUSTER}.gcsFaultToleranceOptions.storage": "GCSFaultToleranceEmbeddedStorage",
 }
-"""Fields whose feature gate is off by default: the operator refuses the whole RayService."""
+"""Fields whose feature gate is off by default. Without the gate the operator refuses the whole RayService."""
 
 _Problems = Iterator[tuple[str, str]]
 
 
 def check(doc: Doc) -> list[Finding]:
-    """What the operator would refuse of a RayService."""
+    """Find what the operator would refuse in a RayService."""
     rules = (_metadata, _upgrade, _gates, _auth, _autoscaling, _fault_tolerance, _head, _group_fields, _replicas)
     return [Finding(name_of(doc), path, problem) for path, problem in chain.from_iterable(rule(doc) for rule in rules)]
 
@@ -103,13 +103,13 @@ def _auth(doc: Doc) -> _Problems:
 def _autoscaling(doc: Doc) -> _Problems:
     every = groups(doc)
     variable = "RAY_enable_autoscaler_v2"
-    asked = every[0].env().get(variable)
+    requested = every[0].env().get(variable)
     is_on = bool(at(doc, f"{_CLUSTER}.enableInTreeAutoscaling", False))
     version = at(doc, f"{_CLUSTER}.autoscalerOptions.version")
     env_path = f"{every[0].path}.template.spec.containers[0].env"
-    if not is_on and asked in ("1", "true"):
+    if not is_on and requested in ("1", "true"):
         yield env_path, f"{variable} needs enableInTreeAutoscaling"
-    if is_on and version is not None and asked is not None:
+    if is_on and version is not None and requested is not None:
         yield env_path, f"{variable} and autoscalerOptions.version exclude each other"
     for group in every:
         policy = group.pod.get("restartPolicy", "Never")
@@ -172,7 +172,8 @@ def _labels(group: Group) -> _Problems:
 
 
 def _replicas(doc: Doc) -> _Problems:
-    """The CRD's defaults, 0 and 2147483647, hide that somebody forgot them."""
+    """Check the numbers of replicas. The bounds must be given: the CRD's defaults, 0 and 2147483647, would hide that
+    they were forgotten."""
     seen: set[str] = set()
     for group in groups(doc)[1:]:
         if group.name in seen:

@@ -1,4 +1,4 @@
-"""Owns what every pod of ours keeps to: rights, resources, probes, and what a worker does before it ends.
+"""Owns the rules for every pod of ours: rights, resources, probes, and what a worker does before it ends.
 Never looks at two objects at once; `cross_checks` does."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REQUIRED_ENV = (
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP",
 )
-"""What `serve run` sets, and a cluster that it does not start must have: docs/how-to/existing-cluster.md."""
+"""Variables that `serve run` sets. A cluster that it does not start must set them: docs/how-to/existing-cluster.md."""
 GPU = "nvidia.com/gpu"
 DRAIN = ["python", "-m", "k8s.drain", "--deadline-s"]
 
@@ -30,7 +30,7 @@ _Problems = Iterator[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class PodTemplate:
-    """A pod that some object makes: where its spec is in the object, and what it is."""
+    """A pod that an object creates: the path of its spec in the object, the spec, and the labels."""
 
     path: str
     spec: Doc
@@ -38,7 +38,8 @@ class PodTemplate:
 
 
 def pod_templates(doc: Doc) -> list[PodTemplate]:
-    """Of a RayService, the head's and each worker group's; of a Job, StatefulSet or Deployment, its one."""
+    """Return the pod templates of an object: those of the head and each worker group for a RayService, the single one
+    for a Job, StatefulSet or Deployment."""
     if doc.get("kind") == "RayService":
         return [PodTemplate(f"{group.path}.template.spec", group.pod, group.labels) for group in groups(doc)]
     spec = at(doc, "spec.template.spec")
@@ -48,7 +49,7 @@ def pod_templates(doc: Doc) -> list[PodTemplate]:
 
 
 def check(doc: Doc) -> list[Finding]:
-    """What breaks our own rules in the pods that an object makes."""
+    """Find what breaks our own rules in the pods that an object creates."""
     problems = [problem for pod in pod_templates(doc) for problem in (*_rights(pod), *_memory(pod))]
     if doc.get("kind") == "RayService":
         for group in groups(doc):
@@ -76,26 +77,27 @@ def _rights(pod: PodTemplate) -> _Problems:
 
 
 def _memory(pod: PodTemplate) -> _Problems:
-    """A pod that may take more memory than it asked for is the first to be killed when the node runs out of it."""
+    """Check requests and limits. A pod that uses more memory than it requested is killed first when the node runs
+    out."""
     for where, container in containers(pod):
         requests, limits = at(container, "resources.requests", {}), at(container, "resources.limits", {})
         for resource in ("memory", GPU):
             if requests.get(resource) != limits.get(resource) or (resource == "memory" and resource not in limits):
-                asked, most = requests.get(resource), limits.get(resource)
-                yield f"{where}.resources.limits.{resource}", f"must be the request, {asked}, but it is {most}"
+                request, limit = requests.get(resource), limits.get(resource)
+                yield f"{where}.resources.limits.{resource}", f"must be the request, {request}, but it is {limit}"
         if "cpu" in limits:
             yield f"{where}.resources.limits.cpu", "must not be set: a step loop that is throttled stalls every stream"
 
 
 def _environment(group: Group, doc: Doc) -> _Problems:
     path = f"{group.path}.template.spec.containers[0].env"
-    env, of_head = group.env(), groups(doc)[0].env()
+    env, head_env = group.env(), groups(doc)[0].env()
     for name in REQUIRED_ENV:
         if name not in env:
             yield path, f"{name} is missing"
-    for name in sorted({*env, *of_head}):
-        if name.startswith("RAY_SERVE_") and env.get(name) != of_head.get(name):
-            yield path, f"{name} is {env.get(name)!r} here and {of_head.get(name)!r} on the head"
+    for name in sorted({*env, *head_env}):
+        if name.startswith("RAY_SERVE_") and env.get(name) != head_env.get(name):
+            yield path, f"{name} is {env.get(name)!r} here and {head_env.get(name)!r} on the head"
 
 
 def _head(group: Group) -> _Problems:
@@ -124,18 +126,18 @@ def _worker(group: Group) -> _Problems:
 
 
 def _start_params(group: Group) -> _Problems:
-    """What Ray is told that a node has, against what Kubernetes gives it."""
+    """Check that Ray is told of no more resources than Kubernetes gives the pod."""
     requests = at(group.ray_container, "resources.requests", {})
     for name, resource in (("num-cpus", "cpu"), ("num-gpus", GPU)):
-        told, given = float(group.start_params.get(name, "0")), quantity(requests.get(resource, "0"))
-        if told > given or (name == "num-gpus" and told != given):
+        declared, requested = float(group.start_params.get(name, "0")), quantity(requests.get(resource, "0"))
+        if declared > requested or (name == "num-gpus" and declared != requested):
             yield (
                 f"{group.path}.rayStartParams.{name}",
-                f"says {told:g}, but the container requests {given:g} {resource}",
+                f"says {declared:g}, but the container requests {requested:g} {resource}",
             )
 
 
 def drain_deadline_s(group: Group) -> float | None:
-    """What the preStop hook gives Serve to empty the node; None if it does something else."""
+    """Return the seconds that the preStop hook gives Serve to empty the node; None if the hook does something else."""
     command: list[Any] = at(group.ray_container, "lifecycle.preStop.exec.command", [])
     return float(command[len(DRAIN)]) if command[: len(DRAIN)] == DRAIN and len(command) > len(DRAIN) else None

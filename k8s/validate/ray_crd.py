@@ -1,5 +1,5 @@
-"""Owns a RayService held against KubeRay's own CRD, as an API server does: structure, defaults, list keys, CEL rules.
-Never keeps a copy of the CRD, and never passes a manifest because there is none."""
+"""Owns the check of a RayService against KubeRay's own CRD, as an API server does it: structure, defaults, list keys,
+CEL rules. Never keeps a copy of the CRD, and never passes a manifest because the CRD is missing."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class CrdMissing(RuntimeError):
-    """There is no CRD to check against. The message says which file is looked for, and where it comes from."""
+    """The CRD to check against is missing. The message names the file and says where to get it."""
 
 
 def crd_path() -> Path:
-    """`CHUNKSERVE_DATA`, else a folder `shared/data` beside the checkout, holds the CRD of KubeRay v1.7.0.
+    """Return the path of KubeRay v1.7.0's CRD, in the folder `CHUNKSERVE_DATA` or else in `shared/data` beside the
+    checkout.
 
     Raises:
-        CrdMissing: it is not there.
+        CrdMissing: the file does not exist.
     """
     data = Path(os.environ.get("CHUNKSERVE_DATA") or ROOT.parent / "shared" / "data")
     if not (data / _FILE).is_file():
@@ -49,14 +50,14 @@ def crd_path() -> Path:
 
 @cache
 def schema() -> Doc:
-    """The structural schema of `ray.io/v1` RayServices. Raises CrdMissing."""
+    """Return the structural schema of `ray.io/v1` RayServices. Raises CrdMissing."""
     crd = yaml.load(crd_path().read_text(), Loader=yaml.CSafeLoader)
     (version,) = [version for version in crd["spec"]["versions"] if version["name"] == "v1"]
     return dict(version["schema"]["openAPIV3Schema"])
 
 
 def with_defaults(doc: Doc) -> Doc:
-    """A copy with the CRD's defaults filled in, and without nulls: what the operator reads."""
+    """Return a copy as the operator reads it, with the CRD's defaults filled in and without nulls."""
     return dict(_defaulted(schema(), copy.deepcopy(doc)))
 
 
@@ -75,7 +76,7 @@ def _defaulted(spec: Doc, value: Any) -> Any:
 
 
 def check(doc: Doc) -> list[Finding]:
-    """What an API server with this CRD refuses, and fields that it drops without a word. Raises CrdMissing."""
+    """Find what an API server with this CRD refuses, and fields that it silently drops. Raises CrdMissing."""
     if doc.get("apiVersion") != "ray.io/v1":
         return [Finding(name_of(doc), "apiVersion", f"must be ray.io/v1, but it is {doc.get('apiVersion')}")]
     found = _walk(schema(), with_defaults(doc), "")
@@ -92,7 +93,7 @@ def _walk(spec: Doc, value: Any, path: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         yield from _walk_list(spec, value, path)
     for rule in spec.get("x-kubernetes-validations", []):
-        # Rules about a change have the old object, which a new one lacks.
+        # Rules about a change refer to the old object, which does not exist here.
         if "oldSelf" not in rule["rule"] and not cel.evaluate(rule["rule"], {"self": value}):
             yield path, f"{rule['message']} (given: {value!r})"
 
@@ -123,7 +124,7 @@ def _walk_object(spec: Doc, value: Doc, path: str) -> Iterator[tuple[str, str]]:
     for name in spec.get("required", []):
         if name not in value:
             yield _join(path, name), "is required"
-    # The root's metadata is the API server's own business: its schema is an object without fields.
+    # The API server itself checks the root's metadata, whose schema is an object without fields.
     is_open = spec.get("x-kubernetes-preserve-unknown-fields") or not (fields or rest)
     for name, item in value.items():
         if name in fields:

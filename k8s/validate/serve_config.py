@@ -1,5 +1,5 @@
-"""Owns `serveConfigV2`, to Kubernetes a string: held against Ray Serve's schema, and its `args` against our settings.
-Never builds an application."""
+"""Owns the check of `serveConfigV2`, which is only a string to Kubernetes, against Ray Serve's schema, and of its
+`args` against our settings. Never builds an application."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIELD = "spec.serveConfigV2"
 
 
 def config_of(doc: Doc) -> Doc:
-    """The Serve config inside a RayService. Raises yaml.YAMLError, or ValueError if it is no mapping."""
+    """Return the Serve config inside a RayService. Raises yaml.YAMLError, or ValueError if it is not a mapping."""
     config = yaml.safe_load(at(doc, FIELD, ""))
     if not isinstance(config, dict):
         raise ValueError("must be a Serve config")
@@ -25,7 +25,7 @@ def config_of(doc: Doc) -> Doc:
 
 
 def settings_of(doc: Doc) -> AppSettings:
-    """The settings of our application; there is one. Raises ValueError if there is not."""
+    """Return the settings of our application. Raises ValueError unless there is exactly one."""
     applications = dict(our_applications(config_of(doc)))
     if len(applications) != 1:
         raise ValueError(f"must have one application of ours, but it has {len(applications)}")
@@ -34,8 +34,8 @@ def settings_of(doc: Doc) -> AppSettings:
 
 
 def check(doc: Doc) -> list[Finding]:
-    """What Serve, or our application's builder, would refuse, by the field inside the string."""
-    from ray.serve.schema import ServeDeploySchema  # here: it takes seconds
+    """Find what Serve or our application's builder would refuse, by the field inside the string."""
+    from ray.serve.schema import ServeDeploySchema  # imported here, since it takes seconds
 
     try:
         config = config_of(doc)
@@ -58,20 +58,20 @@ def check(doc: Doc) -> list[Finding]:
 
 
 def _unknown(model: type[BaseModel], value: Doc, path: str) -> Iterator[str]:
-    """Paths of keys that Serve's models do not have. Some of them take, and drop, what they do not know."""
+    """Yield the paths of keys that Serve's models do not have. Some models accept and drop unknown keys."""
     for name, item in value.items():
         here = f"{path}.{name}".lstrip(".")
         if name not in model.model_fields:
             yield here
             continue
         for inner in _models_in(model.model_fields[name].annotation):
-            for i, one in enumerate(item if isinstance(item, list) else [item]):
-                if isinstance(one, dict):
-                    yield from _unknown(inner, one, f"{here}[{i}]" if isinstance(item, list) else here)
+            for i, part in enumerate(item if isinstance(item, list) else [item]):
+                if isinstance(part, dict):
+                    yield from _unknown(inner, part, f"{here}[{i}]" if isinstance(item, list) else here)
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The one model that a field's type speaks of, if there is one."""
+    """Return the first model in a field's type, if there is one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in get_args(annotation) for model in _models_in(part)][:1]

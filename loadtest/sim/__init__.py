@@ -1,2 +1,2 @@
-"""Owns the simulator: our scheduler, router, gate, migration and autoscaler on a clock of its own, and what comes out.
-Never measures: every figure that it gives is simulated, from step times that were measured elsewhere."""
+"""Owns the simulator: our scheduler, router, gate, migration and autoscaler on a simulated clock, and its studies.
+Never measures: every figure is simulated, from step times that were measured elsewhere."""

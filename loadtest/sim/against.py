@@ -1,5 +1,6 @@
-"""Owns the comparison of a live load's report with the same load simulated: percentiles of TTFT and TPOT, by point.
-Never asks a server and fits nothing: step times are those of the engine alone."""
+"""Owns the comparison of a live load's report with a simulation of the same load: percentiles of TTFT and TPOT, by
+point.
+Never asks a server or fits anything: step times are measured on the engine alone."""
 
 from __future__ import annotations
 
@@ -26,23 +27,23 @@ KEPT = RESULTS / "sim_against_live.json"
 TIMES = {"ttft": "TTFT, ms", "tpot": "TPOT, ms"}
 SHARES = ("p50", "p90", "p99")
 WITHIN = 1.75
-"""A simulated percentile is the measured one within this factor, either way."""
+"""The factor by which a simulated percentile may differ from the measured one, in either direction."""
 DEPLOYMENT = ("replicas", "router", "engine", "steps")
 _COUNTS = ("offered", "ok", "prompt_tokens", "output_tokens")
 _OF_THE_PLAN = (
     *("scenario", "seconds", "warm_up", "rate", "rates", "clients", "arrivals", "cv", "lengths", "longest", "trace"),
     *("do", "goal", "seed"),
 )
-"""Settings of a report that say what was asked. What is done to a deployment (`do`) is refused by the simulation."""
+"""Settings of a report that define its load. The simulation refuses `do`, which disturbs a deployment."""
 
 
 def options_of(live: Document, deployment: Sequence[str]) -> argparse.Namespace:
-    """Those of `make simulate` that ask what the live load asked; `deployment`: what it was asked of.
+    """Return the options of `make simulate` for the same load as the live one. `deployment` describes the live server.
 
     Raises:
-        ValueError: no report of a load, one whose figures are not the server's, or a simulated one.
+        ValueError: the document is not a load's report, its generator lagged or broke, or it is simulated itself.
     """
-    schema = live.get("schema") if isinstance(live, dict) else None  # it may be any file of JSON
+    schema = live.get("schema") if isinstance(live, dict) else None  # any JSON file may be given
     if schema != SCHEMA:
         raise ValueError(f"schema {schema} is not {SCHEMA}, that of a load's report.json")
     if live["exit_code"] in (SATURATED, BROKEN):
@@ -56,7 +57,8 @@ def options_of(live: Document, deployment: Sequence[str]) -> argparse.Namespace:
 
 
 def rows(live: Document, simulated: Document) -> Iterator[dict[str, Any]]:
-    """One for each point and each of TIMES: how much was asked and answered, and each percentile in milliseconds.
+    """Yield a row for each point and each of TIMES, with the counts of requests and tokens and each percentile in
+    milliseconds.
 
     Raises:
         ValueError: the points differ.
@@ -64,26 +66,26 @@ def rows(live: Document, simulated: Document) -> Iterator[dict[str, Any]]:
     names = [[point["name"] for point in document["points"]] for document in (live, simulated)]
     if names[0] != names[1]:
         raise ValueError(f"the live load has the points {names[0]}, the simulated one {names[1]}")
-    for one, other in zip(live["points"], simulated["points"], strict=True):
-        both = {"measured": one["figures"], "simulated": other["figures"]}
-        counts = {name: {side: found[name] for side, found in both.items()} for name in _COUNTS}
+    for live_point, simulated_point in zip(live["points"], simulated["points"], strict=True):
+        both = {"measured": live_point["figures"], "simulated": simulated_point["figures"]}
+        counts = {name: {side: figures[name] for side, figures in both.items()} for name in _COUNTS}
         for time in TIMES:
-            yield {"point": one["name"], "time": time, "counts": counts, "ms": dict(_percentiles(time, both))}
+            yield {"point": live_point["name"], "time": time, "counts": counts, "ms": dict(_percentiles(time, both))}
 
 
 def _percentiles(time: str, both: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Without those that a side lacks: answers of one token have no TPOT."""
+    """Yield the percentiles that both sides have. Answers of one token, for example, have no TPOT."""
     for share in SHARES:
-        found = {side: figures.get(f"{time}_{share}_ms", 0.0) for side, figures in both.items()}
-        if all(found.values()):
-            yield share, {**found, "ratio": found["simulated"] / found["measured"]}
+        ms = {side: figures.get(f"{time}_{share}_ms", 0.0) for side, figures in both.items()}
+        if all(ms.values()):
+            yield share, {**ms, "ratio": ms["simulated"] / ms["measured"]}
 
 
 def compare(live: Document, deployment: Sequence[str], within: float = WITHIN) -> Document:
-    """Simulate what was asked live, and hold one against the other.
+    """Simulate the live load and compare the two.
 
     Raises:
-        ValueError: as `options_of`, `rows` and `load.check`, or nothing was answered, or `within` is no factor.
+        ValueError: as `options_of`, `rows` and `load.check`; also if nothing was answered or `within` is below 1.
     """
     if not 1 <= within < math.inf:
         raise ValueError(f"--within is a factor, 1 or more, not {within:g}")
@@ -106,17 +108,18 @@ def compare(live: Document, deployment: Sequence[str], within: float = WITHIN) -
 
 
 def _shown(path: Path) -> str:
-    """Without the folders of one machine."""
+    """The path relative to the repository, or only the file's name: the folders of one machine mean nothing to
+    others."""
     return str(path.resolve().relative_to(ROOT)) if path.resolve().is_relative_to(ROOT) else path.name
 
 
 def table(compared: Document) -> str:
-    """measured → simulated, and how much more or less that is."""
+    """Render a table of measured → simulated with the difference in percent."""
     lines = [f"| measured → simulated | {' | '.join(SHARES)} |", "|---" * (1 + len(SHARES)) + "|"]
     for row in compared["rows"]:
         cells = [_cell(row["ms"].get(share)) for share in SHARES]
         lines.append(f"| {row['point']}: {TIMES[row['time']]} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", told(compared)])
+    return "\n".join([*lines, "", conclusion(compared)])
 
 
 def _cell(found: Mapping[str, float] | None) -> str:
@@ -125,11 +128,11 @@ def _cell(found: Mapping[str, float] | None) -> str:
     return f"{found['measured']:.0f} → {found['simulated']:.0f} ({100 * (found['ratio'] - 1):+.0f} %)"
 
 
-def told(compared: Document) -> str:
-    """Whether it is within what was asked, in a sentence."""
+def conclusion(compared: Document) -> str:
+    """Say in a sentence whether all percentiles are within the bound."""
     most, within = compared["largest_factor"], compared["within"]
-    kept = "as was asked" if most <= within else "which is more than was asked"
-    return f"The farthest is off by a factor of {most:.2f}, where {within:g} was asked: {kept}."
+    relation = "within" if most <= within else "beyond"
+    return f"The largest deviation is a factor of {most:.2f}, {relation} the bound of {within:g}."
 
 
 def parser() -> argparse.ArgumentParser:

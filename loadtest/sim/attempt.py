@@ -1,5 +1,5 @@
-"""Owns one call of a simulated request to one replica, as serve_app.channel.migration makes them.
-Never goes on elsewhere after a failure; migration does."""
+"""Owns one call of a simulated request to one replica, like those that serve_app.channel.migration makes.
+Never retries elsewhere after a failure; migration does that."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from loadtest.sim.replica import Replica
 
 
 class SimulatedAttempt:
-    """Events are kept until they are taken. Their reader is woken for the first and the last of them only: when each
-    token came is in the recording, and a task for each of them would be most of the simulation's work."""
+    """Keeps events until they are taken. It wakes the reader only for the first and the last event: the recording has
+    the time of each token, and a task switch for each would be most of the simulation's work."""
 
     def __init__(
         self, deployment: Deployment, submission: Submission, avoid: Sequence[str], recording: Recording
@@ -36,7 +36,7 @@ class SimulatedAttempt:
         return self._replica.name if self._replica else None
 
     async def take(self) -> list[Event]:
-        """The next events; raises EngineError when the replica has gone and all that came from it was taken."""
+        """Return the next events. Raises EngineError when the replica is gone and all its events have been taken."""
         if self._replica is None:
             await self._place()
         while not self._is_due:

@@ -1,5 +1,5 @@
-"""Owns the replicas of a simulated deployment, as Serve's controller does: start-ups, drains, failures, what they cost.
-Never decides how many there are, nor which of them a request goes to."""
+"""Owns the replicas of a simulated deployment, as Serve's controller does: their starts, drains, failures and cost.
+Never decides how many there are or which of them gets a request."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from loadtest.sim.replica import Replica
 from loadtest.sim.routers import Router
 
 MakeReplica = Callable[[str, int, Callable[[Replica], None]], Replica]
-"""Name, zone, whom to tell when it has drained."""
+"""Makes a replica from its name, its zone, and the callback for when it has drained."""
 
 
 class Deployment:
-    """A replica is starting, then running, then draining, then gone; it is paid for from its start until it is gone."""
+    """A replica is starting, running, draining and finally gone. It is paid for from its start until it is gone."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class Deployment:
         num_zones: int = 1,
         seed: int = 0,
     ) -> None:
-        """`cold_start_s`: on average; each start takes up to a fifth more or less. `drain_s`: after that, what is left
-        at a draining replica has to move."""
+        """`cold_start_s` is the mean time of a start; each takes up to a fifth more or less. After `drain_s`, the
+        requests left at a draining replica have to move."""
         self._loop = asyncio.get_running_loop()
         self._make_replica = make_replica
         self._router = router
@@ -55,11 +55,11 @@ class Deployment:
 
     @property
     def num_waiting(self) -> int:
-        """Attempts that wait for any replica to run."""
+        """The number of attempts that wait for any replica to run."""
         return len(self._arrivals)
 
     def replica_seconds(self) -> float:
-        """Paid for until now."""
+        """Return the replica-seconds paid for until now."""
         now_s = self._loop.time()
         self._paid_s += self.num_paid * (now_s - self._paid_until_s)
         self._paid_until_s = now_s
@@ -68,8 +68,8 @@ class Deployment:
     # --- how many ---------------------------------------------------------------------------------------------------
 
     def scale(self, target: int, *, warm: bool = False) -> None:
-        """Start or drain replicas until there are `target`. Those that are starting go first, then the latest to run.
-        `warm`: they run at once, as at the beginning of a simulation."""
+        """Start or drain replicas until there are `target`. Replicas that are still starting are removed first, then
+        those that began to run last. With `warm`, new ones run at once, as at the beginning of a simulation."""
         self.target = target
         while len(self._starting) + len(self.running) < target:
             self.start(warm=warm)
@@ -77,7 +77,7 @@ class Deployment:
             self._remove_one()
 
     def start(self, *, warm: bool = False) -> str:
-        """One more replica, beyond the target if need be. Returns its name."""
+        """Start one more replica, even beyond the target, and return its name."""
         self.replica_seconds()
         name, zone = f"replica-{self._num_started}", self._num_started % self._num_zones
         self._num_started += 1
@@ -114,7 +114,7 @@ class Deployment:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def drain(self, name: str) -> None:
-        """It takes no more requests; when the last has left, or after `drain_s`, it is gone."""
+        """Let a replica take no more requests. It is gone when its last request has left, or after `drain_s`."""
         replica = self.running.pop(name)
         self._changed()
         self._draining[name] = (replica, self._loop.call_later(self._drain_s, self._end_drain, replica))
@@ -133,23 +133,23 @@ class Deployment:
         replica.stop(code)
 
     def kill(self, names: Sequence[str]) -> None:
-        """They fail at once, with all that they hold; then others are started in their places."""
+        """Let these replicas fail at once, with all their requests, and then start others in their place."""
         self.replica_seconds()
         lost = [self.running.pop(name) for name in names]
-        self._changed()  # nobody is sent to a replica that fails beside the one that it comes from
+        self._changed()  # before the failures, so that no request moves from one failing replica to another
         for replica in lost:
             self.gone.append(replica)
             replica.stop(ErrorCode.ENGINE_DEAD)
         self.scale(self.target)
 
     def kill_zone(self, zone: int) -> int:
-        """All running replicas of a zone fail; how many that were."""
+        """Let all running replicas of a zone fail, and return their number."""
         names = [name for name, replica in self.running.items() if replica.zone == zone]
         self.kill(names)
         return len(names)
 
     async def upgrade(self, surge: int) -> None:
-        """Replace every replica that runs now, `surge` at a time: new ones first, then as many old ones drain."""
+        """Replace every replica that runs now, `surge` at a time: start new ones first, then drain as many old ones."""
         old = list(self.running)
         while old := [name for name in old if name in self.running]:
             batch = old[:surge]
@@ -159,12 +159,12 @@ class Deployment:
             for name in batch:
                 if name in self.running:  # it may have failed meanwhile
                     self.drain(name)
-            self.scale(self.target)  # a failure may have given up a start, to keep to the target
+            self.scale(self.target)  # after a failure, scaling to the target may have cancelled a start
 
     # --- where ------------------------------------------------------------------------------------------------------
 
     async def place(self, attempt: str, submission: Submission, avoid: Sequence[str]) -> Replica:
-        """The replica that an attempt goes to; waits while none runs, as Serve does."""
+        """Return the replica that an attempt goes to. While none runs, wait, as Serve does."""
         while True:
             replica = self._router.choose(attempt, submission, avoid, self._loop.time())
             if replica is not None:

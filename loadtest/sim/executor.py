@@ -1,5 +1,5 @@
-"""Owns a simulated executor: it says what a step samples and how long it takes, at once.
-Never waits, and keeps nothing of a request: its tokens depend on their positions alone."""
+"""Owns a simulated executor: it returns at once the tokens that a step samples and the time that the step takes.
+Never waits or keeps anything about a request: its tokens depend on their positions alone."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from loadtest.sim.step_time import StepTime
 
 EOS = 0
 FILLER = 1
-"""What prompts are made of, but for the tokens that tell them apart."""
+"""The token that prompts consist of, except for the tokens that tell them apart."""
 FIRST = 2
-"""The least token that stands for something else."""
+"""The smallest token id with another meaning."""
 VOCAB_SIZE = 2**40
 
 
 def token_at(position: int) -> int:
-    """What every request has at a position of its answer: a token that was lost, repeated or moved would show."""
+    """Return the token that every request has at this position of its answer. So a lost, repeated or moved token
+    shows."""
     return FIRST + position
 
 
 class TimedExecutor:
-    """Samples `token_at` each position, and the end of sequence where a request's answer ends."""
+    """Samples `token_at` at each position, and the end of sequence where a request's answer ends."""
 
     def __init__(self, step_time: StepTime, ends: Mapping[str, int]) -> None:
-        """`ends`: by request id, the position at which its answer is over; a request that moves from engine to engine
-        has `.2`, `.3` and so on behind its id."""
+        """`ends` has, by request id, the position at which the answer ends. A request that moves between engines gets a
+        suffix `.2`, `.3` and so on to its id."""
         self._step_time = step_time
         self._ends = ends
         self._output = StepOutput(0, ())
         self.seconds = 0.0
-        """How long the step took that was launched since this was set to 0."""
+        """Time of the steps that were launched since this was last set to 0."""
 
     @property
     def capabilities(self) -> Capabilities:

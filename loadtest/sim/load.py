@@ -1,5 +1,6 @@
-"""Owns the command that simulates a named load: the options, the plan, the verdict and the report of loadtest.load.
-Never leaves a part of a load out: what is not simulated (clients that leave or do not read, tenants) is refused."""
+"""Owns the command that simulates a named load, with the options, plan, verdict and report of loadtest.load.
+Never leaves out a part of a load: loads with a part that is not simulated (clients that disconnect or do not read,
+tenants) are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from loadtest.sim.summary import report
 from loadtest.sim.world import World
 
 _OF_A_SERVER = ("model", "keys", "do", "do_at", "settle", "max_lag_ms", "max_cpu", "request_timeout")
-"""Options of a load that mean nothing where nothing is sent."""
+"""Options of a load that have no meaning in a simulation."""
 _OF_AN_ENGINE = (
     *("max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens", "max_queued_requests"),
     *("num_kv_blocks", "block_size", "max_model_len"),
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_deployment(made: argparse.ArgumentParser) -> None:
-    """Options that a load on a server has not."""
+    """Add the options that a load on a real server does not have."""
     made.add_argument("--replicas", type=int, default=1, help="number of engines (%(default)s)")
     made.add_argument(
         "--router",
@@ -64,18 +65,19 @@ def add_deployment(made: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> tuple[Plan, ResolvedConfig]:
-    """Raises: ValueError: options that make no load, or one that is not simulated. OSError: no such trace."""
+    """Raises: ValueError: the options are invalid, or the load cannot be simulated. OSError: the trace cannot be
+    read."""
     made = parser()
     for name in _OF_A_SERVER:
         if getattr(options, name) != made.get_default(name):
-            raise ValueError(f"--{name.replace('_', '-')} is of a load on a server: nothing is sent here")
+            raise ValueError(f"--{name.replace('_', '-')} needs a real server; a simulation sends nothing")
     if options.replicas < 1:
         raise ValueError(f"--replicas is 1 or more, not {options.replicas}")
     plan = plan_from(options)
     for lack in _lacks(plan):
         raise ValueError(f"{options.scenario} is not simulated: {lack}")
     config = engine_config(**dict(_whole_numbers(options.engine)))
-    EngineConfig(**{name: getattr(config, name) for name in _OF_AN_ENGINE})  # which has rules of its own
+    EngineConfig(**{name: getattr(config, name) for name in _OF_AN_ENGINE})  # checks rules of its own
     return plan, config
 
 
@@ -100,7 +102,7 @@ def _whole_numbers(text: str) -> Iterator[tuple[str, int]]:
 
 
 def simulated(plan: Plan, scenario: Scenario, router: Callable[[int, int], Router]) -> World:
-    """All points of a plan, one after the other, in one world."""
+    """Simulate all points of a plan, one after the other, in one world."""
 
     async def send(world: World) -> None:
         await PlanDriver(plan, world, scenario.seed).run()
@@ -109,7 +111,7 @@ def simulated(plan: Plan, scenario: Scenario, router: Callable[[int, int], Route
 
 
 def run(options: argparse.Namespace) -> Document:
-    """The report of the load that the options name. Raises: as `check`, and ValueError: steps that fit no model."""
+    """Simulate the load of the options and return its report. Raises as `check`; ValueError: the steps fit no model."""
     plan, config = check(options)
     seed = seed_of(options)
     step_time, _ = measured(options.steps)
@@ -123,7 +125,7 @@ def run(options: argparse.Namespace) -> Document:
         duration_s=sum(point.seconds for point in plan.points),
         seed=seed,
     )
-    logging.getLogger("serve_app").setLevel(logging.ERROR)  # of thousands of simulated moves, none is news
+    logging.getLogger("serve_app").setLevel(logging.ERROR)  # thousands of simulated moves would fill the log
     world = simulated(plan, scenario, ROUTERS[options.router])
     shown: dict[str, Any] = {name: getattr(options, name) for name in (*_SHOWN, "replicas", "router", "engine")}
     return report(world, options.scenario, {**shown, "seed": seed}, plan)

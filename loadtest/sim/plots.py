@@ -1,5 +1,5 @@
-"""Owns what each study shows: its plot in docs/, and its table in loadtest/sim/README.md.
-Never simulates, and computes nothing but means and spreads over seeds."""
+"""Owns the presentation of each study: its plot in docs/, and its table in loadtest/sim/README.md.
+Never simulates, and computes only means and spreads over seeds."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Run = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure of a run, or a value of its spec; `scale` turns its unit into that of the title. `per`: divided by that
-    figure."""
+    """A column with a figure of a run or a value of its spec. `scale` converts it to the unit of the title; if `per` is
+    given, it is divided by that figure."""
 
     title: str
     name: str
@@ -33,7 +33,7 @@ class Column:
     per: str | None = None
 
     def of(self, run: Run) -> float:
-        """0 for a time of which there is no value."""
+        """Return the run's value for this column; 0 for a latency without values."""
         known: dict[str, float] = {**run["spec"], **run["figures"]}
         return self.scale * known.get(self.name, 0.0) / (known.get(self.per, 1.0) if self.per else 1.0)
 
@@ -69,16 +69,16 @@ COLUMNS: dict[str, list[Column]] = {
     ],
 }
 OURS = ("ours", "ours-lenient", "prefix-affine", "learned")
-"""Policies of ours, which have a colour."""
+"""Our policies, which are drawn in colour."""
 
 
 def grouped(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
-    """By trace ("" where there is none) and policy, in order of their first run's seed."""
-    found: dict[tuple[str, str], list[Run]] = {}
+    """Group runs by trace ("" if there is none) and policy."""
+    groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         spec = run["spec"]
-        found.setdefault((spec.get("trace", ""), spec["policy"]), []).append(run)
-    return dict(sorted(found.items()))
+        groups.setdefault((spec.get("trace", ""), spec["policy"]), []).append(run)
+    return dict(sorted(groups.items()))
 
 
 def _title(results: Document) -> str:
@@ -86,27 +86,27 @@ def _title(results: Document) -> str:
 
 
 def svg(results: Document) -> str:
-    """Points of cost and good answers for policies that scale, else a panel of bars for each figure."""
-    found = grouped(results["runs"])
-    traces = list(dict.fromkeys(trace for trace, _ in found))
+    """Draw cost against good answers for the study of autoscaling, else a panel of bars for each figure."""
+    groups = grouped(results["runs"])
+    traces = list(dict.fromkeys(trace for trace, _ in groups))
     if results["study"] == "autoscaling":
-        panels = [_points(trace, found) for trace in traces]
+        panels = [_points(trace, groups) for trace in traces]
         return document(_title(results), panels, columns=2)
-    panels = [_bars(trace, column, found) for trace in traces for column in COLUMNS[results["study"]]]
+    panels = [_bars(trace, column, groups) for trace in traces for column in COLUMNS[results["study"]]]
     return document(_title(results), panels, columns=min(3, len(panels)))
 
 
-def _points(trace: str, found: Mapping[tuple[str, str], list[Run]]) -> Panel:
+def _points(trace: str, groups: Mapping[tuple[str, str], list[Run]]) -> Panel:
     pairs = {
         policy: [(HOURS.of(run), GOOD.of(run) / 100) for run in runs]
-        for (of, policy), runs in found.items()
-        if of == trace
+        for (its_trace, policy), runs in groups.items()
+        if its_trace == trace
     }
     return points(trace, "replica-hours", "share of good answers", pairs)
 
 
-def _bars(trace: str, column: Column, found: Mapping[tuple[str, str], list[Run]]) -> Panel:
-    values = {policy: _spread(column, runs) for (of, policy), runs in found.items() if of == trace}
+def _bars(trace: str, column: Column, groups: Mapping[tuple[str, str], list[Run]]) -> Panel:
+    values = {policy: _spread(column, runs) for (its_trace, policy), runs in groups.items() if its_trace == trace}
     return bars(column.title, trace, values, column.digits, OURS)
 
 
@@ -116,12 +116,12 @@ def _spread(column: Column, runs: Sequence[Run]) -> Spread:
 
 
 def table(results: Document) -> str:
-    """Means over the seeds, least and most in brackets."""
+    """Render the means over the seeds, with minimum and maximum in brackets."""
     columns = COLUMNS[results["study"]]
-    found = grouped(results["runs"])
+    groups = grouped(results["runs"])
     lines = [f"| trace | policy | seeds | {' | '.join(column.title for column in columns)} |"]
     lines.append("|---" * (len(columns) + 3) + "|")
-    for (trace, policy), runs in found.items():
+    for (trace, policy), runs in groups.items():
         cells = " | ".join(_cell(column, _spread(column, runs)) for column in columns)
         lines.append(f"| {trace or '–'} | {policy} | {len(runs)} | {cells} |")
     return "\n".join(lines)
@@ -133,12 +133,12 @@ def _cell(column: Column, spread: Spread) -> str:
 
 
 def with_table(readme: str, results: Document) -> str:
-    """README with the study's table."""
+    """Return the README with the study's table replaced."""
     return with_text(readme, results["study"], table(results))
 
 
 def for_each(act: Callable[[Document], None]) -> None:
-    """With the results of each study that has some."""
+    """Call `act` with the results of each study that has results."""
     for study in COLUMNS:
         path = RESULTS / f"sim_{study}.json"
         if path.exists():

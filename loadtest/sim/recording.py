@@ -1,5 +1,5 @@
-"""Owns what is seen of one simulated request while it lives: its stamps, and the timeline of a load that they make.
-Never judges; the tally does, as it judges answers of real servers."""
+"""Owns the timestamps of one simulated request, and the timeline that is made from them.
+Never judges; the tally does, as for answers of real servers."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from serve_app.errors.api_error import ApiError
 
 @dataclass(slots=True)
 class Recording:
-    """Of one request, in simulated seconds."""
+    """The record of one request, in simulated seconds."""
 
     due: float
     num_prompt_tokens: int
     num_waiting_outside: int = 0
     """Requests that waited at the gate when this one left it."""
     begun: float | None = None
-    """When its first chunk began."""
+    """When the request's first chunk began."""
     arrivals: list[float] = field(default_factory=list)
-    """Of its tokens at the client, one each."""
+    """Times at which its tokens reached the client, one each."""
     num_cached_tokens: int = 0
     num_moves: int = 0
     finish_reason: str | None = None
     error: ApiError | None = None
-    """Why its answer is not whole."""
+    """Why the answer is incomplete."""
 
     def note(self, event: Event, at_s: float) -> None:
-        """An event reached the client's side."""
+        """Record an event that reached the client."""
         if isinstance(event, Token):
             self.arrivals.append(at_s)
         elif isinstance(event, Scheduled) and self.begun is None:
@@ -39,7 +39,7 @@ class Recording:
             self.finish_reason = event.reason.value
 
     def ended(self, at_s: float) -> Timeline:
-        """What became of it. It was sent when it was due: nothing holds a simulated client up."""
+        """Make the request's timeline. It was sent when it was due: nothing delays a simulated client."""
         return Timeline(
             due=self.due,
             sent=self.due,
@@ -56,7 +56,7 @@ class Recording:
 
     @property
     def _outcome(self) -> str:
-        """As a client sees it: once a stream has begun, it can break, but not be refused any more."""
+        """The outcome as a client sees it: a stream that has begun can fail, but can no longer be refused."""
         if self.error is None:
             return OK
         return REJECTED if self.error.status in TOO_MUCH and not self.arrivals else FAILED

@@ -1,5 +1,5 @@
-"""Owns one simulated engine replica: the real EngineCore, steps that take simulated time, what it reports.
-Never chooses what runs or where; the core does, and whoever submits."""
+"""Owns one simulated engine replica: the real EngineCore, steps that take simulated time, and its reports.
+Never chooses what runs or where: the core and the router do."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from serve_app.settings.scaling import SignalSettings
 
 
 class Sink(Protocol):
-    """Who reads a request's events."""
+    """The reader of a request's events."""
 
     def receive(self, event: Event, at_s: float) -> None:
-        """`at_s`: when its step began for Scheduled, and when its step ended for all others."""
+        """Take an event. `at_s` is when its step began for Scheduled, and when its step ended for all others."""
         ...
 
     def fail(self, error: EngineError) -> None:
-        """The replica goes away; no event follows."""
+        """The replica is gone; no event follows."""
         ...
 
 
 class Replica:
-    """Steps for as long as it has work. A step is planned and computed when it begins; its events come when it ends,
-    and what arrives meanwhile is in the plan of the next one."""
+    """Runs steps while it has work. A step is planned and computed when it begins. Its events are delivered when it
+    ends, and requests that arrive meanwhile are in the next step's plan."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class Replica:
         signals: SignalSettings,
         on_empty: Callable[[Replica], None] = lambda replica: None,
     ) -> None:
-        """`ends`: see TimedExecutor. `on_empty` is called when the last request of a draining replica has left."""
+        """`ends` is explained in TimedExecutor. `on_empty` is called when the last request of a draining replica has
+        left."""
         self.name, self.zone = name, zone
         self.config = config
         self._loop = asyncio.get_running_loop()
@@ -77,14 +78,14 @@ class Replica:
 
     @property
     def num_ongoing(self) -> int:
-        """Requests that are with it, running and waiting."""
+        """The number of its requests, running and waiting."""
         return len(self._sinks)
 
     def submit(self, submission: Submission, sink: Sink, num_waiting_outside: int = 0) -> None:
-        """Take a request; its events go to `sink` until the terminal one, or until `abort`.
+        """Take a request. Its events go to `sink` until the terminal one, or until `abort`.
 
         Raises:
-            RequestRejected: as the engine does, for what never fits and for a full queue.
+            RequestRejected: as by the engine: the request can never fit, or the queue is full.
         """
         limit = self.config.max_num_seqs + self.config.max_queued_requests
         if self.is_draining:
@@ -96,11 +97,11 @@ class Replica:
         self._signals.submitted(submission.request_id, num_tokens, "ingress", num_waiting_outside)
         self._sinks[submission.request_id] = sink
         self._core.submit(request)
-        if self._step is None:  # whoever comes at the same moment is in the same step
+        if self._step is None:  # requests that arrive at the same moment are in the same step
             self._step = self._loop.call_soon(self._begin_step)
 
     def abort(self, request_id: str) -> None:
-        """Its reader has left. Ignored for one that has ended."""
+        """Abort a request whose reader has left. Does nothing if the request has ended."""
         if self._sinks.pop(request_id, None) is not None:
             self._core.abort(request_id)
             self._signals.ended(request_id)
@@ -136,7 +137,7 @@ class Replica:
     # --- the end of it ----------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Take no more requests; those that are here go on."""
+        """Take no more requests, and finish the present ones."""
         self.is_draining = True
         self._check_empty()
 
@@ -145,7 +146,7 @@ class Replica:
             self._on_empty(self)
 
     def stop(self, code: ErrorCode) -> None:
-        """End now: everybody who is here learns `code`, and the step that runs is lost."""
+        """End at once: all present requests fail with `code`, and the running step is lost."""
         if self._step is not None:
             self._step.cancel()
         sinks, self._sinks = list(self._sinks.values()), {}
@@ -155,7 +156,7 @@ class Replica:
     # --- what it tells ----------------------------------------------------------------------------------------------
 
     def load(self) -> LoadSnapshot:
-        """As of its last step, the one that runs included."""
+        """Return the load as of the last step, including the running one."""
         return self._core.load()
 
     def report(self) -> StampedReport:

@@ -1,5 +1,5 @@
-"""Owns which replica a simulated request goes to: our router's own parts, and the two common policies beside it.
-Never queues a request; where no replica runs, whoever asks waits."""
+"""Owns the choice of a replica for a simulated request: our router's own parts, and two common policies to compare.
+Never queues a request: while no replica runs, the caller waits."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class Router(Protocol):
     """Chooses among the replicas of its last `update`."""
 
     stats_period_s: float | None
-    """How often it wants `update` with new reports; None: only when the replicas change."""
+    """The period at which `update` must be called with new reports; None means only when the replicas change."""
 
     def update(self, replicas: Mapping[str, Replica]) -> None:
-        """These run, and take requests."""
+        """Take over the replicas that run and accept requests."""
         ...
 
     def choose(self, attempt: str, submission: Submission, avoid: Sequence[str], now_s: float) -> Replica | None:
-        """Where this attempt of a request goes; None if no replica runs."""
+        """Return the replica for this attempt of a request; None if no replica runs."""
         ...
 
     def ended(self, attempt: str) -> None:
-        """It is over, however it ended."""
+        """Note that the attempt has ended, in whatever way."""
         ...
 
 
 class _Plain:
-    """A router that goes by nothing but the replicas themselves."""
+    """A router that needs no reports: it looks at the replicas themselves."""
 
     stats_period_s: float | None = None
 
@@ -45,7 +45,7 @@ class _Plain:
         self._replicas = list(replicas.values())
 
     def ended(self, attempt: str) -> None:
-        """Nothing is kept."""
+        """Does nothing: no state is kept."""
 
     def _allowed(self, avoid: Sequence[str]) -> list[Replica]:
         if not avoid:
@@ -67,7 +67,7 @@ class RoundRobin(_Plain):
 
 
 class PowerOfTwo(_Plain):
-    """Of two replicas drawn at random, the one that has fewer requests now: Serve's default, with perfect probes."""
+    """Draws two replicas at random and chooses the one with fewer requests now: Serve's default with perfect probes."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -76,11 +76,11 @@ class PowerOfTwo(_Plain):
     def choose(self, attempt: str, submission: Submission, avoid: Sequence[str], now_s: float) -> Replica | None:
         replicas = self._allowed(avoid)
         drawn = self._random.sample(replicas, min(NUM_DRAWN, len(replicas)))
-        return min(drawn, key=lambda one: one.num_ongoing) if drawn else None
+        return min(drawn, key=lambda replica: replica.num_ongoing) if drawn else None
 
 
 class PrefixAffine:
-    """What serve_app.routing.router does for a call, with the same Chooser and reports as old as its period."""
+    """Routes as serve_app.routing.router does, with the same Chooser and with reports up to one period old."""
 
     def __init__(self, seed: int, block_size: int, settings: RoutingSettings | None = None) -> None:
         self._settings = settings or RoutingSettings()
@@ -109,4 +109,4 @@ ROUTERS: Mapping[str, Callable[[int, int], Router]] = {
     "power-of-two": lambda seed, block_size: PowerOfTwo(seed),
     "round-robin": lambda seed, block_size: RoundRobin(),
 }
-"""Each is given a seed and the size of a block."""
+"""Constructors of routers; each takes a seed and the block size."""

@@ -1,4 +1,5 @@
-"""Owns who decides on the number of simulated replicas: nobody, or our autoscaler with its real reports.
+"""Owns the interface that decides the number of simulated replicas, and our autoscaler behind it, with its real
+reports.
 Never starts or ends a replica; the deployment does."""
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ REPORT_S = 1.0
 
 
 class Scaler(Protocol):
-    """Asked `period_s` seconds after it was asked last."""
+    """Decides the number of replicas every `period_s` seconds."""
 
     period_s: float
 
     def decide(self, deployment: Deployment, now_s: float, num_live: int) -> int:
-        """The replicas that there are to be. `num_live`: requests that came and have not ended, wherever they are."""
+        """Return the target number of replicas. `num_live` counts all requests that have arrived and not ended."""
         ...
 
 
 class EngineLoad:
-    """Our policy: what serve_app.scaling.policy hands to the Autoscaler, from engines that report once a second."""
+    """Our policy: calls the Autoscaler as serve_app.scaling.policy does, with engines that report once a second."""
 
     period_s = 0.5
 

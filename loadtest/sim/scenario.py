@@ -1,5 +1,5 @@
-"""Owns what a simulation depends on: the requests, the engines, their steps, how long a start takes.
-Never runs anything; a scenario is frozen, and the same one gives the same simulation."""
+"""Owns the inputs of a simulation: the requests, the engines, their step times, the time of a start.
+Never runs anything. A scenario is frozen, and the same scenario gives the same simulation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from loadtest.slo import Goal
 
 
 def engine_config(**overrides: Any) -> ResolvedConfig:
-    """An engine as it is resolved on two cores, but for its KV cache: room for the traces' longest prompts."""
+    """Return the settings of an engine as resolved on two cores, with a KV cache large enough for the traces' longest
+    prompts."""
     settings: dict[str, Any] = dict(
         max_model_len=262_144,
         block_size=16,
@@ -44,19 +45,20 @@ def engine_config(**overrides: Any) -> ResolvedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """All that a simulation depends on, but for who routes and who scales."""
+    """All inputs of a simulation except the router and the scaler."""
 
     jobs: Sequence[Job]
     step_time: StepTime
     goal: Goal
     config: ResolvedConfig = field(default_factory=engine_config)
     replicas: int = 1
-    """That run when the first request may come."""
+    """The number of replicas that run at the beginning."""
     cold_start_s: float = 30.0
     drain_s: float = 300.0
     num_zones: int = 1
     prefill_tokens_per_s: float = 1000.0
-    """What the autoscaler and the router take for an engine's, before it has measured its own."""
+    """The rate that the autoscaler and the router assume for an engine until it has measured its own."""
     duration_s: float | None = None
-    """How long requests come, and are counted, as replicas are; None: until the last arrival, a second at least."""
+    """The time for which requests and replica-hours are counted; None means until the last arrival, at least a
+    second."""
     seed: int = 0

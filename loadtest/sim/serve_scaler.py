@@ -1,5 +1,5 @@
 """Owns Ray Serve's own autoscaling policy in a simulation: its code, called as its controller calls it.
-Never changes a decision of it; the bounds are applied as the controller applies them."""
+Never changes its decisions; the bounds are applied as the controller applies them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unittest.mock import patch
 from loadtest.sim.deployment import Deployment
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Ray's own models use what pydantic deprecates
+    warnings.simplefilter("ignore")  # Ray's own models use deprecated features of pydantic
     from ray.serve import autoscaling_policy
     from ray.serve._private.common import DeploymentID, ReplicaID
     from ray.serve.config import AutoscalingConfig, AutoscalingContext
@@ -25,15 +25,15 @@ _ENGINE = DeploymentID(name="Engine", app_name="default")
 
 @contextmanager
 def serve_clock(clock: Callable[[], float]) -> Iterator[None]:
-    """Within it, Serve's policy reads this clock. It measures its delays with `time.time()`, and would take a simulated
-    hour for the second that it lasts: nothing would ever be scaled."""
+    """Make Serve's policy read this clock within the block. It measures its delays with `time.time()`, for which a
+    simulated hour lasts a second, so it would never scale."""
     with patch.object(autoscaling_policy, "time", SimpleNamespace(time=clock)):
         yield
 
 
 class ServeDefault:
-    """Ongoing requests per replica against a target, with Serve's defaults for all else: they are sampled every second
-    and averaged over `look_back_period_s`, more is added after 30 s, less is removed after 600."""
+    """Compares ongoing requests per replica with a target, with Serve's defaults for all else: they are sampled every
+    second and averaged over `look_back_period_s`; replicas are added after 30 s and removed after 600 s."""
 
     period_s = 1.0
 

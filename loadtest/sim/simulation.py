@@ -1,5 +1,5 @@
 """Owns one simulation from its first request to its last.
-Never keeps anything between two simulations; each has a clock, a world and random numbers of its own."""
+Never keeps anything between two simulations: each has its own clock, world and random numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loadtest.tally import Figures
 from loadtest.timeline import Timeline
 
 Happening = Callable[[World], Awaitable[None]]
-"""What befalls a deployment while it serves: a failure, a drain, an upgrade."""
+"""Something that happens to a deployment while it serves: a failure, a drain, an upgrade."""
 
 
 def simulate(
@@ -27,11 +27,11 @@ def simulate(
     on_answer: Callable[[Timeline], None] = lambda answer: None,
     send: Callable[[World], Awaitable[None]] = World.send_all,
 ) -> tuple[Figures, World]:
-    """Simulate it to the end of the last request. The router and the scaler are made anew; `scaler` is given the clock.
-    `send` is done when all that it sends has ended.
+    """Simulate a scenario until its last request has ended. The router and the scaler are created for it; `scaler` is
+    given the clock. `send` returns when all its requests have ended.
 
     Returns:
-        The figures of the scenario's jobs (see summary), and what is left of the world. Only `on_answer` sees single
+        The figures of the scenario's jobs (see summary), and the world at the end. Only `on_answer` sees single
         requests.
 
     Raises:
@@ -61,6 +61,6 @@ async def _simulate(
     for task in others:
         task.cancel()
     for ended in await asyncio.gather(*others, return_exceptions=True):
-        if isinstance(ended, Exception):  # and not that it was cancelled: what ran without it is no result
+        if isinstance(ended, Exception):  # not a cancellation: without this task the result would be invalid
             raise ended
     return figures(world), world

@@ -1,5 +1,5 @@
-"""Owns the studies' runs: what each one simulates, as plain values, and how such values become a simulation.
-Never runs more than one, and keeps no result."""
+"""Owns the runs of the studies: a specification of each in plain values, and the simulation that it describes.
+Never runs more than one at a time, and keeps no result."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from loadtest.tally import Figures
 from serve_app.settings.scaling import ScalingSettings
 
 Spec = dict[str, Any]
-"""A run: JSON values only, so that it names itself in the results."""
+"""Specifies a run, with JSON values only, so that it can identify the run in the results."""
 
 LONG_PROMPTS = Goal(ttft_ms=10_000, tpot_ms=500)
-"""What two cores can do with prompts of thousands of tokens."""
+"""What two cores can achieve with prompts of thousands of tokens."""
 QUICK = Goal(ttft_ms=1000, tpot_ms=150)
-"""For prompts of a hundred."""
+"""For prompts of a hundred tokens."""
 STEADY = Goal(ttft_ms=1000, tpot_ms=None, gap_p95_ms=50)
-"""For engines that step in 10 ms: a stream that stops now and then for a prompt of 2,000 tokens keeps it."""
+"""For engines with steps of 10 ms: a stream that sometimes pauses for a prompt of 2,000 tokens still meets it."""
 GOALS = {
     "autoscaling": LONG_PROMPTS,
     "routing": LONG_PROMPTS,
@@ -47,27 +47,28 @@ GOALS = {
 }
 SERVE_TARGETS = (2, 4, 8)
 SHARES = {"azure_conv": 0.12, "azure_code": 0.1, "mooncake_conv": 0.08, "mooncake_synth": 0.08}
-"""Of each trace's requests, so that a handful of replicas serve them."""
+"""The share of each trace's requests that is used, so that a handful of replicas can serve them."""
 SPEEDS = {"azure_conv": 1, "azure_code": 1, "mooncake_conv": 16, "mooncake_synth": 16}
-"""How many times as fast as measured the engines are. Two cores compute Mooncake's prompts in minutes."""
+"""The factor by which engines are faster than measured. Two cores would compute Mooncake's prompts in minutes."""
 FAST = {"block_size": 64, "num_kv_blocks": 4096, "max_num_batched_tokens": 2048, "max_prefill_tokens": 2048}
 MOST_REPLICAS = 16
 MILLION = 1_005_000
-"""Requests on average. Arrivals are random, with a deviation of a thousand: there are a million by any seed."""
+"""Mean number of requests. Arrivals are random, with a standard deviation of a thousand, so that every seed gives at
+least a million."""
 DISRUPTED = {"none": MILLION, "zone-loss": 250_000, "upgrade": MILLION}
-"""Requests: a zone is back after half a minute, and an upgrade by tenths takes six."""
+"""Numbers of requests. A zone is back after half a minute, and an upgrade in ten batches takes six minutes."""
 SECONDS = {"autoscaling": 1200.0, "routing": 120.0, "reservation": 0.0, "scale": 0.0, "disruption": 0.0}
-"""Of a trace that a run takes: for autoscaling twice Serve's delay before it removes a replica."""
+"""Seconds of a trace that a run takes. For autoscaling this is twice Serve's delay before it removes a replica."""
 
 
 GPU_LIKE = LinearStep(step_s=0.008, token_s=22e-6, decode_row_s=30e-6, attention_context=8192)
-"""A made-up machine, of the order of one GPU and a model of 8 billion weights."""
+"""A made-up machine, roughly one GPU with a model of 8 billion weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class TightMemory:
-    """Requests of chats on a GPU_LIKE engine whose KV cache holds `kv_tokens`: prompts of 1,000 tokens and answers of
-    550 on average, both log-normal, of clients that ask for at most `max_tokens` (None: they do not say)."""
+    """Chat requests on a GPU_LIKE engine whose KV cache holds `kv_tokens`. Prompts have 1,000 tokens and answers 550 on
+    average, both log-normal. Clients ask for at most `max_tokens` (None means they do not set it)."""
 
     kv_tokens: int
     rate: float
@@ -79,9 +80,9 @@ TIGHT = {
     "unset, 100k": TightMemory(100_000, 9.0, None),
     "4096, 48k": TightMemory(48_000, 4.0, 4096),
 }
-"""By the `max_tokens` that is asked for, and the KV cache's size."""
+"""Named by the requested `max_tokens` and the size of the KV cache."""
 SHORT = "256, 6k"
-"""Answers of a tenth to three tenths of `max_tokens`, on engines so fast that a full step keeps the goal's gap."""
+"""Answers take a tenth to three tenths of `max_tokens`, on engines so fast that a full step meets the goal's gap."""
 VLLM_V1 = {
     "reserve_mode": "prompt",
     "watermark_blocks": 0,
@@ -91,8 +92,8 @@ VLLM_V1 = {
     "chunk_align": 1,
     "chunk_halving_context": 0,
 }
-"""vLLM V1's schedule, by our settings: running requests first, then whoever's prompt fits; the last one loses its
-memory and waits at the front."""
+"""vLLM V1's schedule in our settings: running requests first, then each whose prompt fits. When memory runs out, the
+latest request is preempted and waits at the front."""
 RESERVING: dict[str, dict[str, Any]] = {
     "full": {"reserve_mode": "full", "preempt_policy": "none"},
     "prompt": {"reserve_mode": "prompt"},
@@ -101,15 +102,15 @@ RESERVING: dict[str, dict[str, Any]] = {
     "vllm-v1": VLLM_V1,
 }
 WINDOW = 32_768
-"""Longest prompt and answer of those engines, which an unset `max_tokens` reserves in full."""
+"""Maximum length of prompt and answer on those engines. An unset `max_tokens` reserves all of it."""
 
 
 # --- what there is to run -------------------------------------------------------------------------------------------
 
 
 def autoscaling(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
-    """Our policy and Serve's default at several targets, on each trace. `ours-lenient` is content with half of the
-    first tokens in time; `fixed` has all replicas that there may be, all the time, as a yardstick."""
+    """Compare our policy with Serve's default at several targets, on each trace. `ours-lenient` is satisfied if half of
+    the first tokens are in time. `fixed` always has the maximum number of replicas, as a yardstick."""
     policies = ["ours", "ours-lenient", *(f"serve-{target}" for target in SERVE_TARGETS), "fixed"]
     for seed in range(seeds):
         for trace in TRACES:
@@ -119,7 +120,8 @@ def autoscaling(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
 
 
 def routing(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
-    """Three policies on the traces whose prompts share prefixes; each seed has another stretch of the trace."""
+    """Compare three policies on the traces whose prompts share prefixes. Each seed uses another section of the
+    trace."""
     for seed in range(seeds):
         for trace in ("mooncake_conv", "mooncake_synth"):
             for policy in ROUTERS:
@@ -127,9 +129,10 @@ def routing(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
 
 
 def reservation(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
-    """Ways to reserve memory where it is short: the lengths of `benchmarks.engine.memory`, answered by fast engines,
-    which wait for memory and not for products of matrices; and chats that ask for more than they use, or do not say.
-    A whole context each is not reserved there: one request at a time would run."""
+    """Compare ways to reserve scarce memory. One load has the lengths of `benchmarks.engine.memory` on fast engines,
+    which are bound by memory and not by matrix products. The others are chats that ask for more than they use, or do
+    not set `max_tokens`. `full` is left out there: it would reserve a whole context, and requests would run one at a
+    time."""
     for seed in range(seeds):
         for policy in RESERVING:
             yield {"trace": SHORT, "policy": policy, "seed": seed, "requests": _sized(2000, size), "rate": 56.25}
@@ -140,14 +143,14 @@ def reservation(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
 
 
 def scale(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
-    """A thousand replicas and a million requests, times `size` for the requests alone."""
+    """Simulate a thousand replicas and a million requests; `size` scales the requests alone."""
     for seed in range(seeds):
         yield {"policy": "none", "seed": seed, "replicas": 1000, "requests": _sized(MILLION, size)}
 
 
 def disruption(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
-    """A thousand replicas, times `size` as the requests are: while all is well, while a zone of three fails, and while
-    every replica is replaced. The requests of the first are those of `scale`."""
+    """Simulate a thousand replicas undisturbed, while a zone of three fails, and while every replica is replaced.
+    `size` scales replicas and requests. The requests of the undisturbed run are those of `scale`."""
     for seed in range(seeds):
         for policy, requests in DISRUPTED.items():
             replicas = _sized(1000, size)
@@ -155,7 +158,7 @@ def disruption(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
 
 
 def _sized(number: int, size: float) -> int:
-    """At least one: among no replicas, the first request would wait for ever."""
+    """Scale a number, to at least one: without a replica, the first request would wait for ever."""
     return max(1, round(number * size))
 
 
@@ -172,8 +175,8 @@ STUDIES: dict[str, Callable[[int, float, float], Iterator[Spec]]] = {
 
 
 def run_spec(study: str, spec: Spec, reports: Path | None = None) -> Figures:
-    """Its figures, with the wall time and the time of a core that it took, and the most memory that this process has
-    had. `reports`: a folder in which its report gets a folder of its own."""
+    """Run a simulation and return its figures, with its wall time, its CPU time, and the peak memory of this process.
+    `reports` is a folder in which its report gets its own folder."""
     begun, begun_cpu = time.perf_counter(), time.process_time()
     world = _RUNS[study](spec, GOALS[study])
     took_s, cpu_s = time.perf_counter() - begun, time.process_time() - begun_cpu
@@ -184,7 +187,7 @@ def run_spec(study: str, spec: Spec, reports: Path | None = None) -> Figures:
 
 
 def twins(study: str) -> list[str]:
-    """Other studies in which the same spec is the same simulation."""
+    """Return the other studies in which the same spec means the same simulation."""
     return [
         other for other in STUDIES if other != study and _RUNS[other] is _RUNS[study] and GOALS[other] == GOALS[study]
     ]
@@ -203,7 +206,7 @@ def _scaler(policy: str, scenario: Scenario, clock: Callable[[], float]) -> Scal
     if policy.startswith("ours"):
         settings = {"startup_time_s": scenario.cold_start_s, "ttft_objective": 0.5 if policy == "ours-lenient" else 0.9}
         return EngineLoad(ScalingSettings.model_validate(settings), 1, MOST_REPLICAS)
-    from loadtest.sim.serve_scaler import ServeDefault  # Ray, which takes seconds to import
+    from loadtest.sim.serve_scaler import ServeDefault  # imports Ray, which takes seconds
 
     return ServeDefault(float(policy.removeprefix("serve-")), 1, MOST_REPLICAS, clock)
 
@@ -264,7 +267,7 @@ def _arrivals(spec: Spec) -> list[Job]:
 
 
 def _run_large(spec: Spec, goal: Goal) -> World:
-    """Short equal requests, at three quarters of what the replicas can do."""
+    """Simulate short equal requests at three quarters of the replicas' capacity."""
     step_time, _ = measured()
     replicas, requests = spec["replicas"], spec["requests"]
     rate = replicas * 2.5

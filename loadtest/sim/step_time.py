@@ -1,5 +1,5 @@
-"""Owns how long a simulated step takes: a constant, or a linear model of what the step computes.
-Never measures; the linear model is fitted to times that `benchmarks.engine.step` measured, or that a server logged."""
+"""Owns the duration of a simulated step: a constant, or a linear model of the work in the step.
+Never measures: the linear model is fitted to times that `benchmarks.engine.step` measured or a server logged."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import numpy as np
 from engine.step import RowKind, StepPlan
 
 MEASURED = Path(__file__).parents[1] / "results" / "engine_step_vectors.json"
-"""The studies' machine: two cores without a matrix unit, which is what most have."""
+"""Step times of the studies' machine: two cores without a matrix unit, like most machines."""
 BENCHMARK = "engine_step"
-"""What such a file calls itself."""
+"""The name of the benchmark in such a file."""
 ATTENTION_CONTEXT = 3072
-"""Context at which attention costs a token as much as the matrix products, from the shape of SmolLM2-135M, as the
-engine itself derives it (`chunk_halving_context`). The measured steps have one context only, so this is not fitted."""
+"""Context at which a token's attention costs as much as its matrix products. It follows from the shape of SmolLM2-135M,
+as the engine derives `chunk_halving_context`. It is not fitted, since the measured steps have only one context."""
 
 _TRACED = re.compile(r"\bstep=\d+ decode=(\d+) prefill_requests=\d+ prefill_tokens=(\d+) .*\bus=(\d+)")
 
 
 class StepTime(Protocol):
     def seconds(self, plan: StepPlan) -> float:
-        """How long the step takes; more than 0."""
+        """Return the duration of the step; more than 0."""
         ...
 
 
@@ -44,8 +44,8 @@ class ConstantStep:
 
 @dataclass(frozen=True, slots=True)
 class LinearStep:
-    """step_s + decode_row_s for each decode row + token_s for each prefill token, and for each token of a row another
-    token_s for every `attention_context` tokens that it attends to."""
+    """A step takes step_s + decode_row_s for each decode row + token_s for each prefill token. Each token of a row adds
+    another token_s for every `attention_context` tokens that it attends to."""
 
     step_s: float
     token_s: float
@@ -58,18 +58,18 @@ class LinearStep:
         return self.step_s + self.decode_row_s * decodes + self.token_s * work
 
     def faster(self, times: float) -> LinearStep:
-        """The steps of a machine that does all of it in a fraction of the time. There is no such machine: whatever is
+        """Return the step times of a machine that is faster by this factor. There is no such machine, and everything
         simulated with it says so."""
         return LinearStep(self.step_s / times, self.token_s / times, self.decode_row_s / times, self.attention_context)
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Of short prompts, in large steps."""
+        """The prefill rate for short prompts in large steps."""
         return 1 / self.token_s
 
 
 def work_of(plan: StepPlan) -> tuple[int, int, float]:
-    """Decode rows, prefill tokens, and the sum over all tokens of the context that they attend to."""
+    """Count decode rows and prefill tokens, and sum up the context that each token attends to."""
     decodes, tokens, attended = 0, 0, 0.0
     for row in plan.rows:
         count = len(row.token_ids)
@@ -82,37 +82,38 @@ def work_of(plan: StepPlan) -> tuple[int, int, float]:
 
 
 def fit(cells: Sequence[dict[str, Any]], kernels: str = "native") -> tuple[LinearStep, float]:
-    """Least squares over the relative errors of the measured medians of one kind of kernels.
+    """Fit the model to the measured medians of one kind of kernels, by least squares over relative errors.
 
     Returns:
-        The model, and the largest error of a cell as a share of what was measured.
+        The model, and its largest relative error.
     """
-    found = [cell for cell in cells if cell["kernels"] == kernels]
-    return _solve([_features(cell) for cell in found], [cell["ms_p50"] / 1000 for cell in found])
+    own = [cell for cell in cells if cell["kernels"] == kernels]
+    return _solve([_features(cell) for cell in own], [cell["ms_p50"] / 1000 for cell in own])
 
 
 def fit_trace(lines: Iterable[str], least: int = 10) -> tuple[LinearStep, float]:
-    """As `fit`, over the means of the steps that a server with `step_trace` logged, by what they computed; what
-    occurred less than `least` times is left out. What a step attended to is not in the log, and counts as nothing."""
+    """Fit the model to the steps that a server with `step_trace` logged. Steps with the same work are averaged; work
+    that occurred fewer than `least` times is left out. The log does not have the context, so attention counts as
+    nothing."""
     steps: dict[tuple[int, int], list[float]] = defaultdict(list)
     for line in lines:
         if found := _TRACED.search(line):
             decodes, tokens, micros = map(int, found.groups())
             steps[decodes, tokens].append(micros / 1e6)
-    kept = {of: seconds for of, seconds in steps.items() if len(seconds) >= least}
+    kept = {work: seconds for work, seconds in steps.items() if len(seconds) >= least}
     features = [(1.0, float(tokens), float(decodes)) for decodes, tokens in kept]
     return _solve(features, [float(np.mean(seconds)) for seconds in kept.values()])
 
 
 def _solve(features: Sequence[tuple[float, float, float]], seconds: Sequence[float]) -> tuple[LinearStep, float]:
-    """Least squares over relative errors.
+    """Solve for the factors by least squares over relative errors.
 
     Raises:
-        ValueError: there are too few steps, or no positive factors make them.
+        ValueError: there are too few steps, or the factors would not be positive.
     """
     rows, measured = np.array(features).reshape(-1, 3), np.array(seconds)
     if np.linalg.matrix_rank(rows) < rows.shape[1]:
-        raise ValueError(f"{len(rows)} kinds of steps were measured, which do not fix {rows.shape[1]} factors")
+        raise ValueError(f"{len(rows)} kinds of steps were measured, too few to determine {rows.shape[1]} factors")
     factors, *_ = np.linalg.lstsq(rows / measured[:, None], np.ones(len(rows)), rcond=None)
     if min(factors) <= 0:
         raise ValueError(f"measured steps do not fit: a factor of {factors} is not positive")
@@ -121,7 +122,7 @@ def _solve(features: Sequence[tuple[float, float, float]], seconds: Sequence[flo
 
 
 def _features(cell: dict[str, Any]) -> tuple[float, float, float]:
-    """(1, prefill work, decode rows) of a cell: `size` decode rows, or one prompt's chunk of `size` tokens."""
+    """Return (1, prefill work, decode rows) of a cell: `size` decode rows, or one prompt's chunk of `size` tokens."""
     size, context = cell["size"], cell["context"]
     if cell["step"] == "decode":
         return 1.0, size * context / ATTENTION_CONTEXT, float(size)
@@ -129,13 +130,14 @@ def _features(cell: dict[str, Any]) -> tuple[float, float, float]:
 
 
 def measured(path: Path = MEASURED) -> tuple[LinearStep, float]:
-    """The model of the steps in a result of `benchmarks.engine.step` (.json) or in a server's log with `step_trace`.
+    """Fit the model to a result of `benchmarks.engine.step` (.json) or to a server's log with `step_trace`.
 
     Returns:
         The model, and its largest error.
 
     Raises:
-        OSError, ValueError: no such file, or one that holds no such thing.
+        OSError: the file cannot be read.
+        ValueError: it holds no measured steps.
     """
     if path.suffix != ".json":
         with path.open(errors="replace") as log:
@@ -143,5 +145,5 @@ def measured(path: Path = MEASURED) -> tuple[LinearStep, float]:
     document = json.loads(path.read_text())
     benchmark = document.get("benchmark") if isinstance(document, dict) else None
     if benchmark != BENCHMARK or not document.get("cells"):  # other benchmarks have cells of their own kinds
-        raise ValueError(f"{path} is no result of benchmarks.engine.step with cells: its benchmark is {benchmark}")
+        raise ValueError(f"{path} is not a result of benchmarks.engine.step with cells: its benchmark is {benchmark}")
     return fit(document["cells"])

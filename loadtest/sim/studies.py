@@ -1,5 +1,6 @@
-"""Owns the studies' command: it runs what a results file lacks, side by side, and keeps each result as it comes.
-Never runs a simulation again that the file holds; `--anew` begins with an empty one."""
+"""Owns the command of the studies: it runs the simulations that a results file lacks, in parallel, and saves each
+result.
+Never repeats a simulation that the file holds, unless `--anew` discards the file."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Document = dict[str, Any]
 
 
 def empty(study: str) -> Document:
-    """A results file without runs: what all of them are made from."""
+    """Return a results file without runs. It has the inputs that all runs share."""
     step_time, error = measured()
     return {
         "study": study,
@@ -37,7 +38,7 @@ def empty(study: str) -> Document:
 
 
 def _made_up(study: str) -> Document:
-    """Step times of a machine that there is not."""
+    """Step times of a made-up machine."""
     return {"gpu_like_step_time": asdict(GPU_LIKE)} if study == "reservation" else {}
 
 
@@ -47,7 +48,7 @@ def current_commit() -> str:
 
 
 def load(path: Path, study: str, *, anew: bool) -> Document:
-    """What is there, unless it was made from other step times, or for another goal."""
+    """Load the results file, or an empty one if the file was made with other step times or for another goal."""
     fresh = empty(study)
     if anew or not path.exists():
         return fresh
@@ -57,8 +58,8 @@ def load(path: Path, study: str, *, anew: bool) -> Document:
 
 
 def missing(document: Document, specs: Sequence[Spec]) -> list[Spec]:
-    """Those that have no figures yet. Figures of specs that differ in more than their seed are dropped: they belong to
-    another form of the study."""
+    """Return the specs that have no figures yet. Runs whose spec differs from all of these in more than the seed are
+    dropped: they belong to another form of the study."""
     forms = {_key({**spec, "seed": None}) for spec in specs}
     document["runs"] = [run for run in document["runs"] if _key({**run["spec"], "seed": None}) in forms]
     done = {_key(run["spec"]) for run in document["runs"]}
@@ -66,11 +67,11 @@ def missing(document: Document, specs: Sequence[Spec]) -> list[Spec]:
 
 
 def take_over(document: Document, specs: Sequence[Spec], folder: Path) -> None:
-    """The runs that another study's results hold already: nobody simulates a million undisturbed requests twice."""
+    """Copy runs that another study's results already hold, so that a million requests are not simulated twice."""
     for study in twins(document["study"]):
         wanted = {_key(spec) for spec in missing(document, specs)}
-        found = load(folder / f"sim_{study}.json", study, anew=False)["runs"]
-        document["runs"] += [run for run in found if _key(run["spec"]) in wanted]
+        theirs = load(folder / f"sim_{study}.json", study, anew=False)["runs"]
+        document["runs"] += [run for run in theirs if _key(run["spec"]) in wanted]
 
 
 def _key(spec: Spec) -> str:
@@ -78,7 +79,8 @@ def _key(spec: Spec) -> str:
 
 
 def save(document: Document, path: Path) -> None:
-    """A line for each run, in an order that does not depend on which was done first. A reader sees all or nothing."""
+    """Write a line for each run, in an order that does not depend on which ended first. The file is replaced
+    atomically."""
     document["runs"].sort(key=lambda run: _key(run["spec"]))
     head = json.dumps({name: value for name, value in document.items() if name != "runs"})
     runs = ",\n".join(json.dumps(run) for run in document["runs"])
@@ -89,7 +91,7 @@ def save(document: Document, path: Path) -> None:
 
 
 def run_all(document: Document, specs: Sequence[Spec], path: Path, processes: int, reports: Path | None) -> None:
-    """Run them side by side; the file has each as soon as it is there. The first that fails ends the study."""
+    """Run the specs in parallel, and save each result as soon as it is there. The first failure ends the study."""
     commit = current_commit()
     with ProcessPoolExecutor(processes, initializer=_prepare_worker) as pool:
         pending = {pool.submit(run_spec, document["study"], spec, reports): spec for spec in specs}
@@ -98,15 +100,16 @@ def run_all(document: Document, specs: Sequence[Spec], path: Path, processes: in
                 spec, figures = pending[future], future.result()
                 document["runs"].append({"spec": spec, "commit": commit, "figures": figures})
                 save(document, path)
-                told = f"good {figures['good_share']:.3f}, {figures['wall_s']:.1f} s"
-                print(json.dumps(spec), told, flush=True)
+                outcome = f"good {figures['good_share']:.3f}, {figures['wall_s']:.1f} s"
+                print(json.dumps(spec), outcome, flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def _prepare_worker() -> None:
-    """Of thousands of simulated moves, none is news; and of millions of young tuples, none is in a cycle."""
+    """Silence the log of thousands of simulated moves, and collect garbage rarely: the millions of young tuples are
+    never in a cycle."""
     logging.getLogger("serve_app").setLevel(logging.ERROR)
     gc.set_threshold(100_000, 50, 100)
 

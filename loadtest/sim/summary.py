@@ -1,5 +1,5 @@
-"""Owns what a simulation comes to: the figures and the report of a load, and what the deployment did for them.
-Never sums up by itself: the tally and the report are those of loads of real servers."""
+"""Owns the results of a simulation: the figures and the report of its load, and the figures of the deployment.
+Never sums up answers itself: it uses the tally and the report of real loads."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from loadtest.sim.world import POINT, World
 from loadtest.tally import Figures
 
 _NOBODY = Generator(workers=0, cpu_percent=0.0, max_cpu_percent=0.0, max_lag_ms=0.0)
-"""Sends a simulated load: it takes no time, and is never late."""
+"""The generator of a simulated load, which takes no time and is never late."""
 NOTE = "Simulated: no server was asked, and no time of one was measured"
 
 
 def figures(world: World) -> Figures:
-    """Those of a load, by the names of its report, and those of the deployment."""
+    """Return the figures of the load, by the names of its report, and those of the deployment."""
     return world.tally.figures(POINT) | deployment_figures(world)
 
 
 def deployment_figures(world: World) -> Figures:
-    """What a client of a real server would not see. Replica-hours are of the time in which requests came."""
+    """Return the figures that a client of a real server would not see. Replica-hours cover the time in which requests
+    arrived."""
     deployment = world.deployment
     replicas = [*deployment.gone, *deployment.running.values()]
     return {
@@ -40,10 +41,10 @@ def deployment_figures(world: World) -> Figures:
 
 
 def report(world: World, name: str, settings: Mapping[str, Any], plan: Plan | None = None) -> Document:
-    """The document of a load (loadtest/README.md), with `deployment` beside. `settings`: what else was chosen; `plan`:
-    what was sent, if not the scenario's jobs."""
+    """Return the document of a load (loadtest/README.md), with `deployment` added. `settings` are the other choices of
+    the run; `plan` is what was sent, if not the scenario's jobs."""
     plan = plan or Plan((Point(POINT, (), world.duration_s),))
     plan = dataclasses.replace(plan, notes=(*plan.notes, NOTE))
-    told = {"scenario": name, "url": "simulated engines", **settings}
-    document = document_of(plan, world.tally, _NOBODY, Course(happened=world.happened), told)
+    settings = {"scenario": name, "url": "simulated engines", **settings}
+    document = document_of(plan, world.tally, _NOBODY, Course(happened=world.happened), settings)
     return document | {"deployment": deployment_figures(world)}

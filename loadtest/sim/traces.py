@@ -1,5 +1,5 @@
-"""Owns where the recorded traces lie, and the jobs that come of their requests.
-Never carries a trace along: they lie beside the project, under licences of their own."""
+"""Owns the location of the recorded traces, and the jobs that are made from their requests.
+Never contains a trace: traces are kept outside the project, under their own licences."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TRACES = {
 
 
 class TraceMissingError(FileNotFoundError):
-    """A trace is not where it is looked for."""
+    """A trace is not where it is expected."""
 
 
 def trace_path(name: str) -> Path:
-    """Where a trace lies: in `traces/` of the folder that CHUNKSERVE_DATA names, or of ../shared/data.
+    """Return the path of a trace in `traces/` of the folder CHUNKSERVE_DATA, or else of ../shared/data.
 
     Raises:
-        TraceMissingError: it is not there.
+        TraceMissingError: the file does not exist.
     """
     folder = Path(os.environ.get("CHUNKSERVE_DATA", ROOT.parent / "shared" / "data"))
     path = folder / "traces" / TRACES[name]
@@ -36,7 +36,7 @@ def trace_path(name: str) -> Path:
 
 
 def trace_jobs(name: str) -> list[Job]:
-    """The requests of one of TRACES, in order of arrival, the first at 0 s. A request without an answer token has one:
-    the engine samples one at least."""
+    """Return the requests of one of TRACES, in order of arrival, the first at 0 s. A request without answer tokens gets
+    one, since the engine samples at least one."""
     rows = read_trace(trace_path(name)).rows
     return [Job(row.at_s, max(row.prompt_tokens, 1), max(row.output_tokens, 1), row.blocks) for row in rows]

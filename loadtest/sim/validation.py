@@ -1,5 +1,5 @@
-"""Owns the comparison of the simulator with a live server: the same closed loads, figure by figure.
-Never fits anything to it: the step times are those of the engine alone, measured another day."""
+"""Owns the comparison of the simulator with a live server under the same closed loads, figure by figure.
+Never fits anything to the server: the step times are those of the engine alone, measured on another day."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from loadtest.sim.world import KIND, POINT, World
 LIVE = RESULTS / "peers.json"
 """From `make bench-peers`: HAProxy, the ingress, the token channel and the engine on two cores."""
 STEPS = RESULTS / "engine_step.json"
-"""Of the engine alone, on the kind of machine that LIVE is of."""
+"""Step times of the engine alone, on the same kind of machine as LIVE."""
 LOADS = {"single": "alone", "closed": "16 clients"}
-"""Those whose prompts share nothing and whose requests are alike."""
+"""The loads with equal requests whose prompts share nothing."""
 FIGURES = {
     "ttft_ms": ("ttft_p50_ms", "first token, ms"),
     "tpot_ms": ("tpot_p50_ms", "ms a token"),
     "tokens_per_s": ("output_tokens_per_s", "tokens/s"),
 }
-"""By their names in LIVE: the same in a simulation, and in words."""
+"""By name in LIVE: the figure's name in a simulation, and its title."""
 ENGINE = {"max_num_batched_tokens": 128, "max_prefill_tokens": 128, "num_kv_blocks": 5825, "max_model_len": 4096}
-"""As config.yaml had it when that was measured."""
+"""The engine settings of config.yaml when LIVE was measured."""
 
 
 def live_figures(results: Mapping[str, Any], load: str) -> dict[str, float]:
-    """Our server's medians over the rounds, without drafts: nobody knows which a simulated step would have right."""
-    rounds = [found["chunkserve-no-drafts"]["scenarios"][load] for found in results["rounds"]]
-    return {name: statistics.median(found[name] for found in rounds) for name in FIGURES}
+    """Return our server's medians over the rounds, without drafts: a simulation cannot know which drafts are right."""
+    rounds = [one_round["chunkserve-no-drafts"]["scenarios"][load] for one_round in results["rounds"]]
+    return {name: statistics.median(figures[name] for figures in rounds) for name in FIGURES}
 
 
 def simulated_figures(load: Mapping[str, int]) -> dict[str, float]:
-    """Clients that ask again as soon as they are answered."""
+    """Simulate clients that send their next request as soon as they are answered."""
     world = run(_closed(load))
     return {name: world.tally.figures(POINT)[simulated] for name, (simulated, _) in FIGURES.items()}
 
@@ -58,18 +58,18 @@ async def _closed(load: Mapping[str, int]) -> World:
     world.deployment.scale(1, warm=True)
     waiting = list(enumerate(jobs))
 
-    async def ask_on() -> None:
+    async def run_client() -> None:
         while waiting:
             number, job = waiting.pop()
             world.tally.record(POINT, KIND, await world.serve(job, number), (0.0, math.inf))
 
-    await asyncio.gather(*(ask_on() for _ in range(load["clients"])))
-    world.tally.open_window(POINT, world.loop.time())  # a closed load has come when it is answered
+    await asyncio.gather(*(run_client() for _ in range(load["clients"])))
+    world.tally.open_window(POINT, world.loop.time())  # the window of a closed load ends with its last answer
     return world
 
 
 def compare(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row for each figure of each load: what was measured, what is simulated, and their ratio."""
+    """Return a row for each figure of each load: the measured value, the simulated value, and their ratio."""
     rows = []
     for load in LOADS:
         live, simulated = live_figures(results, load), simulated_figures(results["scenarios"][load])

@@ -1,5 +1,5 @@
-"""Owns the simulator's clock: an asyncio event loop whose time passes only when everybody waits for it.
-Never sleeps and never reads a real clock; the same program runs in the same order each time."""
+"""Owns the simulator's clock: an asyncio event loop whose time advances only when all tasks wait.
+Never sleeps or reads a real clock: the same program runs in the same order each time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Args = TypeVarTuple("Args")
 
 
 class NothingLeftError(RuntimeError):
-    """Everybody waits, and no event is due: the simulated program would wait for ever."""
+    """All tasks wait and no event is due, so the simulated program would wait for ever."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Code that is written for an event loop runs here as it is shipped. What is due at one time runs in the order in
-    which it was asked for.
+    """An event loop with simulated time, on which shipped code runs unchanged. Callbacks that are due at the same time
+    run in the order in which they were scheduled.
 
-    The heap of what is due later and the queue of what is due now are its own, so that a simulated step does not pass
-    through a selector: there is nothing to read or write here, and no other thread."""
+    It has its own queue of ready callbacks and its own heap of timers, so that a simulated step does not pass through a
+    selector: there is no I/O here, and no other thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,13 +76,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.call_at(self._now_s + delay, callback, *args, context=context)
 
     def _run_once(self) -> None:
-        """Everything that is due; if there is nothing, time goes on to the next that is.
+        """Run everything that is due. If nothing is, advance the time to the next timer first.
 
-        Called by `run_forever` until the loop is stopped, as asyncio's own is."""
+        `run_forever` calls this until the loop is stopped, like asyncio's own method."""
         due, later = self._due, self._later
         while not due:
             if not later:
-                raise NothingLeftError(f"at {self._now_s:.3f} s everybody waits, and nothing is due")
+                raise NothingLeftError(f"at {self._now_s:.3f} s all tasks wait, and nothing is due")
             when, _, handle = heapq.heappop(later)
             if not handle.cancelled():
                 self._now_s = max(when, self._now_s)
@@ -94,10 +94,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(program: Coroutine[Any, Any, Result]) -> Result:
-    """Run a program on a clock of its own, from 0 s on.
+    """Run a program on its own clock, which starts at 0 s.
 
     Raises:
-        NothingLeftError: it waits for what never comes.
+        NothingLeftError: the program waits for something that never happens.
     """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(program)

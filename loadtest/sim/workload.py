@@ -1,4 +1,4 @@
-"""Owns what is asked of a simulated deployment: when each request comes, its prompt, how long its answer is.
+"""Owns the requests to a simulated deployment: arrival times, prompts, and lengths of answers.
 Never sends anything; the same seed gives the same requests."""
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from loadtest.traces import BLOCK_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request that is to be sent."""
+    """A request to be sent."""
 
     arrival_s: float
     num_prompt_tokens: int
     num_answer_tokens: int
-    """How many it is answered with."""
+    """The length of the answer."""
     hash_ids: tuple[int, ...] = ()
-    """Of the prompt's blocks of BLOCK_TOKENS, the last one shorter; prompts share the blocks of their common head.
-    Empty: it shares nothing with any other."""
+    """Hash ids of the prompt's blocks of BLOCK_TOKENS, the last one shorter. Prompts share the blocks of their common
+    prefix. Empty means that the prompt shares nothing with any other."""
     max_tokens: int | None = None
-    """How many it asks for at most; None: exactly as many as it is answered with."""
+    """The request's `max_tokens`; None means exactly the length of the answer."""
     words: tuple[int, ...] = ()
-    """The prompt's token ids themselves, where they are known."""
+    """The prompt's token ids, if they are known."""
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 1 or self.num_answer_tokens < 1:
@@ -37,7 +37,8 @@ class Job:
             raise ValueError(f"{len(self.words)} words are not {self.num_prompt_tokens} tokens")
 
     def prompt(self, number: int) -> tuple[int, ...]:
-        """Token ids. `number` is the job's own: no two prompts without hash ids begin alike."""
+        """Return the prompt's token ids. `number` is unique to the job, so that no two prompts without hash ids share a
+        prefix."""
         if self.words:
             return self.words
         if not self.hash_ids:
@@ -48,17 +49,17 @@ class Job:
 
 
 def poisson(rate: float, seconds: float, num_prompt_tokens: int, num_answer_tokens: int, seed: int) -> list[Job]:
-    """Equal requests, `rate` a second on average, with exponential gaps."""
+    """Make equal requests, `rate` a second on average, with exponential gaps."""
     times = due_times(Profile.constant(rate, seconds), "poisson", seed)
     return [Job(at, num_prompt_tokens, num_answer_tokens) for at in times]
 
 
 def thinned(jobs: Sequence[Job], share: float, seed: int) -> list[Job]:
-    """A share of the requests, each kept or not by chance: what else a trace might have been, bursts included."""
+    """Keep each request with probability `share`. The result is another plausible trace, with its bursts."""
     random = Random(seed)
     return [job for job in jobs if random.random() < share]
 
 
 def window(jobs: Sequence[Job], begin_s: float, end_s: float) -> list[Job]:
-    """The requests of [begin_s, end_s), which begins at 0 s from then on."""
+    """Return the requests of [begin_s, end_s), with times from the beginning of that window."""
     return [replace(job, arrival_s=job.arrival_s - begin_s) for job in jobs if begin_s <= job.arrival_s < end_s]

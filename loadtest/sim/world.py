@@ -1,5 +1,5 @@
-"""Owns one simulated world: who sends, through which gate, to which deployment, and what else goes on meanwhile.
-Never decides anything that the server decides; gate, migration, router, scaler and engines do, as they are shipped."""
+"""Owns one simulated world: its clients, gate and deployment, and the background tasks beside them.
+Never makes a decision of the server: the shipped gate, migration, router, scaler and engines make those."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from serve_app.settings.limits import GatePolicy
 from serve_app.settings.scaling import SignalSettings
 
 POINT, KIND = "simulated", "request"
-"""In the tally: a simulation is one load, of one kind of request."""
+"""The names in the tally: a simulation is one load with one kind of request."""
 DISPATCH_BACKLOG = 16
-"""As serve_app.settings.application has it: requests beyond its seats that are with an engine."""
+"""The number of requests beyond an engine's seats that are dispatched to it, as in serve_app.settings.application."""
 
 
 class World:
-    """What a simulation consists of, for whoever lets something happen to it."""
+    """All parts of a simulation, as seen by code that disturbs it."""
 
     def __init__(
         self, scenario: Scenario, router: Router, on_answer: Callable[[Timeline], None] = lambda answer: None
     ) -> None:
-        """`on_answer`: told of each request when it has ended; only their sums are kept."""
+        """`on_answer` is called for each request that has ended; the world itself keeps only sums."""
         self.scenario = scenario
         self.loop = asyncio.get_running_loop()
         self.duration_s = scenario.duration_s or _until_the_last(scenario.jobs)
         self.tally = Tally(scenario.goal)
         self.num_prompt_tokens, self.num_cached_tokens, self.num_moves = 0, 0, 0
         self.happened: list[tuple[float, str]] = []
-        """Seconds, and what befell the deployment then."""
+        """Times in seconds, with what happened to the deployment."""
         self.on_answer = on_answer
         self.ends: dict[str, int] = {}
         self.router = router
@@ -77,31 +77,32 @@ class World:
     # --- one request ------------------------------------------------------------------------------------------------
 
     async def serve(self, job: Job, number: int) -> Timeline:
-        """A request's whole life. It is refused, it fails, or it has every token of its answer, once and in order."""
-        seen = Recording(self.loop.time(), job.num_prompt_tokens)
+        """Serve a request to its end. It is refused, it fails, or it gets every token of its answer, once and in
+        order."""
+        recording = Recording(self.loop.time(), job.num_prompt_tokens)
         self.num_live += 1
         try:
             with self.gate.enter() as visit:
                 await visit.dispatched(job.num_prompt_tokens)
-                seen.num_waiting_outside = self.gate.num_waiting
-                await self._stream(job, f"r{number}", seen, visit)
+                recording.num_waiting_outside = self.gate.num_waiting
+                await self._stream(job, f"r{number}", recording, visit)
         except (ApiError, EngineError) as error:
-            seen.error = to_api_error(error)
+            recording.error = to_api_error(error)
         self.num_live -= 1
         self.num_prompt_tokens += job.num_prompt_tokens
-        self.num_cached_tokens += seen.num_cached_tokens
-        self.num_moves += seen.num_moves
-        answer = seen.ended(self.loop.time())
+        self.num_cached_tokens += recording.num_cached_tokens
+        self.num_moves += recording.num_moves
+        answer = recording.ended(self.loop.time())
         self.on_answer(answer)
         return answer
 
-    async def _stream(self, job: Job, name: str, seen: Recording, visit: Visit) -> None:
+    async def _stream(self, job: Job, name: str, recording: Recording, visit: Visit) -> None:
         submission = self._submission(job, name)
         tokens: list[int] = []
 
         def start(submission: Submission, avoid: tuple[str, ...]) -> SimulatedAttempt:
-            seen.num_moves += submission.request_id != name
-            return SimulatedAttempt(self.deployment, submission, avoid, seen)
+            recording.num_moves += submission.request_id != name
+            return SimulatedAttempt(self.deployment, submission, avoid, recording)
 
         try:
             async with aclosing(self._migration.stream(submission, start)) as stream:
@@ -112,11 +113,12 @@ class World:
                         visit.finished()
         finally:
             del self.ends[name]
-        asked = job.num_prompt_tokens
-        assert tokens == [token_at(asked + i) for i in range(job.num_answer_tokens)], f"{name}: not its answer"
+        begin = job.num_prompt_tokens
+        assert tokens == [token_at(begin + i) for i in range(job.num_answer_tokens)], f"{name}: wrong tokens"
 
     def _submission(self, job: Job, name: str) -> Submission:
-        """`seed` is given, for the migration would draw one; what is sampled does not depend on it."""
+        """Make the submission. It has a `seed` only because the migration would draw one; sampling does not depend on
+        it."""
         most = job.num_answer_tokens if job.max_tokens is None else job.max_tokens
         self.ends[name] = job.num_prompt_tokens + job.num_answer_tokens
         return Submission(name, job.prompt(int(name[1:])), SamplingParams(temperature=0, seed=0, max_tokens=most))
@@ -124,7 +126,7 @@ class World:
     # --- all of them ------------------------------------------------------------------------------------------------
 
     async def send_all(self) -> None:
-        """Send each request when it is due, whatever became of those before; return when all have ended."""
+        """Send each request when it is due, whether earlier ones have ended or not; return when all have ended."""
         self.tally.open_window(POINT, self.duration_s)
         async with asyncio.TaskGroup() as group:
             for number, job in enumerate(self.scenario.jobs):
@@ -153,5 +155,5 @@ class World:
 
 
 def _until_the_last(jobs: Sequence[Job]) -> float:
-    """Seconds in which all jobs come, the last one included."""
+    """Return the seconds in which all jobs arrive, including the last."""
     return max(1.0, max((job.arrival_s for job in jobs), default=0.0) + 1e-3)

@@ -133,7 +133,7 @@ def test_controls_and_logprobs_run_as_their_cells_have_them() -> None:
 def test_without_a_gpu_it_refuses_and_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         run()
-    assert "there is no GPU that torch can use here; --device cpu" in capsys.readouterr().err
+    assert "torch can use no GPU here; --device cpu" in capsys.readouterr().err
 
 
 def test_heads_that_do_not_fit_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

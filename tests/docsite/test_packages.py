@@ -7,7 +7,7 @@ from graphlib import TopologicalSorter
 
 import pytest
 
-from docsite.packages import API, ENGINE, ROOT, SERVING, TREES, Tree, drawn, imported, imports, levels, room_of
+from docsite.packages import API, ENGINE, ROOT, SERVING, TREES, Tree, drawn, group_of, imported, imports, levels
 
 MOST_ROOMS = 20
 
@@ -15,8 +15,8 @@ MOST_ROOMS = 20
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.package)
 def test_no_arrow_leads_up(tree: Tree) -> None:
     graph = imports(tree)
-    height = {room: level for level, row in enumerate(levels(graph)) for room in row}
-    assert all(height[room] < height[other] for room, others in graph.items() for other in others)
+    height = {group: level for level, row in enumerate(levels(graph)) for group in row}
+    assert all(height[group] < height[other] for group, others in graph.items() for other in others)
 
 
 def test_packages_that_import_each_other_are_refused() -> None:
@@ -30,21 +30,21 @@ def test_an_arrow_is_left_out_where_a_way_leads_through_others() -> None:
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.package)
-def test_there_are_few_rooms_and_each_file_is_in_one(tree: Tree) -> None:
+def test_there_are_few_groups_and_each_file_is_in_one(tree: Tree) -> None:
     graph = imports(tree)
     assert len(graph) <= MOST_ROOMS
-    rooms = set()
+    groups = set()
     for path in tree.folder.rglob("*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         if path.name != "__init__.py" and module not in tree.left_out:
-            rooms.add(room_of(tree, module))
-    assert rooms == graph.keys()
+            groups.add(group_of(tree, module))
+    assert groups == graph.keys()
 
 
 def test_a_package_inside_another_is_drawn_where_its_own_picture_is() -> None:
-    assert room_of(SERVING, "serve_app.api.openai.responses.form") == "api"
-    assert room_of(API, "serve_app.api.openai.responses.form") == "openai.responses"
-    assert room_of(ENGINE, "engine.models.families.llama") == "models"
+    assert group_of(SERVING, "serve_app.api.openai.responses.form") == "api"
+    assert group_of(API, "serve_app.api.openai.responses.form") == "openai.responses"
+    assert group_of(ENGINE, "engine.models.families.llama") == "models"
 
 
 @pytest.mark.parametrize("package", ["engine", "kernels", "serve_app", "loadtest", "benchmarks", "docsite"])

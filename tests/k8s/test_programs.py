@@ -31,7 +31,9 @@ def test_validation_fails_without_kubectl(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.usefixtures("nothing_installed")
 def test_promtool_cannot_be_had_where_there_is_no_debian(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(tools.ToolMissing, match=r"promtool cannot be had: .*no apt-get: put promtool on the PATH"):
+    with pytest.raises(
+        tools.ToolMissing, match=r"promtool cannot be downloaded: .*no apt-get here: put promtool on the"
+    ):
         tools.fetch("promtool")
 
 

@@ -31,7 +31,9 @@ def test_a_line_says_how_far_the_load_is_and_how_it_goes() -> None:
     progress.point = "a"
     progress.show(5.0, tally(), in_flight=3)
     line = stream.getvalue()
-    assert f"[{'#' * (BAR // 4)}{'.' * (BAR - BAR // 4)}] 5/20 s | a | 2 ended, 3 in hand, 1 failed, 0 refused" in line
+    assert (
+        f"[{'#' * (BAR // 4)}{'.' * (BAR - BAR // 4)}] 5/20 s | a | 2 ended, 3 in flight, 1 failed, 0 refused" in line
+    )
     assert "good 50 %" in line
     assert "TTFT 100/100 ms" in line
 

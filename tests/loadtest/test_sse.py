@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.transport.figures import percentile
 from loadtest.slo import Goal
-from loadtest.sse import Lines, read_lines, understood
+from loadtest.sse import Lines, parse_lines, read_lines
 from loadtest.tally import Tally
 from loadtest.timeline import OK, Timeline
 
@@ -50,7 +50,7 @@ class Wire:
 
 
 def test_each_event_has_the_time_at_which_its_line_was_complete() -> None:
-    answer = understood(
+    answer = parse_lines(
         Wire([(0.1, text("a")), (0.12, text("b")), (0.17, text("c")), (0.2, USAGE), (0.2, "[DONE]")]).lines()
     )
     assert (answer.arrivals, answer.text, answer.error) == ([0.1, 0.12, 0.17], "abc", None)
@@ -67,7 +67,7 @@ def test_events_without_text_are_no_arrivals_and_thoughts_and_calls_are() -> Non
         (6.0, USAGE),
         (6.0, "[DONE]"),
     ]
-    answer = understood(Wire(events).lines())
+    answer = parse_lines(Wire(events).lines())
     assert (answer.arrivals, answer.finish_reason, answer.error) == ([2.0, 3.0, 4.0], "stop", None)
 
 
@@ -83,7 +83,7 @@ def test_events_without_text_are_no_arrivals_and_thoughts_and_calls_are() -> Non
     ],
 )
 def test_an_answer_that_is_not_whole_carries_an_error(events: list[object], reason: str) -> None:
-    error = understood(Wire([(1.0, event) for event in events]).lines()).error
+    error = parse_lines(Wire([(1.0, event) for event in events]).lines()).error
     assert error is not None
     assert reason in error
 
@@ -110,7 +110,7 @@ def test_what_came_before_the_connection_broke_is_kept() -> None:
     lines: Lines = []
     with pytest.raises(ConnectionResetError):
         read_lines(readline, lambda: 1.0, lines, lambda: None)
-    assert understood(lines).arrivals == [1.0]
+    assert parse_lines(lines).arrivals == [1.0]
 
 
 def test_percentiles_of_scripted_streams_are_within_two_percent_of_the_truth() -> None:
@@ -125,7 +125,7 @@ def test_percentiles_of_scripted_streams_are_within_two_percent_of_the_truth() -
         usage = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 31}}
         end = stamps[-1] + 0.001
         events = [(at, text("a")) for at in stamps] + [(end, usage), (end, "[DONE]")]
-        answer = understood(Wire(events).lines())
+        answer = parse_lines(Wire(events).lines())
         found = Timeline(0.0, 0.0, end, OK, tuple(answer.arrivals), 5, answer.output_tokens)
         tally.record("a", "chat", found, (0.0, 1000.0))
         truth["ttft"].append(1e3 * ttft)

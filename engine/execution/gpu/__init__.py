@@ -1,5 +1,5 @@
-"""Running a plan on a GPU: captured steps, inputs that are copied while a step runs, sampling on the device.
+"""Runs plans on a GPU: captured steps, inputs copied while a step runs, sampling on the device.
 
 `executor` launches steps, `model` runs or replays them, `cuda_graph_buckets` chooses the captured sizes, and `memory`
-divides what the GPU has.
+divides the GPU's memory.
 """

@@ -1,5 +1,5 @@
-"""Owns the sizes that steps are captured in, and which of them a step runs in, padded up to it.
-Never captures anything: the same answer can be had without a GPU."""
+"""Owns the sizes in which steps are captured, and the choice of the size that a step is padded to.
+Never captures anything: the choice can be made without a GPU."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ Scope = Literal["none", "decode", "all"]
 
 SMALLEST_MIXED_TOKENS = 64
 FEW_ROWS = 8
-"""Mixed steps of a few rows have buckets of their own: a row of padding costs attention a block table to look at."""
+"""Mixed steps of up to so many rows have buckets of their own: attention has to look at the block table of each row of
+padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The size of a captured step: a step of no more tokens and no more rows runs in it."""
+    """The size of a captured step. Any step of no more tokens and no more rows can run in it."""
 
     num_tokens: int
     num_rows: int
     decode: bool
-    """One token a row, all of them decode rows."""
+    """All rows are decode rows of one token."""
 
     @property
     def name(self) -> str:
-        """As metrics have it."""
+        """The name in metrics."""
         return f"decode {self.num_rows}" if self.decode else f"mixed {self.num_tokens}x{self.num_rows}"
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """All sizes of one engine, each ascending. A mixed step has a bucket for each pair of tokens and rows."""
+    """All sizes of one engine, each list ascending. There is a bucket for each pair of `mixed_tokens` and
+    `mixed_rows`."""
 
     decode_rows: tuple[int, ...] = ()
     mixed_tokens: tuple[int, ...] = ()
@@ -49,7 +51,8 @@ class Buckets:
         return tuple(sorted(decode + mixed, key=lambda bucket: (-bucket.num_tokens, -bucket.num_rows)))
 
     def find(self, *, num_tokens: int, num_rows: int, decode: bool) -> Bucket | str:
-        """The smallest bucket that a step fits, or why there is none. `decode`: all rows are, with one token each."""
+        """The smallest bucket that holds the step, or why there is none. decode: all rows are decode rows of one
+        token."""
         if decode:
             rows = _at_least(self.decode_rows, num_rows)
             return Bucket(rows, rows, True) if rows is not None else f"more than {_last(self.decode_rows)} decode rows"
@@ -70,10 +73,10 @@ def plan_buckets(
     mixed_tokens: Sequence[int] | None = None,
     mixed_rows: Sequence[int] | None = None,
 ) -> Buckets:
-    """Buckets for every step that such an engine can plan. What is None is chosen here.
+    """Buckets for every step that an engine of these limits can plan. Lists that are None are chosen here.
 
     Raises:
-        ConfigError: sizes that are asked for are not ascending, leave steps without a bucket, or are for no step.
+        ConfigError: the given sizes are not ascending, leave steps without a bucket, or are larger than any step.
     """
     if scope == "none":
         return Buckets()
@@ -92,7 +95,8 @@ def plan_buckets(
 
 
 def _row_sizes(most: int) -> tuple[int, ...]:
-    """1, 2, 4, then every eighth row, and beyond 256 every sixteenth of the size: padding stays a small share."""
+    """1, 2, 4, then multiples of 8; beyond 256 each size is a sixteenth larger than the last. So padding stays a small
+    share."""
     sizes = [1, 2, 4]
     while sizes[-1] < most:
         sizes.append((sizes[-1] // 8 + 1) * 8 if sizes[-1] < 256 else sizes[-1] + sizes[-1] // 16 // 8 * 8)
@@ -100,8 +104,8 @@ def _row_sizes(most: int) -> tuple[int, ...]:
 
 
 def _token_sizes(most: int) -> tuple[int, ...]:
-    """Multiples of 64 up to 512, then four an octave: padding is less than 64 tokens, or less than a quarter of a step.
-    24 sizes for 8,192 tokens, and four more for each doubling."""
+    """Multiples of 64 up to 512, then four sizes per doubling: padding is less than 64 tokens, or less than a quarter
+    of a step. 8,192 tokens need 24 sizes, and each doubling four more."""
     sizes, size = [], SMALLEST_MIXED_TOKENS
     while size < most:
         sizes.append(size)

@@ -1,5 +1,6 @@
-"""Owns the steps of a device that works on its own: launch queues one, collect waits for it and says what it gave.
-Never reads a value back in `launch`, but for a row whose controls look back at a token that nobody has read yet."""
+"""Owns the steps of a device that works asynchronously: launch queues a step, collect waits for it and returns its
+output.
+Never reads a value back in `launch`, except for a row whose controls look back at a token that was not read yet."""
 
 from __future__ import annotations
 
@@ -49,21 +50,21 @@ from engine.step import (
 )
 
 _Found = tuple[Tensor, Tensor, Tensor]
-"""As engine.batch.logprobs.find_logprobs has it."""
+"""The result of engine.batch.logprobs.find_logprobs."""
 _Score = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The same, and engine.batch.logprobs.find_ranks."""
+"""The same, with the result of engine.batch.logprobs.find_ranks."""
 
 
 @dataclass(slots=True)
 class _Queued:
-    """What a step left on the device. Its parts come back as one download, in this order."""
+    """A step's results on the device. They come back as one download, in this order."""
 
     tokens: Tensor | None = None
     """[places] int64"""
     logprobs: list[_Found] = field(default_factory=list)
-    """Of the places that ask, SCORED_POSITIONS at a time."""
+    """For the places that ask for them, SCORED_POSITIONS at a time."""
     scores: list[_Score] = field(default_factory=list)
-    """Of prompt tokens, likewise."""
+    """For prompt tokens, likewise."""
     pooled: Tensor | None = None
     """[pooled rows, hidden]"""
 
@@ -80,7 +81,7 @@ class _Launched:
     places: list[SamplePosition]
     without_mask: Mapping[int, RowFailure]
     limited: bool
-    """Grammars limit some row."""
+    """Whether grammars limit any row."""
     graph: GraphUse | None
     queued: _Queued
     download: Download
@@ -89,20 +90,20 @@ class _Launched:
 
 
 class DeviceExecutor:
-    """An engine.execution.executor.ModelExecutor that launches a step while the one before still runs."""
+    """An engine.execution.executor.ModelExecutor that can launch a step while the one before is still running."""
 
     def __init__(
         self, model: DeviceModel, device: Device, *, num_threads: int, grammars: Grammars | None = None
     ) -> None:
-        """`num_threads`: of torch's operators on the host. `grammars`: see Answers."""
+        """num_threads: for torch's operators on the host. grammars: see Answers."""
         self.model = model
         self._device = device
         self._answers = Answers(grammars)
         self._threads = TorchThreads(num_threads)
         self._launched: deque[_Launched] = deque()
         self._flying: dict[str, tuple[Tensor, int | None]] = {}
-        """Request -> the tokens of the last step that samples for it, and which is its own; None: it has drafts, and
-        which token is its newest is not known on the host."""
+        """Request id -> (tokens of the last step that samples for it, index of its own token). The index is None if the
+        row has drafts: the host then does not know which token is the newest."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -123,7 +124,7 @@ class DeviceExecutor:
 
         Raises:
             ValueError: the plan breaks the seam's contract.
-            ExecutorOutOfMemoryError: there is no memory for the activations of so many tokens. Nothing was kept.
+            ExecutorOutOfMemoryError: there is no memory for the activations of so many tokens. The step left no trace.
             StateLostError: the same, of a model with recurrent state.
             ExecutorFatalError: the device can do nothing more.
         """
@@ -133,7 +134,7 @@ class DeviceExecutor:
                     launched = self._start(plan)
                 self._launched.append(launched)
         except (ExecutorOutOfMemoryError, StateLostError):
-            self._device.release_unused()  # a smaller step may fit into pieces that the failed one left
+            self._device.release_unused()  # a smaller step may fit into memory that the failed one left
             raise
 
     def _start(self, planned: StepPlan) -> _Launched:
@@ -151,7 +152,7 @@ class DeviceExecutor:
         return _Launched(plan, order, places, without_mask, within is not None, graph, queued, download)
 
     def _must_know(self, plan: StepPlan) -> bool:
-        """Whether a row depends on a token in flight by more than feeding it."""
+        """Whether a row needs a token in flight for more than its input, so that the host must read it first."""
         return any(
             row.request_id in self._flying
             and (row.answer[-1:] == (PENDING_TOKEN,) or self._flying[row.request_id][1] is None)
@@ -164,7 +165,7 @@ class DeviceExecutor:
         for begin, row in zip(begins, plan.rows, strict=False):
             if row.token_ids[0] == PENDING_TOKEN and row.request_id in self._flying:
                 tokens, index = self._flying[row.request_id]
-                assert index is not None, "rows whose drafts are not verified were waited for"
+                assert index is not None, "rows with unverified drafts were waited for"
                 found.append(Pending(begin, tokens, index))
         return found
 
@@ -221,7 +222,7 @@ class DeviceExecutor:
                 self._read(launched)
 
     def _read(self, launched: _Launched) -> None:
-        """Wait for the step, and make its output. Steps are read in the order in which they were launched."""
+        """Wait for the step and make its output. Steps are read in the order in which they were launched."""
         plan, queued = launched.plan, launched.queued
         for row in plan.rows:
             flying = self._flying.get(row.request_id)
@@ -247,7 +248,7 @@ class DeviceExecutor:
     def _read_sampled(
         self, launched: _Launched, sampled: Sequence[int], parts: deque[Tensor]
     ) -> dict[int, list[TokenLogprobs | None]]:
-        """Of the tokens that were asked for, by row."""
+        """By row, the log-probabilities of sampled tokens, for rows that ask for them."""
         rows = [launched.plan.rows[place.number].sampling for place in launched.places]
         asking = [
             (number, row.num_logprobs)

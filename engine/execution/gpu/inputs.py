@@ -1,4 +1,4 @@
-"""Owns how a step reaches the device: its integers in one piece, padded to a captured size where there is one.
+"""Owns how a step reaches the device: all its integers in one tensor, padded to a captured size if there is one.
 Never looks at values that are on the device already."""
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from kernels.paged import DeviceRows, DeviceStateRows
 
 @dataclass(frozen=True, slots=True)
 class DeviceInputs:
-    """Views of a packed step; see StepInputs. Those of a captured step hold each replay's numbers."""
+    """Views into a packed step; see StepInputs. The views of a captured step are filled anew before each replay."""
 
     token_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     slots: Tensor  # [num_tokens] int64
-    numbers: Tensor  # int64: first tokens, lengths and first keys of the rows, how many are decodes, state slots
+    numbers: Tensor  # int64: first tokens, lengths and first keys of the rows, number of decode rows, state slots
     tables: Tensor  # [num_rows, width] int64
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each part of a packed step lies: token ids, positions, slots, numbers of the rows, and block tables."""
+    """Where each part of a packed step lies: token ids, positions, slots, numbers about the rows, and block tables."""
 
     num_tokens: int
     num_rows: int
     width: int
-    """Of the block tables."""
+    """Columns of the block tables."""
     has_states: bool = False
-    """Whether rows have state slots; the last list is empty otherwise."""
+    """Whether rows have state slots; if not, the last part of `numbers` is empty."""
 
     @property
     def size(self) -> int:
@@ -43,21 +43,21 @@ class Layout:
 
     @property
     def tables_begin(self) -> int:
-        """What the block tables lie behind."""
-        return 3 * self.num_tokens + sum(self._of_rows)
+        """Where the block tables begin."""
+        return 3 * self.num_tokens + sum(self._number_counts)
 
     @property
-    def _of_rows(self) -> tuple[int, int, int, int, int]:
+    def _number_counts(self) -> tuple[int, int, int, int, int]:
         return self.num_rows + 1, self.num_rows, self.num_rows + 1, 1, self.num_rows if self.has_states else 0
 
     def as_wide_as(self, inputs: StepInputs, *, decode: bool) -> Layout:
-        """With block tables that end where the longest row does, a row of padding included."""
+        """This layout with block tables only as wide as the longest row, including rows of padding."""
         padding = self.num_tokens - len(inputs.token_ids)
-        of_padding = -(-(min(padding, 1) if decode else padding) // inputs.rows.block_size)
-        return replace(self, width=max(inputs.rows.block_tables.shape[1], of_padding))
+        padding_width = -(-(min(padding, 1) if decode else padding) // inputs.rows.block_size)
+        return replace(self, width=max(inputs.rows.block_tables.shape[1], padding_width))
 
     def split(self, packed: Tensor, tables: Tensor | None = None) -> DeviceInputs:
-        """packed: [size] int64; or [tables_begin], and the block tables by themselves."""
+        """Make views. packed: [size] int64; or [tables_begin] int64 if the block tables are given separately."""
         tokens = packed[: 3 * self.num_tokens].view(3, self.num_tokens)
         if tables is None:
             tables = packed[self.tables_begin : self.size].view(self.num_rows, self.width)
@@ -74,8 +74,8 @@ class Layout:
         max_count: int,
         max_length: int,
     ) -> DeviceRows:
-        """Rows that read `inputs`, converted to int32 here. A captured step does so itself, in each replay."""
-        parts = inputs.numbers.to(torch.int32).split(self._of_rows)  # type: ignore[no-untyped-call]
+        """Rows that read `inputs`, converted to int32 here. In a captured step, each replay converts them again."""
+        parts = inputs.numbers.to(torch.int32).split(self._number_counts)  # type: ignore[no-untyped-call]
         return DeviceRows(
             num_decode=num_decode,
             contexts=(),
@@ -93,11 +93,11 @@ class Layout:
         )
 
     def state_slots(self, numbers: Tensor) -> Tensor:
-        """# [num_rows] int64, -1 for a row of padding"""
+        """State slots of the rows. # [num_rows] int64, -1 for a row of padding"""
         return numbers[len(numbers) - self.num_rows :]
 
     def states(self, numbers: Tensor, rows: DeviceRows) -> DeviceStateRows | None:
-        """The same rows as layers with recurrent state see them; None: the model has none."""
+        """The same rows for layers with recurrent state; None if the model has none."""
         if not self.has_states:
             return None
         return DeviceStateRows(
@@ -113,26 +113,26 @@ class Layout:
 
 
 def layout_of(inputs: StepInputs) -> Layout:
-    """Without padding."""
+    """The layout of the step without padding."""
     num_rows, width = inputs.rows.block_tables.shape
     return Layout(len(inputs.token_ids), num_rows, width, bool(inputs.state_slots))
 
 
 def bucket_layout(bucket: Bucket, block_size: int, max_model_len: int, *, has_states: bool = False) -> Layout:
-    """Of a captured step: a mixed one has a row more, which holds the tokens of padding."""
+    """The layout of a captured step. A mixed step has an additional row, which holds the tokens of padding."""
     longest = max(max_model_len, 1 if bucket.decode else bucket.num_tokens)
     num_rows, width = bucket.num_rows + (not bucket.decode), -(-longest // block_size)
     return Layout(bucket.num_tokens, num_rows, width, has_states)
 
 
 def pack(inputs: StepInputs, layout: Layout, *, decode: bool = False, padding_block: int = 0) -> Tensor:
-    """The step as `layout` has it, on the host. # [layout.size] int64
+    """Pack the step on the host as `layout` says. # [layout.size] int64
 
-    Padding lives in `padding_block`, which no request has, and in no state slot (-1). `decode`: a row of padding is a
-    decode, too:
+    Padding is in `padding_block`, which no request has, and in no state slot (-1). With `decode`, rows of padding are
+    decode rows, too:
 
         rows     | the step's | padding: 1 token each |
-    otherwise the last row has all tokens of padding, and those before it none:
+    otherwise the last row has all tokens of padding, and the rows of padding before it have none:
         rows     | the step's | padding: 0 tokens ... | layout.num_tokens - the step's tokens |
     """
     rows, spare = inputs.rows, layout.num_rows - len(inputs.rows.counts)

@@ -1,4 +1,4 @@
-"""Owns the arithmetic of a device's memory: what is left for KV blocks once all else has its part.
+"""Owns the arithmetic of a device's memory: how much is left for KV blocks after everything else.
 Never asks a device: it is given what was measured, in bytes."""
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """What was measured on one device before KV blocks were allocated. Bytes."""
+    """Bytes that were measured on one device before KV blocks were allocated."""
 
     total: int
     others: int
-    """In use when the engine came: other processes, and the driver."""
+    """In use before the engine started: by other processes and the driver."""
     weights: int
     activations: int
-    """The most that the largest steps, and the work of captures, took beyond weights."""
+    """Maximum that the largest steps and the work of captures took beyond the weights."""
     states: int = 0
-    """Of recurrent state, all slots and snapshots."""
+    """Recurrent states: all slots and snapshots."""
     graphs: int = 0
-    """What captured steps keep."""
+    """Memory that captured steps keep."""
 
     @property
     def taken(self) -> int:
-        """Before the first KV block."""
+        """All that is taken before the first KV block."""
         return self.others + self.weights + self.activations + self.states + self.graphs
 
     def text(self) -> str:
@@ -44,7 +44,7 @@ class MemoryUse:
 
 
 def check_states_fit(use: MemoryUse) -> None:
-    """Raise ConfigError where the device has no memory for the recurrent states of all seats and snapshots."""
+    """Raise ConfigError if the device has no memory for the recurrent states of all seats and snapshots."""
     left = use.total - use.taken + use.states
     if use.states > left:
         raise ConfigError(
@@ -54,12 +54,13 @@ def check_states_fit(use: MemoryUse) -> None:
 
 
 def kv_blocks_that_fit(use: MemoryUse, utilization: float, block_bytes: int, *, spare_blocks: int = 0) -> int:
-    """KV blocks in what `utilization` of the device leaves; `spare_blocks` of them are not the scheduler's.
+    """The number of KV blocks that fit below `utilization` of the device's memory, without `spare_blocks`, which the
+    scheduler never sees.
 
         0 ... others ... weights ... activations ... states ... graphs ... KV blocks ... utilization * total ... total
 
     Raises:
-        ConfigError: not one fits; it says what takes the memory.
+        ConfigError: not one fits. The message says what takes the memory.
     """
     left = int(use.total * utilization) - use.taken
     blocks = left // block_bytes - spare_blocks
@@ -74,8 +75,8 @@ def kv_blocks_that_fit(use: MemoryUse, utilization: float, block_bytes: int, *, 
 def check_blocks_fit(
     use: MemoryUse, block_bytes: int, num_blocks: int, *, spare_blocks: int = 0, setting: str | None = None
 ) -> None:
-    """Check a number of blocks that was asked for: raise ConfigError where the device has no memory for them.
-    setting: as it was asked for, with its value; None: as num_kv_blocks."""
+    """Raise ConfigError if the device has no memory for the number of blocks that the config asks for. setting: the
+    setting that asks for them, with its value; None means num_kv_blocks."""
     need = (num_blocks + spare_blocks) * block_bytes
     left = use.total - use.taken
     if need > left:

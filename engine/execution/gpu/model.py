@@ -1,5 +1,5 @@
-"""Owns a model on a device: a step goes there in one piece, and runs as it comes or as a captured one.
-Never waits for the device, and keeps nothing of a step but K and V, and recurrent states."""
+"""Owns a model on a device: a step is copied there in one piece, and runs eagerly or as a captured step.
+Never waits for the device, and keeps nothing of a step but K and V and recurrent states."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from kernels.reference import PagedRows, StateRows
 
 
 class Pending(NamedTuple):
-    """A token of the step that an earlier one sampled and nobody has read: `tokens[number]`, on the device."""
+    """An input token of the step that an earlier step sampled and that was not read yet: `tokens[number]`, on the
+    device."""
 
     place: int
-    """Which of the step's tokens it is."""
+    """The token's index within the step."""
     tokens: Tensor
     number: int
 
@@ -53,7 +54,7 @@ class DeviceModel:
         max_model_len: int,
         state: RecurrentState | None = None,
     ) -> None:
-        """`cache`: its last block is for padding where steps are captured."""
+        """cache: if steps are captured, its last block is for padding."""
         self.decoder, self.cache, self.ops, self.state = decoder, cache, ops, state
         self._device, self._block_size, self._max_model_len = device, block_size, max_model_len
         self._pass = forward_pass(ops)
@@ -65,7 +66,8 @@ class DeviceModel:
 
     @torch.inference_mode()
     def warm_up(self, buckets: Buckets) -> None:
-        """Run the largest bucket of each kind once, uncaptured: `capture` needs that memory besides what it keeps."""
+        """Run the largest bucket of each kind once without capturing: `capture` needs that memory besides what it
+        keeps."""
         layouts, kinds = self._prepare(buckets), set[bool]()
         for bucket, layout in layouts.items():  # largest first
             if bucket.decode not in kinds:
@@ -75,7 +77,7 @@ class DeviceModel:
 
     @torch.inference_mode()
     def capture(self, buckets: Buckets) -> None:
-        """Capture every bucket. They share their memory, the integers they read and the hidden states they leave."""
+        """Capture every bucket. All share one memory pool, one input tensor and one tensor of hidden states."""
         assert self.ops.capturable
         assert self._device.captures
         first: Graph | None = None
@@ -87,12 +89,12 @@ class DeviceModel:
         self._buckets = buckets
 
     def _prepare(self, buckets: Buckets) -> dict[Bucket, Layout]:
-        """The tensors that captures read and write, and where in them each bucket has its part."""
+        """Allocate the tensors that captures read and write; return each bucket's layout in them."""
         layouts = {bucket: self._layout(bucket) for bucket in buckets.all}
         sizes, where = layouts.values(), self._device.torch_device
         most_tokens = max(layout.num_tokens for layout in sizes)
         self._packed = torch.zeros(max(layout.tables_begin for layout in sizes), dtype=torch.int64, device=where)
-        # Apart from other numbers, lest one of those stands where a kernel looks for a block.
+        # A tensor of its own, so that no other number stands where a kernel looks for a block.
         shape = max(layout.num_rows for layout in sizes), max(layout.width for layout in sizes)
         self._tables = torch.full(shape, self._padding_block, dtype=torch.int64, device=where)
         size = self.decoder.config.hidden_size
@@ -104,14 +106,15 @@ class DeviceModel:
         return bucket_layout(bucket, self._block_size, self._max_model_len, has_states=has_states)
 
     def _nothing(self) -> StepInputs:
-        """A step of padding alone."""
+        """A step without tokens, which becomes one of padding alone."""
         empty = torch.zeros(0, dtype=torch.int64)
         rows = PagedRows(0, (), (), torch.zeros(0, 0, dtype=torch.int64), self._block_size)
         return StepInputs(empty, empty, empty, empty, rows)
 
     def _place(self, inputs: StepInputs, bucket: Bucket, layout: Layout) -> DeviceInputs:
-        """The step, padded, where the bucket reads it. Of block tables only as many columns are copied as its longest
-        row has: those behind name blocks of steps before, and no kernel uses what lies beyond a row's length."""
+        """Copy the padded step to where the bucket reads it. Only the columns of block tables that its longest row
+        needs are copied: the others still name blocks of earlier steps, but no kernel uses a table beyond the row's
+        length."""
         step = layout.as_wide_as(inputs, decode=bucket.decode)
         host = pack(inputs, step, decode=bucket.decode, padding_block=self._padding_block)
         there, begin = self._views(layout), step.tables_begin
@@ -151,11 +154,11 @@ class DeviceModel:
     def start(
         self, plan: StepPlan, newest: Mapping[str, int], pending: Sequence[Pending]
     ) -> tuple[Computed, GraphUse | None]:
-        """Queue a step of a plan in kernel order. pending: what `newest` does not know yet. Also which captured step it
-        was, or why none; None: there are none.
+        """Queue a step; the plan is in kernel order. pending: tokens that `newest` does not have yet. Also returns
+        which captured step ran, or why none did; None if nothing was captured.
 
         Raises:
-            ValueError: a row breaks the seam's contract.
+            ValueError: a row breaks the contract of engine.step.
         """
         num_slots = 0 if self.state is None else self.state.num_slots
         inputs = build_inputs(plan, self._block_size, newest, num_state_slots=num_slots, drafts=not num_slots)
@@ -177,8 +180,8 @@ class DeviceModel:
         return found
 
     def _loose(self, inputs: StepInputs, pending: Sequence[Pending]) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
-        """On the device, by one copy: tokens after which one is sampled; and (places, values) of tokens that are there
-        already."""
+        """Copy to the device, at once: the indices of the tokens after which one is sampled. Also returns (places,
+        values) of the input tokens that are on the device already."""
         sources: dict[int, list[Pending]] = {}
         for each in pending:
             sources.setdefault(id(each.tokens), []).append(each)
@@ -187,7 +190,7 @@ class DeviceModel:
             parts += [int_tensor([[each.place for each in group]]), int_tensor([[each.number for each in group]])]
         packed, sizes = self._device.upload(torch.cat(parts)), [len(part) for part in parts]
         sampled, *indices = packed.split(sizes)  # type: ignore[no-untyped-call]
-        # A token that was never sampled is below 0. Its row fails when that is read, so any of the vocabulary will do.
+        # NO_TOKEN is negative. Its row fails once it is read, so that any token of the vocabulary will do here.
         found = [
             (places, group[0].tokens[index].clamp(min=0))
             for places, index, group in zip(indices[::2], indices[1::2], sources.values(), strict=True)
@@ -208,7 +211,7 @@ class DeviceModel:
             plain = PagedRows(rows.num_decode, rows.contexts, rows.counts, there.tables, rows.block_size)
             return self._run(there, plain, self._host_states(inputs, layout.state_slots(there.numbers)))
         lengths = map(sum, zip(rows.contexts, rows.counts, strict=True))
-        of_device = layout.rows(
+        device_rows = layout.rows(
             there,
             self._block_size,
             num_decode=rows.num_decode,
@@ -217,11 +220,11 @@ class DeviceModel:
             max_length=max(lengths),
         )
         if self.ops.states_capturable:
-            return self._run(there, of_device, layout.states(there.numbers, of_device))
-        return self._run(there, of_device, self._host_states(inputs, layout.state_slots(there.numbers)))
+            return self._run(there, device_rows, layout.states(there.numbers, device_rows))
+        return self._run(there, device_rows, self._host_states(inputs, layout.state_slots(there.numbers)))
 
     def _host_states(self, inputs: StepInputs, slots: Tensor) -> StateRows | None:
-        """For operators that read their rows on the host. slots: there, too."""
+        """State rows for operators that read their rows on the host. slots: the slots on the device."""
         if not inputs.state_slots:
             return None
         rows = inputs.rows

@@ -1,5 +1,5 @@
-"""Owns the choice of tokens where the logits are, as `engine.batch.sampler` defines it, without waiting for the device.
-Never reads a value back: a row without an answer is marked in the result."""
+"""Owns the choice of tokens on the device, as `engine.batch.sampler` defines it, without waiting for the device.
+Never reads a value back: a row that has no token is marked in the result."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def choose_on_device(
     answers: Sequence[Sequence[int]],
     within: Within | None,
 ) -> Tensor:
-    """One token per row by the table's own kernels, or by torch's operators: controls first, then the draw.
+    """Choose one token per row, by the kernels of `ops` or else by torch's operators: controls first, then the draw.
 
-    logits: [rows, vocab] of any float type, the model's own; answers: of each row, the answer's tokens so far;
-    positions: the tokens' own. NO_TOKEN for a row without a finite largest logit. # [rows] int64
+    logits: [rows, vocab] of any float type, the model's own; answers: each row's answer tokens so far; positions: those
+    of the chosen tokens. NO_TOKEN for a row without a finite largest logit. # [rows] int64
     """
     if ops.sample is None:
         return sample_on_device(device, control_logits(logits.float(), rows, answers, within), rows, positions)
@@ -44,10 +44,10 @@ def choose_on_device(
 
 
 def warm_up_sampler(device: Device, ops: Ops, dtype: torch.dtype, vocab: int) -> None:
-    """Choose tokens in every way once, greedy and drawn, with and without controls, and find log-probabilities.
+    """Choose tokens once in every way: greedy and drawn, with and without controls, with log-probabilities.
 
-    A kernel is compiled when it is first launched with such arguments. In a step, every stream would wait for that.
-    dtype, vocab: of the model's logits.
+    A kernel is compiled when it is first launched with arguments of this kind. In a step, every stream would wait for
+    that. dtype, vocab: those of the model's logits.
     """
     biased = LogitControls(logit_bias=((0, 1.0),))
     limited = LogitControls(logit_bias=((0, 1.0),), allowed_token_ids=(0,))
@@ -85,11 +85,12 @@ def _sampled_row(row: RowSampling, position: int, answer: Sequence[int]) -> Samp
 
 
 def sample_on_device(device: Device, logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int]) -> Tensor:
-    """One token per row, the one at positions[row]; NO_TOKEN for a row without a finite largest logit. # [rows] int64
+    """Choose one token per row, the one at positions[row]; NO_TOKEN for a row without a finite largest logit.
+    # [rows] int64
 
-    logits: [rows, vocab] float32, controls applied. The tokens of `engine.batch.sampler.sample`, which knows which rows
-    have a finite largest logit before it draws. To know it here would be to wait: every row is drawn, and those without
-    an answer are marked afterwards.
+    logits: [rows, vocab] float32, controls applied. The tokens are those of `engine.batch.sampler.sample`, which checks
+    before drawing which rows have a finite largest logit. Checking here would mean to wait for the device: every row is
+    drawn, and rows without a finite logit are marked afterwards.
     """
     best, tokens = logits.max(dim=-1)  # [rows]
     drawn = [number for number, row in enumerate(rows) if row.temperature > 0]

@@ -1,5 +1,5 @@
-"""Owns Gemma 3's text decoder (arXiv 2503.19786): of six layers five see a window; norms before and after; GeGLU.
-Never holds more than the description, and knows nothing of the vision tower that larger checkpoints have."""
+"""Owns Gemma 3's text decoder (arXiv 2503.19786): five of six layers see a window; norms before and after; GeGLU.
+Never computes, and knows nothing of the vision tower that larger checkpoints have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _gemma3(raw: Fields) -> ModelConfig:
     kinds = [SLIDING if (number + 1) % pattern else FULL for number in range(integer(raw, "num_hidden_layers"))]
     windows = windows_by_kind(raw, kinds, integer(raw, "sliding_window", 4096))
     everywhere, nearby = _ropes(raw)
-    # Checkpoints whose positions are divided count those that this reaches; read_decoder expects those before it.
+    # If positions are scaled, checkpoints give the extended limit; read_decoder expects the limit before scaling.
     positions = int(integer(raw, "max_position_embeddings") / everywhere.factor)
     biased = bool(raw.get("attention_bias", False))
     config = read_decoder(
@@ -54,7 +54,8 @@ def _gemma3(raw: Fields) -> ModelConfig:
 
 
 def _ropes(raw: Fields) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers that see all, and of those that see a window, which are never scaled unless the config says how."""
+    """RoPE of the layers that see all tokens, and of those that see a window. The latter is scaled only if the config
+    says so."""
     positions = integer(raw, "max_position_embeddings")
     found = section(raw, "rope_parameters")
     if set(found) - {FULL, SLIDING}:

@@ -1,5 +1,5 @@
-"""Owns the hybrids of Qwen: of four layers three have the gated delta rule (arXiv 2412.06464), and the fourth attends.
-Never holds more than the description, and reads nothing of vision towers or of layers that predict further tokens."""
+"""Owns Qwen's hybrids: three of four layers use the gated delta rule (arXiv 2412.06464), the fourth uses attention.
+Never computes, and reads nothing of vision towers or of layers that predict tokens further ahead."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ QWEN3_5_NAMES = (
     }
 )
 _UNUSED = ("mtp.",)  # layers that predict tokens further ahead
-_NESTED = "model.language_model."  # the text decoder within a vision-language model, and as transformers takes it out
+_NESTED = "model.language_model."  # the text decoder in a vision-language model, or extracted from one by transformers
 _VISION = "model.visual."
 _STACKED = {
     "model.layers.{layer}.mlp.experts.gate_up_proj": "gate_up",
@@ -77,14 +77,14 @@ def _qwen3_5(raw: Fields) -> ModelConfig:
 
 
 def _qwen3_5_moe(raw: Fields) -> ModelConfig:
-    """With experts in every layer, and so no size of a dense MLP."""
+    """Every layer has experts, so the config gives no size of a dense MLP."""
     experts = _experts(raw, count=256, per_token=8, renormalize=True)
     config = _hybrid({**raw, "intermediate_size": experts.intermediate_size}, stacked_by_head=False)
     return replace(config, layers=tuple(replace(layer, experts=experts) for layer in config.layers))
 
 
 def _experts(raw: Fields, *, count: int, per_token: int, renormalize: bool) -> Experts:
-    """count, per_token: what a config that leaves them out means."""
+    """count, per_token: used if the config leaves them out."""
     return read_experts(
         count=integer(raw, "num_experts", count),
         intermediate_size=integer(raw, "moe_intermediate_size", 512),
@@ -111,7 +111,7 @@ def _hybrid(raw: Fields, *, stacked_by_head: bool) -> ModelConfig:
 
 
 def _kinds(raw: Fields) -> list[str]:
-    """Of each layer."""
+    """The kind of each layer."""
     expect_kinds(raw, LINEAR, FULL)
     num_layers, interval = integer(raw, "num_hidden_layers"), integer(raw, "full_attention_interval", 4)
     found = raw.get("layer_types") or [
@@ -125,7 +125,7 @@ def _kinds(raw: Fields) -> list[str]:
 
 
 def _rope(raw: Fields) -> RopeConfig:
-    """A text's tokens have the same position in every section of multimodal RoPE, which then is the plain one."""
+    """Text tokens have the same position in every section of multimodal RoPE, so it equals plain RoPE."""
     fields = {"partial_rotary_factor": 0.25, **raw}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(spec := raw.get(key), dict):
@@ -151,14 +151,14 @@ def _linear_attention(raw: Fields, stacked_by_head: bool) -> LinearAttention:
 
 
 def _of_text(family: ModelFamily, architecture: str) -> ModelFamily:
-    """The same decoder within a vision-language model: its fields are under `text_config`, and its tensors under a
-    prefix. What is of images is left out, so that the model takes text alone."""
+    """The same decoder in a vision-language model: its fields are under `text_config`, and its tensors under a prefix.
+    The vision tower is left out, so that the model takes text alone."""
 
     def describe(raw: Fields) -> ModelConfig:
         text = raw.get("text_config")
         if not isinstance(text, dict):
             raise ValueError(f"text_config is {text!r}: expected an object, the text decoder's fields.")
-        # Of the two that there are, transformers ties by this one.
+        # Both configs have tie_word_embeddings; transformers uses this one.
         return family.describe({**text, "tie_word_embeddings": raw.get("tie_word_embeddings", False)})
 
     def nested(names: Mapping[str, str]) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""Owns Llama (arXiv 2302.13971, 2407.21783): the block that the other families are told as differences from.
-Never holds more than the description: `engine.models.decoder` computes."""
+"""Owns Llama (arXiv 2302.13971, 2407.21783): the block from which the other families differ.
+Never computes: `engine.models.decoder` does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Owns Mistral (arXiv 2310.06825): Llama whose queries see a window of tokens, where the checkpoint has one.
-Never holds more than the description: `engine.models.decoder` computes."""
+"""Owns Mistral (arXiv 2310.06825): Llama with a window of tokens for queries, if the checkpoint has one.
+Never computes: `engine.models.decoder` does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Owns the mixtures of experts: Qwen3-MoE (arXiv 2505.09388) and Mixtral (arXiv 2401.04088).
-Never holds more than the description: `engine.models.decoder` computes."""
+Never computes: `engine.models.decoder` does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIXTRAL_NAMES = ATTENTION_NAMES | {
 
 
 def _qwen3_moe(raw: Fields) -> ModelConfig:
-    """Qwen3, in which every `decoder_sparse_step`-th layer has experts unless `mlp_only_layers` names it."""
+    """Qwen3 with experts in every `decoder_sparse_step`-th layer, unless `mlp_only_layers` names the layer."""
     expect_silu(raw)
     window = raw.get("sliding_window") if raw.get("use_sliding_window", False) else None
     biased = bool(raw.get("attention_bias", False))
@@ -42,7 +42,7 @@ def _qwen3_moe(raw: Fields) -> ModelConfig:
 
 
 def _mixtral(raw: Fields) -> ModelConfig:
-    """Mistral, each of whose MLPs is chosen from `num_local_experts`."""
+    """Mistral with `num_local_experts` experts instead of each MLP."""
     expect_silu(raw)
     rope = read_rope(raw, integer(raw, "max_position_embeddings"), theta=1e6)
     config = read_decoder(raw, eps=1e-5, rope=rope, windows=one_window(raw, raw.get("sliding_window")))

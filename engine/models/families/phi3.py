@@ -1,5 +1,5 @@
 """Owns Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905): stacked matrices, LongRoPE, heads that are rotated in part.
-Never holds more than the description: `engine.models.decoder` computes."""
+Never computes: `engine.models.decoder` does."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NAMES = {name: place for name, place in ATTENTION_NAMES.items() if place not in 
 
 def _phi3(raw: Fields) -> ModelConfig:
     expect_silu(raw)
-    rope = read_rope(_todays(raw), integer(raw, "max_position_embeddings"), partial=True)
+    rope = read_rope(_with_current_names(raw), integer(raw, "max_position_embeddings"), partial=True)
     return read_decoder(raw, eps=1e-5, rope=rope, windows=one_window(raw, raw.get("sliding_window")))
 
 
-def _todays(raw: Fields) -> dict[str, Any]:
-    """LongRoPE was called `su`, and `yarn`, by the first of these checkpoints."""
+def _with_current_names(raw: Fields) -> dict[str, Any]:
+    """The fields with LongRoPE's current name. The first of these checkpoints called it `su` or `yarn`."""
     fields = dict(raw)
     for key in ("rope_scaling", "rope_parameters"):
         spec = dict(section(raw, key))

@@ -1,5 +1,5 @@
 """Owns Qwen2 (arXiv 2407.10671) and Qwen3 (arXiv 2505.09388): biases on q, k and v; then norms on q and k instead.
-Never holds more than the description: `engine.models.decoder` computes."""
+Never computes: `engine.models.decoder` does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def _qwen3(raw: Fields) -> ModelConfig:
 
 
 def _windows(raw: Fields) -> Windows:
-    """Configs carry a window that is switched off; where it is on, it begins at layer `max_window_layers`."""
+    """The layers' windows. Most configs have a window that is switched off; if it is on, it applies from layer
+    `max_window_layers` on."""
     window = raw.get("sliding_window") if raw.get("use_sliding_window", False) else None
     first = integer(raw, "num_hidden_layers") if window is None else raw.get("max_window_layers", 28)
     kinds = [FULL if number < first else SLIDING for number in range(integer(raw, "num_hidden_layers"))]

@@ -348,4 +348,4 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
     with pytest.raises(SystemExit):
         main([])
     said = " ".join(capsys.readouterr().err.split())
-    assert "there is no GPU that torch can use here; --device cpu measures the CPU" in said
+    assert "torch can use no GPU here; --device cpu measures the CPU" in said

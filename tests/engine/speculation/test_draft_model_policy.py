@@ -503,7 +503,7 @@ def test_an_executor_without_a_draft_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "draft_model"}, r"speculative\.model does not say which"),
+        ({"method": "draft_model"}, r"but speculative\.model does not name one"),
         ({"method": "suffix", "model": "small"}, r"speculative\.model is small, but speculative\.method is suffix"),
         ({"model_cost": 0.5}, r"speculative\.model_cost is 0\.5, but speculative\.method is auto"),
         ({"method": "draft_model", "model": "small", "model_cost": 0}, r"model_cost must be > 0, but it is 0"),

@@ -111,7 +111,7 @@ def test_the_command_keeps_what_it_found_and_fails_beyond_what_was_asked(
         (lambda live: live.update(exit_code=SATURATED, saturated=["sent late"]), "failed with code 4: ['sent late']"),
         (lambda live: live.update(exit_code=BROKEN, broken=["a worker was lost"]), "failed with code 5"),
         (lambda live: live.update(deployment={}), "there is nothing live in it"),
-        (lambda live: live["settings"].update(do="reboot"), "--do is of a load on a server"),
+        (lambda live: live["settings"].update(do="reboot"), "--do needs a real server"),
         (lambda live: live["points"].pop(), "the live load has the points ['1 requests/s'], the simulated one"),
         (lambda live: [point.update(figures=dict.fromkeys(("offered", "ok", "prompt_tokens", "output_tokens"), 0))
                        for point in live["points"]], "nothing was answered"),

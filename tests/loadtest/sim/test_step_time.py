@@ -89,8 +89,8 @@ def test_a_servers_log_of_its_steps_is_as_good_as_a_bench(caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("document", "reason"),
     [
-        ([], "is no result of benchmarks.engine.step with cells: its benchmark is None"),
-        ({"benchmark": "engine_step", "cells": []}, "is no result of benchmarks.engine.step with cells"),
+        ([], "is not a result of benchmarks.engine.step with cells: its benchmark is None"),
+        ({"benchmark": "engine_step", "cells": []}, "is not a result of benchmarks.engine.step with cells"),
         ({"benchmark": "mixed_load", "cells": [{"budget": 128}]}, "its benchmark is mixed_load"),
         (
             {"benchmark": "engine_step", "cells": [cell("decode", 1, 20.0), cell("decode", 8, 30.0)]},

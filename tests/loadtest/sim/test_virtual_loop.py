@@ -72,5 +72,5 @@ def test_a_program_that_waits_for_what_never_comes_is_ended_and_says_when() -> N
         await asyncio.sleep(7)
         await asyncio.get_running_loop().create_future()
 
-    with pytest.raises(NothingLeftError, match=r"at 7\.000 s everybody waits"):
+    with pytest.raises(NothingLeftError, match=r"at 7\.000 s all tasks wait"):
         run(waits())

@@ -45,7 +45,7 @@ def config_with(tmp_path: Path, args: Any, import_path: str = "serve_app.app:bui
         ),
         (
             {"engine": {"speculative": {"method": "draft_model"}}},
-            "speculative.method is draft_model, and speculative.model does not say which",
+            "speculative.method is draft_model, but speculative.model does not name one",
         ),
     ],
 )
