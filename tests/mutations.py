@@ -47,7 +47,7 @@ GRAMMAR = "tests/engine/batch/test_grammar.py"
 LOAD = "tests/engine/test_load_snapshot.py"
 LOGPROBS = "tests/engine/batch/test_logprobs.py"
 MODEL_DRAFTS = "tests/engine/speculation/test_draft_model_policy.py"
-NATIVE = "tests/kernels/test_native.py"
+NATIVE = "tests/kernels/cpu/native/test_program.py"
 OVERLAP = "tests/engine/core/test_overlap.py"
 PLANNER = "tests/engine/scheduling/test_planner.py"
 PREPARING = "tests/engine/scheduling/test_preparing.py"
@@ -1409,7 +1409,7 @@ MUTATIONS = (
     Mutation(
         "I-9 m",
         "What counts of a row is fed to the state after its drafts, not to that before them.",
-        "kernels/rewind.py",
+        "kernels/eager/rewind.py",
         "            kept.state[rows.index] = kept.before[places]\n",
         "",
         (RECURRENT,),

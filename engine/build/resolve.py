@@ -19,7 +19,7 @@ from engine.models.kv_cache import bytes_per_block, cache_dtype
 from engine.models.quantization import Quantization
 from engine.models.recurrent_state import memory_summary, state_bytes
 from kernels.choice import NATIVE, Choice
-from kernels.processor import cpu_flags
+from kernels.cpu.processor import cpu_flags
 
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # the last is Arm's
 

@@ -17,10 +17,10 @@ from engine.models.decoder import Decoder
 from engine.models.eager import EagerModel
 from engine.models.kv_cache import KVCache
 from engine.step import ScheduledRequest
-from kernels.eager import EagerPass
+from kernels.cpu.low_rank import Tokens, add_low_rank
+from kernels.eager.forward import EagerPass
+from kernels.eager.ops import Ops
 from kernels.forward import Linear
-from kernels.low_rank import Tokens, add_low_rank
-from kernels.ops import Ops
 
 
 class AdaptedModel(EagerModel):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.narrow_cache import LARGEST, SCALE_BYTES, widen
+from kernels.cpu.narrow_cache import LARGEST, SCALE_BYTES, widen
 from kernels.reference import PagedRows
 
 # Decode rows are padded to the longest of their bucket: powers of two, so padding at most doubles a row's work and one

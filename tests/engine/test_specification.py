@@ -212,8 +212,8 @@ DEFECTS: dict[str, Evidence] = {
         "engine/test_async_engine.py::test_a_rejected_request_raises_before_its_first_event_and_takes_nothing",
     ),
     "S4-R19": (
-        "kernels/test_attention.py::test_mixed_rows_match_the_reference",
-        "kernels/test_attention.py::test_a_chunk_of_any_length_after_any_context_matches_the_reference",
+        "kernels/cpu/test_attention.py::test_mixed_rows_match_the_reference",
+        "kernels/cpu/test_attention.py::test_a_chunk_of_any_length_after_any_context_matches_the_reference",
         "kernels/triton/test_attention.py::test_a_row_has_its_splits_by_its_own_length",
         "kernels/triton/test_attention.py::test_decode_rows_of_a_captured_mixed_step_have_their_keys_split",
     ),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kernels.eager.ops import Ops
 from kernels.forward import LinearHeads
-from kernels.ops import Ops
 from kernels.reference import StateRows
 from tests.kernels.rows import seeded_generator
 

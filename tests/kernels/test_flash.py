@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.flash import PACKAGES, find_flash, flash_ops
-from kernels.ops import TORCH
-from kernels.paged import on_device
+from kernels.eager.ops import TORCH
+from kernels.flash.attention import PACKAGES, find_flash, flash_ops
+from kernels.rows.device import on_device
 from tests.kernels.rows import Case, paged_case
 from tests.support.fake_flash import FakeFlash, FakeFlash3
 

@@ -20,7 +20,7 @@ from engine.models.kv_cache import KVCache
 from engine.models.recurrent_state import RecurrentState
 from engine.step import GraphUse, StepPlan
 from kernels.choice import forward_pass
-from kernels.ops import Ops
+from kernels.eager.ops import Ops
 from kernels.reference import PagedRows, StateRows
 
 

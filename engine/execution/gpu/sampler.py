@@ -13,8 +13,8 @@ from engine.batch.logprobs import find_logprobs
 from engine.batch.sampler import SMALLEST_TEMPERATURE, draw_tokens
 from engine.execution.device import Device
 from engine.step import LogitControls, RowSampling
-from kernels.ops import Ops
-from kernels.sampled_row import SampledRow
+from kernels.eager.ops import Ops
+from kernels.rows.sampled_row import SampledRow
 
 NO_TOKEN = -1
 _NO_CONTROLS = LogitControls()

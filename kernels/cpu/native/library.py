@@ -15,7 +15,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from kernels.processor import cpu_flags
+from kernels.cpu.processor import cpu_flags
 
 SOURCE_DIR = Path(__file__).parent
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-Wno-psabi")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.cpu.native.library import load_library
 from kernels.forward import GELU, SILU, HeadShape, Linear, Routing
-from kernels.integers import joined
+from kernels.rows.integers import joined
 
 # As in linear.h, vector.h and cache.h.
 PANEL = 32

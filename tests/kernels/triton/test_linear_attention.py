@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.eager.ops import REFERENCE
 from kernels.forward import LinearHeads
-from kernels.ops import REFERENCE
-from kernels.paged import DeviceStateRows, states_on_device
+from kernels.rows.device import DeviceStateRows, states_on_device
 from tests.kernels.rows import seeded_generator
 from tests.kernels.states import HEADS, STEPS, inputs
 from tests.kernels.triton.cases import EPS, POISON, TOLERANCE, close, poisoned, slow
 
 from triton.runtime.interpreter import interpreter_builder  # isort: skip
 
-from kernels.triton import causal_conv as convolution  # isort: skip
-from kernels.triton import delta_rule as delta  # isort: skip
-from kernels.triton.causal_conv import causal_conv  # isort: skip
-from kernels.triton.delta_rule import PIECE, VALUES_AT_A_TIME, delta_rule  # isort: skip
-from kernels.triton.gates import BLOCK, gated_rms_norm, sigmoid_gate  # isort: skip
+from kernels.triton.linear_attention import causal_conv as convolution  # isort: skip
+from kernels.triton.linear_attention import delta_rule as delta  # isort: skip
+from kernels.triton.linear_attention.causal_conv import causal_conv  # isort: skip
+from kernels.triton.linear_attention.delta_rule import PIECE, VALUES_AT_A_TIME, delta_rule  # isort: skip
+from kernels.triton.elementwise.gates import BLOCK, gated_rms_norm, sigmoid_gate  # isort: skip
 
 CASES = [
     *((name, torch.float32) for name in STEPS if name not in ("edges of tiles", "ragged")),

@@ -34,7 +34,7 @@ from engine.step import (
     StepOutput,
     StepPlan,
 )
-from kernels.ops import TORCH
+from kernels.eager.ops import TORCH
 from tests.support.fake_device import EOS, VOCAB, FakeDevice, write_model
 from tests.support.plans import chunk, decode, greedy_text
 

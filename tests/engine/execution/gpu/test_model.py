@@ -32,8 +32,8 @@ from engine.protocol import SamplingParams, Submission
 from engine.scheduling.request import create_request
 from engine.step import PENDING_TOKEN, GraphUse, LogitControls, RowKind, RowSampling, ScheduledRequest, StepPlan
 from kernels.choice import TRITON_TABLE
-from kernels.flash import PACKAGES, flash_ops
-from kernels.ops import TORCH, Ops
+from kernels.eager.ops import TORCH, Ops
+from kernels.flash.attention import PACKAGES, flash_ops
 from tests.support.fake_device import FakeDevice, MetaDevice, MetaFlash, write_model
 from tests.support.fake_flash import FakeFlash
 from tests.support.plans import chunk, decode, forced_logits, greedy_text, run, scored
@@ -53,7 +53,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> FakeFlash:
     """Takes float32, so that what is padded can be told from what is not."""
     fake = FakeFlash(any_dtype=True)
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", fake)  # type: ignore[arg-type]
-    monkeypatch.setattr("kernels.flash.DTYPES", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr("kernels.flash.attention.DTYPES", (torch.float32, torch.bfloat16))
     return fake
 
 
@@ -147,7 +147,7 @@ def test_captured_and_padded_steps_with_experts_by_triton_give_the_logits_of_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all of Triton's kernels these alone, in its interpreter. Padding holds NaN, and has experts, too."""
-    pytest.importorskip("kernels.triton.launch", reason="no Triton that the kernels run on", exc_type=ImportError)
+    pytest.importorskip("kernels.triton.shared.launch", reason="no Triton to run the kernels on", exc_type=ImportError)
     triton: Ops = import_module(TRITON_TABLE).TRITON
     assert triton.experts_capturable
     assert triton.experts is not TORCH.experts
