@@ -24,8 +24,8 @@ from kernels.choice import ATTENTION, TORCH_ATTENTION, TRITON, choose_attention
 from kernels.eager.forward import EagerPass
 from kernels.eager.ops import TORCH, TORCH_CPU, Ops
 from kernels.forward import HeadShape, Linear, LinearHeads, Routing
-from kernels.reference import PagedRows, StateRows
 from kernels.rows.device import on_device, states_on_device
+from kernels.rows.step import PagedRows, StateRows
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from engine.step import RowKind, ScheduledRequest, StepPlan
 from kernels.eager.forward import EagerPass
 from kernels.eager.ops import Ops
 from kernels.eager.rewind import Rewind
-from kernels.reference import StateRows
+from kernels.rows.step import StateRows
 
 
 class EagerModel:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.forward import LinearHeads
-from kernels.reference import StateRows, delta_inputs, log_decay
+from kernels.reference import delta_inputs, log_decay
+from kernels.rows.step import StateRows
 
 PIECE = 64
 """Tokens that become one triangular system; its work grows with their square, and the state's with their number."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.eager.ops import Ops
 from kernels.eager.rewind import Advance, Rewind
 from kernels.forward import GELU, SILU, HeadShape, Linear, LinearHeads, Routing
-from kernels.reference import StateRows
+from kernels.rows.step import StateRows
 
 
 class EagerPass:

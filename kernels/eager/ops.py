@@ -16,8 +16,8 @@ from kernels.cpu import elementwise as cpu_elementwise
 from kernels.cpu import experts as cpu_experts
 from kernels.cpu import linear_attention as cpu_linear
 from kernels.forward import LinearHeads, Routing
-from kernels.reference import PagedRows, StateRows
 from kernels.rows.sampled_row import SampledRow
+from kernels.rows.step import PagedRows, StateRows
 
 
 class Attention(Protocol):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.reference import StateRows
+from kernels.rows.step import StateRows
 
 Advance = Callable[[Sequence[Tensor], StateRows], Tensor]
 """An operator on a layer's state in place: (its inputs, each [num_tokens, ...], the rows that they belong to)."""

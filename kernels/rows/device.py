@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kernels.reference import PagedRows, StateRows
+from kernels.rows.step import PagedRows, StateRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.eager.forward import EagerPass
 from kernels.eager.ops import Ops
 from kernels.forward import HeadShape
-from kernels.reference import StateRows
+from kernels.rows.step import StateRows
 from kernels.triton.elementwise.norm import add_rms_norm
 from kernels.triton.elementwise.rotate import rotate_and_cache
 from kernels.triton.ops import TRITON

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.execution.device import Device
 from kernels.choice import FLASH, TORCH_ATTENTION, TRITON, choose_attention
 from kernels.eager.ops import Ops
-from kernels.flash.attention import PACKAGES
+from kernels.flash.packages import PACKAGES
 from kernels.rows.device import on_device
 from tests.kernels.rows import Case, paged_case
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.eager.ops import Ops
 from kernels.forward import LinearHeads
-from kernels.reference import StateRows
+from kernels.rows.step import StateRows
 from tests.kernels.rows import seeded_generator
 
 HEADS = LinearHeads(num_key_heads=2, num_value_heads=6, key_dim=8, value_dim=12)

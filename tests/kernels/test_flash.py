@@ -12,8 +12,10 @@ import torch
 
 from kernels import reference
 from kernels.eager.ops import TORCH
-from kernels.flash.attention import PACKAGES, find_flash, flash_ops
+from kernels.flash.attention import flash_ops
+from kernels.flash.packages import PACKAGES, find_flash
 from kernels.rows.device import on_device
+from kernels.rows.step import PagedRows
 from tests.kernels.rows import Case, paged_case
 from tests.support.fake_flash import FakeFlash, FakeFlash3
 
@@ -37,9 +39,7 @@ def package(name: str) -> Any:
     return next(each for each in PACKAGES if each.module == name)
 
 
-def attend(
-    name: str, fake: FakeFlash, case: Case, rows: reference.PagedRows, window: int | None = None
-) -> torch.Tensor:
+def attend(name: str, fake: FakeFlash, case: Case, rows: PagedRows, window: int | None = None) -> torch.Tensor:
     ops = flash_ops(package(name), fake, TORCH)
     plan = ops.prepare_attention(rows, case.k_cache.shape[2], case.q.dtype)
     return ops.attention(case.q, case.k_cache, case.v_cache, plan, case.scale, window=window)

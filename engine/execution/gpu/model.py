@@ -21,7 +21,7 @@ from engine.models.recurrent_state import RecurrentState
 from engine.step import GraphUse, StepPlan
 from kernels.choice import forward_pass
 from kernels.eager.ops import Ops
-from kernels.reference import PagedRows, StateRows
+from kernels.rows.step import PagedRows, StateRows
 
 
 class Pending(NamedTuple):

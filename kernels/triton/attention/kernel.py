@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernels.triton.attention.plan import MOST_SPLITS
 from kernels.triton.shared.launch import dot, tuned
+from kernels.triton.shared.tiles import find_row
 
 # Where keys are is read within the loop over them, which takes stages, too: with 3 no copy of keys is under way while
 # others are computed with, with 5 that of one tile is, with 7 those of two.
@@ -37,21 +38,6 @@ def split_size(length, split):
     """Keys of each split of a row: `split`, or more, where that would make more of them than there may be."""
     least = tl.cdiv(length, _MOST_SPLITS)
     return tl.maximum(split, tl.cdiv(least, _KEYS_AT_A_TIME) * _KEYS_AT_A_TIME)
-
-
-@triton.jit
-def find_row(begins, first_row, num_rows, tile, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """(row, its first tile): rows have their tiles one after another, each at most one more than it fills.
-
-    Row r's tiles begin at `begins[r] * GROUP // TILE + r`, which is found by bisection.
-    """
-    first_token = tl.load(begins + first_row)
-    low, high = 0, num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        at = (tl.load(begins + first_row + middle) - first_token) * GROUP // TILE + middle
-        low, high = tl.where(at <= tile, middle, low), tl.where(at <= tile, high, middle)
-    return first_row + low, (tl.load(begins + first_row + low) - first_token) * GROUP // TILE + low
 
 
 @triton.jit

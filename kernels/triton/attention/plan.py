@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kernels.reference import PagedRows
+from kernels.rows.step import PagedRows
 
 SPLIT = 512
 """Keys of a decode row that one program reads. Splits begin at fixed positions, so a row's sums have one order,

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.forward import Routing
-from kernels.triton.sampling.numbers import LEAST_KEY, order_key
 from kernels.triton.shared.launch import dot, padded, tuned, warps
+from kernels.triton.shared.order_keys import LEAST_KEY, order_key
 
 TOKENS_AT_A_TIME = 32
 PAIRS_AT_A_TIME = 1024

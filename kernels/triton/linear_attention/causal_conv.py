@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.reference import StateRows
 from kernels.rows.device import DeviceStateRows, states_on_device
-from kernels.triton.attention.kernel import find_row
+from kernels.rows.step import StateRows
 from kernels.triton.shared.launch import padded, warps
+from kernels.triton.shared.tiles import find_row
 
 CHANNELS_AT_A_TIME = 128
 TOKENS_AT_A_TIME = 16

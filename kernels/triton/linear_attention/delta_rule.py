@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.forward import LinearHeads
-from kernels.reference import StateRows
 from kernels.rows.device import DeviceStateRows, states_on_device
-from kernels.triton.attention.kernel import find_row
+from kernels.rows.step import StateRows
 from kernels.triton.shared.launch import dot, padded
+from kernels.triton.shared.tiles import find_row
 
 PIECE = 32
 """Tokens of a chunk that are one triangular system. Its inverse takes as many steps, each over the whole of it."""

@@ -6,8 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.sampling.numbers import LEAST_KEY, mass_of, order_key
+from kernels.triton.sampling.numbers import mass_of
 from kernels.triton.sampling.scan import list_groups, listed_tokens, lowest_peak, mass_of_blocks, row_of_blocks
+from kernels.triton.shared.order_keys import LEAST_KEY, order_key
 
 
 @triton.jit

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.sampling.numbers import logit_of, order_key
 from kernels.triton.sampling.scan import (
     BLOCK,
     GROUP,
@@ -21,6 +20,7 @@ from kernels.triton.sampling.scan import (
     survey_rows,
 )
 from kernels.triton.shared.launch import padded
+from kernels.triton.shared.order_keys import logit_of, order_key
 
 
 # What differs between steps must not choose between compiled kernels: requests ask for any count, 1 and 16 too.

@@ -1,4 +1,4 @@
-"""Owns the numbers that sampling shares: order and mass of logits, and the random number of a position.
+"""Owns the numbers that sampling shares: the mass of logits, and the random number of a position.
 Never keeps a random state: the number is a function of (seed, position), the same as the CPU sampler's."""
 
 from __future__ import annotations
@@ -8,21 +8,6 @@ import triton.language as tl
 
 # Below this, a division by the temperature would overflow; the result is greedy long before.
 SMALLEST_TEMPERATURE = tl.constexpr(1e-5)
-
-LEAST_KEY = tl.constexpr(-(2**31))
-
-
-@triton.jit
-def order_key(logit):
-    """An int32 that orders as the float32 does. The two zeros are one logit."""
-    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def logit_of(key):
-    """The logit that has this key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

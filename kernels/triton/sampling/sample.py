@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from kernels.triton.sampling.filter import keeps
-from kernels.triton.sampling.numbers import LEAST_KEY, SMALLEST_TEMPERATURE, logit_of, mass_of, order_key, uniform
+from kernels.triton.sampling.numbers import SMALLEST_TEMPERATURE, mass_of, uniform
 from kernels.triton.sampling.scan import mass_of_blocks
+from kernels.triton.shared.order_keys import LEAST_KEY, logit_of, order_key
 
 
 @triton.jit

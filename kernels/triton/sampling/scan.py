@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.sampling.numbers import LEAST_KEY, mass_of, order_key
+from kernels.triton.sampling.numbers import mass_of
 from kernels.triton.shared.launch import INTERPRETED
+from kernels.triton.shared.order_keys import LEAST_KEY, order_key
 
 # Logits of a block, which one program looks at, and of a group, of which the largest is kept: tokens that may matter
 # are found by the groups that they are in. The interpreter pays for each block, and its tests cross several.

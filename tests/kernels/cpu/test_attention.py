@@ -8,13 +8,14 @@ import torch
 
 from kernels import reference
 from kernels.eager.ops import TORCH_CPU
+from kernels.rows.step import PagedRows
 from tests.kernels.rows import Case, paged_case
 
 BLOCK = 16
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-def attend(case: Case, rows: reference.PagedRows, q: torch.Tensor, window: int | None = None) -> torch.Tensor:
+def attend(case: Case, rows: PagedRows, q: torch.Tensor, window: int | None = None) -> torch.Tensor:
     plan = TORCH_CPU.prepare_attention(rows, case.k_cache.shape[2], q.dtype)
     return TORCH_CPU.attention(q, case.k_cache, case.v_cache, plan, case.scale, window=window)
 
@@ -105,7 +106,7 @@ def test_neighbours_do_not_change_a_row_in_float32() -> None:
     case = paged_case([30, 41, 700], [(20, 9)])
     rows = case.rows
     together = attend(case, rows, case.q)
-    alone = reference.PagedRows(1, rows.contexts[1:2], (1,), rows.block_tables[1:2], rows.block_size)
+    alone = PagedRows(1, rows.contexts[1:2], (1,), rows.block_tables[1:2], rows.block_size)
     single = attend(case, alone, case.q[1:2])
     torch.testing.assert_close(together[1:2], single, atol=2e-6, rtol=2e-6)
 

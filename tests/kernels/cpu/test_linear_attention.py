@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.cpu.linear_attention import PIECE, by_pieces, one_step
 from kernels.eager.ops import REFERENCE, TORCH_CPU
-from kernels.reference import StateRows
+from kernels.rows.step import StateRows
 from tests.kernels.rows import seeded_generator
 from tests.kernels.states import HEADS, STEPS, inputs
 

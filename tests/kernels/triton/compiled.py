@@ -15,8 +15,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.forward import HeadShape, LinearHeads, Routing
-from kernels.reference import StateRows
 from kernels.rows.sampled_row import SampledRow
+from kernels.rows.step import StateRows
 from kernels.triton.attention import attention
 from kernels.triton.attention import kernel as attention_kernel
 from kernels.triton.attention.plan import AttentionPlan

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kernels.reference import PagedRows
+from kernels.rows.step import PagedRows
 from tests.kernels.rows import Case, paged_case
 from tests.kernels.triton.cases import POISON, TOLERANCE, attend, check_attention, close, plan_of, slow
 

@@ -16,7 +16,7 @@ from engine.models.kv_cache import KVCache
 from engine.models.weights import load_weights
 from kernels.eager.forward import EagerPass
 from kernels.eager.ops import REFERENCE
-from kernels.reference import PagedRows
+from kernels.rows.step import PagedRows
 from tests.kernels.rows import seeded_generator
 from tests.kernels.triton.cases import close
 from tests.support.tiny_models import VOCAB, save_model

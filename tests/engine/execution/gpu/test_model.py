@@ -33,7 +33,8 @@ from engine.scheduling.request import create_request
 from engine.step import PENDING_TOKEN, GraphUse, LogitControls, RowKind, RowSampling, ScheduledRequest, StepPlan
 from kernels.choice import TRITON_TABLE
 from kernels.eager.ops import TORCH, Ops
-from kernels.flash.attention import PACKAGES, flash_ops
+from kernels.flash.attention import flash_ops
+from kernels.flash.packages import PACKAGES
 from tests.support.fake_device import FakeDevice, MetaDevice, MetaFlash, write_model
 from tests.support.fake_flash import FakeFlash
 from tests.support.plans import chunk, decode, forced_logits, greedy_text, run, scored
@@ -53,7 +54,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> FakeFlash:
     """Takes float32, so that what is padded can be told from what is not."""
     fake = FakeFlash(any_dtype=True)
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", fake)  # type: ignore[arg-type]
-    monkeypatch.setattr("kernels.flash.attention.DTYPES", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr("kernels.flash.packages.DTYPES", (torch.float32, torch.bfloat16))
     return fake
 
 

@@ -56,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", FakeFlash(any_dtype=True))  # type: ignore[arg-type]
-    monkeypatch.setattr("kernels.flash.attention.DTYPES", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr("kernels.flash.packages.DTYPES", (torch.float32, torch.bfloat16))
 
 
 def create(model: Path, device: FakeDevice | None = None, **settings: Any) -> tuple[DeviceExecutor, ResolvedConfig]:

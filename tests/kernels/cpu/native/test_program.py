@@ -28,6 +28,7 @@ from kernels.cpu.processor import cpu_flags
 from kernels.eager.forward import EagerPass
 from kernels.eager.ops import REFERENCE, Ops
 from kernels.forward import GELU, Array, ForwardPass, HeadShape, Linear, Routing
+from kernels.rows.step import PagedRows
 from tests.kernels.rows import seeded_generator
 from tests.support.compiler import needs_compiler
 from tests.support.seeds import seeded_random
@@ -299,7 +300,7 @@ def eager(rows: Rows, block_size: int, table: Ops = REFERENCE) -> EagerPass:
     for row, (_, _, blocks) in enumerate(rows):
         tables[row, : len(blocks)] = torch.tensor(blocks)
     contexts, counts = tuple(row[1] for row in rows), tuple(len(row[0]) for row in rows)
-    paged = reference.PagedRows(0, contexts, counts, tables, block_size)
+    paged = PagedRows(0, contexts, counts, tables, block_size)
     return EagerPass(
         table,
         token_ids=torch.tensor([token for tokens, _, _ in rows for token in tokens]),
