@@ -24,7 +24,7 @@ class Within:
     """[limited rows, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is token t's."""
 
 
-def control_logits(
+def apply_controls(
     logits: Tensor, rows: Sequence[RowSampling], answers: Sequence[Sequence[int]], within: Within | None = None
 ) -> Tensor:
     """All rows at once; a copy where anything changes. `kernels.reference.control_logits` and `keep_within` define it.

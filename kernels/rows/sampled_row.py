@@ -1,4 +1,4 @@
-"""Owns how a row says what is to be sampled for it, in numbers that any backend can pack.
+"""Owns all that choosing a row's token takes besides its logits, in numbers that any backend can pack.
 Never sees a logit."""
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments
     "program_attention": ("", "piplllppiflp"),
     "program_experts": ("", "pippllllipppppppppppp"),
     "program_argmax": ("", "pplpp"),
-    "sample_rows": ("", "pplplp"),
+    "draw_rows": ("", "pplplp"),
 }
 
 

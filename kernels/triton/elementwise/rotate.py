@@ -126,7 +126,7 @@ def _launch(
     tile = min(HEADS_AT_A_TIME, padded(heads))
     half = padded(head_dim // 2)
     grid = (tokens, triton.cdiv(heads, tile))
-    cos, sin = (each.contiguous() for each in rotations)
+    cos, sin = (part.contiguous() for part in rotations)
     strides = (x.stride(0), x.stride(1))
     shape = (heads - 2 * num_kv_heads, num_kv_heads, head_dim // 2, half, tile)
     if tokens:

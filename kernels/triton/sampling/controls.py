@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.sampling.rows import SamplingRows
+from kernels.triton.sampling.rows import SampledRows
 from kernels.triton.shared.launch import padded
 
 BLOCK = 1024
@@ -73,7 +73,7 @@ def _limit(own, stride, within, controlled, left, vocab, num_words, BLOCK: tl.co
     tl.store(controlled + row * vocab + i, value, mask=i < vocab)
 
 
-def control_logits(logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> Tensor:
+def control_logits(logits: Tensor, rows: SampledRows, *, out: Tensor | None = None) -> Tensor:
     """`logits` itself where no row has controls, or [rows, vocab] float32. logits: [rows, vocab], rows contiguous."""
     if rows.edits is None and rows.allowed is None and rows.within is None:
         return logits

@@ -47,7 +47,7 @@ def keeps(keys, edge, ties, tied):
 
 # Parts of two copies, one number of each read: whether they are aligned must not choose between compiled kernels.
 @triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps"])
-def narrow(
+def filter_row(
     logits,
     stride,
     temperatures,
@@ -72,7 +72,7 @@ def narrow(
     BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """One row for each program, after `survey`. tokens: the most likely, or -1 for a row without a distribution.
+    """One row for each program, after `scan_block`. tokens: the most likely, or -1 for a row without a distribution.
 
     sizes: how many candidates are in kept_ids and kept_logits, in vocabulary order; 0: nothing is to be drawn; -1: the
     whole vocabulary is, and nothing is kept. bests: [rows] float32; totals: [rows] float64, the mass before top-p,

@@ -17,7 +17,7 @@ from kernels.triton.sampling.scan import (
     lowest_peak,
     mass_of_blocks,
     row_of_blocks,
-    survey_rows,
+    scan_rows,
 )
 from kernels.triton.shared.launch import padded
 from kernels.triton.shared.order_keys import logit_of, order_key
@@ -45,7 +45,7 @@ def _logprobs(
     BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """One row for each program, after `survey`: the logarithm of the sum, then the `count` largest, one by one."""
+    """One row for each program, after `scan_block`: the logarithm of the sum, then the `count` largest, one by one."""
     row = tl.program_id(0).to(tl.int64)
     groups_of = num_blocks * (BLOCK // GROUP)
     logits += row * stride
@@ -88,7 +88,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tenso
     top_ids = torch.empty(num_rows, count, dtype=torch.int64, device=logits.device)
     top = torch.empty(num_rows, count, dtype=torch.float32, device=logits.device)
     if num_rows:
-        found = survey_rows(logits)
+        found = scan_rows(logits)
         listed = torch.empty_like(found.peaks, dtype=torch.int32)
         num_blocks, num_groups = found.bests.shape[1], found.peaks.shape[1]
         sizes = (vocab, num_blocks, count, BLOCK, GROUP, padded(num_blocks), padded(num_groups))

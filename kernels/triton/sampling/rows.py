@@ -26,8 +26,8 @@ class Edits:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """What the kernels read, all on the device. A row of padding has temperature 0, whose token nobody reads."""
+class SampledRows:
+    """Each SampledRow as the kernels read it, all on the device. Padding has temperature 0; nobody reads its token."""
 
     temperatures: Tensor  # [rows] float64
     top_ps: Tensor  # [rows] float64
@@ -44,8 +44,8 @@ class SamplingRows:
 
 def pack_rows(
     rows: Sequence[SampledRow], vocab: int, device: torch.device | str, within: Tensor | None = None
-) -> SamplingRows:
-    """Copies from pinned memory where there is a GPU, which nothing waits for. within: as in SamplingRows, anywhere."""
+) -> SampledRows:
+    """Copies from pinned memory where there is a GPU, which nothing waits for. within: as in SampledRows, anywhere."""
 
     def moved(host: Tensor) -> Tensor:
         return host.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else host
@@ -60,7 +60,7 @@ def pack_rows(
     limited = any(row.allowed is not None for row in rows)
     temperatures, top_ps, min_ps = floats
     top_ks, seeds, positions = integers
-    return SamplingRows(
+    return SampledRows(
         temperatures,
         top_ps,
         min_ps,
@@ -93,7 +93,7 @@ def _edits(rows: Sequence[SampledRow]) -> tuple[Tensor, Tensor] | None:
         return None
     found = [_places(kind) for kind in kinds]
     places, edit_of = torch.cat(found).unique(return_inverse=True)  # sorted: row by row
-    biased, seen, answered, banned = edit_of.split([len(each) for each in found])
+    biased, seen, answered, banned = edit_of.split([len(kind) for kind in found])
     row_of = places >> 32
     repetition, frequency, presence = torch.tensor(
         [(row.repetition_penalty, row.frequency_penalty, row.presence_penalty) for row in rows], dtype=torch.float64
@@ -115,7 +115,7 @@ def _places(tokens: Sequence[Sequence[int]]) -> Tensor:
     flat = joined(tokens)
     if not flat:
         return torch.empty(0, dtype=torch.int64)
-    row_of = torch.arange(len(tokens)).repeat_interleave(torch.tensor([len(each) for each in tokens]))
+    row_of = torch.arange(len(tokens)).repeat_interleave(torch.tensor([len(row_tokens) for row_tokens in tokens]))
     return (row_of << 32) + torch.frombuffer(flat, dtype=torch.int64)
 
 

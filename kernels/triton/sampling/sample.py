@@ -1,5 +1,6 @@
-"""Owns the draw: top-p, min-p, and the first candidate whose cumulative mass exceeds the random number's share.
-Never looks at a row that has its token, and of a row that nothing narrows at one block alone."""
+"""Owns the sampling of a token from what `filter` left: top-p, min-p, then the first whose cumulative mass exceeds the
+random number's share.
+Never looks at a row that has its token, and of a row that no filter limits at one block alone."""
 
 from __future__ import annotations
 
@@ -72,8 +73,9 @@ def _from_all(
     return tl.where(found < vocab, found, last)
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ps", "min_ps", "seeds", "positions"])  # as narrow's
-def draw(
+# As filter_row's.
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ps", "min_ps", "seeds", "positions"])
+def sample_row(
     logits,
     stride,
     temperatures,
@@ -94,7 +96,7 @@ def draw(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """One row for each program; what `narrow` has left is in its arguments. Writes the row's place in `tokens`."""
+    """One row for each program; what `filter_row` has left is in its arguments. Writes the row's place in `tokens`."""
     row = tl.program_id(0).to(tl.int64)
     size = tl.load(sizes + row)
     if size == 0:

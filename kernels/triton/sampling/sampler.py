@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from kernels.triton.sampling.controls import control_logits
-from kernels.triton.sampling.filter import narrow
-from kernels.triton.sampling.rows import SamplingRows
-from kernels.triton.sampling.sample import draw
-from kernels.triton.sampling.scan import BLOCK, GROUP, NUM_WARPS, survey_rows
+from kernels.triton.sampling.filter import filter_row
+from kernels.triton.sampling.rows import SampledRows
+from kernels.triton.sampling.sample import sample_row
+from kernels.triton.sampling.scan import BLOCK, GROUP, NUM_WARPS, scan_rows
 from kernels.triton.shared.launch import padded
 
-# Rows that are narrowed at a time: each needs 8 bytes for each token of the vocabulary, 128 of 150,000 take 154 MB.
+# Rows that are filtered at a time: each needs 8 bytes for each token of the vocabulary, 128 of 150,000 take 154 MB.
 ROWS_AT_A_TIME = 128
 
 
-def sample(logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> Tensor:
+def sample(logits: Tensor, rows: SampledRows, *, out: Tensor | None = None) -> Tensor:
     """One token for each row, as `kernels.reference` defines it; -1: its largest logit is not finite, or one is NaN.
 
     logits: [rows, vocab] of any float type, rows contiguous, which are not changed. Ties go to the lower token id.
@@ -36,7 +36,7 @@ def sample(logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> 
     return out
 
 
-def _sample(logits: Tensor, rows: SamplingRows, piece: slice, tokens: Tensor) -> None:
+def _sample(logits: Tensor, rows: SampledRows, piece: slice, tokens: Tensor) -> None:
     (num_rows, vocab), device = logits.shape, logits.device
 
     def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -45,17 +45,17 @@ def _sample(logits: Tensor, rows: SamplingRows, piece: slice, tokens: Tensor) ->
     bests, totals, sizes = numbers(torch.float32), numbers(torch.float64), numbers(torch.int32)
     kept = numbers(torch.int32, vocab), numbers(torch.float32, vocab)
     temperatures, top_ks, top_ps, min_ps = (
-        each[piece] for each in (rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
+        values[piece] for values in (rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
     )
-    seen = survey_rows(logits, temperatures, top_ks)
-    num_blocks, num_groups = seen.bests.shape[1], seen.peaks.shape[1]
+    scanned = scan_rows(logits, temperatures, top_ks)
+    num_blocks, num_groups = scanned.bests.shape[1], scanned.peaks.shape[1]
     found = (tokens, bests, totals, sizes, *kept, vocab, num_blocks)
-    narrow[(num_rows,)](
+    filter_row[(num_rows,)](
         logits, logits.stride(0), temperatures, top_ks, top_ps, min_ps,
-        *seen, numbers(torch.int32, num_groups), *found,
+        *scanned, numbers(torch.int32, num_groups), *found,
         BLOCK, GROUP, padded(num_blocks), padded(num_groups), num_warps=NUM_WARPS,
     )  # fmt: skip
-    draw[(num_rows,)](
+    sample_row[(num_rows,)](
         logits, logits.stride(0), temperatures, top_ps, min_ps, rows.seeds[piece], rows.positions[piece],
-        seen.bests, seen.masses, *found, BLOCK, padded(num_blocks), num_warps=NUM_WARPS,
+        scanned.bests, scanned.masses, *found, BLOCK, padded(num_blocks), num_warps=NUM_WARPS,
     )  # fmt: skip

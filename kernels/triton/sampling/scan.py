@@ -1,4 +1,4 @@
-"""Owns the first look at all logits, by many programs a row: what is largest where, and how much mass there is.
+"""Owns the scan of all logits, by many programs a row: what is largest where, and how much mass there is.
 Never decides anything about a row: that takes all of its blocks."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_WARPS = 8
 
 # Parts of two copies, one number of each read: whether they are aligned must not choose between compiled kernels.
 @triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ks"])
-def survey(
+def scan_block(
     logits,
     stride,
     temperatures,
@@ -113,8 +113,8 @@ def list_groups(listed, matters, g):
     return tl.sum(matters.to(tl.int32), axis=0)
 
 
-class Surveyed(NamedTuple):
-    """What `survey` wrote, in its order."""
+class Scanned(NamedTuple):
+    """What `scan_block` wrote, in its order."""
 
     bests: Tensor
     tokens: Tensor
@@ -122,17 +122,17 @@ class Surveyed(NamedTuple):
     peaks: Tensor
 
 
-def survey_rows(logits: Tensor, temperatures: Tensor | None = None, top_ks: Tensor | None = None) -> Surveyed:
-    """See `survey`; temperatures and top_ks: of each row, or neither. logits: [rows, vocab], rows contiguous."""
+def scan_rows(logits: Tensor, temperatures: Tensor | None = None, top_ks: Tensor | None = None) -> Scanned:
+    """See `scan_block`; temperatures and top_ks: of each row, or neither. logits: [rows, vocab], rows contiguous."""
     (num_rows, vocab), device = logits.shape, logits.device
     num_blocks = triton.cdiv(vocab, BLOCK)
-    found = Surveyed(
+    found = Scanned(
         torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device),
         torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device),
         torch.empty(num_rows, num_blocks, dtype=torch.float64, device=device),
         torch.empty(num_rows, num_blocks * (BLOCK // GROUP), dtype=torch.float32, device=device),
     )
-    survey[(num_rows, num_blocks)](
+    scan_block[(num_rows, num_blocks)](
         logits, logits.stride(0), temperatures, top_ks, *found, vocab, BLOCK, GROUP, num_warps=NUM_WARPS
     )
     return found

@@ -169,7 +169,7 @@ def check_rotation(
         assert (out[padding] == POISON).all(), "queries of padding were written"
 
 
-def draw(logits: Tensor, rows: Sequence[SampledRow], device: str, within: Tensor | None = None) -> list[int]:
+def sampled(logits: Tensor, rows: Sequence[SampledRow], device: str, within: Tensor | None = None) -> list[int]:
     before = logits.clone()
     out = torch.full((len(rows),), -7, dtype=torch.int64, device=device)
     on_device = logits.to(device)
@@ -206,7 +206,7 @@ def expected_token(logits: Tensor, row: SampledRow) -> int:
 
 
 def check_sampling(logits: Tensor, rows: Sequence[SampledRow], device: str) -> None:
-    assert draw(logits, rows, device) == [expected_token(logits[i], row) for i, row in enumerate(rows)]
+    assert sampled(logits, rows, device) == [expected_token(logits[i], row) for i, row in enumerate(rows)]
 
 
 def check_logprobs(logits: Tensor, token_ids: Sequence[int], count: int, device: str) -> None:

@@ -13,7 +13,7 @@ from engine.execution.gpu.sampler import choose_on_device
 from engine.step import LogitControls, RowSampling
 from kernels import reference
 from tests.kernels.rows import seeded_generator
-from tests.kernels.triton.cases import check_logprobs, check_sampling, controlled, draw, expected_token, slow
+from tests.kernels.triton.cases import check_logprobs, check_sampling, controlled, expected_token, sampled, slow
 from tests.support.seeds import seeded_random
 
 import triton  # isort: skip
@@ -95,7 +95,7 @@ def test_rows_of_a_batch_have_their_own_filters(device: str) -> None:
     ]
     logits = random_logits(6)
     check_sampling(logits, rows, device)
-    assert draw(logits[5:6], rows[5:6], device) == [expected_token(logits[5], rows[5])]
+    assert sampled(logits[5:6], rows[5:6], device) == [expected_token(logits[5], rows[5])]
 
 
 @pytest.mark.parametrize("vocab", [1, BLOCK - 1, BLOCK, BLOCK + 1, slow(3 * BLOCK + 5)])
@@ -127,7 +127,7 @@ def test_only_the_first_of_equal_tokens_are_kept(device: str) -> None:
     logits = torch.zeros(2, VOCAB)
     for options, most in (({"top_k": 3}, 3), ({"top_p": 0.01}, 3), ({"top_k": 260, "top_p": 0.5}, 130)):
         rows = rows_like(2, **options)
-        got = draw(logits, rows, device)
+        got = sampled(logits, rows, device)
         assert got == [expected_token(logits[0], row) for row in rows]
         assert max(got) < most
 
@@ -138,8 +138,8 @@ def test_the_greedy_token_is_the_lowest_of_the_largest(device: str) -> None:
     logits[2] = -1.0
     logits[2, 260], logits[2, 3] = 0.0, -0.0  # one logit, of two signs
     rows = rows_like(3, temperature=0.0)
-    assert draw(logits, rows, device) == [7, 255, 3]
-    assert draw(logits, rows_like(3, top_k=1), device) == [7, 255, 3]
+    assert sampled(logits, rows, device) == [7, 255, 3]
+    assert sampled(logits, rows_like(3, top_k=1), device) == [7, 255, 3]
 
 
 def test_a_row_without_a_distribution_has_no_token_and_its_neighbours_theirs(device: str) -> None:
@@ -150,7 +150,7 @@ def test_a_row_without_a_distribution_has_no_token_and_its_neighbours_theirs(dev
     logits[4, 1:] = -torch.inf
     for options in ({"temperature": 0.0}, {"top_k": 5, "top_p": 0.5}):
         rows = rows_like(6, **options)
-        got = draw(logits, rows, device)
+        got = sampled(logits, rows, device)
         assert got[1:5] == [-1, -1, -1, 0]
         assert [got[0], got[5]] == [expected_token(logits[i], rows[i]) for i in (0, 5)]
 
@@ -158,7 +158,7 @@ def test_a_row_without_a_distribution_has_no_token_and_its_neighbours_theirs(dev
 def test_banned_tokens_are_never_drawn_and_a_row_without_any_left_fails_alone(device: str) -> None:
     logits = random_logits(2, 40)
     rows = [SampledRow(temperature=0.0, banned=range(40)), SampledRow(temperature=1.0, banned=range(39))]
-    assert draw(logits, rows, device) == [-1, 39]
+    assert sampled(logits, rows, device) == [-1, 39]
 
 
 def test_many_rows_are_narrowed_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def test_logits_without_controls_are_not_copied(device: str) -> None:
 
 def words(sets: list[list[int]]) -> Tensor:
     """[len(sets), words] int32, as grammars give them."""
-    bits = [[sum(1 << t % 32 for t in found if t // 32 == word) for word in range(-(-VOCAB // 32))] for found in sets]
+    bits = [[sum(1 << t % 32 for t in tokens if t // 32 == word) for word in range(-(-VOCAB // 32))] for tokens in sets]
     return (torch.tensor(bits) + 2**31).remainder(2**32).sub(2**31).to(torch.int32)
 
 
@@ -242,7 +242,7 @@ def test_a_grammar_has_the_last_word(device: str) -> None:
 def test_a_grammar_does_not_hide_a_logit_that_is_not_a_number(device: str) -> None:
     logits = random_logits(2)
     logits[0, 5] = torch.nan
-    assert draw(logits, rows_like(2, temperature=0.0), device, words([[5], [6]])) == [-1, 6]
+    assert sampled(logits, rows_like(2, temperature=0.0), device, words([[5], [6]])) == [-1, 6]
 
 
 def test_tokens_are_those_of_the_engines_own_sampler(device: str) -> None:

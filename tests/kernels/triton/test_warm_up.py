@@ -32,7 +32,10 @@ from kernels.triton.ops import TRITON  # isort: skip
 from kernels.triton.sampling.sampler import ROWS_AT_A_TIME  # isort: skip
 
 BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
-SAMPLER = {"_copy": 2, "_edit": 1, "_look": 1, "_limit": 1, "survey": 3, "narrow": 2, "draw": 2, "_logprobs": 1}
+SAMPLER = {
+    **{"_copy": 2, "_edit": 1, "_look": 1, "_limit": 1},
+    **{"scan_block": 3, "filter_row": 2, "sample_row": 2, "_logprobs": 1},
+}
 """How often each is compiled: for logits with and without controls and for log-probabilities, and for rows with and
 without allowed tokens."""
 

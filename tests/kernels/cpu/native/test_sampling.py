@@ -20,7 +20,7 @@ from engine.step import RowSampling
 from kernels import reference
 from kernels.cpu.native.library import FLAGS, SOURCE_DIR, _compiler
 from kernels.cpu.native.program import Team
-from kernels.cpu.native.sampling import DrawnRow, _SampledRow, draw_rows
+from kernels.cpu.native.sampling import DrawnRow, _DrawnRow, draw_rows
 from tests.kernels.rows import seeded_generator
 from tests.support.compiler import needs_compiler
 from tests.support.seeds import seeded_random
@@ -34,7 +34,7 @@ pytestmark = needs_compiler
 PROBE = """
 #include "sample.h"
 extern "C" double probe_uniform(int64_t seed, int64_t position) { return uniform(seed, position); }
-extern "C" int64_t probe_draw(const float* logits, int64_t vocab, const SampledRow* row, double number) {
+extern "C" int64_t probe_draw(const float* logits, int64_t vocab, const DrawnRow* row, double number) {
     return Sampler{}(logits, vocab, *row, number);
 }
 extern "C" void probe_exponential(const double* x, double* out) {
@@ -290,7 +290,7 @@ def test_the_largest_and_smallest_numbers_stay_on_tokens_that_are_kept(
     for size in (1, 3, 40, 64, 100, 128, 190):
         logits = torch.full((300,), -torch.inf)
         logits[50 : 50 + size] = torch.rand(size, generator=generator)
-        row = _SampledRow(*spec(**limits))
+        row = _DrawnRow(*spec(**limits))
         kept = [
             probe.probe_draw(logits.data_ptr(), len(logits), ctypes.byref(row), number)
             for number in (0.0, 1 - 2.0**-53)
