@@ -1402,7 +1402,7 @@ MUTATIONS = (
         "I-9 l",
         "A state stays past the drafts that were rejected.",
         "engine/execution/executor.py",
-        "computed.rewind.to([len(of) for of in output.sampled])",
+        "computed.rewind.to([len(row_tokens) for row_tokens in output.sampled])",
         "computed.rewind.to([len(row.token_ids) for row in plan.rows])",
         (RECURRENT,),
     ),

@@ -40,7 +40,7 @@ def prompt_logprobs(
     logits_at: numbers of the step's tokens [n] -> their logits [n, vocab].
     """
     scores = wanted_scores(rows)
-    wanted = [each for row in scores.values() for each in row]
+    wanted = [score for row in scores.values() for score in row]
     return scores_by_row(scores, _in_pieces(wanted, logits_at, ranked=True))
 
 
@@ -66,7 +66,7 @@ def scores_by_row(
 
 def _all(found: Iterable[TokenLogprobs | None]) -> tuple[TokenLogprobs, ...] | None:
     every = tuple(found)
-    good = tuple(each for each in every if each is not None)
+    good = tuple(logprob for logprob in every if logprob is not None)
     return good if len(good) == len(every) else None
 
 
@@ -124,8 +124,8 @@ def read_logprobs(
     own, top_ids, tops = (tensor.tolist() for tensor in found)
     places = repeat(None, len(own)) if ranks is None else ranks.tolist()
     return [
-        TokenLogprobs(token, value, tuple(islice(zip(ids, of, strict=True), count)), rank) if value == value else None
-        for token, value, count, ids, of, rank in zip(token_ids, own, counts, top_ids, tops, places, strict=True)
+        TokenLogprobs(token, value, tuple(islice(zip(ids, top, strict=True), count)), rank) if value == value else None
+        for token, value, count, ids, top, rank in zip(token_ids, own, counts, top_ids, tops, places, strict=True)
     ]  # NaN is not itself
 
 

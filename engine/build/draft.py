@@ -83,7 +83,7 @@ def _difference(draft: Path, model: Path) -> str | None:
     theirs, ours = _tokens(draft), _tokens(model)
     for token_id in sorted(theirs.keys() | ours.keys()):
         if theirs.get(token_id) != ours.get(token_id):
-            found, expected = (repr(of[token_id]) if token_id in of else "none" for of in (theirs, ours))
+            found, expected = (repr(tokens[token_id]) if token_id in tokens else "none" for tokens in (theirs, ours))
             return f"token {token_id} is {found} there, and {expected} here"
     return None
 

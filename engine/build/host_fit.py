@@ -140,9 +140,9 @@ def host_use(
     stored = config.load_format != "dummy"
     return HostUse(
         weights=sum(
-            weight_bytes(directory if stored else None, of, dtype, keep_int8=native)
-            + (of.vocab_size * of.hidden_size * dtype.itemsize if native and of.tie_word_embeddings else 0)
-            for directory, of in checkpoints
+            weight_bytes(directory if stored else None, shape, dtype, keep_int8=native)
+            + (shape.vocab_size * shape.hidden_size * dtype.itemsize if native and shape.tie_word_embeddings else 0)
+            for directory, shape in checkpoints
         )
         + _vision_bytes(model, dtype),
         step=_step_bytes(model, config),

@@ -120,7 +120,7 @@ def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, st
 def block_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, draft: ModelConfig | None) -> int:
     """Of a KV block, with the draft model's of the same number."""
     kept = cache_dtype(config.kv_cache_dtype, dtype)
-    return sum(bytes_per_block(of, config.block_size, kept) for of in (model, draft) if of is not None)
+    return sum(bytes_per_block(shape, config.block_size, kept) for shape in (model, draft) if shape is not None)
 
 
 def _num_blocks(
@@ -187,7 +187,7 @@ def _why_drafts(
 
 def _narrow_cache(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> str:
     asked, plain = (
-        bytes_per_block(model, config.block_size, cache_dtype(each, dtype)) for each in (config.kv_cache_dtype, "auto")
+        bytes_per_block(model, config.block_size, cache_dtype(name, dtype)) for name in (config.kv_cache_dtype, "auto")
     )
     return f"asked for; {asked} bytes a block, scales included, instead of {plain}"
 

@@ -57,7 +57,7 @@ class AdaptedModel(EagerModel):
             raise ValueError(f"A row needs the adapter {lost}, which was not kept.")
         if not groups:
             return super()._pass(rows, **step)
-        return AdaptedPass(self._ops, [(self._adapters[digest], of) for digest, of in groups.items()], **step)
+        return AdaptedPass(self._ops, [(self._adapters[digest], tokens) for digest, tokens in groups.items()], **step)
 
 
 class AdaptedPass(EagerPass):
@@ -82,7 +82,7 @@ def tokens_by_adapter(rows: Sequence[ScheduledRequest]) -> dict[str, Tokens]:
     for row, begin in zip(rows, begins, strict=True):
         if row.adapter:
             spans[row.adapter].append((begin, begin + len(row.token_ids)))
-    return {digest: _joined(found) for digest, found in spans.items()}
+    return {digest: _joined(own_spans) for digest, own_spans in spans.items()}
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> Tokens:

@@ -53,15 +53,15 @@ class Decoder:
         caches, states = iter(cache.layers), iter(() if state is None else state.layers)
         rotations = {rope: run.rotations(*turns) for rope, turns in self._turns.items()}
         x, residual = run.embed(weights.embedding, self._embedding_scale), None  # [num_tokens, hidden]
-        for of, layer in zip(config.layers, weights.layers, strict=True):
+        for layer_config, layer in zip(config.layers, weights.layers, strict=True):
             x, residual = run.add_rms_norm(x, residual, layer.input_norm, eps)
-            if of.linear is None:
-                x = self._attention(run, x, of, layer, rotations[of.rope], next(caches))
+            if layer_config.linear is None:
+                x = self._attention(run, x, layer_config, layer, rotations[layer_config.rope], next(caches))
             else:
-                x = self._linear_attention(run, x, of.linear, layer, next(states))
+                x = self._linear_attention(run, x, layer_config.linear, layer, next(states))
             x = self._post_norm(run, x, layer.attention_post_norm)
             x, residual = run.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = self._post_norm(run, self._mlp(run, x, of, layer), layer.mlp_post_norm)
+            x = self._post_norm(run, self._mlp(run, x, layer_config, layer), layer.mlp_post_norm)
         x, _ = run.add_rms_norm(x, residual, weights.norm, eps)
         return x
 
@@ -69,7 +69,7 @@ class Decoder:
         self,
         run: ForwardPass,
         x: Array,
-        of: LayerConfig,
+        layer_config: LayerConfig,
         layer: LayerWeights,
         rotations: Array,
         kv: tuple[Tensor, Tensor],
@@ -81,17 +81,22 @@ class Decoder:
             rest = size + 2 * heads.num_kv_heads * heads.head_dim
             gate, qkv = _with_linear_attention(run).split(qkv, (size, rest))
         q = run.rotate_and_cache(qkv, rotations, heads, kv, layer.norms, config.rms_norm_eps)
-        x = run.attention(q, heads, kv, config.attention_scale, of.window)
+        x = run.attention(q, heads, kv, config.attention_scale, layer_config.window)
         if gate is not None:
             x = _with_linear_attention(run).sigmoid_gate(x, gate)
         return run.linear(x, layer.output)
 
     def _linear_attention(
-        self, run: ForwardPass, x: Array, of: LinearAttention, layer: LayerWeights, state: tuple[Tensor, Tensor]
+        self,
+        run: ForwardPass,
+        x: Array,
+        linear_config: LinearAttention,
+        layer: LayerWeights,
+        state: tuple[Tensor, Tensor],
     ) -> Array:
         """state: of the convolution, and of the delta rule."""
         assert layer.linear is not None
-        more, heads, weights = _with_linear_attention(run), of.heads, layer.linear
+        more, heads, weights = _with_linear_attention(run), linear_config.heads, layer.linear
         sizes = (heads.channels, heads.value_size, heads.num_value_heads, heads.num_value_heads)
         qkv, gate, strength, step = more.split(run.linear(x, layer.qkv), sizes)
         qkv = more.causal_conv(qkv, weights.conv.squeeze(1), state[0])
@@ -103,10 +108,10 @@ class Decoder:
         everyones = run.linear(run.gated_linear(x, shared.gate_up, self.config.activation), shared.down)
         return _with_linear_attention(run).sigmoid_gate(everyones, run.linear(x, shared.gate), found)
 
-    def _mlp(self, run: ForwardPass, x: Array, of: LayerConfig, layer: LayerWeights) -> Array:
-        if of.experts is not None:
+    def _mlp(self, run: ForwardPass, x: Array, layer_config: LayerConfig, layer: LayerWeights) -> Array:
+        if layer_config.experts is not None:
             assert layer.router is not None
-            found = run.experts(x, layer.router, layer.gate_up, layer.down, of.experts.routing)
+            found = run.experts(x, layer.router, layer.gate_up, layer.down, layer_config.experts.routing)
             return found if layer.shared is None else self._add_shared(run, x, layer.shared, found)
         return run.linear(run.gated_linear(x, layer.gate_up, self.config.activation), layer.down)
 

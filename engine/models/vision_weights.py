@@ -76,6 +76,6 @@ def vision_table(weights: VisionWeights) -> dict[str, Tensor]:
         table |= {f"{name}.norm1.weight": layer.attention_norm, f"{name}.norm2.weight": layer.mlp_norm}
         linears |= {f"{name}.attn.qkv": layer.qkv, f"{name}.attn.proj": layer.output}
         linears |= {f"{name}.mlp.{part}_proj": getattr(layer, part) for part in ("gate", "up", "down")}
-    for name, found in linears.items():
-        table |= {f"{name}.weight": found.weight, f"{name}.bias": found.bias}
+    for name, linear in linears.items():
+        table |= {f"{name}.weight": linear.weight, f"{name}.bias": linear.bias}
     return table

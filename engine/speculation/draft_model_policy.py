@@ -50,7 +50,7 @@ class _Candidate(NamedTuple):
         return len(self.request.token_ids) - self.reader.num_read
 
 
-class ModelDrafts:
+class DraftModelPolicy:
     """Drafts for the requests of one engine. `propose` once a step, after its results; `attach` to what is then
     planned; `has_read` and `judge` with what became of it.
 

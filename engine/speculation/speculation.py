@@ -79,7 +79,7 @@ class Probes:
 
 
 @dataclass(slots=True)
-class Lookup:
+class PromptLookup:
     """What is kept of a live request."""
 
     index: TextIndex
@@ -91,7 +91,7 @@ class Lookup:
 
 class _Candidate(NamedTuple):
     request: Request
-    lookup: Lookup
+    lookup: PromptLookup
     match: Match
     grade: int
     most: int
@@ -108,7 +108,7 @@ class Speculation:
         self._asked = asked
         self._most_tokens = config.max_drafting_tokens
         self._costs = Costs(asked.free_tokens)
-        self._lookups: dict[str, Lookup] = {}  # by request id
+        self._lookups: dict[str, PromptLookup] = {}  # by request id
         self._common = Record(COMMON_MEMORY)
         self._probes = Probes()
 
@@ -148,7 +148,7 @@ class Speculation:
                 continue
             lookup = self._lookups.get(request.request_id)
             if lookup is None:
-                lookup = self._lookups[request.request_id] = Lookup(make_index(self._asked))
+                lookup = self._lookups[request.request_id] = PromptLookup(make_index(self._asked))
             to_index -= lookup.index.extend(request.token_ids, to_index)
             most = min(self._asked.num_tokens, request.most_drafts)
             match = lookup.index.find(request.token_ids) if most > 0 else None

@@ -39,7 +39,7 @@ class Rewind:
 
     def keep(self, state: Tensor, inputs: Sequence[Tensor], advance: Advance) -> None:
         """To be called before the step's own `advance(inputs, rows)`. inputs: each [num_tokens, ...], of all rows."""
-        fed = tuple(each[self._tokens].clone() for each in inputs)  # a slice would keep all of a layer's outputs
+        fed = tuple(values[self._tokens].clone() for values in inputs)  # a slice would keep all of a layer's outputs
         self._kept.append(_Kept(state, state[self._index], fed, advance))
 
     def to(self, counts: Sequence[int]) -> None:
@@ -61,4 +61,4 @@ class Rewind:
         )
         for kept in self._kept:
             kept.state[rows.index] = kept.before[places]
-            kept.advance([each[tokens] for each in kept.inputs], rows)
+            kept.advance([values[tokens] for values in kept.inputs], rows)

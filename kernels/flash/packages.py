@@ -99,7 +99,7 @@ def _why_unlike(package: Package, module: Any) -> str | None:
         function = getattr(module, call, None)
         if function is None:
             return f"{name} has no {call}"
-        lacking = [each for each in given if each not in inspect.signature(function).parameters]
+        lacking = [argument for argument in given if argument not in inspect.signature(function).parameters]
         if lacking:
             return f"{name} has a {call} without {', '.join(lacking)}"
     return None

@@ -54,7 +54,7 @@ def states_on_device(rows: StateRows) -> DeviceStateRows:
     """The same rows, copied to where their slots are one tensor after another."""
     lengths = [context + count for context, count in zip(rows.contexts, rows.counts, strict=True)]
     numbers = (list(accumulate(rows.counts, initial=0)), lengths)
-    first_tokens, of_rows = (torch.tensor(each, dtype=torch.int32, device=rows.index.device) for each in numbers)
+    first_tokens, of_rows = (torch.tensor(values, dtype=torch.int32, device=rows.index.device) for values in numbers)
     return DeviceStateRows(
         num_decode=rows.num_decode,
         contexts=rows.contexts,

@@ -36,7 +36,7 @@ STEPS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
 
 
 def package(name: str) -> Any:
-    return next(each for each in PACKAGES if each.module == name)
+    return next(known for known in PACKAGES if known.module == name)
 
 
 def attend(name: str, fake: FakeFlash, case: Case, rows: PagedRows, window: int | None = None) -> torch.Tensor:
@@ -147,7 +147,7 @@ def find(present: set[str], **changes: Any) -> Any:
 
 
 def test_the_first_package_that_imports_and_takes_the_model_is_found() -> None:
-    everything = {each.module for each in PACKAGES}
+    everything = {known.module for known in PACKAGES}
     assert find(everything)[0].module == "vllm_flash_attn"
     assert find(everything - {"vllm_flash_attn"})[0].module == "flash_attn_interface"
     assert find({"flash_attn"}, block_size=256)[0].module == "flash_attn"

@@ -134,11 +134,11 @@ class RecordingCore(EngineCore):
 
     def check_what_is_read(self) -> None:
         """Of every request that decodes, the draft model has read what it is said to, and nothing of another's text."""
-        if self._model_drafts is None:
+        if self._draft_model_policy is None:
             return
         assert self.draft_model is not None
         for request in self._scheduler.decoding.values():
-            reader = self._model_drafts.reader_of(request)
+            reader = self._draft_model_policy.reader_of(request)
             if reader is not None:
                 assert reader.num_read < len(request.token_ids), "the newest token is read where it is fed"
                 assert self.draft_model.holds(request.block_ids, request.token_ids[: reader.num_read])

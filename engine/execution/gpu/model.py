@@ -180,11 +180,11 @@ class DeviceModel:
         """On the device, by one copy: tokens after which one is sampled; and (places, values) of tokens that are there
         already."""
         sources: dict[int, list[Pending]] = {}
-        for each in pending:
-            sources.setdefault(id(each.tokens), []).append(each)
+        for token in pending:
+            sources.setdefault(id(token.tokens), []).append(token)
         parts = [inputs.sampled_tokens]
         for group in sources.values():
-            parts += [int_tensor([[each.place for each in group]]), int_tensor([[each.number for each in group]])]
+            parts += [int_tensor([[token.place for token in group]]), int_tensor([[token.number for token in group]])]
         packed, sizes = self._device.upload(torch.cat(parts)), [len(part) for part in parts]
         sampled, *indices = packed.split(sizes)  # type: ignore[no-untyped-call]
         # A token that was never sampled is below 0. Its row fails when that is read, so any of the vocabulary will do.

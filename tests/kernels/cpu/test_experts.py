@@ -18,7 +18,7 @@ ROUTINGS = [Routing(1, renormalize=True), Routing(2, renormalize=False), Routing
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_the_reference_equals_the_sum_over_all_experts_with_shares_of_nothing_for_the_others(routing: Routing) -> None:
-    x, router, gate_up, down = (each.double() for each in experts_case(9, 5))
+    x, router, gate_up, down = (tensor.double() for tensor in experts_case(9, 5))
     logits = x @ router.T
     shares = logits.softmax(-1)
     least = logits.topk(routing.per_token).values[:, -1:]
