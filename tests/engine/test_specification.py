@@ -49,7 +49,7 @@ DEFECTS: dict[str, Evidence] = {
         "engine/core/test_core.py::test_a_lifetime_writes_one_kv_slot_less_than_its_tokens",
         "engine/test_config.py::test_the_longest_request_is_bounded_by_the_context_or_by_the_whole_kv_cache",
     ),
-    "S1-R9": "engine/scheduling/test_reservation.py::test_decode_first_holds_prompts_back_and_no_longer_than_its_bound",
+    "S1-R9": "engine/scheduling/test_batch_modes.py::test_decode_first_holds_prompts_back_and_no_longer_than_its_bound",
     "S1-R10": (
         "engine/core/test_core.py::test_tokens_depend_on_neither_chunking_nor_neighbours_nor_prefix_hits",
         "engine/execution/test_executor.py::test_the_random_number_of_a_sample_is_that_of_the_position_it_fills",
@@ -61,7 +61,7 @@ DEFECTS: dict[str, Evidence] = {
     ),
     "S1-R12": (
         "engine/test_config.py::test_an_executor_without_mixed_rows_serves_steps_that_are_never_mixed",
-        "engine/scheduling/test_reservation.py::test_prefill_first_steps_are_pure_and_decoding_waits_no_longer_than_its_bound",
+        "engine/scheduling/test_batch_modes.py::test_prefill_first_steps_are_pure_and_decoding_waits_no_longer_than_its_bound",
     ),
     "S1-R13": (
         "engine/core/test_defects.py::test_as_many_requests_as_there_are_seats_share_a_prefix_as_long_as_the_context",
@@ -155,7 +155,7 @@ DEFECTS: dict[str, Evidence] = {
         "engine/execution/test_prompt_scoring.py::test_prompt_logprobs_are_the_same_for_every_budget_and_loop",
     ),
     # --- S4: resume before admit, a progress cursor, late output ------------------------------------------------------
-    "S4-R1": "engine/scheduling/test_reservation.py::test_a_prompt_that_is_partly_computed_has_a_seat",
+    "S4-R1": "engine/scheduling/test_chunk_policy.py::test_a_prompt_that_is_partly_computed_has_a_seat",
     "S4-R2": (
         "engine/core/test_defects.py::test_what_happens_to_a_request_later_does_not_change_a_plan_that_was_launched",
         "engine/execution/test_prompt_scoring.py::test_each_token_carries_its_logprobs_exactly_where_they_were_asked_for",
@@ -181,11 +181,11 @@ DEFECTS: dict[str, Evidence] = {
         "engine/core/test_overlap.py::test_results_arrive_exactly_one_step_after_their_launch",
     ),
     "S4-R9": (
-        "engine/scheduling/test_reservation.py::test_whoever_is_preempted_goes_on_with_the_same_tokens",
+        "engine/scheduling/test_preemption.py::test_whoever_is_preempted_goes_on_with_the_same_tokens",
         "golden/test_greedy_text.py::test_text_is_the_same_after_a_preemption_computes_it_again",
     ),
     "S4-R10": (
-        "engine/scheduling/test_reservation.py::test_an_answer_that_is_computed_again_in_chunks_samples_after_the_last_one_only",
+        "engine/scheduling/test_preemption.py::test_an_answer_that_is_computed_again_in_chunks_samples_after_the_last_one_only",
     ),
     "S4-R11": (
         "engine/core/test_core.py::test_a_prompt_that_is_still_being_chunked_lends_only_what_is_computed",
@@ -225,16 +225,18 @@ DEFECTS: dict[str, Evidence] = {
         "engine/scheduling/test_reservation.py::test_an_answer_is_clipped_once_for_admission",
         "engine/scheduling/test_reservation.py::test_answers_that_are_admitted_in_one_step_are_each_reserved",
     ),
-    "S5-R2": "engine/scheduling/test_reservation.py::test_the_ratio_falls_with_every_decode_step_also_while_requests_wait",
-    "S5-R3": "engine/scheduling/test_reservation.py::test_no_more_prompts_are_partly_computed_than_the_setting_says",
+    "S5-R2": (
+        "engine/scheduling/test_reservation.py::test_the_ratio_falls_with_every_decode_step_also_while_requests_wait"
+    ),
+    "S5-R3": "engine/scheduling/test_chunk_policy.py::test_no_more_prompts_are_partly_computed_than_the_setting_says",
     "S5-R4": "engine/core/test_defects.py::test_a_request_is_admitted_while_a_step_is_in_flight",
     "S5-R5": "engine/core/test_core.py::test_a_traced_step_says_what_it_carried",
     "S5-R6": (
-        "engine/scheduling/test_reservation.py::test_a_victim_has_no_row_in_the_step_that_takes_its_memory",
+        "engine/scheduling/test_preemption.py::test_a_victim_has_no_row_in_the_step_that_takes_its_memory",
         "engine/scheduling/test_reservation.py::test_the_less_is_reserved_the_more_requests_run",
     ),
     "S5-R7": (
-        "engine/scheduling/test_reservation.py::test_a_victim_has_no_row_in_the_step_that_takes_its_memory",
+        "engine/scheduling/test_preemption.py::test_a_victim_has_no_row_in_the_step_that_takes_its_memory",
         "engine/scheduling/test_reservation.py::test_the_less_is_reserved_the_more_requests_run",
     ),
     "S5-R8": (
@@ -249,10 +251,10 @@ DEFECTS: dict[str, Evidence] = {
     "S5-R12": "engine/scheduling/test_reservation.py::test_a_preempted_request_reserves_what_is_left_of_its_answer",
     "S5-R13": (
         "engine/core/test_defects.py::test_a_storm_of_preemptions_ends_and_computes_nothing_over_and_over",
-        "engine/scheduling/test_reservation.py::test_a_step_that_preempts_admits_nobody_and_the_victim_keeps_its_place",
+        "engine/scheduling/test_preemption.py::test_a_step_that_preempts_admits_nobody_and_the_victim_keeps_its_place",
     ),
     "S5-R14": (
-        "engine/scheduling/test_reservation.py::test_prefill_first_steps_are_pure_and_decoding_waits_no_longer_than_its_bound",
+        "engine/scheduling/test_batch_modes.py::test_prefill_first_steps_are_pure_and_decoding_waits_no_longer_than_its_bound",
     ),
     "S5-R15": (
         "engine/core/test_drafts.py::test_a_step_reserves_one_token_and_its_drafts_for_each_decode_row_and_prefill_gets_the_rest",
@@ -352,9 +354,9 @@ INVARIANTS: dict[str, Evidence] = {
     ),
     "I-18": (
         CHECKS,
-        "engine/scheduling/test_reservation.py::test_retract_takes_the_shortest_answer_and_then_the_longest_prompt",
+        "engine/scheduling/test_preemption.py::test_retract_takes_the_shortest_answer_and_then_the_longest_prompt",
         "engine/core/test_defects.py::test_a_begun_prompt_is_no_victim_while_an_answer_can_be",
-        "engine/scheduling/test_reservation.py::test_retract_takes_the_shorter_answer_whatever_the_prompts",
+        "engine/scheduling/test_preemption.py::test_retract_takes_the_shorter_answer_whatever_the_prompts",
     ),
     # --- liveness -----------------------------------------------------------------------------------------------------
     "I-19": CHECKS,
@@ -364,10 +366,10 @@ INVARIANTS: dict[str, Evidence] = {
     ),
     "I-21": (
         CHECKS,
-        "engine/scheduling/test_reservation.py::test_younger_answers_never_take_the_last_block_from_the_oldest_prompt",
+        "engine/scheduling/test_preemption.py::test_younger_answers_never_take_the_last_block_from_the_oldest_prompt",
     ),
     "I-22": CHECKS,
-    "I-23": (CHECKS, "engine/scheduling/test_reservation.py::test_a_request_is_overtaken_no_more_often_than_its_bound"),
+    "I-23": (CHECKS, "engine/scheduling/test_planner.py::test_a_request_is_overtaken_no_more_often_than_its_bound"),
     "I-24": "engine/core/test_defects.py::test_a_storm_of_preemptions_ends_and_computes_nothing_over_and_over",
     "I-25": "engine/core/test_defects.py::test_the_tail_of_a_prompt_and_the_next_one_fill_the_step",
     # --- events and errors --------------------------------------------------------------------------------------------

@@ -51,6 +51,16 @@ def resolved_config(**overrides: Any) -> ResolvedConfig:
     return ResolvedConfig(**{**settings, **overrides})
 
 
+def policy(**settings: Any) -> SchedulerConfig:
+    """Chunks end anywhere, so that a test counts tokens and not blocks."""
+    return SchedulerConfig(**{"chunk_align": 1, **settings})
+
+
+def prompt_only(**settings: Any) -> SchedulerConfig:
+    """Admits whatever prompt fits, so that memory runs out."""
+    return policy(reserve_mode="prompt", watermark_blocks=0, **settings)
+
+
 class RecordingCore(EngineCore):
     """An engine core over the fake executor that keeps every step it executed and every event it emitted.
 

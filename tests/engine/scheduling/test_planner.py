@@ -10,7 +10,7 @@ from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.request import Request, create_request
 from engine.scheduling.scheduler import Scheduler
 from engine.step import RowKind
-from tests.support.engines import RecordingCore, resolved_config
+from tests.support.engines import RecordingCore, prompt_only, resolved_config
 
 UNALIGNED = SchedulerConfig(chunk_align=1)
 FULL = SchedulerConfig(reserve_mode="full", preempt_policy="none")
@@ -125,3 +125,31 @@ def test_a_request_that_waits_looks_its_prefix_up_once_an_epoch_and_not_once_a_s
     for _ in range(5):
         scheduler.plan(0.0)
     assert calls == 1
+
+
+@pytest.mark.parametrize(("order", "first"), [("strict", "large"), ("bypass", "small")])
+def test_requests_that_fit_overtake_one_that_does_not_only_in_bypass(order: str, first: str) -> None:
+    core = RecordingCore(num_kv_blocks=12, scheduler=prompt_only(admission_order=order), enable_prefix_caching=False)
+    core.send("running", [1] * 24, max_tokens=8, ignore_eos=True)
+    core.keep(core.step())
+    core.send("large", [2] * 30, max_tokens=1)
+    core.send("small", [3] * 4, max_tokens=1)
+    core.run()
+    order_seen = [row.request_id for plan in core.plans for row in plan.rows if row.request_id != "running"]
+    assert order_seen[0] == first
+
+
+def test_a_request_is_overtaken_no_more_often_than_its_bound() -> None:
+    core = RecordingCore(
+        num_kv_blocks=12, scheduler=prompt_only(admission_order="bypass", max_overtakes=3), enable_prefix_caching=False
+    )
+    core.send("running", [1] * 24, max_tokens=16, ignore_eos=True)
+    core.keep(core.step())
+    core.send("large", [2] * 30, max_tokens=1)
+    for i in range(10):
+        core.send(f"s{i}", [3] * 4, max_tokens=1)
+    core.run()
+    order = list(
+        dict.fromkeys(row.request_id for plan in core.plans for row in plan.rows if row.request_id != "running")
+    )
+    assert order[:4] == ["s0", "s1", "s2", "large"]
