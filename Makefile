@@ -21,7 +21,7 @@ test: model ## run the test suite, without the tests that take minutes
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not chaos and not clients"
 
 # Those that draw, by themselves or with what draws for them.
-DRAWING_TESTS = $(shell grep -rlE 'hypothesis|support\.seeds|kernels\.(rows|states|experts_case)|triton\.cases' tests --include='test_*.py' --exclude-dir=gpu)
+DRAWING_TESTS = $(shell grep -rlE 'hypothesis|support\.seeds|tests\.kernels\.(rows|states|experts_case)|triton\.cases' tests --include='test_*.py' --exclude-dir=gpu)
 
 test-seeds: model ## run the random tests with a new seed, which is printed; CHUNKSERVE_TEST_SEED repeats one
 	@export CHUNKSERVE_TEST_SEED=$${CHUNKSERVE_TEST_SEED:-$$(shuf -i 1-999999999 -n 1)}; \

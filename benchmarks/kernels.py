@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from kernels.choice import ATTENTION, TORCH_ATTENTION, TRITON, choose_attention
-from kernels.eager import EagerPass
+from kernels.eager.forward import EagerPass
+from kernels.eager.ops import TORCH, TORCH_CPU, Ops
 from kernels.forward import HeadShape, Linear, LinearHeads, Routing
-from kernels.ops import TORCH, TORCH_CPU, Ops
-from kernels.paged import on_device, states_on_device
-from kernels.reference import PagedRows, StateRows
+from kernels.rows.device import on_device, states_on_device
+from kernels.rows.step import PagedRows, StateRows
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +97,8 @@ class Bench:
         if not self.on_gpu:
             plan = None if rows is None else TORCH_CPU.prepare_attention(rows, self.heads.num_kv_heads, self.dtype)
             return EagerPass(TORCH_CPU, token_ids=positions, positions=positions, slots=slots, plan=plan)
+        from kernels.triton.attention.plan import prepare_attention
         from kernels.triton.forward import TritonPass
-        from kernels.triton.plan import prepare_attention
 
         rows = rows or PagedRows(1, (0,), (1,), torch.zeros(1, 1, dtype=torch.int64, device=self.device), 16)
         made = prepare_attention(rows, self.heads.num_kv_heads, self.dtype)
@@ -172,7 +172,7 @@ class Bench:
     def _activation(self) -> Callable[[Tensor], Tensor]:
         if not self.on_gpu:
             return TORCH_CPU.silu_and_mul
-        from kernels.triton.activation import silu_and_mul
+        from kernels.triton.elementwise.activation import silu_and_mul
 
         return silu_and_mul
 
@@ -321,9 +321,9 @@ class Bench:
         vocab = self.options.vocab
 
         def make() -> Run:
-            from kernels.sampled_row import SampledRow
-            from kernels.triton.sampler import sample
-            from kernels.triton.sampling_rows import pack_rows
+            from kernels.rows.sampled_row import SampledRow
+            from kernels.triton.sampling.rows import pack_rows
+            from kernels.triton.sampling.sampler import sample
 
             options = SAMPLING[name]
             rows = [SampledRow(**options, seed=i, position=i) for i in range(num_rows)]  # type: ignore[arg-type]
@@ -337,9 +337,9 @@ class Bench:
         vocab = self.options.vocab
 
         def make() -> Run:
-            from kernels.sampled_row import SampledRow
-            from kernels.triton.controls import control_logits
-            from kernels.triton.sampling_rows import pack_rows
+            from kernels.rows.sampled_row import SampledRow
+            from kernels.triton.sampling.controls import control_logits
+            from kernels.triton.sampling.rows import pack_rows
 
             token_ids = torch.randint(vocab, (num_rows, 2, CONTROLLED), generator=self.generator, device=self.device)
             rows = [SampledRow(temperature=0.0, **CONTROLS, prompt=p, answer=a) for p, a in token_ids.tolist()]  # type: ignore[arg-type]
@@ -352,7 +352,7 @@ class Bench:
         vocab = self.options.vocab
 
         def make() -> Run:
-            from kernels.triton.logprobs import token_logprobs
+            from kernels.triton.sampling.logprobs import token_logprobs
 
             logits = self.random(num_rows, vocab, dtype=torch.float32)
             ids = torch.randint(vocab, (num_rows,), generator=self.generator, device=self.device)

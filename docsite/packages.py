@@ -1,4 +1,4 @@
-"""Draws the packages of the engine, the serving path and the API with their imports, which it reads from the source.
+"""Draws the packages of the engine, the serving path, the API and the kernels, with the imports that the source has.
 Never decides what may import what: the import contracts in pyproject.toml do."""
 
 from __future__ import annotations
@@ -91,7 +91,40 @@ says, and `openai` and `anthropic` write it.
         "request_facts": "What is known of one request besides its times, for whoever describes it at its end.",
     },
 )
-TREES = (ENGINE, SERVING, API)
+KERNELS = Tree(
+    package="kernels",
+    title="The kernels' packages",
+    introduction="""\
+A model's definition is written in the operations of `forward`, and `reference` says what each of them gives: all others
+are compared with it. Nothing here imports anything of the engine.
+
+![The kernels' packages, from the choice of kernels to a step's rows](../packages-kernels.svg)
+""",
+    picture="packages-kernels.svg",
+    modules={"choice": ("choice",), "forward": ("forward",), "reference": ("reference",)},
+    owns={
+        "choice": "Which kernels a model runs on, with the reason; made once for each engine.",
+        "forward": "The operations that a model's definition is written in.",
+        "reference": "The definition of correct: every operation in plain torch.",
+    },
+    merged={"triton": "triton"},
+)
+TRITON = Tree(
+    package="kernels.triton",
+    title="The Triton kernels' packages",
+    introduction="""\
+One kind of operation knows nothing of another, but for what all of them share.
+
+![The Triton kernels' packages, from the forward pass to what they share](../packages-triton.svg)
+""",
+    picture="packages-triton.svg",
+    modules={"forward": ("forward",), "ops": ("ops",)},
+    owns={
+        "forward": "The forward pass on these kernels, where norms, rotation and the cache's write are one launch.",
+        "ops": "The table of these kernels, for an eager forward pass.",
+    },
+)
+TREES = (ENGINE, SERVING, API, KERNELS, TRITON)
 
 WIDTH, ROW, BOX_WIDTH, BOX_HEIGHT, EDGE = 860, 84, 150, 34, 16
 STYLE = """

@@ -12,10 +12,11 @@ import torch
 
 from kernels.cpu.native.library import NoLibraryError, load_library
 from kernels.cpu.native.program import why_unfit
-from kernels.eager import EagerPass
-from kernels.flash import Capability, Import, find_flash, flash_ops
+from kernels.eager.forward import EagerPass
+from kernels.eager.ops import TORCH, Ops
+from kernels.flash.attention import flash_ops
+from kernels.flash.packages import Capability, Import, find_flash
 from kernels.forward import ForwardPass
-from kernels.ops import TORCH, Ops
 
 NATIVE, TORCH_CPU, REFERENCE = "native", "torch_cpu", "reference"
 KERNELS = (NATIVE, TORCH_CPU, REFERENCE)

@@ -5,56 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.forward import LinearHeads, Routing
-
-
-@dataclass(frozen=True, slots=True)
-class PagedRows:
-    """The rows of one step as attention sees them. Their tokens lie one after another in the step's tensors.
-
-        rows     | decode 0 | decode 1 | ... | chunk 0      | chunk 1 |
-        tokens   | 1        | 1        | ... | counts[r]    | ...     |
-
-    Row r's tokens sit at positions [contexts[r], contexts[r] + counts[r]) of its request. What a row is, is said by
-    `num_decode`: a chunk of one token is not a decode.
-    """
-
-    num_decode: int
-    contexts: tuple[int, ...]
-    """Tokens of the request whose K and V were in the cache before this step."""
-    counts: tuple[int, ...]
-    block_tables: Tensor
-    """[num_rows, max_blocks] int64, each row padded with any valid block."""
-    block_size: int
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.counts)
-
-    def slots(self, row: int) -> Tensor:
-        """Cache slots of all of a row's tokens, this step's included: # [contexts[row] + counts[row]]"""
-        positions = torch.arange(self.contexts[row] + self.counts[row], device=self.block_tables.device)
-        return self.block_tables[row, positions // self.block_size] * self.block_size + positions % self.block_size
-
-
-@dataclass(frozen=True, slots=True)
-class StateRows:
-    """The rows of one step as layers with a recurrent state see them: as PagedRows, each with its request's slot.
-
-    A row whose context is 0 starts from a state of zeros, whatever its slot holds.
-    """
-
-    num_decode: int
-    contexts: tuple[int, ...]
-    counts: tuple[int, ...]
-    slots: tuple[int, ...]
-    index: Tensor
-    """[num_rows] int64: `slots`, where the states are."""
+from kernels.rows.step import PagedRows, StateRows
 
 
 def round_weight(weight: Tensor) -> Tensor:

@@ -32,7 +32,9 @@ _CODE = re.compile(r"\b(?:S\d-R\d+|I-\d+|R\d+)\b")
 
 ANSWER_LENGTHS = "tests/engine/scheduling/test_answer_lengths.py"
 ASYNC = "tests/engine/test_async_engine.py"
+BATCH_MODES = "tests/engine/scheduling/test_batch_modes.py"
 BLOCKS = "tests/engine/scheduling/test_block_manager.py"
+CHUNK_POLICY = "tests/engine/scheduling/test_chunk_policy.py"
 CHUNK_OWNER = "tests/engine/core/test_engine_chunking.py"
 COALESCING = "tests/engine/core/test_coalescing.py"
 CONFIG = "tests/engine/test_config.py"
@@ -47,13 +49,14 @@ GRAMMAR = "tests/engine/batch/test_grammar.py"
 LOAD = "tests/engine/test_load_snapshot.py"
 LOGPROBS = "tests/engine/batch/test_logprobs.py"
 MODEL_DRAFTS = "tests/engine/speculation/test_draft_model_policy.py"
-NATIVE = "tests/kernels/test_native.py"
+NATIVE = "tests/kernels/cpu/native/test_program.py"
 OVERLAP = "tests/engine/core/test_overlap.py"
 PLANNER = "tests/engine/scheduling/test_planner.py"
+PREEMPTION = "tests/engine/scheduling/test_preemption.py"
 PREPARING = "tests/engine/scheduling/test_preparing.py"
+RESERVATION = "tests/engine/scheduling/test_reservation.py"
 RECURRENT = "tests/engine/models/test_recurrent_state.py"
 PREFILL_LIMIT = "tests/engine/scheduling/test_prefill_limit.py"
-SCHEDULER = "tests/engine/scheduling/test_scheduler.py"
 SPECULATION = "tests/engine/speculation/test_speculation.py"
 SCORING = "tests/engine/execution/test_prompt_scoring.py"
 SKIPPED = "tests/engine/scheduling/test_skipped_prompts.py"
@@ -118,7 +121,7 @@ MUTATIONS = (
         "engine/scheduling/request.py",
         "return self.prompt_len + max(self.max_tokens, 1) - 1",
         "return self.prompt_len + max(self.max_tokens, 1)",
-        (CORE, PLANNER),
+        (CORE, RESERVATION),
     ),
     Mutation(
         "S1-R8 b",
@@ -150,7 +153,7 @@ MUTATIONS = (
         "engine/scheduling/planner.py",
         "seats = self._config.max_num_seqs - len(view.decoding) - len(view.prefilling)",
         "seats = self._config.max_num_seqs - len(view.decoding)",
-        (PLANNER,),
+        (CHUNK_POLICY,),
     ),
     # --- chunks --------------------------------------------------------------------------------------------------
     Mutation(
@@ -160,7 +163,7 @@ MUTATIONS = (
         "        self._num_partial[request.priority] += kind is RowKind.MIDDLE\n",
         "        kind = RowKind.DECODE if kind is RowKind.LAST and count == 1 else kind\n"
         "        self._num_partial[request.priority] += kind is RowKind.MIDDLE\n",
-        (SCHEDULER,),
+        (PLANNER,),
     ),
     Mutation(
         "S4-R10",
@@ -168,7 +171,7 @@ MUTATIONS = (
         "engine/scheduling/planner.py",
         "kind = RowKind.LAST if end == target else RowKind.MIDDLE",
         "kind = RowKind.LAST if end >= request.prompt_len else RowKind.MIDDLE",
-        (PLANNER,),
+        (PREEMPTION,),
     ),
     Mutation(
         "S4-R9 a",
@@ -176,7 +179,7 @@ MUTATIONS = (
         "engine/scheduling/planner.py",
         "start, target = len(prefix) * self._block_size, len(request.token_ids)",
         "start, target = len(prefix) * self._block_size, request.prompt_len",
-        (PLANNER,),
+        (PREEMPTION,),
     ),
     Mutation(
         "S4-R9 b",
@@ -184,7 +187,7 @@ MUTATIONS = (
         "engine/scheduling/scheduler.py",
         "        request.target = len(request.token_ids)\n",
         "        request.target = request.prompt_len\n",
-        (PLANNER,),
+        (PREEMPTION,),
     ),
     Mutation(
         "S4-R14",
@@ -193,7 +196,7 @@ MUTATIONS = (
         "        request.computed = request.scheduled = request.target = request.num_pending = 0\n",
         "        request.computed = request.scheduled = request.target = request.num_pending = 0\n"
         "        del request.token_ids[-1:]\n",
-        (PLANNER,),
+        (PREEMPTION,),
     ),
     Mutation(
         "S4-B14 sliver",
@@ -201,7 +204,7 @@ MUTATIONS = (
         "engine/scheduling/chunk_policy.py",
         "count = aligned if aligned > 0 else (0 if room.has_prefill else count)",
         "count = max(aligned, 0)",
-        (PLANNER,),
+        (CHUNK_POLICY,),
     ),
     Mutation(
         "S5-R17",
@@ -209,7 +212,7 @@ MUTATIONS = (
         "engine/scheduling/planner.py",
         "        if not self._preempted:\n            self._admit(budget)\n",
         "        if not self._preempted and not self._view.prefilling:\n            self._admit(budget)\n",
-        (PLANNER,),
+        (CHUNK_POLICY,),
     ),
     Mutation(
         "S5-R3",
@@ -217,7 +220,7 @@ MUTATIONS = (
         "engine/scheduling/planner.py",
         "too_many = bool(most) and count < remaining and self._num_partial[request.priority] >= most",
         "too_many = False",
-        (PLANNER,),
+        (CHUNK_POLICY,),
     ),
     Mutation(
         "S5-R17 b",
@@ -249,7 +252,7 @@ MUTATIONS = (
         "engine/scheduling/chunk_policy.py",
         "        budget = min(self._limit, beside_decodes)\n",
         "        budget = min(self._limit, self._config.max_num_batched_tokens)\n",
-        (PLANNER,),
+        (CHUNK_POLICY,),
     ),
     Mutation(
         "S1-B18 b",
@@ -257,7 +260,7 @@ MUTATIONS = (
         "engine/scheduling/chunk_policy.py",
         "return count + -(-count * start // self._halving) if self._halving else count",
         "return count",
-        (PLANNER,),
+        (CHUNK_POLICY,),
     ),
     Mutation(
         "I-2 a",
@@ -265,7 +268,7 @@ MUTATIONS = (
         "engine/scheduling/planner.py",
         "        budget = self._view.prefill_limit\n        if not",
         "        budget = self._config.max_num_batched_tokens\n        if not",
-        (SCHEDULER,),
+        (PLANNER,),
     ),
     Mutation(
         "I-2 b",
@@ -273,7 +276,7 @@ MUTATIONS = (
         "engine/scheduling/planner.py",
         "        budget = min(budget, self._tokens_left)\n        partial",
         "        partial",
-        (SCHEDULER,),
+        (PLANNER,),
     ),
     # --- modes and their bounds ----------------------------------------------------------------------------------
     Mutation(
@@ -282,7 +285,7 @@ MUTATIONS = (
         "engine/scheduling/planner.py",
         "return (True, 0) if starved else (False, budget)",
         "return (False, budget)",
-        (PLANNER,),
+        (BATCH_MODES,),
     ),
     Mutation(
         "S1-R9",
@@ -290,7 +293,7 @@ MUTATIONS = (
         "engine/scheduling/planner.py",
         "if (decode_first and not self._prompt_starves()) or",
         "if decode_first or",
-        (PLANNER,),
+        (BATCH_MODES,),
     ),
     Mutation(
         "I-23",
@@ -307,7 +310,7 @@ MUTATIONS = (
         "engine/scheduling/reservation.py",
         "<= self.available - self._promised",
         "<= self.available",
-        (PLANNER,),
+        (RESERVATION,),
     ),
     Mutation(
         "I-15 promises",
@@ -315,7 +318,7 @@ MUTATIONS = (
         "engine/scheduling/scheduler.py",
         "        self._promised -= self._still_promised(request)\n",
         "",
-        (PLANNER,),
+        (RESERVATION,),
     ),
     Mutation(
         "S5-R1 a",
@@ -323,7 +326,7 @@ MUTATIONS = (
         "engine/scheduling/reservation.py",
         "return min(request.max_tokens - request.num_output, clip)",
         "return request.max_tokens - request.num_output",
-        (PLANNER,),
+        (RESERVATION,),
     ),
     Mutation(
         "S5-R1 b",
@@ -332,7 +335,7 @@ MUTATIONS = (
         "        self._answer_tokens += reserved_tokens(request, self._clip)\n",
         "        more = reserved_tokens(request, self._clip)\n"
         "        self._answer_tokens = min(self._answer_tokens + more, self._clip)\n",
-        (PLANNER,),
+        (CHUNK_POLICY,),
     ),
     Mutation(
         "S5-R11",
@@ -340,7 +343,7 @@ MUTATIONS = (
         "engine/scheduling/reservation.py",
         "        if alone:\n",
         "        if alone and not needed:\n",
-        (PLANNER,),
+        (RESERVATION,),
     ),
     Mutation(
         "S5-R12",
@@ -348,7 +351,7 @@ MUTATIONS = (
         "engine/scheduling/reservation.py",
         "return min(request.max_tokens - request.num_output, clip)",
         "return min(request.max_tokens, clip)",
-        (PLANNER,),
+        (RESERVATION,),
     ),
     Mutation(
         "S5-R2",
@@ -356,7 +359,7 @@ MUTATIONS = (
         "engine/scheduling/scheduler.py",
         "        else:\n            kinds = ",
         "        elif not self.waiting:\n            kinds = ",
-        (PLANNER,),
+        (RESERVATION,),
     ),
     Mutation(
         "S5-R8",
@@ -364,7 +367,7 @@ MUTATIONS = (
         "engine/scheduling/reservation.py",
         "        if decoded and (not prefilled",
         "        if self.value > self._config.ratio_min and decoded and (not prefilled",
-        (PLANNER,),
+        (RESERVATION,),
     ),
     Mutation(
         "S5-R9",
@@ -372,7 +375,7 @@ MUTATIONS = (
         "engine/scheduling/scheduler.py",
         "            self._ratio.reset()\n",
         "            pass\n",
-        (PLANNER,),
+        (RESERVATION,),
     ),
     Mutation(
         "S5-R10",
@@ -380,7 +383,7 @@ MUTATIONS = (
         "engine/scheduling/reservation.py",
         "self._config.retract_steps * len(remaining)",
         "20 * len(remaining)",
-        (PLANNER,),
+        (RESERVATION,),
     ),
     Mutation(
         "reserve a",
@@ -446,7 +449,7 @@ MUTATIONS = (
         "            for request, count in zip(decoding, counts, strict=True)\n            if count\n",
         "            for request in self._view.decoding.values()\n"
         "            if (count := request.num_decode_tokens)\n",
-        (PLANNER,),
+        (RESERVATION,),
     ),
     Mutation(
         "S5-R13 a",
@@ -454,7 +457,7 @@ MUTATIONS = (
         "engine/scheduling/planner.py",
         "candidates = [request for request in decoding if request is not self._elder]",
         "candidates = list(decoding)",
-        (PLANNER,),
+        (PREEMPTION,),
     ),
     Mutation(
         "S5-R13 b",
@@ -462,7 +465,7 @@ MUTATIONS = (
         "engine/scheduling/waiting.py",
         '            case "back":\n',
         '            case "back" | "arrival":\n',
-        (PLANNER,),
+        (PREEMPTION,),
     ),
     Mutation(
         "I-18",
@@ -470,7 +473,7 @@ MUTATIONS = (
         "engine/scheduling/planner.py",
         "lambda request: (request.num_output, -request.prompt_len, -request.arrival_index)",
         "lambda request: (-request.num_output, -request.prompt_len, -request.arrival_index)",
-        (PLANNER,),
+        (PREEMPTION,),
     ),
     Mutation(
         "I-24",
@@ -478,7 +481,7 @@ MUTATIONS = (
         "engine/scheduling/planner.py",
         "        if not self._preempted:\n            self._admit(budget)\n",
         "        self._admit(budget)\n",
-        (PLANNER,),
+        (PREEMPTION,),
     ),
     Mutation(
         "I-21",
@@ -486,7 +489,7 @@ MUTATIONS = (
         "engine/scheduling/planner.py",
         "while growth + self._elder_chunk() > self._available():",
         "while growth > self._available():",
-        (PLANNER,),
+        (PREEMPTION,),
     ),
     Mutation(
         "I-10 victims",
@@ -532,7 +535,7 @@ MUTATIONS = (
         "engine/scheduling/planner.py",
         "        if epoch != self._cache_epoch:\n",
         "        if epoch is not None:\n",
-        (SCHEDULER,),
+        (PLANNER,),
     ),
     Mutation(
         "I-10 claims",
@@ -703,7 +706,7 @@ MUTATIONS = (
         "engine/core/core.py",
         "if not row.request.was_scheduled]",
         "if row.prefix_blocks is not None]",
-        (PLANNER,),
+        (PREEMPTION,),
     ),
     Mutation(
         "S1-R10 a",
@@ -1402,14 +1405,14 @@ MUTATIONS = (
         "I-9 l",
         "A state is not taken back from rejected drafts.",
         "engine/execution/executor.py",
-        "computed.rewind.to([len(tokens) for tokens in output.sampled])",
+        "computed.rewind.to([len(row_tokens) for row_tokens in output.sampled])",
         "computed.rewind.to([len(row.token_ids) for row in plan.rows])",
         (RECURRENT,),
     ),
     Mutation(
         "I-9 m",
         "A row's accepted tokens are fed to the state after its drafts instead of the one before them.",
-        "kernels/rewind.py",
+        "kernels/eager/rewind.py",
         "            kept.state[rows.index] = kept.before[places]\n",
         "",
         (RECURRENT,),

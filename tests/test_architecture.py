@@ -92,7 +92,7 @@ def test_engine_and_kernels_run_without_ray_or_starlette_installed() -> None:
 import asyncio, sys
 for absent in ("ray", "starlette", "pydantic", "fastapi"):
     sys.modules[absent] = None
-import engine.execution.executor, engine.checkpoints.prepare, kernels.ops, kernels.reference
+import engine.execution.executor, engine.checkpoints.prepare, kernels.eager.ops, kernels.reference
 from engine.build.engine import build_engine
 from engine.config import EngineConfig
 from engine.protocol import SamplingParams

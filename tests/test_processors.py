@@ -19,9 +19,9 @@ EXCUSED = {
     "tests/engine/build/test_model.py": "multiplies no matrices",
     "tests/engine/models/test_rope.py": "multiplies no matrices",
     "tests/engine/models/test_weights.py": "multiplies no matrices",
-    "tests/kernels/test_native.py": "has a slow test that compiles our kernels for each kind of processor",
+    "tests/kernels/cpu/native/test_program.py": "has a slow test that compiles our kernels for each kind of processor",
     "tests/kernels/triton/test_elementwise.py": "multiplies no matrices",
-    "tests/kernels/triton/test_sampler.py": "multiplies no matrices",
+    "tests/kernels/triton/test_sampling.py": "multiplies no matrices",
 }
 
 

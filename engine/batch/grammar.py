@@ -139,14 +139,14 @@ class Grammars:
         with _panics_told():
             if plain := [(matcher, first) for matcher, first, drafts in work if not drafts]:
                 fill_next_token_bitmask_par(self._workers, plain, filled)
-            if drafted := [each for each in work if each[2]]:
+            if drafted := [entry for entry in work if entry[2]]:
                 fill_next_token_bitmask_par_with_draft_tokens(self._workers, drafted, filled)
 
     def _fill_apart(self, work: Mapping[int, _Work], filled: NDArray[np.int32]) -> dict[int, RowFailure]:
         failed = {}
-        for number, each in work.items():
+        for number, entry in work.items():
             try:
-                self._fill([each], filled)
+                self._fill([entry], filled)
             except GrammarError as error:
                 failed[number] = _beyond_limits(str(error))
         return failed

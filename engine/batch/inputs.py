@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.batch.row_order import sampled_positions
 from engine.step import DRAFT_TOKEN, PENDING_TOKEN, RowKind, ScheduledRequest, StepPlan
-from kernels.integers import joined
-from kernels.reference import PagedRows
+from kernels.rows.integers import joined
+from kernels.rows.step import PagedRows
 
 NONE_PENDING: Mapping[str, int] = MappingProxyType({})
 

@@ -24,7 +24,7 @@ class Within:
     """[limited rows, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is token t's."""
 
 
-def control_logits(
+def apply_controls(
     logits: Tensor, rows: Sequence[RowSampling], answers: Sequence[Sequence[int]], within: Within | None = None
 ) -> Tensor:
     """Apply every row's controls at once. Returns a copy if anything changes.

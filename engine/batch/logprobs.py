@@ -41,7 +41,7 @@ def prompt_logprobs(
     logits_at: indices of the step's tokens [n] -> their logits [n, vocab].
     """
     scores = wanted_scores(rows)
-    wanted = [each for row in scores.values() for each in row]
+    wanted = [score for row in scores.values() for score in row]
     return scores_by_row(scores, _in_pieces(wanted, logits_at, ranked=True))
 
 
@@ -67,7 +67,7 @@ def scores_by_row(
 
 def _all(found: Iterable[TokenLogprobs | None]) -> tuple[TokenLogprobs, ...] | None:
     every = tuple(found)
-    good = tuple(each for each in every if each is not None)
+    good = tuple(logprob for logprob in every if logprob is not None)
     return good if len(good) == len(every) else None
 
 

@@ -69,7 +69,7 @@ def _counts(grammar: str) -> Iterator[int]:
 
 
 def num_parts(regex: str) -> int:
-    return sum(found["part"] is not None for found in _QUANTIFIED.finditer(regex))
+    return sum(match["part"] is not None for match in _QUANTIFIED.finditer(regex))
 
 
 def _of_schema(schema: Any) -> Iterator[int]:

@@ -70,10 +70,10 @@ def in_plan_order(output: StepOutput, order: Sequence[int]) -> StepOutput:
         output,
         sampled=tuple(sampled),
         failed=tuple(sorted((order[number], why) for number, why in output.failed)),
-        logprobs={order[number]: found for number, found in output.logprobs.items()},
-        prompt_logprobs={order[number]: found for number, found in output.prompt_logprobs.items()},
-        pooled={order[number]: found for number, found in output.pooled.items()},
-        drafts={order[number]: found for number, found in output.drafts.items()},
+        logprobs={order[number]: values for number, values in output.logprobs.items()},
+        prompt_logprobs={order[number]: values for number, values in output.prompt_logprobs.items()},
+        pooled={order[number]: values for number, values in output.pooled.items()},
+        drafts={order[number]: values for number, values in output.drafts.items()},
     )
 
 
@@ -94,7 +94,7 @@ def pooled_by_row(plan: StepPlan, sums: Tensor | None) -> tuple[dict[int, tuple[
         return {}, {}
     numbers = [number for number, row in enumerate(plan.rows) if row.pool_from is not None]
     pooled = dict(zip(numbers, map(tuple, sums.tolist()), strict=True))
-    return pooled, {number: NO_STATE for number, numbers in pooled.items() if not all(map(math.isfinite, numbers))}
+    return pooled, {number: NO_STATE for number, vector in pooled.items() if not all(map(math.isfinite, vector))}
 
 
 def make_output(
@@ -109,19 +109,25 @@ def make_output(
     in `failed`, returns only its pooled states."""
     sampled: dict[int, tuple[int, ...]] = {}
     scored: dict[int, tuple[TokenLogprobs, ...]] = {}
-    failed = {number: NO_LOGIT for number, found in scores.items() if found is None} | failed
-    for number, found in tokens.items():
+    failed = {number: NO_LOGIT for number, row_scores in scores.items() if row_scores is None} | failed
+    for number, row_tokens in tokens.items():
         row = plan.rows[number]
-        count = num_accepted(row.token_ids[1:], found) if row.kind is RowKind.DECODE else 1
-        sampled[number] = tuple(token for token in found[:count] if token is not None)
-        scored[number] = tuple(score for score in logprobs.get(number, ())[:count] if score is not None)
+        count = num_accepted(row.token_ids[1:], row_tokens) if row.kind is RowKind.DECODE else 1
+        sampled[number] = tuple(token for token in row_tokens[:count] if token is not None)
+        scored[number] = tuple(logprob for logprob in logprobs.get(number, ())[:count] if logprob is not None)
         if len(sampled[number]) < count or (number in logprobs and len(scored[number]) < count):
             failed.setdefault(number, NO_LOGIT)
     return StepOutput(
         plan.step_id,
         sampled=tuple(sampled.get(number, ()) if number not in failed else () for number in range(len(plan.rows))),
         failed=tuple(sorted(failed.items())),
-        logprobs={number: row for number, row in scored.items() if row and number not in failed},
-        prompt_logprobs={number: row for number, row in scores.items() if row is not None and number not in failed},
+        logprobs={
+            number: row_logprobs for number, row_logprobs in scored.items() if row_logprobs and number not in failed
+        },
+        prompt_logprobs={
+            number: row_scores
+            for number, row_scores in scores.items()
+            if row_scores is not None and number not in failed
+        },
         pooled=pooled,
     )

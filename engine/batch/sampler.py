@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.batch.logit_controls import Within, control_logits
+from engine.batch.logit_controls import Within, apply_controls
 from engine.step import RowSampling
 
 # Below this, logits / temperature would overflow float32; the result is greedy long before.
@@ -72,7 +72,7 @@ def sample(
     The order of filters is temperature, top-k, top-p, min-p, each applied to what the one before left; ties go to the
     lower token id. `kernels.reference.sample` defines the result.
     """
-    controlled = control_logits(logits, rows, answers, within)
+    controlled = apply_controls(logits, rows, answers, within)
     if most_likely is None or controlled is not logits:
         best, tokens = controlled.max(dim=-1)  # [rows]
     else:

@@ -28,7 +28,7 @@ from engine.models.eager import EagerModel
 from engine.models.native import NativeModel
 from engine.models.recurrent_state import state_bytes
 from kernels.choice import KERNELS, NATIVE, Choice, choose_kernels
-from kernels.ops import TABLES
+from kernels.eager.ops import TABLES
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 

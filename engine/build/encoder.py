@@ -15,7 +15,7 @@ from engine.models.encoding import EncodingModel
 from engine.models.vision import VisionEncoder
 from engine.models.vision_config import PixelConfig, VisionConfig, image_kind, read_pixels
 from engine.models.vision_weights import allocate_vision, vision_table
-from kernels.ops import TABLES
+from kernels.eager.ops import TABLES
 
 PROCESSOR_FILE = "preprocessor_config.json"
 

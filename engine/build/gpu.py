@@ -48,7 +48,7 @@ from engine.step import (
     StepPlan,
 )
 from kernels.choice import Choice, choose_attention
-from kernels.ops import Ops
+from kernels.eager.ops import Ops
 
 logger = logging.getLogger(__name__)
 

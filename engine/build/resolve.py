@@ -19,7 +19,7 @@ from engine.models.kv_cache import bytes_per_block, cache_dtype
 from engine.models.quantization import Quantization
 from engine.models.recurrent_state import memory_summary, state_bytes
 from kernels.choice import NATIVE, Choice
-from kernels.processor import cpu_flags
+from kernels.cpu.processor import cpu_flags
 
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # the last one is Arm's
 
@@ -122,7 +122,7 @@ def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, st
 def block_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, draft: ModelConfig | None) -> int:
     """Bytes of a KV block, including the draft model's block of the same number."""
     kept = cache_dtype(config.kv_cache_dtype, dtype)
-    return sum(bytes_per_block(each, config.block_size, kept) for each in (model, draft) if each is not None)
+    return sum(bytes_per_block(shape, config.block_size, kept) for shape in (model, draft) if shape is not None)
 
 
 def _num_blocks(
@@ -190,7 +190,7 @@ def _why_drafts(
 
 def _narrow_cache(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> str:
     asked, plain = (
-        bytes_per_block(model, config.block_size, cache_dtype(each, dtype)) for each in (config.kv_cache_dtype, "auto")
+        bytes_per_block(model, config.block_size, cache_dtype(name, dtype)) for name in (config.kv_cache_dtype, "auto")
     )
     return f"asked for; {asked} bytes a block, scales included, instead of {plain}"
 

@@ -20,7 +20,7 @@ from engine.scheduling.planner import PlannedRow
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stopping import is_complete, is_stop_token
-from engine.speculation.draft_model_policy import ModelDrafts
+from engine.speculation.draft_model_policy import DraftModelPolicy
 from engine.speculation.speculation import Speculation
 from engine.step import Executor, RowKind, ScheduledRequest, StepOutput
 
@@ -34,7 +34,7 @@ class Applier:
         executor: Executor,
         *,
         most_forced: int = 0,
-        speculation: Speculation | ModelDrafts | None = None,
+        speculation: Speculation | DraftModelPolicy | None = None,
     ) -> None:
         """`most_forced` is the maximum number of tokens that a grammar may draft for a row; 0 means that rows carry no
         drafts at all. `speculation` makes other drafts; it is told which were right, and which requests are gone."""
@@ -67,7 +67,7 @@ class Applier:
             if row.kind is RowKind.LAST:
                 events.append(Pooled(request.request_id, request.pooling.vector(request.prompt_len)))
         self._scheduler.advance(request, scheduled, computed)
-        if isinstance(self._speculation, ModelDrafts):
+        if isinstance(self._speculation, DraftModelPolicy):
             self._speculation.has_read(request, scheduled, len(tokens))
         if stop is not None:
             events.append(self.finish(request, FinishReason.STOP, stop))

@@ -37,7 +37,7 @@ from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.planner import DeferReason, Plan
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
-from engine.speculation.draft_model_policy import ModelDrafts
+from engine.speculation.draft_model_policy import DraftModelPolicy
 from engine.speculation.speculation import Speculation
 from engine.step import (
     AdapterHost,
@@ -86,8 +86,8 @@ class EngineCore:
         self._executor = executor
         self._blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(config, self._blocks)
-        self._model_drafts = ModelDrafts(config) if config.has_draft_model else None
-        self._speculation = Speculation(config) if config.looks_up_drafts else self._model_drafts
+        self._draft_model_policy = DraftModelPolicy(config) if config.has_draft_model else None
+        self._speculation = Speculation(config) if config.looks_up_drafts else self._draft_model_policy
         self._applier = Applier(
             self._scheduler, executor, most_forced=config.num_speculative_tokens, speculation=self._speculation
         )
@@ -209,8 +209,8 @@ class EngineCore:
             return None, []
         fresh = [row.request for row in plan.rows if not row.request.was_scheduled]
         step = self._scheduler.commit(plan, now)
-        if self._model_drafts is not None:
-            step = self._model_drafts.attach(plan, step)
+        if self._draft_model_policy is not None:
+            step = self._draft_model_policy.attach(plan, step)
         self._num_preemptions += len(plan.preempted)
         self.last_step.preempted = tuple(request.request_id for request in plan.preempted)
         self._executor.forget(self.last_step.preempted)

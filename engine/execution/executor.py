@@ -107,7 +107,7 @@ class TorchExecutor:
         failed = {**without_mask, **self._answers.lost(plan), **without_state}
         output = make_output(plan, tokens, logprobs, scores, pooled, failed)
         if computed.rewind is not None:
-            computed.rewind.to([len(tokens) for tokens in output.sampled])
+            computed.rewind.to([len(row_tokens) for row_tokens in output.sampled])
         output = self._answers.keep(plan, output, limited=within is not None)
         return output if order is None else in_plan_order(output, order)
 

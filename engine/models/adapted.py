@@ -17,10 +17,10 @@ from engine.models.decoder import Decoder
 from engine.models.eager import EagerModel
 from engine.models.kv_cache import KVCache
 from engine.step import ScheduledRequest
-from kernels.eager import EagerPass
+from kernels.cpu.low_rank import Tokens, add_low_rank
+from kernels.eager.forward import EagerPass
+from kernels.eager.ops import Ops
 from kernels.forward import Linear
-from kernels.low_rank import Tokens, add_low_rank
-from kernels.ops import Ops
 
 
 class AdaptedModel(EagerModel):
@@ -82,7 +82,7 @@ def tokens_by_adapter(rows: Sequence[ScheduledRequest]) -> dict[str, Tokens]:
     for row, begin in zip(rows, begins, strict=True):
         if row.adapter:
             spans[row.adapter].append((begin, begin + len(row.token_ids)))
-    return {digest: _joined(found) for digest, found in spans.items()}
+    return {digest: _joined(own_spans) for digest, own_spans in spans.items()}
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> Tokens:

@@ -168,19 +168,19 @@ def _places(model: ModelConfig) -> dict[str, _Place]:
     for name, kind in FAMILIES[model.architecture].names.items():
         if "{layer}" not in name or "{expert}" in name:
             continue
-        for number, layer in enumerate(model.layers):
-            if (place := _layer_places(model, layer, number).get(kind)) is not None:
+        for number, layer_config in enumerate(model.layers):
+            if (place := _layer_places(model, layer_config, number).get(kind)) is not None:
                 found[name.replace("{layer}", str(number))] = place
     return found
 
 
-def _layer_places(model: ModelConfig, layer: LayerConfig, number: int) -> dict[str, _Place]:
+def _layer_places(model: ModelConfig, layer_config: LayerConfig, number: int) -> dict[str, _Place]:
     hidden, sizes = model.hidden_size, qkv_sizes(model)
     places = {"qkv": _Place(number, "qkv", 0, sum(sizes), hidden)}
     for i, part in enumerate("qkv"):
         places[part] = _Place(number, "qkv", sum(sizes[:i]), sizes[i], hidden)
-    places["output"] = _Place(number, "output", 0, hidden, attended_size(model, layer))
-    if layer.experts is None:
+    places["output"] = _Place(number, "output", 0, hidden, attended_size(model, layer_config))
+    if layer_config.experts is None:
         wide = model.intermediate_size
         places |= {
             "gate_up": _Place(number, "gate_up", 0, 2 * wide, hidden),

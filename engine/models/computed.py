@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.batch.sampler import Draw
 from engine.models.recurrent_state import RecurrentState
 from engine.step import StepPlan
-from kernels.rewind import Rewind
+from kernels.eager.rewind import Rewind
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,15 +53,15 @@ class Decoder:
         caches, states = iter(cache.layers), iter(() if state is None else state.layers)
         rotations = {rope: run.rotations(*turns) for rope, turns in self._turns.items()}
         x, residual = run.embed(weights.embedding, self._embedding_scale), None  # [num_tokens, hidden]
-        for shape, layer in zip(config.layers, weights.layers, strict=True):
+        for layer_config, layer in zip(config.layers, weights.layers, strict=True):
             x, residual = run.add_rms_norm(x, residual, layer.input_norm, eps)
-            if shape.linear is None:
-                x = self._attention(run, x, shape, layer, rotations[shape.rope], next(caches))
+            if layer_config.linear is None:
+                x = self._attention(run, x, layer_config, layer, rotations[layer_config.rope], next(caches))
             else:
-                x = self._linear_attention(run, x, shape.linear, layer, next(states))
+                x = self._linear_attention(run, x, layer_config.linear, layer, next(states))
             x = self._post_norm(run, x, layer.attention_post_norm)
             x, residual = run.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = self._post_norm(run, self._mlp(run, x, shape, layer), layer.mlp_post_norm)
+            x = self._post_norm(run, self._mlp(run, x, layer_config, layer), layer.mlp_post_norm)
         x, _ = run.add_rms_norm(x, residual, weights.norm, eps)
         return x
 
@@ -69,7 +69,7 @@ class Decoder:
         self,
         run: ForwardPass,
         x: Array,
-        shape: LayerConfig,
+        layer_config: LayerConfig,
         layer: LayerWeights,
         rotations: Array,
         kv: tuple[Tensor, Tensor],
@@ -81,17 +81,22 @@ class Decoder:
             rest = size + 2 * heads.num_kv_heads * heads.head_dim
             gate, qkv = _with_linear_attention(run).split(qkv, (size, rest))
         q = run.rotate_and_cache(qkv, rotations, heads, kv, layer.norms, config.rms_norm_eps)
-        x = run.attention(q, heads, kv, config.attention_scale, shape.window)
+        x = run.attention(q, heads, kv, config.attention_scale, layer_config.window)
         if gate is not None:
             x = _with_linear_attention(run).sigmoid_gate(x, gate)
         return run.linear(x, layer.output)
 
     def _linear_attention(
-        self, run: ForwardPass, x: Array, shape: LinearAttention, layer: LayerWeights, state: tuple[Tensor, Tensor]
+        self,
+        run: ForwardPass,
+        x: Array,
+        linear_config: LinearAttention,
+        layer: LayerWeights,
+        state: tuple[Tensor, Tensor],
     ) -> Array:
         """state: the convolution's and the delta rule's."""
         assert layer.linear is not None
-        more, heads, weights = _with_linear_attention(run), shape.heads, layer.linear
+        more, heads, weights = _with_linear_attention(run), linear_config.heads, layer.linear
         sizes = (heads.channels, heads.value_size, heads.num_value_heads, heads.num_value_heads)
         qkv, gate, strength, step = more.split(run.linear(x, layer.qkv), sizes)
         qkv = more.causal_conv(qkv, weights.conv.squeeze(1), state[0])
@@ -103,10 +108,10 @@ class Decoder:
         common = run.linear(run.gated_linear(x, shared.gate_up, self.config.activation), shared.down)
         return _with_linear_attention(run).sigmoid_gate(common, run.linear(x, shared.gate), routed)
 
-    def _mlp(self, run: ForwardPass, x: Array, shape: LayerConfig, layer: LayerWeights) -> Array:
-        if shape.experts is not None:
+    def _mlp(self, run: ForwardPass, x: Array, layer_config: LayerConfig, layer: LayerWeights) -> Array:
+        if layer_config.experts is not None:
             assert layer.router is not None
-            routed = run.experts(x, layer.router, layer.gate_up, layer.down, shape.experts.routing)
+            routed = run.experts(x, layer.router, layer.gate_up, layer.down, layer_config.experts.routing)
             return routed if layer.shared is None else self._add_shared(run, x, layer.shared, routed)
         return run.linear(run.gated_linear(x, layer.gate_up, self.config.activation), layer.down)
 

@@ -15,10 +15,10 @@ from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
 from engine.models.recurrent_state import RecurrentState
 from engine.step import RowKind, ScheduledRequest, StepPlan
-from kernels.eager import EagerPass
-from kernels.ops import Ops
-from kernels.reference import StateRows
-from kernels.rewind import Rewind
+from kernels.eager.forward import EagerPass
+from kernels.eager.ops import Ops
+from kernels.eager.rewind import Rewind
+from kernels.rows.step import StateRows
 
 
 class EagerModel:

@@ -17,8 +17,8 @@ from engine.models.kv_cache import KVCache
 from engine.models.vision import VisionEncoder
 from engine.multimodal_inputs import Grid
 from engine.step import StepPlan
-from kernels.eager import EagerPass
-from kernels.ops import Ops
+from kernels.eager.forward import EagerPass
+from kernels.eager.ops import Ops
 
 
 class Filled(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.models.config import ModelConfig
-from kernels.narrow_cache import stored_size
+from kernels.cpu.narrow_cache import stored_size
 
 
 def cache_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:

@@ -233,8 +233,8 @@ class Awq:
         rows = torch.arange(outputs, device=qweight.device)
         columns = torch.arange(inputs, device=qweight.device) // (self.group_size or inputs)
         values, zeros = (
-            bits_of(each.view(-1, outputs // 8), 4)[..., list(_AWQ_ORDER)].flatten(1).T
-            for each in (qweight, parts["qzeros"])
+            bits_of(tensor.view(-1, outputs // 8), 4)[..., list(_AWQ_ORDER)].flatten(1).T
+            for tensor in (qweight, parts["qzeros"])
         )
         scales = parts["scales"].float().view(-1, outputs).T
         return Unpacked((values - zeros[:, columns]).float(), scales, rows, columns)

@@ -98,15 +98,18 @@ def _allocate_head(config: ModelConfig, embedding: Tensor, kept: bool) -> Linear
 _STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 
 
-def _kept_places(names: Mapping[str, str], number: int, spec: LayerConfig, kept: frozenset[str]) -> frozenset[str]:
+def _kept_places(
+    names: Mapping[str, str], number: int, layer_config: LayerConfig, kept: frozenset[str]
+) -> frozenset[str]:
     """Which of a layer's `qkv`, `output`, `gate_up` and `down` have all their modules in `kept`."""
     modules: dict[str, list[str]] = {}
     for name, place in names.items():
-        if "{layer}" not in name or ("{expert}" in name) is not (spec.experts is not None and place in _MLP_PLACES):
+        of_expert = layer_config.experts is not None and place in _MLP_PLACES
+        if "{layer}" not in name or ("{expert}" in name) is not of_expert:
             continue
-        numbers = range(1 if spec.experts is None else spec.experts.count)
+        numbers = range(1 if layer_config.experts is None else layer_config.experts.count)
         modules.setdefault(_STACKED.get(place, place), []).extend(
-            name.replace("{layer}", str(number)).replace("{expert}", str(each)) for each in numbers
+            name.replace("{layer}", str(number)).replace("{expert}", str(expert)) for expert in numbers
         )
     return frozenset(place for place, needed in modules.items() if kept.issuperset(needed))
 
@@ -117,9 +120,14 @@ def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def _allocate_layer(
-    config: ModelConfig, spec: LayerConfig, dtype: torch.dtype, device: torch.device | None, kept: frozenset[str]
+    config: ModelConfig,
+    layer_config: LayerConfig,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    kept: frozenset[str],
 ) -> LayerWeights:
-    hidden, head_dim, experts, attends = config.hidden_size, config.head_dim, spec.experts, spec.linear is None
+    hidden, head_dim = config.hidden_size, config.head_dim
+    experts, attends = layer_config.experts, layer_config.linear is None
     stack = () if experts is None else (experts.count,)
     intermediate = config.intermediate_size if experts is None else experts.intermediate_size
 
@@ -133,10 +141,10 @@ def _allocate_layer(
 
     return LayerWeights(
         input_norm=norm(),
-        qkv=linear(_projected_size(config, spec), hidden, bias=attends and config.qkv_bias, place="qkv"),
+        qkv=linear(_projected_size(config, layer_config), hidden, bias=attends and config.qkv_bias, place="qkv"),
         norms=(norm(head_dim), norm(head_dim)) if attends and config.qk_norm else None,
-        linear=None if spec.linear is None else _allocate_linear_attention(spec.linear, dtype, device),
-        output=linear(hidden, attended_size(config, spec), bias=attends and config.output_bias, place="output"),
+        linear=None if layer_config.linear is None else _allocate_linear_attention(layer_config.linear, dtype, device),
+        output=linear(hidden, attended_size(config, layer_config), bias=attends and config.output_bias, place="output"),
         attention_post_norm=norm() if config.post_norms else None,
         mlp_norm=norm(),
         router=torch.empty(*stack, hidden, dtype=torch.float32, device=device) if stack else None,
@@ -147,10 +155,10 @@ def _allocate_layer(
     )
 
 
-def _projected_size(config: ModelConfig, spec: LayerConfig) -> int:
+def _projected_size(config: ModelConfig, layer_config: LayerConfig) -> int:
     """Number of rows of `qkv`."""
-    if spec.linear is not None:
-        return spec.linear.projected_size
+    if layer_config.linear is not None:
+        return layer_config.linear.projected_size
     return sum(qkv_sizes(config))
 
 
@@ -160,9 +168,9 @@ def qkv_sizes(config: ModelConfig) -> list[int]:
     return [2 * q if config.attention_gate else q, kv, kv]
 
 
-def attended_size(config: ModelConfig, spec: LayerConfig) -> int:
+def attended_size(config: ModelConfig, layer_config: LayerConfig) -> int:
     """Number of columns of `output`."""
-    return config.num_heads * config.head_dim if spec.linear is None else spec.linear.heads.value_size
+    return config.num_heads * config.head_dim if layer_config.linear is None else layer_config.linear.heads.value_size
 
 
 def _allocate_linear_attention(
@@ -191,12 +199,12 @@ def settle(config: ModelConfig, weights: DecoderWeights) -> None:
     if config.norm_offset:
         for norm in _norms(weights):
             norm.add_(config.norm_offset)
-    for spec, layer in zip(config.layers, weights.layers, strict=True):
-        if spec.linear is not None:
+    for layer_config, layer in zip(config.layers, weights.layers, strict=True):
+        if layer_config.linear is not None:
             assert layer.linear is not None
             layer.linear.rates[0].exp_().neg_()
-            if spec.linear.stacked_by_head:
-                _unstack_heads(spec.linear, layer.qkv.weight)
+            if layer_config.linear.stacked_by_head:
+                _unstack_heads(layer_config.linear, layer.qkv.weight)
         else:
             for stacked in (layer.qkv.weight, layer.qkv.bias, layer.qkv.scales):
                 if stacked is not None:
@@ -235,7 +243,7 @@ def _unstack_heads(linear: LinearAttention, stacked: Tensor) -> None:
     qkvz, ba = stacked[: -2 * heads.num_value_heads], stacked[-2 * heads.num_value_heads :]
     for part, sizes in ((qkvz, wide), (ba, [group, group])):
         by_head = part.view(heads.num_key_heads, -1, part.shape[1])
-        part.copy_(torch.cat([each.flatten(0, 1) for each in by_head.split(sizes, dim=1)]))  # type: ignore[no-untyped-call]
+        part.copy_(torch.cat([kind.flatten(0, 1) for kind in by_head.split(sizes, dim=1)]))  # type: ignore[no-untyped-call]
 
 
 def _norms(weights: DecoderWeights) -> Iterator[Tensor]:
@@ -278,8 +286,8 @@ def checkpoint_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, 
     model: dict[str, _Place] = dict(zip(MODEL_PLACES, (weights.embedding, weights.norm, head), strict=True))
     table = _table({name: place for name, place in names.items() if "{layer}" not in name}, model)
     of_layers = {name: place for name, place in names.items() if "{layer}" in name}
-    for number, (spec, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
-        for name, view in _layer_table(config, spec, layer, of_layers).items():
+    for number, (layer_config, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
+        for name, view in _layer_table(config, layer_config, layer, of_layers).items():
             table[name.replace("{layer}", str(number))] = view
     named, needed = (sum(map(Tensor.numel, tensors)) for tensors in (table.values(), _tensors(config, weights)))
     assert named == needed, f"{config.architecture} names {named} of the model's {needed} numbers"
@@ -291,20 +299,22 @@ def stacked_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, tup
     it replaces)."""
     family = FAMILIES[config.architecture]
     table: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
-    for number, (spec, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
-        for name, place in family.stacked.items() if spec.experts is not None else ():
+    for number, (layer_config, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
+        for name, place in family.stacked.items() if layer_config.experts is not None else ():
             parts = ("gate", "up") if place == "gate_up" else ("down",)
-            each = [pattern for pattern, part in family.names.items() if "{expert}" in pattern and part in parts]
+            patterns = [pattern for pattern, part in family.names.items() if "{expert}" in pattern and part in parts]
             stood_for = (
-                f"{pattern.format(layer=number, expert=expert)}.weight" for pattern in each for expert in _numbers(spec)
+                f"{pattern.format(layer=number, expert=expert)}.weight"
+                for pattern in patterns
+                for expert in _numbers(layer_config)
             )
             linear = layer.gate_up if place == "gate_up" else layer.down
             table[name.format(layer=number)] = linear.weight, tuple(stood_for)
     return table
 
 
-def _numbers(spec: LayerConfig) -> range:
-    return range(0 if spec.experts is None else spec.experts.count)
+def _numbers(layer_config: LayerConfig) -> range:
+    return range(0 if layer_config.experts is None else layer_config.experts.count)
 
 
 def _tensors(config: ModelConfig, weights: DecoderWeights) -> Iterator[Tensor]:
@@ -329,21 +339,21 @@ def num_bytes(config: ModelConfig, weights: DecoderWeights) -> int:
 
 
 def _layer_table(
-    config: ModelConfig, spec: LayerConfig, layer: LayerWeights, names: Mapping[str, str]
+    config: ModelConfig, layer_config: LayerConfig, layer: LayerWeights, names: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    places = _places(config, spec, layer)
-    if spec.experts is None:
+    places = _places(config, layer_config, layer)
+    if layer_config.experts is None:
         return _table({name: place for name, place in names.items() if "{expert}" not in name}, places)
     shared = {name: place for name, place in names.items() if "{expert}" not in name and place not in _MLP_PLACES}
     table = _table(shared, places)
-    for number in range(spec.experts.count):
+    for number in range(layer_config.experts.count):
         own = _mlp_places(_of_expert(layer.gate_up, number), _of_expert(layer.down, number))
         expert = {name.replace("{expert}", str(number)): place for name, place in names.items() if "{expert}" in name}
         table |= _table(expert, own)
     return table
 
 
-def _places(config: ModelConfig, spec: LayerConfig, layer: LayerWeights) -> dict[str, _Place]:
+def _places(config: ModelConfig, layer_config: LayerConfig, layer: LayerWeights) -> dict[str, _Place]:
     q_norm, k_norm = layer.norms or (None, None)
     places: dict[str, _Place] = dict.fromkeys(LAYER_PLACES) | {
         "input_norm": layer.input_norm,
@@ -354,11 +364,11 @@ def _places(config: ModelConfig, spec: LayerConfig, layer: LayerWeights) -> dict
         "router": layer.router,
         "mlp_post_norm": layer.mlp_post_norm,
     }
-    if spec.linear is None:
+    if layer_config.linear is None:
         parts = dict(zip("qkv", _parts(layer.qkv, qkv_sizes(config)), strict=True))
         places |= {"qkv": layer.qkv, **parts, "output": layer.output}
     else:
-        places |= _linear_places(spec.linear, layer)
+        places |= _linear_places(layer_config.linear, layer)
     if layer.shared is not None:
         gate, up = _halves(layer.shared.gate_up)
         down, share = layer.shared.down, layer.shared.gate
@@ -416,7 +426,7 @@ def _halves(gate_up: Linear) -> list[Linear]:
 def _parts(stacked: Linear, sizes: list[int]) -> list[Linear]:
     weights = stacked.weight.split(sizes)
     biases, scales = (
-        [None] * len(sizes) if each is None else each.split(sizes) for each in (stacked.bias, stacked.scales)
+        [None] * len(sizes) if tensor is None else tensor.split(sizes) for tensor in (stacked.bias, stacked.scales)
     )
     return [Linear(*parts) for parts in zip(weights, biases, scales, strict=True)]
 

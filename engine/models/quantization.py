@@ -207,7 +207,7 @@ def _one_of(found: Fields, where: str, key: str, *supported: Any) -> Any:
     value = found.get(key, supported[0])
     if value is None and None not in supported:
         value = supported[0]
-    if not any(value is each if isinstance(each, bool) else value == each for each in supported):
+    if not any(value is choice if isinstance(choice, bool) else value == choice for choice in supported):
         raise ValueError(
             f"quantization_config ({where}): {key} is {value!r}; supported {'is' if len(supported) == 1 else 'are'} "
             f"{', '.join(str(each) for each in supported)}."

@@ -16,9 +16,9 @@ from engine.step import StepPlan
 def bytes_per_slot(model: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of one request's states in all layers; 0 for a model without states. dtype: the activations'."""
     return sum(
-        (layer.kernel - 1) * layer.channels * dtype.itemsize
-        + layer.heads.num_value_heads * layer.heads.key_dim * layer.heads.value_dim * torch.float32.itemsize
-        for layer in model.linear_layers
+        (linear.kernel - 1) * linear.channels * dtype.itemsize
+        + linear.heads.num_value_heads * linear.heads.key_dim * linear.heads.value_dim * torch.float32.itemsize
+        for linear in model.linear_layers
     )
 
 
@@ -62,11 +62,11 @@ class RecurrentState:
         layers = model.linear_layers
         if not layers:
             return None
-        layer, num_slots = layers[0], config.max_num_seqs
+        linear, num_slots = layers[0], config.max_num_seqs
         slots = num_slots + num_snapshots(config.scheduler)
-        heads = layer.heads
+        heads = linear.heads
         return cls(
-            torch.zeros(len(layers), slots, layer.kernel - 1, layer.channels, dtype=dtype, device=device),
+            torch.zeros(len(layers), slots, linear.kernel - 1, linear.channels, dtype=dtype, device=device),
             torch.zeros(len(layers), slots, heads.num_value_heads, heads.key_dim, heads.value_dim, device=device),
             num_slots,
         )

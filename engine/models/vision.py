@@ -10,8 +10,8 @@ from torch import Tensor
 from engine.models.vision_config import PixelConfig, VisionConfig
 from engine.models.vision_weights import VisionLayer, VisionWeights
 from engine.multimodal_inputs import Grid
+from kernels.eager.ops import Ops
 from kernels.forward import Linear
-from kernels.ops import Ops
 
 NORM_EPS = 1e-6
 

@@ -37,8 +37,6 @@ class Request:
     """Most tokens to sample."""
     sampling: SamplingParams
     row_sampling: RowSampling
-    early_sampling: RowSampling | None = None
-    """Before `min_tokens`: stop tokens are banned. None where there is no such limit."""
     stop_token_ids: frozenset[int]
     answer_start: int
     """Where the answer begins in `token_ids`: before `prompt_len` if another engine began it."""
@@ -64,18 +62,20 @@ class Request:
     preemption put it elsewhere. No two are equal, and it stays while the request waits."""
     was_scheduled: bool = False
     """The Scheduled event was sent; a preemption does not send it again."""
-    num_overtakes: int = 0
-    """Requests behind this one that were admitted before it (`admission_order: bypass`)."""
-    timeout_s: float | None = None
-    queue_timeout_s: float | None = None
     waiting_since: float = 0.0
     """Monotonic seconds of the arrival, or of the last chunk: how long this prompt has stood still."""
     prefix_match: tuple[int, tuple[int, ...]] = (-1, ())
     """(epoch of the caches, matched blocks): a waiting request looks its prefix up once an epoch, not once a step."""
+
+    # What few requests have: a value, or an object where several belong together.
+    early_sampling: RowSampling | None = None
+    """Before `min_tokens`: stop tokens are banned. None where there is no such limit."""
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
+    num_overtakes: int = 0
+    """Requests behind this one that were admitted before it (`admission_order: bypass`)."""
     adapter: str = ""
     """The digest of the adapter that computes it; "": none does."""
-
-    # What few requests have.
     spans: PromptSpans | None = None
     scoring: Scoring | None = None
     """None where nobody asked for it, and once it was sent."""

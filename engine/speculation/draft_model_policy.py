@@ -50,7 +50,7 @@ class _Candidate(NamedTuple):
         return len(self.request.token_ids) - self.reader.num_read
 
 
-class ModelDrafts:
+class DraftModelPolicy:
     """Decides the draft model's work for the requests of one engine. Call `propose` once a step, after the results of
     the last one; `attach` for the plan that follows; `has_read` and `judge` with its results.
 

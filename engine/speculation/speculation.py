@@ -81,7 +81,7 @@ class Probes:
 
 
 @dataclass(slots=True)
-class Lookup:
+class PromptLookup:
     """A live request's index, and how well its drafts did."""
 
     index: TextIndex
@@ -93,7 +93,7 @@ class Lookup:
 
 class _Candidate(NamedTuple):
     request: Request
-    lookup: Lookup
+    lookup: PromptLookup
     match: Match
     grade: int
     most: int
@@ -111,7 +111,7 @@ class Speculation:
         self._settings = settings
         self._most_tokens = config.max_drafting_tokens
         self._costs = Costs(settings.free_tokens)
-        self._lookups: dict[str, Lookup] = {}  # by request id
+        self._lookups: dict[str, PromptLookup] = {}  # by request id
         self._common = Record(COMMON_MEMORY)
         self._probes = Probes()
 
@@ -151,7 +151,7 @@ class Speculation:
                 continue
             lookup = self._lookups.get(request.request_id)
             if lookup is None:
-                lookup = self._lookups[request.request_id] = Lookup(make_index(self._settings))
+                lookup = self._lookups[request.request_id] = PromptLookup(make_index(self._settings))
             to_index -= lookup.index.extend(request.token_ids, to_index)
             most = min(self._settings.num_tokens, request.most_drafts)
             match = lookup.index.find(request.token_ids) if most > 0 else None

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.narrow_cache import LARGEST, SCALE_BYTES, widen
-from kernels.reference import PagedRows
+from kernels.cpu.narrow_cache import LARGEST, SCALE_BYTES, widen
+from kernels.rows.step import PagedRows
 
 # Decode rows are padded to the longest of their bucket: powers of two, so padding at most doubles a row's work and one
 # long row does not make every row pay. Below this length a call costs more than the padding it saves.

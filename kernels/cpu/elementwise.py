@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.narrow_cache import LARGEST, narrow
+from kernels.cpu.narrow_cache import LARGEST, narrow
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.forward import LinearHeads
-from kernels.reference import StateRows, delta_inputs, log_decay
+from kernels.reference import delta_inputs, log_decay
+from kernels.rows.step import StateRows
 
 PIECE = 64
 """Tokens that become one triangular system; its work grows with their square, and the state's with their number."""
@@ -42,8 +43,8 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Te
 def _weighted(inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """inputs: each [tokens, channels] float32, the oldest first."""
     total = inputs[0] * weights[0]
-    for each, weight in zip(inputs[1:], weights[1:], strict=True):
-        total.addcmul_(each, weight)
+    for shifted, weight in zip(inputs[1:], weights[1:], strict=True):
+        total.addcmul_(shifted, weight)
     return total
 
 
@@ -99,10 +100,10 @@ def by_pieces(
     log_decay, that state is exp(L_t) S + sum over i < t of exp(L_t - L_i) k_i u_i^T, so that all u of a piece are the
     solution of one lower triangular system.
     """
-    by_head = [each.transpose(0, 1) for each in (q, k, v, log_decay, strength)]
+    by_head = [part.transpose(0, 1) for part in (q, k, v, log_decay, strength)]
     read = []
     for first in range(0, len(q), piece):
-        found, state = _piece(state, *(each[:, first : first + piece] for each in by_head))
+        found, state = _piece(state, *(part[:, first : first + piece] for part in by_head))
         read.append(found.transpose(0, 1))
     return torch.cat(read), state
 

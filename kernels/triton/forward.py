@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.eager import EagerPass
+from kernels.eager.forward import EagerPass
+from kernels.eager.ops import Ops
 from kernels.forward import HeadShape
-from kernels.ops import Ops
-from kernels.reference import StateRows
-from kernels.triton.norm import add_rms_norm
+from kernels.rows.step import StateRows
+from kernels.triton.elementwise.norm import add_rms_norm
+from kernels.triton.elementwise.rotate import rotate_and_cache
 from kernels.triton.ops import TRITON
-from kernels.triton.rotate import rotate_and_cache
 
 
 class TritonPass(EagerPass):

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kernels.ops import TORCH, Ops
-from kernels.sampled_row import SampledRow
-from kernels.triton.activation import silu_and_mul
-from kernels.triton.attention import attention
-from kernels.triton.cache import write_cache
-from kernels.triton.causal_conv import causal_conv
-from kernels.triton.delta_rule import delta_rule
-from kernels.triton.experts import experts
-from kernels.triton.gates import gated_rms_norm, sigmoid_gate
-from kernels.triton.logprobs import token_logprobs
-from kernels.triton.norm import add_rms_norm, rms_norm
-from kernels.triton.plan import prepare_attention
-from kernels.triton.rotate import rope
-from kernels.triton.sampler import sample
-from kernels.triton.sampling_rows import pack_rows
+from kernels.eager.ops import TORCH, Ops
+from kernels.rows.sampled_row import SampledRow
+from kernels.triton.attention.attention import attention
+from kernels.triton.attention.plan import prepare_attention
+from kernels.triton.elementwise.activation import silu_and_mul
+from kernels.triton.elementwise.cache import write_cache
+from kernels.triton.elementwise.gates import gated_rms_norm, sigmoid_gate
+from kernels.triton.elementwise.norm import add_rms_norm, rms_norm
+from kernels.triton.elementwise.rotate import rope
+from kernels.triton.experts.experts import experts
+from kernels.triton.linear_attention.causal_conv import causal_conv
+from kernels.triton.linear_attention.delta_rule import delta_rule
+from kernels.triton.sampling.logprobs import token_logprobs
+from kernels.triton.sampling.rows import pack_rows
+from kernels.triton.sampling.sampler import sample
 
 
 def _sample(logits: Tensor, rows: Sequence[SampledRow], within: Tensor | None) -> Tensor:

@@ -7,7 +7,21 @@ from graphlib import TopologicalSorter
 
 import pytest
 
-from docsite.packages import API, ENGINE, ROOT, SERVING, TREES, Tree, drawn, group_of, imported, imports, levels
+from docsite.packages import (
+    API,
+    ENGINE,
+    KERNELS,
+    ROOT,
+    SERVING,
+    TREES,
+    TRITON,
+    Tree,
+    drawn,
+    group_of,
+    imported,
+    imports,
+    levels,
+)
 
 MOST_ROOMS = 20
 
@@ -45,6 +59,8 @@ def test_a_package_inside_another_is_drawn_where_its_own_picture_is() -> None:
     assert group_of(SERVING, "serve_app.api.openai.responses.form") == "api"
     assert group_of(API, "serve_app.api.openai.responses.form") == "openai.responses"
     assert group_of(ENGINE, "engine.models.families.llama") == "models"
+    assert group_of(KERNELS, "kernels.triton.sampling.scan") == "triton"
+    assert group_of(TRITON, "kernels.triton.sampling.scan") == "sampling"
 
 
 @pytest.mark.parametrize("package", ["engine", "kernels", "serve_app", "loadtest", "benchmarks", "docsite"])

@@ -172,3 +172,20 @@ def test_a_core_checks_its_executor_before_it_takes_requests() -> None:
     EngineCore(executor, config)
     with pytest.raises(ConfigError, match="num_speculative_tokens is 1, but this model's executor has no drafts"):
         EngineCore(executor, replace(config, overlap=False, num_speculative_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"reserve_mode": "full"}, "reserve_mode is full, .* retract: every request has memory for its whole life"),
+        ({"preempt_policy": "none"}, "reserve_mode is learned, .* none: more requests are admitted than fit for ever"),
+        ({"chunk_boundary": "request_local"}, "request_local, but scheduler.max_partial_prefills is 1"),
+        ({"ratio_min": 0.9}, r"ratio_min \(0.9\) must not exceed ratio_init \(0.7\)"),
+        ({"ratio_init": 0}, "ratio_init must be > 0, but it is 0"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_with_the_reason(
+    settings: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        SchedulerConfig(**settings)

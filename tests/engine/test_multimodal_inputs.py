@@ -205,7 +205,7 @@ def test_a_step_encodes_within_its_budget_and_running_streams_have_a_token_in_ea
     before = len(core.plans)
     core.run()
     sizes = [[work.grid[1] * work.grid[2] for work in plan.encodes] for plan in core.plans[before:]]
-    assert [found for found in sizes if found] == [[8], [8, 2], [20]]
+    assert [size for size in sizes if size] == [[8], [8, 2], [20]]
     assert len(core.tokens("stream")) == 40
     assert all("stream" in [row.request_id for row in plan.rows] for plan in core.plans[before : before + 30])
 

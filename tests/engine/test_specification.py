@@ -51,7 +51,7 @@ DEFECTS: dict[str, Evidence] = {
         "engine/core/test_core.py::test_a_lifetime_writes_one_kv_slot_less_than_its_tokens",
         "engine/test_config.py::test_the_longest_request_is_bounded_by_the_context_or_by_the_whole_kv_cache",
     ),
-    "S1-R9": "engine/scheduling/test_planner.py::test_decode_first_holds_prompts_back_and_no_longer_than_its_bound",
+    "S1-R9": "engine/scheduling/test_batch_modes.py::test_decode_first_holds_prompts_back_and_no_longer_than_its_bound",
     "S1-R10": (
         "engine/core/test_core.py::test_tokens_depend_on_neither_chunking_nor_neighbours_nor_prefix_hits",
         "engine/execution/test_executor.py::test_the_random_number_of_a_sample_is_that_of_the_position_it_fills",
@@ -63,7 +63,7 @@ DEFECTS: dict[str, Evidence] = {
     ),
     "S1-R12": (
         "engine/test_config.py::test_an_executor_without_mixed_rows_serves_steps_that_are_never_mixed",
-        "engine/scheduling/test_planner.py::test_prefill_first_steps_are_pure_and_decoding_waits_no_longer_than_its_bound",
+        "engine/scheduling/test_batch_modes.py::test_prefill_first_steps_are_pure_and_decoding_waits_no_longer_than_its_bound",
     ),
     "S1-R13": (
         "engine/core/test_defects.py::test_as_many_requests_as_there_are_seats_share_a_prefix_as_long_as_the_context",
@@ -90,7 +90,7 @@ DEFECTS: dict[str, Evidence] = {
         "engine/execution/gpu/test_model.py::test_each_step_says_which_capture_it_was_or_why_none",
     ),
     "S2-R4": (
-        "engine/scheduling/test_scheduler.py::test_the_chunk_that_completes_a_prompt_is_last_also_when_it_has_one_token",
+        "engine/scheduling/test_planner.py::test_the_chunk_that_completes_a_prompt_is_last_also_when_it_has_one_token",
         "engine/execution/test_executor.py::test_logits_equal_transformers_for_every_family_and_chunk_size",
     ),
     "S2-R5": (
@@ -120,7 +120,7 @@ DEFECTS: dict[str, Evidence] = {
     "S2-R14": "engine/test_config.py::test_a_token_budget_that_decode_rows_could_use_up_is_refused",
     "S2-R15": (
         "engine/core/test_defects.py::test_seats_are_never_exceeded_in_any_mode",
-        "engine/scheduling/test_scheduler.py::test_seats_are_never_exceeded_by_partial_prefills_and_decodes_together",
+        "engine/scheduling/test_planner.py::test_seats_are_never_exceeded_by_partial_prefills_and_decodes_together",
     ),
     "S2-R16": "Internal to the other project: a legacy selector returned its loop variable; we have one planner.",
     "S2-R17": (
@@ -157,7 +157,7 @@ DEFECTS: dict[str, Evidence] = {
         "engine/execution/test_prompt_scoring.py::test_prompt_logprobs_are_the_same_for_every_budget_and_loop",
     ),
     # --- S4: resume before admit, a progress cursor, late output ------------------------------------------------------
-    "S4-R1": "engine/scheduling/test_planner.py::test_a_prompt_that_is_partly_computed_has_a_seat",
+    "S4-R1": "engine/scheduling/test_chunk_policy.py::test_a_prompt_that_is_partly_computed_has_a_seat",
     "S4-R2": (
         "engine/core/test_defects.py::test_what_happens_to_a_request_later_does_not_change_a_plan_that_was_launched",
         "engine/execution/test_prompt_scoring.py::test_each_token_carries_its_logprobs_exactly_where_they_were_asked_for",
@@ -174,7 +174,7 @@ DEFECTS: dict[str, Evidence] = {
     ),
     "S4-R6": "engine/core/test_defects.py::test_a_dry_run_is_what_the_step_then_carries_and_changes_nothing",
     "S4-R7": (
-        "engine/scheduling/test_scheduler.py::test_the_chunk_that_completes_a_prompt_is_last_also_when_it_has_one_token",
+        "engine/scheduling/test_planner.py::test_the_chunk_that_completes_a_prompt_is_last_also_when_it_has_one_token",
         "engine/core/test_core.py::test_no_row_of_an_unfinished_prompt_asks_for_a_sample",
     ),
     "S4-R8": (
@@ -183,11 +183,11 @@ DEFECTS: dict[str, Evidence] = {
         "engine/core/test_overlap.py::test_results_arrive_exactly_one_step_after_their_launch",
     ),
     "S4-R9": (
-        "engine/scheduling/test_planner.py::test_whoever_is_preempted_goes_on_with_the_same_tokens",
+        "engine/scheduling/test_preemption.py::test_whoever_is_preempted_goes_on_with_the_same_tokens",
         "golden/test_greedy_text.py::test_text_is_the_same_after_a_preemption_computes_it_again",
     ),
     "S4-R10": (
-        "engine/scheduling/test_planner.py::test_an_answer_that_is_computed_again_in_chunks_samples_after_the_last_one_only",
+        "engine/scheduling/test_preemption.py::test_an_answer_that_is_computed_again_in_chunks_samples_after_the_last_one_only",
     ),
     "S4-R11": (
         "engine/core/test_core.py::test_a_prompt_that_is_still_being_chunked_lends_only_what_is_computed",
@@ -214,8 +214,8 @@ DEFECTS: dict[str, Evidence] = {
         "engine/test_async_engine.py::test_a_rejected_request_raises_before_its_first_event_and_takes_nothing",
     ),
     "S4-R19": (
-        "kernels/test_attention.py::test_mixed_rows_match_the_reference",
-        "kernels/test_attention.py::test_a_chunk_of_any_length_after_any_context_matches_the_reference",
+        "kernels/cpu/test_attention.py::test_mixed_rows_match_the_reference",
+        "kernels/cpu/test_attention.py::test_a_chunk_of_any_length_after_any_context_matches_the_reference",
         "kernels/triton/test_attention.py::test_a_row_has_its_splits_by_its_own_length",
         "kernels/triton/test_attention.py::test_decode_rows_of_a_captured_mixed_step_have_their_keys_split",
     ),
@@ -224,37 +224,39 @@ DEFECTS: dict[str, Evidence] = {
     ),
     # --- S5: ratio reservation, one active chunk, retraction ----------------------------------------------------------
     "S5-R1": (
-        "engine/scheduling/test_planner.py::test_an_answer_is_clipped_once_for_admission",
-        "engine/scheduling/test_planner.py::test_answers_that_are_admitted_in_one_step_are_each_reserved",
+        "engine/scheduling/test_reservation.py::test_an_answer_is_clipped_once_for_admission",
+        "engine/scheduling/test_reservation.py::test_answers_that_are_admitted_in_one_step_are_each_reserved",
     ),
-    "S5-R2": "engine/scheduling/test_planner.py::test_the_ratio_falls_with_every_decode_step_also_while_requests_wait",
-    "S5-R3": "engine/scheduling/test_planner.py::test_no_more_prompts_are_partly_computed_than_the_setting_says",
+    "S5-R2": (
+        "engine/scheduling/test_reservation.py::test_the_ratio_falls_with_every_decode_step_also_while_requests_wait"
+    ),
+    "S5-R3": "engine/scheduling/test_chunk_policy.py::test_no_more_prompts_are_partly_computed_than_the_setting_says",
     "S5-R4": "engine/core/test_defects.py::test_a_request_is_admitted_while_a_step_is_in_flight",
     "S5-R5": "engine/core/test_core.py::test_a_traced_step_says_what_it_carried",
     "S5-R6": (
-        "engine/scheduling/test_planner.py::test_a_victim_has_no_row_in_the_step_that_takes_its_memory",
-        "engine/scheduling/test_planner.py::test_the_less_is_reserved_the_more_requests_run",
+        "engine/scheduling/test_preemption.py::test_a_victim_has_no_row_in_the_step_that_takes_its_memory",
+        "engine/scheduling/test_reservation.py::test_the_less_is_reserved_the_more_requests_run",
     ),
     "S5-R7": (
-        "engine/scheduling/test_planner.py::test_a_victim_has_no_row_in_the_step_that_takes_its_memory",
-        "engine/scheduling/test_planner.py::test_the_less_is_reserved_the_more_requests_run",
+        "engine/scheduling/test_preemption.py::test_a_victim_has_no_row_in_the_step_that_takes_its_memory",
+        "engine/scheduling/test_reservation.py::test_the_less_is_reserved_the_more_requests_run",
     ),
     "S5-R8": (
-        "engine/scheduling/test_planner.py::test_the_ratio_snaps_back_to_its_least_value_after_a_preemption_left_it_below",
+        "engine/scheduling/test_reservation.py::test_the_ratio_snaps_back_to_its_least_value_after_a_preemption_left_it_below",
     ),
-    "S5-R9": "engine/scheduling/test_planner.py::test_an_idle_engine_starts_over_with_the_first_ratio",
+    "S5-R9": "engine/scheduling/test_reservation.py::test_an_idle_engine_starts_over_with_the_first_ratio",
     "S5-R10": (
-        "engine/scheduling/test_planner.py::test_after_a_preemption_the_ratio_is_what_the_remaining_answers_used",
+        "engine/scheduling/test_reservation.py::test_after_a_preemption_the_ratio_is_what_the_remaining_answers_used",
         "engine/scheduling/test_settings_act.py::test_i34_a_setting_changes_a_plan",
     ),
-    "S5-R11": "engine/scheduling/test_planner.py::test_a_lone_request_is_admitted_whatever_the_reservation_says",
-    "S5-R12": "engine/scheduling/test_planner.py::test_a_preempted_request_reserves_what_is_left_of_its_answer",
+    "S5-R11": "engine/scheduling/test_reservation.py::test_a_lone_request_is_admitted_whatever_the_reservation_says",
+    "S5-R12": "engine/scheduling/test_reservation.py::test_a_preempted_request_reserves_what_is_left_of_its_answer",
     "S5-R13": (
         "engine/core/test_defects.py::test_a_storm_of_preemptions_ends_and_computes_nothing_over_and_over",
-        "engine/scheduling/test_planner.py::test_a_step_that_preempts_admits_nobody_and_the_victim_keeps_its_place",
+        "engine/scheduling/test_preemption.py::test_a_step_that_preempts_admits_nobody_and_the_victim_keeps_its_place",
     ),
     "S5-R14": (
-        "engine/scheduling/test_planner.py::test_prefill_first_steps_are_pure_and_decoding_waits_no_longer_than_its_bound",
+        "engine/scheduling/test_batch_modes.py::test_prefill_first_steps_are_pure_and_decoding_waits_no_longer_than_its_bound",
     ),
     "S5-R15": (
         "engine/core/test_drafts.py::test_a_step_reserves_one_token_and_its_drafts_for_each_decode_row_and_prefill_gets_the_rest",
@@ -269,7 +271,7 @@ DEFECTS: dict[str, Evidence] = {
         "engine/scheduling/test_designs.py::test_s5_has_one_active_chunk_and_fills_the_rest_of_its_step",
     ),
     "S5-R18": (
-        "engine/scheduling/test_scheduler.py::test_a_request_that_waits_looks_its_prefix_up_once_an_epoch_and_not_once_a_step",
+        "engine/scheduling/test_planner.py::test_a_request_that_waits_looks_its_prefix_up_once_an_epoch_and_not_once_a_step",
     ),
     "S5-R19": (  # a plan walks the queue once: each way to refuse a request ends in a plan
         "engine/test_load_snapshot.py::test_every_reason_has_its_scenario",
@@ -305,8 +307,8 @@ INVARIANTS: dict[str, Evidence] = {
     ),
     "I-2": (
         CHECKS,
-        "engine/scheduling/test_scheduler.py::test_prefill_chunks_fill_the_budget_in_arrival_order",
-        "engine/scheduling/test_scheduler.py::test_every_decoding_request_has_a_row_in_every_step_while_a_long_prompt_is_prefilled",
+        "engine/scheduling/test_planner.py::test_prefill_chunks_fill_the_budget_in_arrival_order",
+        "engine/scheduling/test_planner.py::test_every_decoding_request_has_a_row_in_every_step_while_a_long_prompt_is_prefilled",
     ),
     "I-3": CHECKS,
     "I-4": CHECKS,
@@ -341,22 +343,22 @@ INVARIANTS: dict[str, Evidence] = {
     ),
     "I-15": (
         CHECKS,
-        "engine/scheduling/test_planner.py::test_what_a_request_was_promised_is_given_back_when_it_is_aborted",
+        "engine/scheduling/test_reservation.py::test_what_a_request_was_promised_is_given_back_when_it_is_aborted",
     ),
     "I-16": (
         CHECKS,
-        "engine/scheduling/test_planner.py::test_after_a_preemption_the_ratio_is_what_the_remaining_answers_used",
+        "engine/scheduling/test_reservation.py::test_after_a_preemption_the_ratio_is_what_the_remaining_answers_used",
     ),
     "I-17": (
-        "engine/scheduling/test_planner.py::test_answers_that_are_admitted_in_one_step_are_each_reserved",
-        "engine/scheduling/test_planner.py::test_a_preempted_request_reserves_what_is_left_of_its_answer",
+        "engine/scheduling/test_reservation.py::test_answers_that_are_admitted_in_one_step_are_each_reserved",
+        "engine/scheduling/test_reservation.py::test_a_preempted_request_reserves_what_is_left_of_its_answer",
         "engine/scheduling/test_designs.py::test_s5_admits_beside_the_share_of_running_answers_and_those_admitted_now_in_full",
     ),
     "I-18": (
         CHECKS,
-        "engine/scheduling/test_planner.py::test_retract_takes_the_shortest_answer_and_then_the_longest_prompt",
+        "engine/scheduling/test_preemption.py::test_retract_takes_the_shortest_answer_and_then_the_longest_prompt",
         "engine/core/test_defects.py::test_a_begun_prompt_is_no_victim_while_an_answer_can_be",
-        "engine/scheduling/test_planner.py::test_retract_takes_the_shorter_answer_whatever_the_prompts",
+        "engine/scheduling/test_preemption.py::test_retract_takes_the_shorter_answer_whatever_the_prompts",
     ),
     # --- liveness -----------------------------------------------------------------------------------------------------
     "I-19": CHECKS,
@@ -366,7 +368,7 @@ INVARIANTS: dict[str, Evidence] = {
     ),
     "I-21": (
         CHECKS,
-        "engine/scheduling/test_planner.py::test_younger_answers_never_take_the_last_block_from_the_oldest_prompt",
+        "engine/scheduling/test_preemption.py::test_younger_answers_never_take_the_last_block_from_the_oldest_prompt",
     ),
     "I-22": CHECKS,
     "I-23": (CHECKS, "engine/scheduling/test_planner.py::test_a_request_is_overtaken_no_more_often_than_its_bound"),

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from engine.execution.device import Device
 from kernels.choice import FLASH, TORCH_ATTENTION, TRITON, choose_attention
-from kernels.flash import PACKAGES
-from kernels.ops import Ops
-from kernels.paged import on_device
+from kernels.eager.ops import Ops
+from kernels.flash.packages import PACKAGES
+from kernels.rows.device import on_device
 from tests.kernels.rows import Case, paged_case
 
 pytestmark = pytest.mark.gpu

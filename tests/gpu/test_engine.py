@@ -22,7 +22,7 @@ from engine.protocol import Event, Failed, LoadSnapshot, SamplingParams, Submiss
 from engine.scheduling.request import create_request
 from engine.step import GraphUse
 from kernels.choice import ATTENTION, FLASH
-from kernels.flash import PACKAGES
+from kernels.flash.packages import PACKAGES
 from tests.support.plans import forced_logits, forced_steps
 
 pytestmark = pytest.mark.gpu

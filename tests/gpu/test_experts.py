@@ -11,8 +11,8 @@ import torch
 from engine.execution.device import Device
 from kernels import reference
 from kernels.choice import TRITON_TABLE
+from kernels.eager.ops import Ops
 from kernels.forward import Routing
-from kernels.ops import Ops
 from tests.kernels.experts_case import ExpertsCase, experts_case
 
 pytestmark = pytest.mark.gpu

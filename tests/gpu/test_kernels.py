@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.execution.device import Device
 from kernels.forward import HeadShape
-from kernels.sampled_row import SampledRow
+from kernels.rows.sampled_row import SampledRow
 from tests.kernels.rows import paged_case, seeded_generator
 from tests.kernels.triton.cases import (
     TOLERANCE,

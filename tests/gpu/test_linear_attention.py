@@ -10,8 +10,8 @@ import torch
 
 from engine.execution.device import Device
 from kernels.choice import TRITON_TABLE
+from kernels.eager.ops import REFERENCE, Ops
 from kernels.forward import LinearHeads
-from kernels.ops import REFERENCE, Ops
 from tests.kernels.states import HEADS, STEPS, inputs
 
 pytestmark = pytest.mark.gpu

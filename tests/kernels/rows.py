@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.reference import PagedRows
+from kernels.rows.step import PagedRows
 from tests.support.seeds import next_seed
 
 

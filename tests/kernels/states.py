@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kernels.eager.ops import Ops
 from kernels.forward import LinearHeads
-from kernels.ops import Ops
-from kernels.reference import StateRows
+from kernels.rows.step import StateRows
 from tests.kernels.rows import seeded_generator
 
 HEADS = LinearHeads(num_key_heads=2, num_value_heads=6, key_dim=8, value_dim=12)

@@ -18,9 +18,9 @@ import kernels
 from kernels import choice
 from kernels.choice import ATTENTION, KERNELS, TRITON_TABLE, choose_attention, choose_kernels, forward_pass
 from kernels.cpu.native.library import NoLibraryError
-from kernels.eager import EagerPass
+from kernels.eager.forward import EagerPass
+from kernels.eager.ops import TORCH
 from kernels.forward import HeadShape
-from kernels.ops import TORCH
 from tests.kernels.rows import paged_case, seeded_generator
 from tests.support.fake_flash import FakeFlash
 
@@ -189,7 +189,7 @@ def test_another_attention_over_tritons_table_keeps_its_fused_rotation(
     asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was dropped with the table's name; now the pass gives what single operators of torch give, by one launch."""
-    pytest.importorskip("kernels.triton.launch", reason="no Triton that the kernels run on", exc_type=ImportError)
+    pytest.importorskip("kernels.triton.shared.launch", reason="no Triton to run the kernels on", exc_type=ImportError)
     forward = importlib.import_module("kernels.triton.forward")
     launches: list[int] = []
     fused = forward.rotate_and_cache

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.flash import PACKAGES, find_flash, flash_ops
-from kernels.ops import TORCH
-from kernels.paged import on_device
+from kernels.eager.ops import TORCH
+from kernels.flash.attention import flash_ops
+from kernels.flash.packages import PACKAGES, find_flash
+from kernels.rows.device import on_device
+from kernels.rows.step import PagedRows
 from tests.kernels.rows import Case, paged_case
 from tests.support.fake_flash import FakeFlash, FakeFlash3
 
@@ -34,12 +36,10 @@ STEPS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
 
 
 def package(name: str) -> Any:
-    return next(each for each in PACKAGES if each.module == name)
+    return next(known for known in PACKAGES if known.module == name)
 
 
-def attend(
-    name: str, fake: FakeFlash, case: Case, rows: reference.PagedRows, window: int | None = None
-) -> torch.Tensor:
+def attend(name: str, fake: FakeFlash, case: Case, rows: PagedRows, window: int | None = None) -> torch.Tensor:
     ops = flash_ops(package(name), fake, TORCH)
     plan = ops.prepare_attention(rows, case.k_cache.shape[2], case.q.dtype)
     return ops.attention(case.q, case.k_cache, case.v_cache, plan, case.scale, window=window)
@@ -147,7 +147,7 @@ def find(present: set[str], **changes: Any) -> Any:
 
 
 def test_the_first_package_that_imports_and_takes_the_model_is_found() -> None:
-    everything = {each.module for each in PACKAGES}
+    everything = {known.module for known in PACKAGES}
     assert find(everything)[0].module == "vllm_flash_attn"
     assert find(everything - {"vllm_flash_attn"})[0].module == "flash_attn_interface"
     assert find({"flash_attn"}, block_size=256)[0].module == "flash_attn"

@@ -51,6 +51,16 @@ def resolved_config(**overrides: Any) -> ResolvedConfig:
     return ResolvedConfig(**{**settings, **overrides})
 
 
+def policy(**settings: Any) -> SchedulerConfig:
+    """Chunks end anywhere, so that a test counts tokens and not blocks."""
+    return SchedulerConfig(**{"chunk_align": 1, **settings})
+
+
+def prompt_only(**settings: Any) -> SchedulerConfig:
+    """Admits whatever prompt fits, so that memory runs out."""
+    return policy(reserve_mode="prompt", watermark_blocks=0, **settings)
+
+
 class RecordingCore(EngineCore):
     """An engine core over the fake executor that keeps every step it executed and every event it emitted.
 
@@ -135,11 +145,11 @@ class RecordingCore(EngineCore):
     def check_what_is_read(self) -> None:
         """Check for every request that decodes that the draft model has read what it is said to,
         and nothing of another's text."""
-        if self._model_drafts is None:
+        if self._draft_model_policy is None:
             return
         assert self.draft_model is not None
         for request in self._scheduler.decoding.values():
-            reader = self._model_drafts.reader_of(request)
+            reader = self._draft_model_policy.reader_of(request)
             if reader is not None:
                 assert reader.num_read < len(request.token_ids), "the newest token is read where it is fed"
                 assert self.draft_model.holds(request.block_ids, request.token_ids[: reader.num_read])

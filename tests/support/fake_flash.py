@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.reference import PagedRows
+from kernels.rows.step import PagedRows
 
 
 @dataclass

@@ -70,7 +70,7 @@ class _Queued:
 
     def tensors(self) -> list[Tensor]:
         alone = [tensor for tensor in (self.tokens, self.pooled) if tensor is not None]
-        return [*alone, *(tensor for found in (*self.logprobs, *self.scores) for tensor in found)]
+        return [*alone, *(tensor for group in (*self.logprobs, *self.scores) for tensor in group)]
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ class DeviceExecutor:
         return find(logits, token_ids, min(most, logits.shape[1]))
 
     def _queue_scores(self, plan: StepPlan, computed: Computed) -> list[_Score]:
-        flat = [each for row in wanted_scores(plan.rows).values() for each in row]
+        flat = [score for row in wanted_scores(plan.rows).values() for score in row]
         found = []
         for first in range(0, len(flat), SCORED_POSITIONS):
             index, token_ids, counts = zip(*flat[first : first + SCORED_POSITIONS], strict=True)
@@ -265,7 +265,7 @@ class DeviceExecutor:
 
     def _read_scores(self, launched: _Launched, parts: deque[Tensor]) -> dict[int, tuple[TokenLogprobs, ...] | None]:
         wanted = wanted_scores(launched.plan.rows)
-        flat = [each for row in wanted.values() for each in row]
+        flat = [score for row in wanted.values() for score in row]
         found: list[TokenLogprobs | None] = []
         for first in range(0, len(flat), SCORED_POSITIONS):
             _, token_ids, counts = zip(*flat[first : first + SCORED_POSITIONS], strict=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.batch.inputs import StepInputs, int_tensor
 from engine.execution.gpu.cuda_graph_buckets import Bucket
-from kernels.paged import DeviceRows, DeviceStateRows
+from kernels.rows.device import DeviceRows, DeviceStateRows
 
 
 @dataclass(frozen=True, slots=True)

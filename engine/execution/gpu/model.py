@@ -20,8 +20,8 @@ from engine.models.kv_cache import KVCache
 from engine.models.recurrent_state import RecurrentState
 from engine.step import GraphUse, StepPlan
 from kernels.choice import forward_pass
-from kernels.ops import Ops
-from kernels.reference import PagedRows, StateRows
+from kernels.eager.ops import Ops
+from kernels.rows.step import PagedRows, StateRows
 
 
 class Pending(NamedTuple):
@@ -183,11 +183,11 @@ class DeviceModel:
         """Copy to the device, at once: the indices of the tokens after which one is sampled. Also returns (places,
         values) of the input tokens that are on the device already."""
         sources: dict[int, list[Pending]] = {}
-        for each in pending:
-            sources.setdefault(id(each.tokens), []).append(each)
+        for token in pending:
+            sources.setdefault(id(token.tokens), []).append(token)
         parts = [inputs.sampled_tokens]
         for group in sources.values():
-            parts += [int_tensor([[each.place for each in group]]), int_tensor([[each.number for each in group]])]
+            parts += [int_tensor([[token.place for token in group]]), int_tensor([[token.number for token in group]])]
         packed, sizes = self._device.upload(torch.cat(parts)), [len(part) for part in parts]
         sampled, *indices = packed.split(sizes)  # type: ignore[no-untyped-call]
         # NO_TOKEN is negative. Its row fails once it is read, so that any token of the vocabulary will do here.

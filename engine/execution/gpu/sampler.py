@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.batch.logit_controls import Within, control_logits
+from engine.batch.logit_controls import Within, apply_controls
 from engine.batch.logprobs import find_logprobs
 from engine.batch.sampler import SMALLEST_TEMPERATURE, draw_tokens
 from engine.execution.device import Device
 from engine.step import LogitControls, RowSampling
-from kernels.ops import Ops
-from kernels.sampled_row import SampledRow
+from kernels.eager.ops import Ops
+from kernels.rows.sampled_row import SampledRow
 
 NO_TOKEN = -1
 _NO_CONTROLS = LogitControls()
@@ -35,7 +35,7 @@ def choose_on_device(
     of the chosen tokens. NO_TOKEN for a row without a finite largest logit. # [rows] int64
     """
     if ops.sample is None:
-        return sample_on_device(device, control_logits(logits.float(), rows, answers, within), rows, positions)
+        return sample_on_device(device, apply_controls(logits.float(), rows, answers, within), rows, positions)
     words = None
     if within is not None:  # rows without a grammar may have any token
         words = torch.full((len(rows), within.words.shape[1]), -1, dtype=torch.int32)
@@ -64,6 +64,7 @@ def warm_up_sampler(device: Device, ops: Ops, dtype: torch.dtype, vocab: int) ->
 
 
 def _sampled_row(row: RowSampling, position: int, answer: Sequence[int]) -> SampledRow:
+    """What the engine asks of the row, with what its kernels cannot look up: its position and its answer so far."""
     controls = row.controls or _NO_CONTROLS
     return SampledRow(
         temperature=max(row.temperature, SMALLEST_TEMPERATURE) if row.temperature > 0 else 0.0,

@@ -70,7 +70,7 @@ struct Cache {
         return pair + d * PAIR + i % PAIR;
     }
 
-    // The unit of a group's token `i`: its largest magnitude over 127, as in kernels/narrow_cache.py.
+    // The unit of a group's token `i`: its largest magnitude over 127, as in kernels/cpu/narrow_cache.py.
     float set_scale(C* group, int64_t i, const T* from) const {
         float largest = 0.0f;
         for (int64_t d = 0; d < head_dim; d++) {

@@ -15,7 +15,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from kernels.processor import cpu_flags
+from kernels.cpu.processor import cpu_flags
 
 SOURCE_DIR = Path(__file__).parent
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
@@ -41,7 +41,7 @@ _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments
     "program_attention": ("", "piplllppiflp"),
     "program_experts": ("", "pippllllipppppppppppp"),
     "program_argmax": ("", "pplpp"),
-    "sample_rows": ("", "pplplp"),
+    "draw_rows": ("", "pplplp"),
 }
 
 

@@ -356,12 +356,12 @@ void program_argmax(Program* program, const float* logits, int64_t vocab, int64_
 }
 
 // A token of each of `rows`, each drawn by one thread. logits: [.., vocab]; tokens: [num_rows].
-void sample_rows(Team* team, const float* logits, int64_t vocab, const SampledRow* rows, int64_t num_rows, int64_t* tokens) {
+void draw_rows(Team* team, const float* logits, int64_t vocab, const DrawnRow* rows, int64_t num_rows, int64_t* tokens) {
     team->run([=] {
         thread_local Sampler sampler;
         team->share(num_rows, [&](int64_t first, int64_t last) {
             for (int64_t i = first; i < last; i++) {
-                const SampledRow& row = rows[i];
+                const DrawnRow& row = rows[i];
                 tokens[i] = sampler(logits + row.row * vocab, vocab, row, uniform(row.seed, row.position));
             }
         });

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.cpu.native.library import load_library
 from kernels.forward import GELU, SILU, HeadShape, Linear, Routing
-from kernels.integers import joined
+from kernels.rows.integers import joined
 
 # As in linear.h, vector.h and cache.h.
 PANEL = 32
@@ -159,7 +159,9 @@ def _pack_int8(linear: Linear, dtype: torch.dtype, *, gated: bool, consume: bool
         raise ValueError(f"A weight of {inputs} inputs in {weight.dtype}: expected an even number.")
     order = _gated_order(outputs) if gated else torch.arange(outputs)
     rows = torch.nn.functional.pad(weight[order], (0, 0, 0, -len(order) % PANEL))
-    scales, bias = (None if each is None else _padded(each.float()[order]) for each in (linear.scales, linear.bias))
+    scales, bias = (
+        None if vector is None else _padded(vector.float()[order]) for vector in (linear.scales, linear.bias)
+    )
     pair = 1 if dtype == torch.float32 else 2
     by_lane = rows.view(len(rows) // PANEL, PANEL // LANES, LANES, inputs // pair, pair)
     panels = by_lane.permute(0, 3, 1, 4, 2).reshape(len(rows), inputs)

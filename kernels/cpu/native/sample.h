@@ -18,8 +18,8 @@ constexpr int WIDE_LANES = 8;
 // As in engine/batch/sampler.py.
 constexpr double SMALLEST_TEMPERATURE = 1e-5;
 
-// A row to draw from; filled by the caller; mirrored in sampling.py.
-struct SampledRow {
+// A row of logits to draw from, with its controls applied; filled by the caller; mirrored in sampling.py.
+struct DrawnRow {
     int64_t row;  // of the logits
     int64_t seed, position;
     int64_t top_k;  // no limit: 0, or as many as there are tokens
@@ -83,7 +83,7 @@ inline f64x8 exponential(f64x8 x) {
 class Sampler {
    public:
     // The token of one row's `logits` [vocab] that the random `number` stands for. The largest must be finite, and none NaN.
-    int64_t operator()(const float* logits, int64_t vocab, const SampledRow& row, double number) {
+    int64_t operator()(const float* logits, int64_t vocab, const DrawnRow& row, double number) {
         take(logits, vocab);
         if (0 < row.top_k && row.top_k < vocab) keep_top_k(row.top_k);
         find_mass(std::max(row.temperature, SMALLEST_TEMPERATURE));

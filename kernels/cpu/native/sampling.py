@@ -15,7 +15,7 @@ from kernels.cpu.native.program import Team
 
 
 class DrawnRow(NamedTuple):
-    """SampledRow of sample.h."""
+    """A row of logits to draw from, with its controls applied; DrawnRow of sample.h."""
 
     row: int
     """Of the logits."""
@@ -29,7 +29,7 @@ class DrawnRow(NamedTuple):
     min_p: float
 
 
-class _SampledRow(ctypes.Structure):
+class _DrawnRow(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in DrawnRow._fields[:4]] + [
         (name, ctypes.c_double) for name in DrawnRow._fields[4:]
     ]
@@ -48,6 +48,6 @@ def draw_rows(team: Team, logits: Tensor, rows: Sequence[DrawnRow]) -> list[int]
         if not 0 <= row[0] < len(logits):
             raise ValueError(f"row {row[0]} of {len(logits)} rows of logits.")
     tuples: Sequence[Any] = rows  # which ctypes makes structures of
-    packed, tokens = (_SampledRow * len(rows))(*tuples), (ctypes.c_int64 * len(rows))()
-    load_library().sample_rows(team.handle, logits.data_ptr(), logits.shape[1], packed, len(rows), tokens)
+    packed, tokens = (_DrawnRow * len(rows))(*tuples), (ctypes.c_int64 * len(rows))()
+    load_library().draw_rows(team.handle, logits.data_ptr(), logits.shape[1], packed, len(rows), tokens)
     return list(tokens)

@@ -174,7 +174,7 @@ def test_decode_rows_and_a_chunk_are_a_captured_step(tmp_path: Path, monkeypatch
     """Regression: one row more than there are seats made the step an eager one, which was then compared with a captured
     step without decode rows."""
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", FakeFlash(any_dtype=True))  # type: ignore[arg-type]
-    monkeypatch.setattr("kernels.flash.DTYPES", (torch.float32,))
+    monkeypatch.setattr("kernels.flash.packages.DTYPES", (torch.float32,))
     model, device = write_model(tmp_path), TimedDevice()
     load = EngineConfig(
         load_format="dummy", dtype="float32", num_kv_blocks=40, num_threads=1, max_num_seqs=2, max_num_batched_tokens=24
@@ -204,7 +204,7 @@ def test_whole_prompts_beside_streams_are_a_captured_step_of_little_padding(
     device = LazyDevice()
     monkeypatch.setattr(device, "captures", captures)
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", FakeFlash(any_dtype=True))  # type: ignore[arg-type]
-    monkeypatch.setattr("kernels.flash.DTYPES", (torch.float32,))
+    monkeypatch.setattr("kernels.flash.packages.DTYPES", (torch.float32,))
     monkeypatch.setattr(
         "benchmarks.engine.gpu.create_executor",
         lambda model, config: start_on_device(model, config, device, "a test").build(),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch.logit_controls import Within, control_logits
+from engine.batch.logit_controls import Within, apply_controls
 from engine.config import SchedulerConfig
 from engine.protocol import RequestRejected, SamplingParams, Submission
 from engine.scheduling.request import create_request
@@ -68,8 +68,8 @@ def test_a_batch_of_mixed_rows_equals_the_definition() -> None:
         rows = [row(draw.choice([None, random_controls(draw, vocab)]), draw.choice([(), (0, 4)])) for _ in range(6)]
         answers = [tuple(draw.randrange(4) for _ in range(draw.choice([0, 1, 2, 9]))) for _ in rows]
         kept = logits.clone()
-        want = torch.stack([by_definition(*each) for each in zip(logits, rows, answers, strict=True)])
-        torch.testing.assert_close(control_logits(logits, rows, answers), want, atol=1e-5, rtol=1e-5)
+        want = torch.stack([by_definition(*case) for case in zip(logits, rows, answers, strict=True)])
+        torch.testing.assert_close(apply_controls(logits, rows, answers), want, atol=1e-5, rtol=1e-5)
         assert torch.equal(logits, kept), "log-probabilities are read from them"
 
 
@@ -79,7 +79,7 @@ def words_of(allowed: list[set[int]], vocab: int) -> torch.Tensor:
     for row_words, tokens in zip(words, allowed, strict=True):
         for token in tokens:
             row_words[token // 32] |= 1 << token % 32
-    return torch.tensor([[w - 2**32 if w >= 2**31 else w for w in each] for each in words], dtype=torch.int32)
+    return torch.tensor([[w - 2**32 if w >= 2**31 else w for w in row] for row in words], dtype=torch.int32)
 
 
 def test_a_batch_with_grammars_equals_the_definition() -> None:
@@ -91,29 +91,29 @@ def test_a_batch_with_grammars_equals_the_definition() -> None:
         limited = draw.sample(range(6), 4)
         allowed = [set(draw.sample(range(vocab), draw.choice([1, 2, vocab]))) for _ in limited]
         allowed[0] = {0, 4}  # in some rows everything that it allows is banned
-        want = torch.stack([by_definition(*each) for each in zip(logits, rows, [()] * 6, strict=True)])
+        want = torch.stack([by_definition(*case) for case in zip(logits, rows, [()] * 6, strict=True)])
         for number, tokens in zip(limited, allowed, strict=True):
             want[number] = reference.keep_within(want[number], logits[number], sorted(tokens))
         within = Within(torch.tensor(limited), words_of(allowed, vocab))
-        torch.testing.assert_close(control_logits(logits, rows, [()] * 6, within), want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(apply_controls(logits, rows, [()] * 6, within), want, atol=1e-5, rtol=1e-5)
 
 
 def test_a_grammar_overrules_what_bans_all_that_it_allows_and_nothing_else() -> None:
     rows = [row(LogitControls(grammar="g"), banned=(1, 2)), row(LogitControls(grammar="g"), banned=(1,))]
     within = Within(torch.tensor([0, 1]), words_of([{1, 2}, {1, 2}], 4))
-    changed = control_logits(torch.tensor([[0.0, 1.0, 2.0, 9.0]] * 2), rows, [(), ()], within)
+    changed = apply_controls(torch.tensor([[0.0, 1.0, 2.0, 9.0]] * 2), rows, [(), ()], within)
     inf = float("inf")
     assert changed.tolist() == [[-inf, 1.0, 2.0, -inf], [-inf, -inf, 2.0, -inf]]
 
 
 def test_logits_that_nothing_changes_are_not_copied() -> None:
     logits = torch.arange(8.0).view(2, 4)
-    assert control_logits(logits, [row(), row()], [(), ()]) is logits
+    assert apply_controls(logits, [row(), row()], [(), ()]) is logits
 
 
 def test_a_word_of_several_tokens_is_banned_only_where_the_answer_ends_with_its_beginning() -> None:
     rows = [row(LogitControls(bad_words=((1, 2, 3),)))] * 4
-    changed = control_logits(torch.zeros(4, 5), rows, [(1, 2), (2, 1, 2), (2,), (1, 2, 0)])
+    changed = apply_controls(torch.zeros(4, 5), rows, [(1, 2), (2, 1, 2), (2,), (1, 2, 0)])
     assert changed.isinf().nonzero().tolist() == [[0, 3], [1, 3]]
 
 

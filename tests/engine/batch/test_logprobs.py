@@ -113,7 +113,7 @@ def test_only_rows_that_ask_are_computed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == []
     found = sampled_logprobs(logits, [greedy(), greedy(0), greedy(2), greedy(2)], [0, 1, 2, None])
     assert (list(found), seen) == ([1, 2], [2])
-    assert [len(each.top) for each in found.values() if each] == [0, 2]
+    assert [len(score.top) for score in found.values() if score] == [0, 2]
 
 
 # What an executor returns.
@@ -143,11 +143,11 @@ def step(executor: TorchExecutor, *rows: object) -> StepOutput:
 def assert_scores(got: list[TokenLogprobs], want: Tensor, count: int) -> None:
     """Check the scores of TOKENS[1:], each of which is there once. want:
     transformers' logits of the same positions, [len(TOKENS), vocab]"""
-    assert [each.token_id for each in got] == TOKENS[1 : len(got) + 1]
-    for each, logits in zip(got, want.double().log_softmax(-1), strict=False):
-        assert each.logprob == pytest.approx(logits[each.token_id].item(), abs=2e-4)
-        assert [value for _, value in each.top] == pytest.approx(logits.topk(count).values.tolist(), abs=2e-4)
-        assert [value for _, value in each.top] == pytest.approx([logits[i].item() for i, _ in each.top], abs=2e-4)
+    assert [score.token_id for score in got] == TOKENS[1 : len(got) + 1]
+    for score, logits in zip(got, want.double().log_softmax(-1), strict=False):
+        assert score.logprob == pytest.approx(logits[score.token_id].item(), abs=2e-4)
+        assert [value for _, value in score.top] == pytest.approx(logits.topk(count).values.tolist(), abs=2e-4)
+        assert [value for _, value in score.top] == pytest.approx([logits[i].item() for i, _ in score.top], abs=2e-4)
 
 
 @settings(deadline=None, max_examples=25)
@@ -160,8 +160,8 @@ def test_any_partition_of_a_prompt_scores_every_token_once_and_as_transformers_d
     got = prompt_scores(executor, TOKENS, BLOCKS, [*sorted(cuts), len(TOKENS)], 3)
     assert len(got) == len(TOKENS) - 1
     assert_scores(got, checkpoint[1], 3)
-    assert [each.rank for each in got if each.rank is not None and each.rank <= 3] == [
-        place + 1 for each in got for place, (token, _) in enumerate(each.top) if token == each.token_id
+    assert [score.rank for score in got if score.rank is not None and score.rank <= 3] == [
+        place + 1 for score in got for place, (token, _) in enumerate(score.top) if token == score.token_id
     ]
 
 
@@ -182,9 +182,9 @@ def test_a_chunk_may_score_from_any_of_its_positions_on(
     before = scored("b", TOKENS, 0, 9, OTHER_BLOCKS)
     row = replace(scored("a", TOKENS, 0, 40, BLOCKS), scoring=PromptScoring(25, tuple(TOKENS[26:36]), 0))
     got = step(executor, before, row).prompt_logprobs
-    assert [each.token_id for each in got[1]] == TOKENS[26:36]
+    assert [score.token_id for score in got[1]] == TOKENS[26:36]
     want = checkpoint[1].log_softmax(-1)[range(25, 35), TOKENS[26:36]]
-    assert [each.logprob for each in got[1]] == pytest.approx(want.tolist(), abs=2e-4)
+    assert [score.logprob for score in got[1]] == pytest.approx(want.tolist(), abs=2e-4)
     assert len(got[0]) == 9
 
 
@@ -201,7 +201,7 @@ def test_one_chunk_equals_the_single_pass_to_the_last_bit(executor: TorchExecuto
         computed = executor._forward(StepPlan(0, (chunk("a", tokens, 0, len(tokens), BLOCKS),)))
         logprobs = computed.logits_at(torch.arange(len(tokens) - 1)).log_softmax(-1)
     want = logprobs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).flatten().tolist()
-    assert [each.logprob for each in prompt_scores(executor, tokens, BLOCKS, [len(tokens)])] == want
+    assert [score.logprob for score in prompt_scores(executor, tokens, BLOCKS, [len(tokens)])] == want
 
 
 def test_a_prompt_of_any_length_holds_the_logits_of_few_positions_at_a_time(
@@ -251,8 +251,8 @@ def test_a_mixed_step_gives_every_row_the_log_probabilities_it_gets_alone(execut
         assert together.sampled[number] == output.sampled[0]
         for name in ("logprobs", "prompt_logprobs"):
             got, want = getattr(together, name).get(number, ()), getattr(output, name).get(0, ())
-            assert [each.token_id for each in got] == [each.token_id for each in want]
-            assert [each.logprob for each in got] == pytest.approx([each.logprob for each in want], abs=2e-4)
+            assert [score.token_id for score in got] == [score.token_id for score in want]
+            assert [score.logprob for score in got] == pytest.approx([score.logprob for score in want], abs=2e-4)
 
 
 def test_a_sampled_token_has_the_models_own_log_probability(executor: TorchExecutor) -> None:
@@ -277,5 +277,5 @@ def test_a_row_whose_prompt_has_no_finite_logits_fails_alone(checkpoint: tuple[P
     asks = replace(chunk("asks", [7], 0, 1, (2,)), sampling=greedy(num_logprobs=1))
     output = step(executor, bad, good, asks)
     assert output.failed == ((0, NO_LOGIT), (2, NO_LOGIT))
-    assert [each.token_id for each in output.prompt_logprobs[1]] == [each.token_id for each in expected]
+    assert [score.token_id for score in output.prompt_logprobs[1]] == [score.token_id for score in expected]
     assert (list(output.prompt_logprobs), output.logprobs) == ([1], {})

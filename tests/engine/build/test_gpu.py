@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.batch.inputs import check_plan
-from engine.batch.logit_controls import control_logits
+from engine.batch.logit_controls import apply_controls
 from engine.build.engine import build_engine
 from engine.build.gpu import DECODE_CONTEXT, largest_step, longest_decode_step, start_on_device
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
@@ -183,7 +183,7 @@ def test_every_row_of_the_largest_step_wants_a_copy_of_its_logits() -> None:
     for number, row in enumerate(rows):
         assert row is not None
         alone = logits[number : number + 1]
-        assert control_logits(alone, [row], [()]) is not alone
+        assert apply_controls(alone, [row], [()]) is not alone
 
 
 def test_without_captures_no_block_is_set_aside(model: Path) -> None:

@@ -64,10 +64,10 @@ def check_nothing_is_left(core: RecordingCore) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_and_ends_are_those_of_the_plain_loop(k: int, temperature: float) -> None:
     plain, core = RecordingCore(max_num_batched_tokens=80), drafting(k, max_num_batched_tokens=80)
-    for each in (plain, core):
+    for engine in (plain, core):
         for i in range(9):
-            each.send(f"r{i}", PROMPT[: 2 + 2 * i], max_tokens=3 * i + 1, temperature=temperature, seed=i)
-        each.run()
+            engine.send(f"r{i}", PROMPT[: 2 + 2 * i], max_tokens=3 * i + 1, temperature=temperature, seed=i)
+        engine.run()
     for i in range(9):
         assert core.tokens(f"r{i}") == plain.tokens(f"r{i}")
         assert core.finished(f"r{i}") == plain.finished(f"r{i}"), "also usage, also what was cached"
@@ -191,9 +191,9 @@ def test_stop_tokens_stay_banned_until_min_tokens() -> None:
     core = drafting(3, alphabet=[EOS, 1, 2, 3, 4, 5])
     plain = RecordingCore(alphabet=[EOS, 1, 2, 3, 4, 5])
     for i in range(12):
-        for each in (core, plain):
-            each.send(f"r{i}", PROMPT[: 1 + i], temperature=1.0, seed=i, **params)
-            each.run()
+        for engine in (core, plain):
+            engine.send(f"r{i}", PROMPT[: 1 + i], temperature=1.0, seed=i, **params)
+            engine.run()
         assert core.tokens(f"r{i}") == plain.tokens(f"r{i}")
         assert core.finished(f"r{i}").usage.completion_tokens >= 9
         rows = decode_rows(core, f"r{i}")

@@ -90,7 +90,7 @@ def test_values_in_eight_bits_are_not_rounded_anew_and_in_bfloat16_are_closer_th
     save_packed(tmp_path / "packed", tmp_path / "plain", "int_by_output")
     exact = logits(tmp_path / "plain", "reference")
     kept, rounded = (logits(tmp_path / which, "native", "bfloat16") for which in ("packed", "plain"))
-    kept_off, rounded_off = ((each - exact).abs().mean() for each in (kept, rounded))
+    kept_off, rounded_off = ((weights - exact).abs().mean() for weights in (kept, rounded))
     assert kept_off < rounded_off, "the values are exact in bfloat16, and their products with scales are not"
 
 

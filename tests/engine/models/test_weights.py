@@ -48,8 +48,8 @@ def test_every_tensor_of_a_checkpoint_lands_in_its_place(
 
 def owned(layer: Any) -> list[torch.Tensor]:
     """Yield every tensor of a layer, or of a part of it, whatever fields it has."""
-    found: list[Any] = [getattr(layer, each.name) for each in fields(layer)]
-    parts = [part for each in found for part in (each if isinstance(each, tuple) else (each,))]
+    found: list[Any] = [getattr(layer, part.name) for part in fields(layer)]
+    parts = [part for value in found for part in (value if isinstance(value, tuple) else (value,))]
     return [
         tensor for part in parts for tensor in (owned(part) if is_dataclass(part) else (part,)) if tensor is not None
     ]

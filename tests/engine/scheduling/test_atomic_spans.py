@@ -10,7 +10,7 @@ import pytest
 from engine.config import SchedulerConfig
 from engine.protocol import Failed, RequestRejected, Scheduled
 from engine.step import ExecutorOutOfMemoryError, StepPlan
-from tests.support.engines import RecordingCore, answer_alone
+from tests.support.engines import RecordingCore, answer_alone, policy
 from tests.support.plan_rows import chunks_of, num_prefill_tokens, prefill_rows, steps_of
 
 Spans = tuple[tuple[int, int], ...]
@@ -25,10 +25,6 @@ LAYOUTS: dict[str, Spans] = {
     "single tokens": tuple((start, start + 1) for start in range(40)),
 }
 BUDGETS = [(12, 8), (13, 8), (14, 9), (16, 12), (32, 10), (64, 64)]
-
-
-def policy(**settings: object) -> SchedulerConfig:
-    return SchedulerConfig(**{"chunk_align": 1, **settings})
 
 
 def assert_uncut(core: RecordingCore, request_id: str, spans: Spans) -> None:

@@ -45,7 +45,7 @@ def test_drafts_are_expected_to_pay_and_every_row_keeps_its_pace(
     assert pace(wishes, lengths, beside, costs) >= pace(wishes, none, beside, costs) * (1 - 1e-9)
     tokens = beside.num_rows + forced
     slower = (costs.of(tokens + sum(lengths)) + START * any(lengths)) / costs.of(tokens)
-    gains = [1 + gained(*each) for each in zip(wishes, lengths, strict=True)] + [1.0] * bare
+    gains = [1 + gained(*row) for row in zip(wishes, lengths, strict=True)] + [1.0] * bare
     assert not any(lengths) or min(gains) / slower >= KEPT - 1e-9
 
 
@@ -53,7 +53,7 @@ def test_drafts_are_expected_to_pay_and_every_row_keeps_its_pace(
 def test_alone_a_row_is_drafted_almost_as_far_as_is_best(chance: float, most: int, costs: Costs) -> None:
     wish, beside = Wish(chance, most), Beside(1, 0, 0)
     (length,) = choose_lengths([wish], beside, 100, costs)
-    best = max(pace([wish], [each], beside, costs) for each in range(most + 1))
+    best = max(pace([wish], [length], beside, costs) for length in range(most + 1))
     assert pace([wish], [length], beside, costs) >= 0.85 * best
 
 

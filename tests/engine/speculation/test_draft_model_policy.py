@@ -33,7 +33,7 @@ from engine.speculation.draft_budget import (
     choose_model_lengths,
     reading_pays,
 )
-from engine.speculation.draft_model_policy import ModelDrafts
+from engine.speculation.draft_model_policy import DraftModelPolicy
 from engine.speculation.speculation import LONGEST_WAIT, PROBE_STEPS
 from engine.step import DRAFT_TOKEN, DraftContext, RowKind, ScheduledRequest, StepPlan
 from tests.engine.batch.test_grammar import PERSON, grammar_core
@@ -67,8 +67,8 @@ class DraftingCore(RecordingCore):
         super().__init__(speculative=speculative, **settings)
         self.verified: list[Verified] = []
         assert self.draft_model is not None
-        assert self._model_drafts is not None
-        self.reads, self.drafts = self.draft_model, self._model_drafts
+        assert self._draft_model_policy is not None
+        self.reads, self.drafts = self.draft_model, self._draft_model_policy
 
     def step(self) -> list[Event]:
         events = super().step()
@@ -166,11 +166,11 @@ def test_another_engine_goes_on_from_any_token_of_an_accepted_draft() -> None:
 def test_an_answer_in_a_grammar_is_drafted_what_is_forced_and_by_the_model_where_nothing_is() -> None:
     plain, core = grammar_core(), grammar_core(num_speculative_tokens=3, speculative=ALWAYS)
     verified: list[Verified] = []
-    for each in (plain, core):
-        each.send("a", list(b'{"name": "a name", "age": 99, "tags": []}'), max_tokens=100, seed=3, grammar=PERSON)
-        while each.has_work:
-            each.keep(each.step())
-            verified += each.last_step.verified
+    for engine in (plain, core):
+        engine.send("a", list(b'{"name": "a name", "age": 99, "tags": []}'), max_tokens=100, seed=3, grammar=PERSON)
+        while engine.has_work:
+            engine.keep(engine.step())
+            verified += engine.last_step.verified
     assert core.tokens("a") == plain.tokens("a")
     assert {row.method for row in verified} == {"grammar", "draft_model"}
 
@@ -306,7 +306,7 @@ def test_rows_carry_no_more_drafts_than_asked_and_all_together_what_a_full_engin
         core.send(f"r{i}", [1 + i, 2, 1, 2], max_tokens=110 - 20 * i, ignore_eos=True)
     core.run()
     drafted = [[len(row.token_ids) - 1 for row in plan.rows if row.kind is RowKind.DECODE] for plan in core.plans]
-    most = {len(drafts): max(sum(each) for each in drafted if len(each) == len(drafts)) for drafts in drafted}
+    most = {len(drafts): max(sum(lengths) for lengths in drafted if len(lengths) == len(drafts)) for drafts in drafted}
     assert most == {0: 0, 1: 8, 2: 10, 3: 9, 4: 8}, "what four rows of three tokens have room for"
 
 
@@ -352,7 +352,7 @@ def answer_long(prompt: list[int], **params: Any) -> list[int]:
     return core.tokens("a")
 
 
-def requests(count: int) -> tuple[ModelDrafts, list[Request]]:
+def requests(count: int) -> tuple[DraftModelPolicy, list[Request]]:
     """Make requests that decode, for an engine that runs no steps."""
     config = resolved_config(
         speculative=ADAPTIVE, num_speculative_tokens=3, max_num_batched_tokens=64, max_model_len=4096
@@ -360,10 +360,10 @@ def requests(count: int) -> tuple[ModelDrafts, list[Request]]:
     made = decoding_requests(config, count)
     for request in made:
         request.token_ids.append(4)
-    return ModelDrafts(config), made
+    return DraftModelPolicy(config), made
 
 
-def proposals(drafts: ModelDrafts, decoding: list[Request], right: bool, steps: int) -> Iterator[int]:
+def proposals(drafts: DraftModelPolicy, decoding: list[Request], right: bool, steps: int) -> Iterator[int]:
     """Return how many tokens each step is drafted, if all drafts are right or all are wrong."""
     for _ in range(steps):
         drafted = drafts.propose(decoding)
@@ -455,7 +455,7 @@ def test_alone_a_row_has_almost_as_many_proposals_as_are_best(
     """A token is not drafted if it is expected to gain less than a quarter over what it takes."""
     beside, drafter = Beside(1, 0, 0), ModelCosts(ratio, costs)
     (length,) = choose_model_lengths([Wish(chance, most)], beside, 100, costs, drafter)
-    paces = [sum(chance**i for i in range(each + 1)) / took([each], beside, drafter) for each in range(most + 1)]
+    paces = [sum(chance**i for i in range(length + 1)) / took([length], beside, drafter) for length in range(most + 1)]
     assert paces[length] >= max(paces) / MARGIN
 
 

@@ -66,9 +66,9 @@ def test_another_engine_goes_on_from_any_token_of_an_accepted_draft() -> None:
 
 def test_an_answer_in_a_grammar_is_drafted_what_is_forced_and_looked_up_where_nothing_is() -> None:
     plain, core = grammar_core(), grammar_core(num_speculative_tokens=3, speculative=EAGER)
-    for each in (plain, core):
-        each.send("a", list(b'{"name": "a name", "age": 99, "tags": []}'), max_tokens=100, seed=3, grammar=PERSON)
-        each.run()
+    for engine in (plain, core):
+        engine.send("a", list(b'{"name": "a name", "age": 99, "tags": []}'), max_tokens=100, seed=3, grammar=PERSON)
+        engine.run()
     assert core.tokens("a") == plain.tokens("a")
     assert is_person(text_of(core, "a"))
     methods = {verified.method for verified in all_verified(grammar_core(num_speculative_tokens=3, speculative=EAGER))}
@@ -118,7 +118,9 @@ def test_rows_carry_no_more_drafts_than_asked_and_all_together_what_a_full_engin
         core.send(f"r{i}", [1, 2, 1, 2], max_tokens=80 - 20 * i, ignore_eos=True)
     core.run()
     drafted = [[len(row.token_ids) - 1 for row in plan.rows if row.kind is RowKind.DECODE] for plan in core.plans]
-    assert {len(drafts): max(sum(each) for each in drafted if len(each) == len(drafts)) for drafts in drafted} == {
+    assert {
+        len(drafts): max(sum(lengths) for lengths in drafted if len(lengths) == len(drafts)) for drafts in drafted
+    } == {
         0: 0,
         1: 8,
         2: 10,
@@ -253,10 +255,10 @@ def test_drafted_and_accepted_tokens_are_reported_with_each_step() -> None:
     while core.has_work:
         core.keep(core.step())
         verified += core.last_step.verified
-    assert {(each.request_id, each.method) for each in verified} == {("a", "suffix")}
-    assert sum(each.num_drafted for each in verified) == num_drafted(core)
-    assert sum(each.num_accepted for each in verified) == 50 - 1 - len(decode_rows(core))
-    assert all(0 <= each.num_accepted <= each.num_drafted > 0 for each in verified)
+    assert {(event.request_id, event.method) for event in verified} == {("a", "suffix")}
+    assert sum(event.num_drafted for event in verified) == num_drafted(core)
+    assert sum(event.num_accepted for event in verified) == 50 - 1 - len(decode_rows(core))
+    assert all(0 <= event.num_accepted <= event.num_drafted > 0 for event in verified)
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

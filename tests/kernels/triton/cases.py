@@ -13,22 +13,23 @@ from torch import Tensor
 from engine.batch.logprobs import token_logprobs
 from engine.batch.sampler import uniform
 from kernels import reference
-from kernels.eager import EagerPass
+from kernels.eager.forward import EagerPass
+from kernels.eager.ops import REFERENCE
 from kernels.forward import HeadShape
-from kernels.ops import REFERENCE
 from tests.kernels.rows import Case, seeded_generator
 
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
-from kernels.sampled_row import SampledRow
-from kernels.triton import logprobs, norm
-from kernels.triton.activation import silu_and_mul
-from kernels.triton.attention import attention
-from kernels.triton.cache import write_cache
-from kernels.triton.plan import SPLIT, AttentionPlan, prepare_attention
-from kernels.triton.rotate import rotate_and_cache
-from kernels.triton.sampler import sample
-from kernels.triton.sampling_rows import pack_rows
+from kernels.rows.sampled_row import SampledRow
+from kernels.triton.attention.attention import attention
+from kernels.triton.attention.plan import SPLIT, AttentionPlan, prepare_attention
+from kernels.triton.elementwise import norm
+from kernels.triton.elementwise.activation import silu_and_mul
+from kernels.triton.elementwise.cache import write_cache
+from kernels.triton.elementwise.rotate import rotate_and_cache
+from kernels.triton.sampling import logprobs
+from kernels.triton.sampling.rows import pack_rows
+from kernels.triton.sampling.sampler import sample
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 EPS = 1e-5
@@ -168,7 +169,7 @@ def check_rotation(
         assert (out[padding] == POISON).all(), "queries of padding were written"
 
 
-def draw(logits: Tensor, rows: Sequence[SampledRow], device: str, within: Tensor | None = None) -> list[int]:
+def sampled(logits: Tensor, rows: Sequence[SampledRow], device: str, within: Tensor | None = None) -> list[int]:
     before = logits.clone()
     out = torch.full((len(rows),), -7, dtype=torch.int64, device=device)
     on_device = logits.to(device)
@@ -205,7 +206,7 @@ def expected_token(logits: Tensor, row: SampledRow) -> int:
 
 
 def check_sampling(logits: Tensor, rows: Sequence[SampledRow], device: str) -> None:
-    assert draw(logits, rows, device) == [expected_token(logits[i], row) for i, row in enumerate(rows)]
+    assert sampled(logits, rows, device) == [expected_token(logits[i], row) for i, row in enumerate(rows)]
 
 
 def check_logprobs(logits: Tensor, token_ids: Sequence[int], count: int, device: str) -> None:

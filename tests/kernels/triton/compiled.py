@@ -15,19 +15,23 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.forward import HeadShape, LinearHeads, Routing
-from kernels.reference import StateRows
-from kernels.sampled_row import SampledRow
-from kernels.triton import attention, attention_kernel, experts, launch, rotate, routing
-from kernels.triton.activation import silu_and_mul
-from kernels.triton.cache import write_cache
-from kernels.triton.causal_conv import causal_conv
-from kernels.triton.delta_rule import delta_rule
-from kernels.triton.gates import gated_rms_norm, sigmoid_gate
-from kernels.triton.logprobs import token_logprobs
-from kernels.triton.norm import add_rms_norm, rms_norm
-from kernels.triton.plan import AttentionPlan
-from kernels.triton.sampler import sample
-from kernels.triton.sampling_rows import pack_rows
+from kernels.rows.sampled_row import SampledRow
+from kernels.rows.step import StateRows
+from kernels.triton.attention import attention
+from kernels.triton.attention import kernel as attention_kernel
+from kernels.triton.attention.plan import AttentionPlan
+from kernels.triton.elementwise import rotate
+from kernels.triton.elementwise.activation import silu_and_mul
+from kernels.triton.elementwise.cache import write_cache
+from kernels.triton.elementwise.gates import gated_rms_norm, sigmoid_gate
+from kernels.triton.elementwise.norm import add_rms_norm, rms_norm
+from kernels.triton.experts import experts, routing
+from kernels.triton.linear_attention.causal_conv import causal_conv
+from kernels.triton.linear_attention.delta_rule import delta_rule
+from kernels.triton.sampling.logprobs import token_logprobs
+from kernels.triton.sampling.rows import pack_rows
+from kernels.triton.sampling.sampler import sample
+from kernels.triton.shared import launch
 
 
 class NoGpu:

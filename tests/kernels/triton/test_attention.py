@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kernels.reference import PagedRows
+from kernels.rows.step import PagedRows
 from tests.kernels.rows import Case, paged_case
 from tests.kernels.triton.cases import POISON, TOLERANCE, attend, check_attention, close, plan_of, slow
 
-from kernels.triton.attention import attention  # isort: skip
-from kernels.triton.plan import MOST_SPLITS, AttentionPlan, prepare_attention  # isort: skip
+from kernels.triton.attention.attention import attention  # isort: skip
+from kernels.triton.attention.plan import MOST_SPLITS, AttentionPlan, prepare_attention  # isort: skip
 
 BLOCK = 16
 SPLIT = 128

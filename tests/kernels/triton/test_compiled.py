@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
 EVERY = {
     "_norm", "_silu_and_mul", "_rotate", "_write", "attend", "_combine", "_copy", "_edit", "_look", "_limit",
-    "survey", "narrow", "draw", "_logprobs", "_convolve", "_one_step", "_invert", "_scan", "_gated_norm",
+    "scan_block", "filter_row", "sample_row", "_logprobs", "_convolve", "_one_step", "_invert", "_scan", "_gated_norm",
     "_sigmoid_gate", "_router_logits", "_choose", "_sort", "_gate_up", "_down", "_add_parts",
 }  # fmt: skip
 
@@ -55,7 +55,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     alone = ("_invert", "_scan", "_one_step", "_router_logits", "_choose", "_sort", "_gate_up", "_down")
     assert max(kernel["shared_bytes"] for kernel in found if kernel["name"] in alone) <= 99 * 1024
     # Their threads exchange numbers through global memory, and the compiler orders no accesses to that.
-    exchanging = [kernel["barriers"] for kernel in found if kernel["name"] in ("narrow", "_logprobs", "_convolve")]
+    exchanging = [kernel["barriers"] for kernel in found if kernel["name"] in ("filter_row", "_logprobs", "_convolve")]
     assert all(exchanging), "one thread of these reads what another has written, or writes what it has yet to read"
     # Fused, a product and the subtraction behind it would round once, and a penalty would not be the reference's.
     assert not any(kernel["fused"] for kernel in found if kernel["name"] == "_edit")

@@ -20,9 +20,9 @@ from tests.kernels.triton.cases import (
     poisoned,
 )
 
-from kernels.triton import norm  # isort: skip
-from kernels.triton.activation import BLOCK, silu_and_mul  # isort: skip
-from kernels.triton.rotate import HEADS_AT_A_TIME, rope  # isort: skip
+from kernels.triton.elementwise import norm  # isort: skip
+from kernels.triton.elementwise.activation import BLOCK, silu_and_mul  # isort: skip
+from kernels.triton.elementwise.rotate import HEADS_AT_A_TIME, rope  # isort: skip
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

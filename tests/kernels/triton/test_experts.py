@@ -18,8 +18,8 @@ from tests.kernels.experts_case import ExpertsCase, exact_case, experts_case
 from tests.kernels.rows import seeded_generator
 from tests.kernels.triton.cases import POISON, TOLERANCE, close, poisoned, slow
 
-from kernels.triton.experts import BLOCK, ROWS, experts  # isort: skip
-from kernels.triton.routing import PAIRS_AT_A_TIME, choose_experts, most_tiles, sort_pairs  # isort: skip
+from kernels.triton.experts.experts import BLOCK, ROWS, experts  # isort: skip
+from kernels.triton.experts.routing import PAIRS_AT_A_TIME, choose_experts, most_tiles, sort_pairs  # isort: skip
 
 ONE, TWO, EIGHT = Routing(1, renormalize=False), Routing(2, renormalize=True), Routing(8, renormalize=True)
 
@@ -34,7 +34,7 @@ def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return tensor.fill_(torch.nan if tensor.is_floating_point() else 2**30)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kernels.triton.experts.torch.empty", empty)
+        patch.setattr("kernels.triton.experts.experts.torch.empty", empty)
         yield
 
 

@@ -14,16 +14,16 @@ from engine.models.config import read_model_config
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
 from engine.models.weights import load_weights
-from kernels.eager import EagerPass
-from kernels.ops import REFERENCE
-from kernels.reference import PagedRows
+from kernels.eager.forward import EagerPass
+from kernels.eager.ops import REFERENCE
+from kernels.rows.step import PagedRows
 from tests.kernels.rows import seeded_generator
 from tests.kernels.triton.cases import close
 from tests.support.tiny_models import VOCAB, save_model
 
 from kernels.triton.forward import TritonPass  # isort: skip
 from kernels.triton.ops import TRITON  # isort: skip
-from kernels.triton.plan import AttentionPlan, prepare_attention  # isort: skip
+from kernels.triton.attention.plan import AttentionPlan, prepare_attention  # isort: skip
 
 BLOCK = 4
 

@@ -10,20 +10,21 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.eager.ops import REFERENCE
 from kernels.forward import LinearHeads
-from kernels.ops import REFERENCE
-from kernels.paged import DeviceStateRows, states_on_device
+from kernels.rows.device import DeviceStateRows, states_on_device
+from kernels.rows.step import StateRows
 from tests.kernels.rows import seeded_generator
 from tests.kernels.states import HEADS, STEPS, inputs
 from tests.kernels.triton.cases import EPS, POISON, TOLERANCE, close, poisoned, slow
 
 from triton.runtime.interpreter import interpreter_builder  # isort: skip
 
-from kernels.triton import causal_conv as convolution  # isort: skip
-from kernels.triton import delta_rule as delta  # isort: skip
-from kernels.triton.causal_conv import causal_conv  # isort: skip
-from kernels.triton.delta_rule import PIECE, VALUES_AT_A_TIME, delta_rule  # isort: skip
-from kernels.triton.gates import BLOCK, gated_rms_norm, sigmoid_gate  # isort: skip
+from kernels.triton.linear_attention import causal_conv as convolution  # isort: skip
+from kernels.triton.linear_attention import delta_rule as delta  # isort: skip
+from kernels.triton.linear_attention.causal_conv import causal_conv  # isort: skip
+from kernels.triton.linear_attention.delta_rule import PIECE, VALUES_AT_A_TIME, delta_rule  # isort: skip
+from kernels.triton.elementwise.gates import BLOCK, gated_rms_norm, sigmoid_gate  # isort: skip
 
 CASES = [
     *((name, torch.float32) for name in STEPS if name not in ("edges of tiles", "ragged")),
@@ -36,7 +37,7 @@ OF_STATES = 1e-4
 WIDE = LinearHeads(num_key_heads=1, num_value_heads=2, key_dim=20, value_dim=VALUES_AT_A_TIME + 6)
 
 
-def on(device: str, rows: reference.StateRows) -> DeviceStateRows:
+def on(device: str, rows: StateRows) -> DeviceStateRows:
     """As a captured step has them: what is not on the device is not there."""
     there = states_on_device(replace(rows, index=rows.index.to(device)))
     return replace(there, contexts=(), counts=(), slots=())
@@ -97,7 +98,7 @@ def test_the_convolution_takes_a_slice_of_a_wider_matrix_and_more_channels_than_
     generator = seeded_generator()
     channels = convolution.CHANNELS_AT_A_TIME + 5
     wide, weight = torch.randn(6, channels + 9, generator=generator), torch.randn(channels, 4, generator=generator)
-    rows = reference.StateRows(0, (0,), (6,), (1,), torch.tensor([1]))
+    rows = StateRows(0, (0,), (6,), (1,), torch.tensor([1]))
     state, got_state = (torch.full((2, 3, channels), torch.nan) for _ in "ab")
     want = reference.causal_conv(wide[:, 4 : channels + 4], weight, state, rows)
     got_state = got_state.to(device)
@@ -142,7 +143,7 @@ def test_a_captured_step_launches_tiles_for_its_tokens_and_not_for_as_many_in_ea
     for module, name in ((convolution, "_convolve"), (delta, "_one_step"), (delta, "_invert"), (delta, "_scan")):
         monkeypatch.setattr(module, name, Noted(name))
     tokens, counts = 2048, (*[1] * 64, 2048 - 64)
-    rows = reference.StateRows(0, (3,) * 65, counts, tuple(range(65)), torch.arange(65))
+    rows = StateRows(0, (3,) * 65, counts, tuple(range(65)), torch.arange(65))
     captured = replace(on("cpu", rows), max_count=tokens)
     qkv, of_heads = torch.zeros(tokens, HEADS.channels), torch.zeros(tokens, HEADS.num_value_heads)
     state, rates = torch.zeros(65, HEADS.num_value_heads, HEADS.key_dim, HEADS.value_dim), (of_heads[0], of_heads[0])

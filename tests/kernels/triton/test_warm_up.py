@@ -18,7 +18,7 @@ from engine.build.gpu import start_on_device
 from engine.config import EngineConfig
 from engine.execution.gpu.sampler import choose_on_device
 from engine.step import LogitControls, RowSampling, StepPlan
-from kernels.sampled_row import SampledRow
+from kernels.rows.sampled_row import SampledRow
 from tests.support.fake_device import VOCAB, FakeDevice, write_model
 from tests.support.plans import chunk, decode
 
@@ -27,12 +27,15 @@ from triton.backends.nvidia.compiler import CUDABackend  # isort: skip
 from triton.runtime.interpreter import InterpretedFunction  # isort: skip
 from triton.runtime.jit import JITFunction, create_function_from_signature  # isort: skip
 
-from kernels.triton import sampling_rows  # isort: skip
+from kernels.triton.sampling import rows as sampling_rows  # isort: skip
 from kernels.triton.ops import TRITON  # isort: skip
-from kernels.triton.sampler import ROWS_AT_A_TIME  # isort: skip
+from kernels.triton.sampling.sampler import ROWS_AT_A_TIME  # isort: skip
 
 BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
-SAMPLER = {"_copy": 2, "_edit": 1, "_look": 1, "_limit": 1, "survey": 3, "narrow": 2, "draw": 2, "_logprobs": 1}
+SAMPLER = {
+    **{"_copy": 2, "_edit": 1, "_look": 1, "_limit": 1},
+    **{"scan_block": 3, "filter_row": 2, "sample_row": 2, "_logprobs": 1},
+}
 """How often each is compiled: for logits with and without controls and for log-probabilities, and for rows with and
 without allowed tokens."""
 

@@ -34,7 +34,7 @@ def test_decode_rows_of_known_tokens_have_the_same_logits_in_every_captured_size
 ) -> None:
     """Sequences end one after another, so that other sizes take over. Memory that no row owns is NaN."""
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", FakeFlash(any_dtype=True))  # type: ignore[arg-type]
-    monkeypatch.setattr("kernels.flash.DTYPES", (torch.float32,))
+    monkeypatch.setattr("kernels.flash.packages.DTYPES", (torch.float32,))
     model = write_model(tmp_path)
     sequences = [TOKENS[number : number + begin + number + 1] for number, begin in enumerate(BEGINS)]
     tables = [tuple(range(number, 30, 6)) for number in range(6)]

@@ -35,7 +35,7 @@ from engine.step import (
     StepOutput,
     StepPlan,
 )
-from kernels.ops import TORCH
+from kernels.eager.ops import TORCH
 from tests.support.fake_device import EOS, VOCAB, FakeDevice, write_model
 from tests.support.plans import chunk, decode, greedy_text
 
@@ -114,9 +114,9 @@ def assert_same(one: StepOutput, other: StepOutput) -> None:
 
 
 def without_floats(output: StepOutput) -> StepOutput:
-    ids = {number: tuple(of.token_id for of in found) for number, found in output.logprobs.items()}
+    ids = {number: tuple(logprob.token_id for logprob in found) for number, found in output.logprobs.items()}
     scored = {
-        number: tuple((of.token_id, of.rank is None) for of in found)
+        number: tuple((logprob.token_id, logprob.rank is None) for logprob in found)
         for number, found in output.prompt_logprobs.items()
     }
     pooled = {number: len(sums) for number, sums in output.pooled.items()}
@@ -125,9 +125,12 @@ def without_floats(output: StepOutput) -> StepOutput:
 
 def floats(output: StepOutput) -> list[float]:
     logprobs = [
-        of for found in (output.logprobs, output.prompt_logprobs) for number in sorted(found) for of in found[number]
+        logprob
+        for found in (output.logprobs, output.prompt_logprobs)
+        for number in sorted(found)
+        for logprob in found[number]
     ]
-    values = [value for of in logprobs for value in (of.logprob, *(value for _, value in of.top))]
+    values = [value for logprob in logprobs for value in (logprob.logprob, *(value for _, value in logprob.top))]
     return [*values, *(value for number in sorted(output.pooled) for value in output.pooled[number])]
 
 

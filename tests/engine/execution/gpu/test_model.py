@@ -32,8 +32,9 @@ from engine.protocol import SamplingParams, Submission
 from engine.scheduling.request import create_request
 from engine.step import PENDING_TOKEN, GraphUse, LogitControls, RowKind, RowSampling, ScheduledRequest, StepPlan
 from kernels.choice import TRITON_TABLE
-from kernels.flash import PACKAGES, flash_ops
-from kernels.ops import TORCH, Ops
+from kernels.eager.ops import TORCH, Ops
+from kernels.flash.attention import flash_ops
+from kernels.flash.packages import PACKAGES
 from tests.support.fake_device import FakeDevice, MetaDevice, MetaFlash, write_model
 from tests.support.fake_flash import FakeFlash
 from tests.support.plans import chunk, decode, forced_logits, greedy_text, run, scored
@@ -53,7 +54,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> FakeFlash:
     """Accept float32, so that padding can be told from data."""
     fake = FakeFlash(any_dtype=True)
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", fake)  # type: ignore[arg-type]
-    monkeypatch.setattr("kernels.flash.DTYPES", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr("kernels.flash.packages.DTYPES", (torch.float32, torch.bfloat16))
     return fake
 
 
@@ -148,7 +149,9 @@ def test_captured_and_padded_steps_with_experts_by_triton_give_the_logits_of_the
 ) -> None:
     """Of all of Triton's kernels only these run, in its interpreter.
     Padding holds NaN, and is routed to experts, too."""
-    pytest.importorskip("kernels.triton.launch", reason="no Triton that the kernels run on", exc_type=ImportError)
+    pytest.importorskip(
+        "kernels.triton.shared.launch", reason="no Triton that the kernels run on", exc_type=ImportError
+    )
     triton: Ops = import_module(TRITON_TABLE).TRITON
     assert triton.experts_capturable
     assert triton.experts is not TORCH.experts

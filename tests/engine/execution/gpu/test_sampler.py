@@ -14,7 +14,7 @@ from engine.batch.sampler import sample
 from engine.execution.gpu.sampler import NO_TOKEN, choose_on_device
 from engine.step import LogitControls, RowSampling
 from kernels.choice import TRITON_TABLE
-from kernels.ops import TORCH, Ops
+from kernels.eager.ops import TORCH, Ops
 from tests.support.fake_device import FakeDevice
 
 VOCAB = 300

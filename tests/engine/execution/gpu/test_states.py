@@ -26,7 +26,7 @@ from engine.scheduling.request import create_request
 from engine.step import StateUse, StepPlan
 from kernels import choice
 from kernels.choice import TRITON_TABLE
-from kernels.ops import TORCH, Ops
+from kernels.eager.ops import TORCH, Ops
 from tests.support.engines import resolved_config
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_flash import FakeFlash
@@ -56,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", FakeFlash(any_dtype=True))  # type: ignore[arg-type]
-    monkeypatch.setattr("kernels.flash.DTYPES", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr("kernels.flash.packages.DTYPES", (torch.float32, torch.bfloat16))
 
 
 def create(model: Path, device: FakeDevice | None = None, **settings: Any) -> tuple[DeviceExecutor, ResolvedConfig]:

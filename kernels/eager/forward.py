@@ -1,0 +1,130 @@
+"""Owns the forward pass that runs each operation as it comes, on tensors, by a table of operators.
+Never keeps anything from one step to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.eager.ops import Ops
+from kernels.eager.rewind import Advance, Rewind
+from kernels.forward import GELU, SILU, HeadShape, Linear, LinearHeads, Routing
+from kernels.rows.step import StateRows
+
+
+class EagerPass:
+    """A kernels.forward.ForwardPass over one step, and a LinearAttentionPass where there are states.
+
+    token_ids, positions, slots: [num_tokens] int64.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        *,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        plan: object,
+        states: StateRows | None = None,
+        rewind: Rewind | None = None,
+    ) -> None:
+        """`plan`: what `ops.prepare_attention` made of the step's rows; `states`: None: the model has none; `rewind`:
+        is shown each state before a step with drafts moves it on."""
+        self._ops = ops
+        self._token_ids, self._positions, self._slots = token_ids, positions, slots
+        self._plan = plan
+        self._states = states
+        self._rewind = rewind
+
+    def embed(self, table: Tensor, scale: float = 1.0) -> Tensor:
+        found = F.embedding(self._token_ids, table)
+        return found if scale == 1.0 else found * scale
+
+    def rotations(self, inverse_frequencies: Tensor, factors: Tensor | float) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [num_tokens, head_dim / 2] float32."""
+        angles = self._positions.to(torch.float32).unsqueeze(1) * inverse_frequencies
+        return angles.cos() * factors, angles.sin() * factors
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            residual = torch.zeros_like(x, dtype=torch.float32)
+        return self._ops.add_rms_norm(x, residual, weight, eps)
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        return F.linear(x, linear.weight, linear.bias)
+
+    def gated_linear(self, x: Tensor, linear: Linear, activation: str = SILU) -> Tensor:
+        gate_and_up = self.linear(x, linear)
+        return self._ops.gelu_and_mul(gate_and_up) if activation == GELU else self._ops.silu_and_mul(gate_and_up)
+
+    def experts(self, x: Tensor, router: Tensor, gate_up: Linear, down: Linear, routing: Routing) -> Tensor:
+        return self._ops.experts(x, router, gate_up.weight, down.weight, routing)
+
+    def rotate_and_cache(
+        self,
+        qkv: Tensor,
+        rotations: tuple[Tensor, Tensor],
+        heads: HeadShape,
+        cache: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> Tensor:
+        num_heads, num_rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
+        by_head = qkv.view(len(qkv), num_rotated + heads.num_kv_heads, heads.head_dim)
+        q_and_k, v = by_head[:, :num_rotated], by_head[:, num_rotated:]
+        if norms is not None:
+            q = self._ops.rms_norm(q_and_k[:, :num_heads], norms[0], eps)
+            k = self._ops.rms_norm(q_and_k[:, num_heads:], norms[1], eps)
+            q_and_k = torch.cat((q, k), dim=1)
+        rotated = self._ops.rope(q_and_k, *rotations)
+        self._ops.write_cache(rotated[:, num_heads:], v, *cache, self._slots)
+        return rotated[:, :num_heads].flatten(1)
+
+    def attention(
+        self, q: Tensor, heads: HeadShape, cache: tuple[Tensor, Tensor], scale: float, window: int | None = None
+    ) -> Tensor:
+        by_head = q.view(len(q), heads.num_heads, heads.head_dim)
+        return self._ops.attention(by_head, *cache, self._plan, scale, window=window).flatten(1)
+
+    # --- linear attention ---------------------------------------------------------------------------------------------
+
+    def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        parts: tuple[Tensor, ...] = x.split(tuple(sizes), dim=-1)  # type: ignore[no-untyped-call]
+        return parts
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor, other: Tensor | None = None) -> Tensor:
+        return self._ops.sigmoid_gate(x, gate, other)
+
+    def causal_conv(self, x: Tensor, weight: Tensor, state: Tensor) -> Tensor:
+        def advance(inputs: Sequence[Tensor], rows: StateRows) -> Tensor:
+            return self._ops.causal_conv(inputs[0], weight, state, rows)
+
+        return self._advance(advance, (x,), state)
+
+    def delta_rule(
+        self,
+        qkv: Tensor,
+        strength: Tensor,
+        step: Tensor,
+        rates: tuple[Tensor, Tensor],
+        heads: LinearHeads,
+        state: Tensor,
+    ) -> Tensor:
+        def advance(inputs: Sequence[Tensor], rows: StateRows) -> Tensor:
+            qkv, strength, step = inputs
+            return self._ops.delta_rule(qkv, strength, step, rates, heads, state, rows)
+
+        return self._advance(advance, (qkv, strength, step), state)
+
+    def _advance(self, advance: Advance, inputs: Sequence[Tensor], state: Tensor) -> Tensor:
+        assert self._states is not None
+        if self._rewind is not None:
+            self._rewind.keep(state, inputs, advance)
+        return advance(inputs, self._states)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._ops.gated_rms_norm(x, gate, weight, eps)

@@ -1,0 +1,106 @@
+"""Owns the tables of operators that an eager forward pass runs on, by name.
+Never computes anything itself, and never chooses: `kernels.choice` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu import attention as cpu_attention
+from kernels.cpu import elementwise as cpu_elementwise
+from kernels.cpu import experts as cpu_experts
+from kernels.cpu import linear_attention as cpu_linear
+from kernels.forward import LinearHeads, Routing
+from kernels.rows.sampled_row import SampledRow
+from kernels.rows.step import PagedRows, StateRows
+
+
+class Attention(Protocol):
+    """See kernels.reference.attention; `plan` is what `prepare_attention` returned."""
+
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, /, *, window: int | None = None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The operations of one backend; `kernels.reference` gives each one's meaning and shapes."""
+
+    name: str
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    gelu_and_mul: Callable[[Tensor], Tensor]
+    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Routing], Tensor]
+    write_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    prepare_attention: Callable[[PagedRows, int, torch.dtype], Any]
+    """(rows, kv_heads, dtype of the queries), once per step; what it returns goes to `attention`."""
+    attention: Attention
+    causal_conv: Callable[[Tensor, Tensor, Tensor, StateRows], Tensor]
+    delta_rule: Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], LinearHeads, Tensor, StateRows], Tensor]
+    gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    sigmoid_gate: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    sample: Callable[[Tensor, Sequence[SampledRow], Tensor | None], Tensor] | None = None
+    """(logits [rows, vocab] of any float type, how each row is sampled, what grammars leave: None, or
+    [rows, ceil(vocab / 32)] int32, bit t % 32 of word t // 32 is token t's) -> [rows] int64, -1 for a row without a
+    finite largest logit. Waits for nothing. None: the engine samples by torch's operators."""
+    logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
+    """(logits [rows, vocab], token ids [rows], count) -> log-probabilities of those, and ids and log-probabilities of
+    the `count` most likely."""
+    capturable: bool = False
+    """`prepare_attention` and `attention` read the tensors of kernels.rows.device.DeviceRows and its largest sizes, and
+    nothing else of a step: a captured step may be replayed with other rows in the same tensors."""
+    states_capturable: bool = False
+    """The same of `causal_conv` and `delta_rule`, with kernels.rows.device.DeviceStateRows."""
+    experts_capturable: bool = False
+    """`experts` waits for nothing: which tokens an expert has is never known on the host."""
+    fused_rotation: bool = False
+    """Norms by head, rotation and the cache's write are one launch of Triton's, whatever `attention` is:
+    kernels.choice.forward_pass takes kernels.triton.forward.TritonPass."""
+
+
+REFERENCE = Ops(
+    name="reference",
+    rms_norm=reference.rms_norm,
+    add_rms_norm=reference.add_rms_norm,
+    rope=reference.rope,
+    silu_and_mul=reference.silu_and_mul,
+    gelu_and_mul=reference.gelu_and_mul,
+    experts=reference.experts,
+    write_cache=reference.write_cache,
+    prepare_attention=reference.prepare_attention,
+    attention=reference.attention,
+    causal_conv=reference.causal_conv,
+    delta_rule=reference.delta_rule,
+    gated_rms_norm=reference.gated_rms_norm,
+    sigmoid_gate=reference.sigmoid_gate,
+)
+
+TORCH_CPU = Ops(
+    name="torch_cpu",
+    rms_norm=cpu_elementwise.rms_norm,
+    add_rms_norm=cpu_elementwise.add_rms_norm,
+    rope=cpu_elementwise.rope,
+    silu_and_mul=cpu_elementwise.silu_and_mul,
+    gelu_and_mul=cpu_elementwise.gelu_and_mul,
+    experts=cpu_experts.experts,
+    write_cache=cpu_elementwise.write_cache,
+    prepare_attention=cpu_attention.prepare_attention,
+    attention=cpu_attention.attention,
+    causal_conv=cpu_linear.causal_conv,
+    delta_rule=cpu_linear.delta_rule,
+    gated_rms_norm=cpu_linear.gated_rms_norm,
+    sigmoid_gate=cpu_linear.sigmoid_gate,
+)
+
+TORCH = replace(TORCH_CPU, name="torch", prepare_attention=reference.prepare_attention, attention=reference.attention)
+"""For any device that torch has: no kernel of ours."""
+
+TABLES = {table.name: table for table in (REFERENCE, TORCH_CPU)}

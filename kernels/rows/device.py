@@ -1,0 +1,91 @@
+"""Owns the rows of a step as kernels read them on a device: what PagedRows and StateRows say in Python, in tensors.
+Never computes attention, and never waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kernels.rows.step import PagedRows, StateRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRows(PagedRows):
+    """Rows whose numbers are on the device, too.
+
+    In a captured step the tensors are the same in each replay, and hold other rows; `contexts` and `counts` are empty
+    there. `num_decode`, `num_chunks` and what is largest are the most that the capture was made for: how many rows are
+    decodes, only `decodes` says.
+    """
+
+    num_chunks: int
+    decodes: Tensor
+    """[1] int32: so many rows, the first, are decodes"""
+    first_tokens: Tensor
+    """[num_rows + 1] int32: where each row's tokens begin, and where the last ends"""
+    lengths: Tensor
+    """[num_rows] int32: contexts + counts"""
+    first_keys: Tensor
+    """[num_rows + 1] int32: `lengths` summed up, from 0"""
+    tables: Tensor
+    """`block_tables` in int32"""
+    max_count: int
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStateRows(StateRows):
+    """Rows with recurrent state, whose numbers are on the device, too; as DeviceRows in a captured step.
+
+    A row of padding has the slot -1.
+    """
+
+    first_tokens: Tensor
+    """[num_rows + 1] int32"""
+    lengths: Tensor
+    """[num_rows] int32: contexts + counts"""
+    max_count: int
+
+
+def states_on_device(rows: StateRows) -> DeviceStateRows:
+    """The same rows, copied to where their slots are one tensor after another."""
+    lengths = [context + count for context, count in zip(rows.contexts, rows.counts, strict=True)]
+    numbers = (list(accumulate(rows.counts, initial=0)), lengths)
+    first_tokens, of_rows = (torch.tensor(values, dtype=torch.int32, device=rows.index.device) for values in numbers)
+    return DeviceStateRows(
+        num_decode=rows.num_decode,
+        contexts=rows.contexts,
+        counts=rows.counts,
+        slots=rows.slots,
+        index=rows.index,
+        first_tokens=first_tokens,
+        lengths=of_rows,
+        max_count=max(rows.counts),
+    )
+
+
+def on_device(rows: PagedRows, device: torch.device) -> DeviceRows:
+    """The same rows, copied to `device` one tensor after another."""
+    lengths = [context + count for context, count in zip(rows.contexts, rows.counts, strict=True)]
+
+    def tensor(numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    return DeviceRows(
+        num_decode=rows.num_decode,
+        contexts=rows.contexts,
+        counts=rows.counts,
+        block_tables=rows.block_tables.to(device),
+        block_size=rows.block_size,
+        num_chunks=len(rows.counts) - rows.num_decode,
+        decodes=tensor([rows.num_decode]),
+        first_tokens=tensor(list(accumulate(rows.counts, initial=0))),
+        lengths=tensor(lengths),
+        first_keys=tensor(list(accumulate(lengths, initial=0))),
+        tables=rows.block_tables.to(device, torch.int32),
+        max_count=max(rows.counts),
+        max_length=max(lengths),
+    )

@@ -1,0 +1,191 @@
+"""Owns the attention of one tile of queries to the keys of one split, wherever these lie.
+Never reads a slot that a row does not own, and never asks the host how long a row is: programs look themselves."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton.attention.plan import MOST_SPLITS
+from kernels.triton.shared.launch import dot, tuned
+from kernels.triton.shared.tiles import find_row
+
+# Where keys are is read within the loop over them, which takes stages, too: with 3 no copy of keys is under way while
+# others are computed with, with 5 that of one tile is, with 7 those of two.
+DECODE_CONFIGS = [
+    triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages)
+    for keys, warps, stages in (
+        *((64, 4, 5), (64, 4, 3), (64, 4, 7), (32, 4, 5), (32, 4, 7), (32, 2, 5), (128, 4, 3)),
+        *((128, 4, 5), (128, 8, 5)),
+    )
+]
+CHUNK_CONFIGS = [
+    triton.Config({"TILE": queries, "BLOCK_N": keys}, num_warps=warps, num_stages=stages)
+    for queries, keys, warps, stages in (
+        # (64, 32, 4, 3) is the one that fits where there are 99 KiB of shared memory and heads have 256 numbers.
+        *((64, 64, 4, 5), (64, 64, 4, 3), (64, 32, 4, 5), (64, 32, 4, 3), (64, 128, 4, 5)),
+        *((128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 8, 7), (128, 128, 8, 3), (128, 128, 8, 5)),
+    )
+]
+
+
+_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
+_KEYS_AT_A_TIME = tl.constexpr(max(config.kwargs["BLOCK_N"] for config in DECODE_CONFIGS + CHUNK_CONFIGS))
+
+
+@triton.jit
+def split_size(length, split):
+    """Keys of each split of a row: `split`, or more, where that would make more of them than there may be."""
+    least = tl.cdiv(length, _MOST_SPLITS)
+    return tl.maximum(split, tl.cdiv(least, _KEYS_AT_A_TIME) * _KEYS_AT_A_TIME)
+
+
+@triton.jit
+def _add_keys(
+    queries,
+    best,
+    mass,
+    total,
+    k_cache,
+    v_cache,
+    row_table,
+    tile,
+    start,
+    end,
+    position,
+    window,
+    scale,
+    kv_head,
+    MASKED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(best, mass, total) with BLOCK_N more keys, from `tile` on. Not MASKED: every query sees all of them."""
+    key = tile + tl.arange(0, BLOCK_N)
+    i = tl.arange(0, HEAD_PADDED)
+    inside, owned = i < HEAD_DIM, (key >= start) & (key < end)
+    if MASKED:
+        block = tl.load(row_table + key // BLOCK_SIZE, mask=owned, other=0).to(tl.int64)
+        of_keys, of_values = owned[None, :] & inside[:, None], owned[:, None] & inside[None, :]
+    else:
+        block = tl.load(row_table + key // BLOCK_SIZE).to(tl.int64)
+        of_keys, of_values = inside[:, None], inside[None, :]
+    at = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+    keys = tl.load(k_cache + at[None, :] + i[:, None], mask=of_keys, other=0.0)
+    scores = dot(queries, keys, tl.zeros([TILE, BLOCK_N], tl.float32)) * scale
+    if MASKED:
+        seen = owned[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, axis=1))
+    finite = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best  # it may have seen no key yet
+    weights = tl.exp2(scores - finite[:, None])
+    kept = tl.exp2(best - finite)
+    values = tl.load(v_cache + at[:, None] + i[None, :], mask=of_values, other=0.0)
+    return new_best, mass * kept + tl.sum(weights, axis=1), dot(weights.to(values.dtype), values, total * kept[:, None])
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_rows", "num_splits", "window"],
+    # Parts of one tensor, wherever they begin.
+    do_not_specialize_on_alignment=["begins", "lengths", "block_tables", "decodes"],
+)
+def attend(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    lse,
+    begins,
+    lengths,
+    block_tables,
+    decodes,
+    q_stride,
+    table_stride,
+    num_rows,
+    num_splits,
+    window,
+    scale,
+    split,
+    DECODE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """TILE queries of one row, of the heads that share a KV head, on the keys of one split. Softmax as in Milakov and
+    Gimelshein, 2018. Query m of a row is head m % GROUP of its token m // GROUP.
+
+    scale: times log2(e). lse: None, or [num_tokens, num_heads, num_splits], the base-2 logarithm of the sum of the
+    exponentials; `out` has that shape then, and HEAD_DIM behind it, in float32. num_rows: decodes and all others.
+    """
+    kv_head, part = tl.program_id(1), tl.program_id(2)
+    num_decode = tl.load(decodes)
+    if DECODE:
+        row, first = tl.program_id(0), 0
+        if row >= num_decode:
+            return
+    else:
+        row, first_tile = find_row(begins, num_decode, num_rows - num_decode, tl.program_id(0), GROUP, TILE)
+        first = (tl.program_id(0) - first_tile) * TILE
+    length = tl.load(lengths + row)
+    size = split_size(length, split)
+    if part * size >= length:
+        return
+    begin = tl.load(begins + row)
+    count = tl.load(begins + row + 1) - begin
+    if first >= count * GROUP:
+        return
+    query = first + tl.arange(0, TILE)
+    real = query < count * GROUP
+    position = length - count + query // GROUP  # [TILE]
+    i = tl.arange(0, HEAD_PADDED)
+    inside = i < HEAD_DIM
+    token, head = (begin + query // GROUP).to(tl.int64), kv_head * GROUP + query % GROUP
+    from_q = q + (token * q_stride + head * HEAD_DIM)[:, None] + i[None, :]
+    queries = tl.load(from_q, mask=real[:, None] & inside[None, :], other=0.0)
+
+    # Keys [start, end) of the split are seen by some query of the tile.
+    start = tl.maximum(length - count + first // GROUP - window + 1, 0)
+    end = tl.minimum(length - count + tl.minimum((first + TILE - 1) // GROUP + 1, count), (part + 1) * size)
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    mass = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([TILE, HEAD_PADDED], tl.float32)
+    row_table = block_tables + row.to(tl.int64) * table_stride
+    # Tiles of keys begin at multiples of BLOCK_N, wherever the window begins. Every query sees those before `masked`.
+    lowest, masked = tl.maximum(start // BLOCK_N * BLOCK_N, part * size), 0
+    if not DECODE and not WINDOWED:
+        masked = tl.minimum((length - count + first // GROUP + 1) // BLOCK_N * BLOCK_N, end)
+        for tile in tl.range(lowest, masked, BLOCK_N):
+            best, mass, total = _add_keys(
+                queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
+                kv_head, False, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
+            )  # fmt: skip
+    for tile in tl.range(tl.maximum(lowest, masked), end, BLOCK_N):
+        best, mass, total = _add_keys(
+            queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
+            kv_head, True, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
+        )  # fmt: skip
+
+    divisor = tl.where(mass > 0.0, mass, 1.0)  # a query may see no key of this split
+    total = total / divisor[:, None]
+    cell = token * (NUM_KV_HEADS * GROUP) + head
+    if lse is not None:
+        cell = cell * num_splits + part
+        tl.store(lse + cell, best + tl.log2(divisor), mask=real)
+    to = out + cell[:, None] * HEAD_DIM + i[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
+_KEY = ["HEAD_DIM", "GROUP", "BLOCK_SIZE", "WINDOWED"]
+attend_decodes = tuned(DECODE_CONFIGS, _KEY)(attend)
+"""TILE holds the queries of one token."""
+attend_chunks = tuned(CHUNK_CONFIGS, _KEY)(attend)
+"""As many programs as there are tiles, whatever TILE is chosen."""

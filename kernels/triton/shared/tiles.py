@@ -1,0 +1,22 @@
+"""Owns which row a program's tile is of, where rows of different lengths have their tiles one after another.
+Never asks the host, which does not know the lengths in a captured step."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_row(begins, first_row, num_rows, tile, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """(row, its first tile): rows have their tiles one after another, each at most one more than it fills.
+
+    Row r's tiles begin at `begins[r] * GROUP // TILE + r`, which is found by bisection.
+    """
+    first_token = tl.load(begins + first_row)
+    low, high = 0, num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        at = (tl.load(begins + first_row + middle) - first_token) * GROUP // TILE + middle
+        low, high = tl.where(at <= tile, middle, low), tl.where(at <= tile, high, middle)
+    return first_row + low, (tl.load(begins + first_row + low) - first_token) * GROUP // TILE + low
