@@ -4,6 +4,7 @@ Never reads what a schema means; llguidance does, and names the keywords that it
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
@@ -16,6 +17,11 @@ MAX_NESTING = 32
 
 WRITTEN = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": True}
 """As `json.dumps` writes it, and as chat templates show it. Free white space is where small models do not find out."""
+
+_WITHOUT_CODES = {"json_allowed_escapes": 'nrbtf\\"'}
+r"""Of `\u0061` llguidance does not know that it is an `a`: beside the keys that a schema names, it would be another."""
+_CODED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Letters that JSON writes as codes alone."""
 
 _ONE = ("additionalProperties", "items", "additionalItems", "unevaluatedItems", "contains", "not", "if", "then", "else")
 _MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -39,7 +45,7 @@ def any_object() -> Grammar:
 
 def json_rule(schema: Json) -> str:
     """The same as a part of a Lark rule. `schema` was checked."""
-    return f"%json {json.dumps(_written(schema), ensure_ascii=False)}"
+    return f"%json {json.dumps(_written(schema), ensure_ascii=False, separators=(',', ':'))}"
 
 
 def read_schema(text: str) -> Json:
@@ -70,11 +76,50 @@ def checked(schema: Json) -> Json:
         for name in _IGNORED:
             if part.get(name) not in (None, False):
                 raise GrammarRefused(f"the schema's keyword {name!r} is not supported")
+    if _admits_further_keys(schema) and any(_CODED.search(text) for text in _texts(schema)):
+        text = "should have `additionalProperties: false` in every object that names properties"
+        raise GrammarRefused(f"{text}, because it has control characters that JSON writes as codes such as \\u001b")
     return schema
 
 
 def _written(schema: Json) -> Json:
-    return with_fragments(schema) | {"x-guidance": WRITTEN}
+    codes = _WITHOUT_CODES if _admits_further_keys(schema) else {}
+    return with_fragments(schema) | {"x-guidance": WRITTEN | codes}
+
+
+def _admits_further_keys(schema: Json) -> bool:
+    """Whether an object may have keys beside some that have schemas of their own. A reference may lead anywhere, so
+    everything that looks like an object's schema counts as one."""
+    return any(
+        any(part.get(name) for name in ("properties", "patternProperties", "required"))
+        and part.get("additionalProperties") is not False
+        for part in _dicts(schema)
+    )
+
+
+def _dicts(value: Any) -> Iterator[Json]:
+    if isinstance(value, dict):
+        yield value
+    if isinstance(value, dict | list):
+        for inner in _inside(value):
+            yield from _dicts(inner)
+
+
+def _texts(schema: Json) -> Iterator[str]:
+    """What values are compared with."""
+    for part in _dicts(schema):
+        for value in (part.get("const"), *(part["enum"] if isinstance(part.get("enum"), list) else ())):
+            yield from (one for one in _scalars(value) if isinstance(one, str))
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    if not isinstance(value, dict | list):
+        yield value
+        return
+    if isinstance(value, dict):
+        yield from value
+    for inner in _inside(value):
+        yield from _scalars(inner)
 
 
 def with_fragments(schema: Json) -> Json:
