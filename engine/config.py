@@ -591,7 +591,7 @@ class EngineConfig:
         expert=True,
         ge=0,
     )
-    max_grammar_bytes: int = setting(2**18, "Longest grammar of an answer, in bytes.", expert=True, ge=1)
+    max_grammar_bytes: int = setting(2**20, "Longest grammar of an answer, in bytes.", expert=True, ge=1)
     grammar_timeout_s: float = setting(
         2.0,
         "How long a request waits for its grammar to be compiled before it is refused, in seconds.",

@@ -27,6 +27,8 @@ from engine.step import GrammarError, GrammarRow, RowFailure
 
 MAX_COMPILED = 128
 """Grammars that are kept, the latest used. Another one that a step needs is compiled in that step."""
+MAX_COMPILED_CHARS = 2**25
+"""Of their texts together: one of 1,000 tools is half a million, and some 30 MiB when it is compiled."""
 # A state takes up to 2 kB; llguidance's own limit would let one grammar take 500 MB. Its others bound a compilation to
 # about 50 ms and a mask to 20 ms, but for long regexes, which `regex_size` bounds. Verbose errors would show the whole
 # state to a client.
@@ -106,9 +108,12 @@ class Grammars:
             raise GrammarError(made.get_error())
         with self._lock:
             self._compiled[grammar] = made
-            if len(self._compiled) > MAX_COMPILED:
+            while len(self._compiled) > 1 and self._keeps_too_much():
                 self._compiled.popitem(last=False)
         return made
+
+    def _keeps_too_much(self) -> bool:
+        return len(self._compiled) > MAX_COMPILED or sum(map(len, self._compiled)) > MAX_COMPILED_CHARS
 
     def masks(self, rows: Sequence[GrammarRow]) -> tuple[NDArray[np.int32], dict[int, RowFailure]]:
         """Which tokens may come next, after the answer and after each of the drafts, as far as those may come.

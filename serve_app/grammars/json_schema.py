@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
 from serve_app.grammars.notation import Grammar, GrammarRefused, Json
+from serve_app.grammars.schema_parts import bare, dicts, inside, subschemas, texts
 
 MAX_SCHEMA_BYTES = 64 * 2**10
 MAX_NESTING = 32
@@ -23,9 +23,6 @@ r"""Of `\u0061` llguidance does not know that it is an `a`: beside the keys that
 _CODED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Letters that JSON writes as codes alone."""
 
-_ONE = ("additionalProperties", "items", "additionalItems", "unevaluatedItems", "contains", "not", "if", "then", "else")
-_MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _IGNORED = ("nullable", "x-guidance")
 """By llguidance in silence, or its own, which a client shall not set."""
 
@@ -76,7 +73,7 @@ def checked(schema: Json) -> Json:
         for name in _IGNORED:
             if part.get(name) not in (None, False):
                 raise GrammarRefused(f"the schema's keyword {name!r} is not supported")
-    if _admits_further_keys(schema) and any(_CODED.search(text) for text in _texts(schema)):
+    if _admits_further_keys(schema) and any(_CODED.search(text) for text in texts(schema)):
         text = "should have `additionalProperties: false` in every object that names properties"
         raise GrammarRefused(f"{text}, because it has control characters that JSON writes as codes such as \\u001b")
     return schema
@@ -84,7 +81,7 @@ def checked(schema: Json) -> Json:
 
 def _written(schema: Json) -> Json:
     codes = _WITHOUT_CODES if _admits_further_keys(schema) else {}
-    return with_fragments(schema) | {"x-guidance": WRITTEN | codes}
+    return bare(with_fragments(schema)) | {"x-guidance": WRITTEN | codes}
 
 
 def _admits_further_keys(schema: Json) -> bool:
@@ -93,33 +90,8 @@ def _admits_further_keys(schema: Json) -> bool:
     return any(
         any(part.get(name) for name in ("properties", "patternProperties", "required"))
         and part.get("additionalProperties") is not False
-        for part in _dicts(schema)
+        for part in dicts(schema)
     )
-
-
-def _dicts(value: Any) -> Iterator[Json]:
-    if isinstance(value, dict):
-        yield value
-    if isinstance(value, dict | list):
-        for inner in _inside(value):
-            yield from _dicts(inner)
-
-
-def _texts(schema: Json) -> Iterator[str]:
-    """What values are compared with."""
-    for part in _dicts(schema):
-        for value in (part.get("const"), *(part["enum"] if isinstance(part.get("enum"), list) else ())):
-            yield from (one for one in _scalars(value) if isinstance(one, str))
-
-
-def _scalars(value: Any) -> Iterator[Any]:
-    if not isinstance(value, dict | list):
-        yield value
-        return
-    if isinstance(value, dict):
-        yield from value
-    for inner in _inside(value):
-        yield from _scalars(inner)
 
 
 def with_fragments(schema: Json) -> Json:
@@ -155,28 +127,7 @@ def _check_size(text: str) -> None:
 def _check_nesting(schema: Json) -> None:
     level: list[Any] = [schema]
     for _ in range(MAX_NESTING):
-        level = [inner for value in level for inner in _inside(value) if isinstance(inner, dict | list)]
+        level = [inner for value in level for inner in inside(value) if isinstance(inner, dict | list)]
         if not level:
             return
     raise GrammarRefused(f"should be nested at most {MAX_NESTING} deep, but it is deeper")
-
-
-def _inside(value: Any) -> list[Any]:
-    return list(value.values() if isinstance(value, dict) else value)
-
-
-def subschemas(schema: Any) -> Iterator[Json]:
-    """A schema and all inside it, wherever keywords stand; names of properties are none."""
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    for name in _ONE:
-        yield from subschemas(schema.get(name))
-    for name in _MANY:
-        options = schema.get(name)
-        for option in options if isinstance(options, list) else ():
-            yield from subschemas(option)
-    for name in _NAMED:
-        entries = schema.get(name)
-        for entry in entries.values() if isinstance(entries, dict) else ():
-            yield from subschemas(entry)
