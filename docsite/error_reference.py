@@ -66,7 +66,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "grammar_limit_exceeded": Entry(
         (400,),
-        "The grammar, regex or schema became more work in the middle of the answer than one token may cost.",
+        "In the middle of the answer, the grammar, regex or schema became more work than one token may cost.",
         "Simplify it: fewer optional parts in a row, fewer alternatives that begin alike, recursion on the left.",
     ),
     "headers_too_large": Entry(

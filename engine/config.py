@@ -598,6 +598,13 @@ class EngineConfig:
         expert=True,
         gt=0,
     )
+    grammar_mask_timeout_s: float = setting(
+        0.1,
+        "Most processor time that it may take to find which tokens a grammar allows next, in seconds. No step waits "
+        "longer for it; an answer whose grammar takes more fails, and with it others that have the same grammar.",
+        expert=True,
+        gt=0,
+    )
     stall_timeout_s: float = setting(
         30.0,
         "An engine is unhealthy, and Serve restarts it, if a step has taken this many seconds and ten times as long as "
@@ -684,6 +691,7 @@ class ResolvedConfig:
     num_speculative_tokens: int
     max_grammar_bytes: int
     grammar_timeout_s: float
+    grammar_mask_timeout_s: float
     dtype: str
     device: str
     """`cpu`, or the GPU's name."""
@@ -752,6 +760,7 @@ class ResolvedConfig:
             ),
             max_grammar_bytes=asked.max_grammar_bytes,
             grammar_timeout_s=asked.grammar_timeout_s,
+            grammar_mask_timeout_s=asked.grammar_mask_timeout_s,
             stall_timeout_s=asked.stall_timeout_s,
             **found,
         )
