@@ -143,6 +143,19 @@ def test_the_compiled_grammars_that_are_kept_are_the_latest_used() -> None:
     assert allowed(grammars, GrammarRow("a", 'start: "0"', ())) == [{ord("0")}], "one that was dropped is made again"
 
 
+def test_the_compiled_grammars_that_are_kept_have_so_many_letters_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as large as their texts, and those of a thousand tools are half a million letters."""
+    texts = [f'start: "{number}" // {"x" * 100}' for number in range(5)]
+    monkeypatch.setattr(grammar, "MAX_COMPILED_CHARS", 2 * len(texts[0]))
+    grammars = Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID)
+    for text in texts:
+        grammars.compile(text)
+    assert list(grammars._compiled) == texts[-2:]
+    large = f'start: "a" // {"x" * 1000}'
+    grammars.compile(large)
+    assert list(grammars._compiled) == [large], "the newest is kept, however large: a step is about to need it"
+
+
 # --- the answer, whatever the schedule does --------------------------------------------------------------------------
 
 
@@ -246,51 +259,6 @@ def test_a_grammar_that_becomes_too_much_work_fails_its_own_request_alone() -> N
         "The grammar became more work than the limits allow .*: .*too many expressions.*", failure.message
     )
     assert text_of(core, "a") == text_of(core, "c")
-
-
-@pytest.mark.parametrize("drafts", [0, 7])
-def test_a_mask_that_takes_too_long_fails_the_answers_of_its_grammar_alone(
-    drafts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every stream waited for it: for half a second a token, with 300 alternatives behind a first letter."""
-    gate, late = threading.Event(), set[threading.Thread]()
-    name = "fill_next_token_bitmask_par_with_draft_tokens" if drafts else "fill_next_token_bitmask_par"
-    fill = getattr(grammar, name)
-
-    def slow(alone: Any, work: Any, filled: Any) -> None:
-        match = core._executor._grammars._matches.get("b")  # type: ignore[attr-defined]
-        if match is not None and match.count >= 2 and work[0][0] is match.matcher:
-            late.add(threading.current_thread())
-            gate.wait()
-        fill(alone, work, filled)
-
-    monkeypatch.setattr(grammar, name, slow)
-    workers = MaskWorkers(1, clock=lambda thread: 100.0 * (thread in late), look_s=0.001)
-    core = grammar_core(num_speculative_tokens=drafts, workers=workers)
-    try:
-        for name, text in (("a", WORDS), ("b", FIXED), ("c", WORDS), ("d", FIXED)):
-            core.send(name, PROMPT, max_tokens=60, grammar=text)
-        core.run()
-    finally:
-        gate.set()
-    for name in "bd":
-        (failure,) = (event for event in core.events[name] if isinstance(event, Failed))
-        assert failure.code is ErrorCode.GRAMMAR_LIMIT_EXCEEDED
-        assert "more than 0.1 s of a processor (grammar_mask_timeout_s)" in failure.message
-    assert text_of(core, "a") == text_of(core, "c") == text_of(undisturbed(drafts), "a") != ""
-    core.send("e", PROMPT, max_tokens=60, grammar=FIXED)
-    core.run()
-    assert text_of(core, "e").startswith("a1b2c3"), "it is compiled anew, and shares no lock with what still runs"
-
-
-FIXED = 'start: "a1b2c3" /[a-z]{9}/ "d4e5f6" /[a-z]{9}/'
-
-
-def undisturbed(drafts: int) -> RecordingCore:
-    core = grammar_core(num_speculative_tokens=drafts)
-    core.send("a", PROMPT, max_tokens=60, grammar=WORDS)
-    core.run()
-    return core
 
 
 def test_an_answer_that_leaves_its_grammar_is_a_fault_of_the_engine() -> None:
