@@ -40,6 +40,8 @@ VARIABLES = {
     "CHUNKSERVE_VERBOSE": "`1`: the same as `serve run --verbose`.",
     "CHUNKSERVE_MAX_CONNECTIONS_PER_SOURCE": "Maximum connections from one source. 0: no limit. "
     "See [HTTP limits](http-limits.md).",
+    "CHUNKSERVE_CORS": "Web pages that may read what HAProxy and Ray Serve refuse. "
+    "See [Run on a cluster that exists](../how-to/existing-cluster.md).",
     "CHUNKSERVE_HAPROXY_BINARY": "HAProxy program to run instead of Ray's.",
     "CHUNKSERVE_DATA": "Directory with traces for the simulator's studies.",
     "CHUNKSERVE_TEST_SEED": "Seed of the random tests. Unset: a fixed one.",

@@ -595,10 +595,17 @@ class EngineConfig:
         expert=True,
         ge=0,
     )
-    max_grammar_bytes: int = setting(2**18, "Longest grammar of an answer, in bytes.", expert=True, ge=1)
+    max_grammar_bytes: int = setting(2**20, "Longest grammar of an answer, in bytes.", expert=True, ge=1)
     grammar_timeout_s: float = setting(
         2.0,
         "How long a request waits for its grammar to be compiled before it is refused, in seconds.",
+        expert=True,
+        gt=0,
+    )
+    grammar_mask_timeout_s: float = setting(
+        0.1,
+        "Most processor time that it may take to find which tokens a grammar allows next, in seconds. No step waits "
+        "longer for it; an answer whose grammar takes more fails, and with it others that have the same grammar.",
         expert=True,
         gt=0,
     )
@@ -688,6 +695,7 @@ class ResolvedConfig:
     num_speculative_tokens: int
     max_grammar_bytes: int
     grammar_timeout_s: float
+    grammar_mask_timeout_s: float
     dtype: str
     device: str
     """`cpu`, or the GPU's name."""
@@ -756,6 +764,7 @@ class ResolvedConfig:
             ),
             max_grammar_bytes=config.max_grammar_bytes,
             grammar_timeout_s=config.grammar_timeout_s,
+            grammar_mask_timeout_s=config.grammar_mask_timeout_s,
             stall_timeout_s=config.stall_timeout_s,
             **resolved,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,33 +20,48 @@ from llguidance.numpy import (
 )
 from numpy.typing import NDArray
 
+from engine.batch.mask_workers import Job, MaskWorkers, Outcome
 from engine.batch.regex_size import check_regexes
 from engine.config import ResolvedConfig
 from engine.protocol import ErrorCode
 from engine.step import GrammarError, GrammarRow, RowFailure
 
+MASK_TIMEOUT_S = 0.1
+"""Of a mask, where no config says otherwise."""
 MAX_COMPILED = 128
 """Grammars that are kept, the latest used. Another one that a step needs is compiled in that step."""
+MAX_COMPILED_CHARS = 2**25
+"""Of their texts together: one of 1,000 tools is half a million, and some 30 MiB when it is compiled."""
 # A state takes up to 2 kB; llguidance's own limit would let one grammar take 500 MB. Its others bound a compilation to
 # about 50 ms and a mask to 20 ms, but for long regexes, which `regex_size` bounds. Verbose errors would show the whole
 # state to a client.
 _LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 
 
+@dataclass(slots=True, eq=False)
+class _Template:
+    """A compiled grammar. Its copies share a lock, which a mask holds while it is computed."""
+
+    matcher: llguidance.LLMatcher
+    is_late: bool = False
+    """A mask is no longer waited for, and may still be computed: no copy can be touched without a wait."""
+
+
 @dataclass(slots=True)
 class _Match:
     """A request's matcher, which has consumed the first `count` tokens of its answer."""
 
+    template: _Template
     matcher: llguidance.LLMatcher
     count: int = 0
 
 
+class _LateError(Exception):
+    """A mask of the answer's grammar took too long, in this answer or in another."""
+
+
 class _LeftGrammarError(Exception):
     """An answer has a token that its masks do not allow: a fault of the engine."""
-
-
-_Work = tuple[llguidance.LLMatcher, int, list[int]]
-"""A matcher, the place of its first mask, and drafts."""
 
 
 @contextmanager
@@ -63,26 +78,41 @@ def _panics_told() -> Iterator[None]:
 class Grammars:
     """Of one vocabulary. `compile` may be called on any thread, all else on the one that runs the steps."""
 
-    def __init__(self, tokenizer: llguidance.LLTokenizer, *, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        tokenizer: llguidance.LLTokenizer,
+        *,
+        num_threads: int = 1,
+        mask_timeout_s: float = MASK_TIMEOUT_S,
+        workers: MaskWorkers | None = None,
+    ) -> None:
+        """`mask_timeout_s`: the config's grammar_mask_timeout_s. `workers`: of a test, instead of `num_threads`."""
         self._tokenizer = tokenizer
-        self._workers = llguidance.LLExecutor(num_threads=num_threads)
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._mask_timeout_s = mask_timeout_s
+        self._workers = workers or MaskWorkers(num_threads)
+        self._alone = llguidance.LLExecutor(num_threads=1)  # one mask is computed by the thread that asks for it
+        self._compiled: OrderedDict[str, _Template] = OrderedDict()
         self._lock = threading.Lock()
         self._matches: dict[str, _Match] = {}  # by request id
 
     @classmethod
     def of_model(
-        cls, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int], num_threads: int
+        cls,
+        tokenizer_json: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        num_threads: int,
+        mask_timeout_s: float = MASK_TIMEOUT_S,
     ) -> Grammars:
         """`vocab_size`: that of the logits, which may be larger than the tokenizer's."""
         made = llguidance.LLTokenizer(str(tokenizer_json), n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        return cls(made, num_threads=num_threads)
+        return cls(made, num_threads=num_threads, mask_timeout_s=mask_timeout_s)
 
     @classmethod
-    def of_bytes(cls, vocab_size: int, eos_token_id: int) -> Grammars:
+    def of_bytes(cls, vocab_size: int, eos_token_id: int, workers: MaskWorkers | None = None) -> Grammars:
         """A vocabulary whose token i is the byte i; those from 256 on are special."""
         wrapper = llguidance.TokenizerWrapper(_ByteTokens(vocab_size, eos_token_id))
-        return cls(llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos_token_id))
+        return cls(llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos_token_id), workers=workers)
 
     def compile(self, grammar: str) -> None:
         """Have `grammar` ready before a step needs it.
@@ -92,9 +122,10 @@ class Grammars:
         """
         self._template(grammar)
 
-    def _template(self, grammar: str) -> llguidance.LLMatcher:
+    def _template(self, grammar: str) -> _Template:
         with self._lock:
-            if (known := self._compiled.get(grammar)) is not None:
+            known = self._compiled.get(grammar)
+            if known is not None and not known.is_late:
                 self._compiled.move_to_end(grammar)
                 return known
         check_regexes(grammar)
@@ -105,10 +136,13 @@ class Grammars:
         if made.is_error():
             raise GrammarError(made.get_error())
         with self._lock:
-            self._compiled[grammar] = made
-            if len(self._compiled) > MAX_COMPILED:
+            self._compiled[grammar] = template = _Template(made)
+            while len(self._compiled) > 1 and self._keeps_too_much():
                 self._compiled.popitem(last=False)
-        return made
+        return template
+
+    def _keeps_too_much(self) -> bool:
+        return len(self._compiled) > MAX_COMPILED or sum(map(len, self._compiled)) > MAX_COMPILED_CHARS
 
     def masks(self, rows: Sequence[GrammarRow]) -> tuple[NDArray[np.int32], dict[int, RowFailure]]:
         """Which tokens may come next, after the answer and after each of the drafts, as far as those may come.
@@ -118,52 +152,75 @@ class Grammars:
             has none.
         """
         filled = allocate_token_bitmask(sum(1 + len(row.drafts) for row in rows), self._tokenizer.vocab_size)
-        work: dict[int, _Work] = {}
+        jobs: dict[int, Job[None]] = {}
         failed: dict[int, RowFailure] = {}
         first = 0
         for number, row in enumerate(rows):
             try:
-                work[number] = (self._caught_up(row), first, list(row.drafts))
+                jobs[number] = self._job(self._caught_up(row), list(row.drafts), filled, first)
+            except _LateError:
+                failed[number] = self._late()
             except GrammarError as error:
                 failed[number] = _beyond_limits(str(error))
             except _LeftGrammarError as error:
                 failed[number] = RowFailure(str(error))
             first += 1 + len(row.drafts)
-        try:
-            self._fill(list(work.values()), filled)
-        except GrammarError:  # one of them: whose?
-            failed |= self._fill_apart(work, filled)
+        outcomes = dict(zip(jobs, self._workers.run(list(jobs.values())), strict=True))
+        if any(outcome.is_late for outcome in outcomes.values()):
+            filled = filled.copy()  # what was given up may still be written
+        for number, outcome in outcomes.items():
+            if failure := self._failure(outcome, rows[number]):
+                failed[number] = failure
         return filled, failed | self._exhausted(rows)
 
-    def _fill(self, work: Sequence[_Work], filled: NDArray[np.int32]) -> None:
-        with _panics_told():
-            if plain := [(matcher, first) for matcher, first, drafts in work if not drafts]:
-                fill_next_token_bitmask_par(self._workers, plain, filled)
-            if drafted := [entry for entry in work if entry[2]]:
-                fill_next_token_bitmask_par_with_draft_tokens(self._workers, drafted, filled)
+    def _job(self, match: _Match, drafts: list[int], filled: NDArray[np.int32], first: int) -> Job[None]:
+        """Fills the masks from `first` on: after the answer, and after each of the drafts."""
+        matcher, limit_s = match.matcher, self._mask_timeout_s * (1 + len(drafts))
 
-    def _fill_apart(self, work: Mapping[int, _Work], filled: NDArray[np.int32]) -> dict[int, RowFailure]:
-        failed = {}
-        for number, entry in work.items():
-            try:
-                self._fill([entry], filled)
-            except GrammarError as error:
-                failed[number] = _beyond_limits(str(error))
-        return failed
+        def work() -> None:
+            if drafts:
+                fill_next_token_bitmask_par_with_draft_tokens(self._alone, [(matcher, first, drafts)], filled)
+            else:
+                fill_next_token_bitmask_par(self._alone, [(matcher, first)], filled)
+
+        return Job(work, limit_s, match.template)
+
+    def _failure(self, outcome: Outcome[None], row: GrammarRow) -> RowFailure | None:
+        if outcome.is_late:
+            self._matches[row.request_id].template.is_late = True
+            return self._late()
+        if outcome.error is None:
+            return None
+        try:
+            with _panics_told():
+                raise outcome.error
+        except GrammarError as error:
+            return _beyond_limits(str(error))
+
+    def _late(self) -> RowFailure:
+        limit = f"{self._mask_timeout_s:g} s of a processor (grammar_mask_timeout_s)"
+        return _beyond_limits(f"it takes more than {limit} to find out what may come next")
 
     def _exhausted(self, rows: Sequence[GrammarRow]) -> dict[int, RowFailure]:
         """Rows whose mask was more work than the limits allow, by number."""
         matches = [self._matches.get(row.request_id) for row in rows]
-        errors = {number: match.matcher.get_error() for number, match in enumerate(matches) if match is not None}
+        errors = {
+            number: match.matcher.get_error()
+            for number, match in enumerate(matches)
+            if match is not None and not match.template.is_late
+        }
         return {number: _beyond_limits(error) for number, error in errors.items() if error}
 
-    def _caught_up(self, row: GrammarRow) -> llguidance.LLMatcher:
-        """The request's matcher, after its whole answer: new tokens are consumed, after a preemption all of them."""
+    def _caught_up(self, row: GrammarRow) -> _Match:
+        """The request's match, after its whole answer: new tokens are consumed, after a preemption all of them."""
         match = self._matches.get(row.request_id)
         if match is None:
-            match = self._matches[row.request_id] = _Match(self._template(row.grammar).deep_copy())
+            template = self._template(row.grammar)
+            match = self._matches[row.request_id] = _Match(template, template.matcher.deep_copy())
+        if match.template.is_late:
+            raise _LateError
         self._consume(match, row.answer[match.count :])
-        return match.matcher
+        return match
 
     def _consume(self, match: _Match, tokens: Sequence[int]) -> None:
         with _panics_told():
@@ -180,7 +237,7 @@ class Grammars:
         They are a guess: other tokens may spell the same text.
         """
         match = self._matches[request_id]
-        if any(token in self._tokenizer.eos_tokens for token in tokens):
+        if match.template.is_late or any(token in self._tokenizer.eos_tokens for token in tokens):
             return ()
         try:
             self._consume(match, tokens)
@@ -218,4 +275,10 @@ def read_grammars(model_dir: Path, resolved: ResolvedConfig) -> Grammars | None:
     tokenizer = model_dir / "tokenizer.json"
     if not tokenizer.is_file() or not resolved.eos_token_ids:
         return None
-    return Grammars.of_model(tokenizer, resolved.vocab_size, resolved.eos_token_ids, resolved.num_threads)
+    return Grammars.of_model(
+        tokenizer,
+        resolved.vocab_size,
+        resolved.eos_token_ids,
+        resolved.num_threads,
+        resolved.grammar_mask_timeout_s,
+    )

@@ -26,11 +26,10 @@ def config_of(doc: Doc) -> Doc:
 
 def settings_of(doc: Doc) -> AppSettings:
     """Return the settings of our application. Raises ValueError unless there is exactly one."""
-    applications = dict(our_applications(config_of(doc)))
+    applications = [args for _, _, args in our_applications(config_of(doc))]
     if len(applications) != 1:
         raise ValueError(f"must have one application of ours, but it has {len(applications)}")
-    (args,) = applications.values()
-    return AppSettings.model_validate(args)
+    return AppSettings.model_validate(applications[0])
 
 
 def check(doc: Doc) -> list[Finding]:

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.edge.client_state import track_client
+from serve_app.edge.cors import Asked, Policy, told
 from serve_app.edge.limits import REQUEST_ID
 from serve_app.edge.refusals import NO_ROUTE, REPLICA_LOST, Refusal
 from serve_app.errors.api_error import ApiError
@@ -47,8 +49,9 @@ class Guard:
     """`speaks_for_ray`: put what Ray says, and what it leaves unsaid when a replica is lost, in the API's shape. Only
     where all applications are ours: others may answer with texts."""
 
-    def __init__(self, app: ASGIApp, *, speaks_for_ray: bool) -> None:
+    def __init__(self, app: ASGIApp, *, speaks_for_ray: bool, cors: Sequence[Policy] = ()) -> None:
         self._app = app
+        self._cors = cors
         self._speaks_for_ray = speaks_for_ray
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,14 +61,14 @@ class Guard:
         _keep_valid_id(scope["headers"])
         if (name := _undecodable(scope["headers"])) is not None:
             text = f"The header {name} is not UTF-8."
-            await _Answer(scope, send).refuse(ApiError(400, text, param=name, code="invalid_header"))
+            await _Answer(scope, send, self._cors).refuse(ApiError(400, text, param=name, code="invalid_header"))
         elif self._speaks_for_ray:
             await self._translated(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     async def _translated(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = _Answer(scope, send)
+        answer = _Answer(scope, send, self._cors)
         try:
             await self._app(scope, receive, answer.send)
         except (asyncio.CancelledError, RequestCancelledError):
@@ -85,9 +88,10 @@ class Guard:
 class _Answer:
     """One response on its way from Ray to the server."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, cors: Sequence[Policy]) -> None:
         self._path: str = scope["path"]
         self._headers = Headers(scope=scope)
+        self._asked, self._cors = Asked(scope["method"], self._path, self._headers), cors
         self._send = send
         self._client = track_client(scope)
         self._is_started = False
@@ -119,9 +123,11 @@ class _Answer:
         body = json.dumps(self._told(error)).encode()
         named = {"content-type": "application/json", "content-length": str(len(body))}
         named["x-request-id"] = self._headers.get("x-request-id") or str(uuid.uuid4())
-        named |= {name.lower(): value for name, value in error.headers.items()} | (headers or {})
+        says = told(self._cors, self._asked)
+        named |= {name.lower(): value for name, value in error.headers.items()} | (headers or {}) | says.headers
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
-        start: Message = {"type": "http.response.start", "status": error.status, "headers": encoded}
+        start: Message = {"type": "http.response.start", "status": 200 if says.is_granted else error.status}
+        start["headers"] = encoded
         await self._say(start, {"type": "http.response.body", "body": body})
 
     async def _say(self, *messages: Message) -> None:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from serve_app.edge.cors import CorsError, Policy, policies_in
+from serve_app.edge.haproxy_cors import cors_rules
 from serve_app.edge.limits import (
     BODY_STALL_S,
     HEAD_TIMEOUT_S,
@@ -69,8 +71,8 @@ class EdgeError(Exception):
 
 
 def edited(config: str, directory: Path, environ: Mapping[str, str]) -> str:
-    """Ray's configuration with our limits. `directory` has the error pages, and is where HAProxy's own pages go, unless
-    `environ` gives them a port.
+    """Ray's configuration with our limits. `directory` has the error pages and lists of origins, and is where HAProxy's
+    own pages go, unless `environ` gives them a port.
 
     Raises:
         EdgeError: the message says which setting or which part of the configuration.
@@ -78,10 +80,11 @@ def edited(config: str, directory: Path, environ: Mapping[str, str]) -> str:
     if config.startswith(_MARK):  # HAProxy crashed, and Ray starts it again with the same file
         return config
     limit = per_source_limit(environ, int(_found(_MAXCONN, config)[1]))
+    cors = cors_rules(cors_policies(environ), directory)
     config = _ERROR_FILE.sub("", config)
     config = _replaced(_BUFFER, config, _room)
     config = _replaced(_DEFAULTS, config, lambda found: found[0] + _lines(_defaults(directory)))
-    config = _replaced(_FRONTEND, config, lambda found: found[0] + _lines(_frontend(limit)))
+    config = _replaced(_FRONTEND, config, lambda found: found[0] + _lines(cors + _frontend(limit)))
     config = _NO_ROUTE.sub(lambda found: found[1] + _returned(NO_ROUTE), config)
     for variable, bind in _OWN_PAGES.items():
         if variable not in environ:
@@ -101,6 +104,14 @@ def per_source_limit(environ: Mapping[str, str], maxconn: int) -> int:
     if not (given.isascii() and given.isdecimal()):
         raise EdgeError(f"{PER_SOURCE} must be a whole number of connections, 0 for no limit; it is {given[:40]!r}")
     return int(given)
+
+
+def cors_policies(environ: Mapping[str, str]) -> tuple[Policy, ...]:
+    """Raises EdgeError if they are none."""
+    try:
+        return policies_in(environ)
+    except CorsError as error:
+        raise EdgeError(str(error)) from error
 
 
 def _room(found: re.Match[str]) -> str:

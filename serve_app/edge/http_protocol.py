@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from serve_app.edge.cors import Asked, Policy, told
 from serve_app.edge.limits import HEAD_TIMEOUT_S, MAX_HEAD_BYTES, MAX_HEADERS, MAX_URL_BYTES
 from serve_app.edge.refusals import HEAD_TOO_LARGE, HEAD_TOO_SLOW, MALFORMED, URL_TOO_LONG, Refusal
 
@@ -24,6 +26,9 @@ class _Refused(Exception):
 
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. What it refuses is answered in the API's shape, and ends the connection."""
+
+    cors: tuple[Policy, ...] = ()
+    """Of this process: Ray makes the connections."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -114,8 +119,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         cycle = self.cycle
         if cycle is None or cycle.response_complete or not cycle.response_started:  # never into the middle of an answer
-            self.transport.write(refusal.response())
+            self.transport.write(self._told(refusal))
         self.transport.close()
+
+    def _told(self, refusal: Refusal) -> bytes:
+        """As much of the head as was read says which page asks."""
+        if not self.headers or not self.url:
+            return refusal.response()
+        named = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        says = told(self.cors, Asked(self.parser.get_method().decode("latin-1"), path, named))
+        return refusal.response(says.headers, HTTPStatus.OK if says.is_granted else None)
 
     def _start_timer(self, delay_s: float, action: Callable[[], None]) -> None:
         self._stop_timer()

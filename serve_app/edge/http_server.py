@@ -3,9 +3,12 @@ Never starts a server."""
 
 from __future__ import annotations
 
+import os
+
 from starlette.middleware import Middleware
 from uvicorn.protocols.http import auto
 
+from serve_app.edge.cors import policies_in
 from serve_app.edge.guard import Guard
 from serve_app.edge.http_protocol import BoundedHttpProtocol
 
@@ -21,5 +24,7 @@ def guard_shared() -> list[Middleware]:
 
 
 def _guarded(*, speaks_for_ray: bool) -> list[Middleware]:
+    policies = policies_in(os.environ)
+    BoundedHttpProtocol.cors = policies
     auto.AutoHTTPProtocol = BoundedHttpProtocol  # what uvicorn takes where nobody names a protocol, as Ray does not
-    return [Middleware(Guard, speaks_for_ray=speaks_for_ray)]
+    return [Middleware(Guard, speaks_for_ray=speaks_for_ray, cors=policies)]

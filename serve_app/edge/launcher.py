@@ -10,7 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
-from serve_app.edge.haproxy_config import PAGES, EdgeError, edited, page_path
+from serve_app.edge.haproxy_config import PAGES, EdgeError, cors_policies, edited, page_path
+from serve_app.edge.haproxy_cors import pattern_files
 
 NAME = "chunkserve-haproxy"
 """The command that `RAY_SERVE_HAPROXY_BINARY_PATH` names on a cluster that `serve run` does not start."""
@@ -44,9 +45,11 @@ def configs_of(arguments: Sequence[str]) -> list[Path]:
 
 
 def prepare(config: Path, environ: Mapping[str, str]) -> None:
-    """Edit a configuration in its place, and write the pages that it names beside it."""
+    """Edit a configuration in its place, and write the pages and lists that it names beside it."""
     for status, refusal in PAGES.items():
         page_path(config.parent, status).write_bytes(refusal.response())
+    for path, patterns in pattern_files(cors_policies(environ), config.parent):
+        path.write_text(patterns)
     config.write_text(edited(config.read_text(), config.parent, environ))
 
 

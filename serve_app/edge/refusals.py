@@ -4,13 +4,16 @@ Never imports serve_app.errors, whose shape this is; a test compares the two."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from types import MappingProxyType
 
 from serve_app.edge.limits import HEAD_TIMEOUT_S, MAX_HEAD_BYTES, MAX_HEADERS, MAX_URL_BYTES
 
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,12 @@ class Refusal:
         retry = {"retry-after": "1"} if self.is_temporary else {}
         return {"content-type": "application/json", "content-length": str(len(self.body()))} | retry
 
-    def response(self) -> bytes:
-        """The whole response; the connection ends with it."""
-        told = "".join(f"{name}: {value}\r\n" for name, value in self.headers().items())
-        head = f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\n{told}connection: close\r\n\r\n"
-        return (head + self.body()).encode()
+    def response(self, more: Mapping[str, str] = _NOTHING, status: HTTPStatus | None = None) -> bytes:
+        """The whole response; the connection ends with it. `more`: further headers; `status`: another than its own."""
+        told = "".join(f"{name}: {value}\r\n" for name, value in (self.headers() | dict(more)).items())
+        said = status or self.status
+        head = f"HTTP/1.1 {said.value} {said.phrase}\r\n{told}connection: close\r\n\r\n"
+        return (head + self.body()).encode("latin-1")
 
 
 HEAD_TOO_LARGE = Refusal(

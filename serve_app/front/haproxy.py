@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve_app.edge import launcher
-from serve_app.edge.haproxy_config import EdgeError, per_source_limit
+from serve_app.edge.cors import VARIABLE
+from serve_app.edge.haproxy_config import EdgeError, cors_policies, per_source_limit
 
 _FIRST_PORT, _LAST_PORT, _BLOCK_PORTS = 20_000, 29_999, 500
 """Between Ray's worker ports and those that Linux gives to outgoing connections. A block is one server's: its first
@@ -81,13 +82,14 @@ def private_haproxy(environ: Mapping[str, str]) -> Iterator[PrivateHAProxy]:
     with _directory() as directory, _lock_ports() as first_port:
         path = _write_launcher(directory)
         chosen = _chosen_binary(environ)
-        _check_runs(path, directory, {**environ, **chosen})
+        _check(path, directory, {**environ, **chosen})
         yield PrivateHAProxy(path, chosen | _paths(directory) | _ports(first_port, environ))
 
 
 def _check_settings(environ: Mapping[str, str], maxconn: int) -> None:
     try:
         per_source_limit(environ, maxconn)
+        cors_policies(environ)
     except EdgeError as error:
         raise HAProxyMisconfigured(str(error)) from error
 
@@ -156,6 +158,17 @@ def _write_launcher(directory: Path) -> Path:
     return path
 
 
+def _check(path: Path, directory: Path, environ: Mapping[str, str]) -> None:
+    try:
+        _check_runs(path, directory, environ)
+    except HAProxyUnusable as error:
+        _check_runs(path, directory, {**environ, VARIABLE: ""})
+        # Python's expressions are not quite HAProxy's, which are PCRE.
+        expressions = [policy.allow_origin_regex for policy in cors_policies(environ)]
+        text = f"args.cors.allow_origin_regex: HAProxy cannot read it; the expressions are {expressions}: {error}"
+        raise HAProxyMisconfigured(text) from error
+
+
 def _check_runs(path: Path, directory: Path, environ: Mapping[str, str]) -> None:
     """Through the launcher, as Ray will: a /tmp without execution rights, or a missing library, shows here."""
     probe = directory / "probe.cfg"
@@ -172,4 +185,10 @@ def _check_runs(path: Path, directory: Path, environ: Mapping[str, str]) -> None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise HAProxyUnusable(str(error)) from error
     if done.returncode:
-        raise HAProxyUnusable((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+        raise HAProxyUnusable(_first_alert(done.stderr) or f"exit code {done.returncode}")
+
+
+def _first_alert(said: str) -> str:
+    """HAProxy's last lines say only that there was one; without any, what was wrong stands last."""
+    lines = said.strip().splitlines() or [""]
+    return next((line for line in lines if line.startswith("[ALERT]")), lines[-1])

@@ -51,18 +51,18 @@ def read_applications(config: ServeConfig) -> list[Application]:
         ConfigRefused: settings are wrong, by name, limit and value.
     """
     return [
-        Application(config, number, name, str(app.get("route_prefix") or "/"), _validated(config, number, name, args))
+        Application(config, number, name, prefix, _validated(config, number, name, args))
         for number, app in enumerate(config.applications)
-        for name, args in our_applications({"applications": [app]})
+        for name, prefix, args in our_applications({"applications": [app]})
     ]
 
 
-def our_applications(config: Any) -> Iterator[tuple[str, Any]]:
-    """(name, args) of the applications that our builder makes, in what may be no Serve config."""
+def our_applications(config: Any) -> Iterator[tuple[str, str, Any]]:
+    """(name, route prefix, args) of the applications that our builder makes, in what may be no Serve config."""
     applications = config.get("applications") if isinstance(config, dict) else None
     for app in applications or []:
         if isinstance(app, dict) and str(app.get("import_path")).replace(".build", ":build") == BUILDER:
-            yield str(app.get("name", "default")), app.get("args") or {}
+            yield str(app.get("name", "default")), str(app.get("route_prefix") or "/"), app.get("args") or {}
 
 
 def _validated(config: ServeConfig, number: int, name: str, args: Any) -> AppSettings:

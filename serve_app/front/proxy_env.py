@@ -12,9 +12,12 @@ from pathlib import Path
 
 import yaml
 
+from serve_app.auth.keys import Keys, KeysFileError
+from serve_app.edge.cors import VARIABLE, Policy, written
 from serve_app.front.haproxy import BINARY_PATH, HAProxyMisconfigured, HAProxyUnusable, private_haproxy
 from serve_app.front.preflight import our_applications
 from serve_app.settings.application import AppSettings
+from serve_app.settings.cors import allowed_origins
 
 ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 
@@ -79,12 +82,13 @@ ALL_OURS = _ONE_LOOP | _END_WHAT_HANGS | _UNHURRIED | _AS_OTHERS | _ONE_AT_A_TIM
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What matters here of a config: the longest drain of our applications, how long their clients may stand still, and
-    whether there are other applications."""
+    """What matters here of a config: the longest drain of our applications, how long their clients may stand still,
+    whether there are other applications, and which web pages may use ours."""
 
     drain_timeout_s: float
     client_stall_timeout_s: float
     only_ours: bool
+    policies: tuple[Policy, ...]
 
 
 @contextmanager
@@ -100,18 +104,31 @@ def serving_environment(arguments: list[str], configs: list[Path], environ: Muta
         if served is not None and starts_a_cluster(arguments, environ):
             for name, value in _of_all_replicas(served).items():
                 environ.setdefault(name, value)
+            environ.setdefault(VARIABLE, written(served.policies))
             _put_haproxy_in_front(served, environ, held)
         yield
 
 
 def _served(config: Path) -> _Served | None:
     content = yaml.safe_load(config.read_text())
-    ours = [AppSettings.model_validate(args) for _, args in our_applications(content)]
+    routed = [(prefix, AppSettings.model_validate(args)) for _, prefix, args in our_applications(content)]
+    ours = [settings for _, settings in routed]
     if not ours:
         return None
     longest_s = max(settings.drain_timeout_s for settings in ours)
     stall_s = max(settings.client_stall_timeout_s for settings in ours)
-    return _Served(longest_s, stall_s, only_ours=len(ours) == len(content["applications"]))
+    policies = tuple(_policy(prefix, settings) for prefix, settings in routed)
+    return _Served(longest_s, stall_s, only_ours=len(ours) == len(content["applications"]), policies=policies)
+
+
+def _policy(prefix: str, settings: AppSettings) -> Policy:
+    """As the application has it. A file of keys that cannot be read here counts as none: fewer pages may use that."""
+    try:
+        needs_keys = Keys.load(settings.auth).are_needed
+    except KeysFileError:
+        needs_keys = bool(settings.auth.keys)
+    origins, regex = allowed_origins(settings.cors, needs_keys=needs_keys)
+    return Policy(prefix, origins, regex, settings.cors.max_age)
 
 
 def starts_a_cluster(arguments: list[str], environ: MutableMapping[str, str]) -> bool:

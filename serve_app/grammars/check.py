@@ -10,7 +10,8 @@ from threading import Lock
 
 from llguidance import LLMatcher
 
-MAX_KEPT = 512
+MAX_KEPT = 4096
+"""Each tool's schema is one, and agents bring a thousand. An entry is 32 bytes and a text of at most MAX_CHARS."""
 MAX_CHARS = 300
 
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")

@@ -4,11 +4,12 @@ Never reads what a schema means; llguidance does, and names the keywords that it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
 from copy import deepcopy
 from typing import Any
 
 from serve_app.grammars.notation import Grammar, GrammarRefused, Json
+from serve_app.grammars.schema_parts import bare, dicts, inside, subschemas, texts
 
 MAX_SCHEMA_BYTES = 64 * 2**10
 MAX_NESTING = 32
@@ -17,9 +18,11 @@ MAX_NESTING = 32
 WRITTEN = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": True}
 """As `json.dumps` writes it, and as chat templates show it. Free white space is where small models do not find out."""
 
-_ONE = ("additionalProperties", "items", "additionalItems", "unevaluatedItems", "contains", "not", "if", "then", "else")
-_MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_WITHOUT_CODES = {"json_allowed_escapes": 'nrbtf\\"'}
+r"""Of `\u0061` llguidance does not know that it is an `a`: beside the keys that a schema names, it would be another."""
+_CODED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Letters that JSON writes as codes alone."""
+
 _IGNORED = ("nullable", "x-guidance")
 """By llguidance in silence, or its own, which a client shall not set."""
 
@@ -39,7 +42,7 @@ def any_object() -> Grammar:
 
 def json_rule(schema: Json) -> str:
     """The same as a part of a Lark rule. `schema` was checked."""
-    return f"%json {json.dumps(_written(schema), ensure_ascii=False)}"
+    return f"%json {json.dumps(_written(schema), ensure_ascii=False, separators=(',', ':'))}"
 
 
 def read_schema(text: str) -> Json:
@@ -70,11 +73,25 @@ def checked(schema: Json) -> Json:
         for name in _IGNORED:
             if part.get(name) not in (None, False):
                 raise GrammarRefused(f"the schema's keyword {name!r} is not supported")
+    if _admits_further_keys(schema) and any(_CODED.search(text) for text in texts(schema)):
+        text = "should have `additionalProperties: false` in every object that names properties"
+        raise GrammarRefused(f"{text}, because it has control characters that JSON writes as codes such as \\u001b")
     return schema
 
 
 def _written(schema: Json) -> Json:
-    return with_fragments(schema) | {"x-guidance": WRITTEN}
+    codes = _WITHOUT_CODES if _admits_further_keys(schema) else {}
+    return bare(with_fragments(schema)) | {"x-guidance": WRITTEN | codes}
+
+
+def _admits_further_keys(schema: Json) -> bool:
+    """Whether an object may have keys beside some that have schemas of their own. A reference may lead anywhere, so
+    everything that looks like an object's schema counts as one."""
+    return any(
+        any(part.get(name) for name in ("properties", "patternProperties", "required"))
+        and part.get("additionalProperties") is not False
+        for part in dicts(schema)
+    )
 
 
 def with_fragments(schema: Json) -> Json:
@@ -110,28 +127,7 @@ def _check_size(text: str) -> None:
 def _check_nesting(schema: Json) -> None:
     level: list[Any] = [schema]
     for _ in range(MAX_NESTING):
-        level = [inner for value in level for inner in _inside(value) if isinstance(inner, dict | list)]
+        level = [inner for value in level for inner in inside(value) if isinstance(inner, dict | list)]
         if not level:
             return
     raise GrammarRefused(f"should be nested at most {MAX_NESTING} deep, but it is deeper")
-
-
-def _inside(value: Any) -> list[Any]:
-    return list(value.values() if isinstance(value, dict) else value)
-
-
-def subschemas(schema: Any) -> Iterator[Json]:
-    """A schema and all inside it, wherever keywords stand; names of properties are none."""
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    for name in _ONE:
-        yield from subschemas(schema.get(name))
-    for name in _MANY:
-        options = schema.get(name)
-        for option in options if isinstance(options, list) else ():
-            yield from subschemas(option)
-    for name in _NAMED:
-        entries = schema.get(name)
-        for entry in entries.values() if isinstance(entries, dict) else ():
-            yield from subschemas(entry)

@@ -13,9 +13,12 @@ Json = dict[str, Any]
 Specials = Mapping[str, int]
 """The texts of tokens that no text matches, special ones and others in angle brackets: a grammar names them by id."""
 
-MAX_GRAMMAR_BYTES = 255 * 2**10
+MAX_GRAMMAR_BYTES = 1023 * 2**10
 """Of what a request's constraint becomes, all tools' schemas together; thoughts before it take some more. Engines take
-256 KiB unless their `max_grammar_bytes` says otherwise."""
+1 MiB unless their `max_grammar_bytes` says otherwise."""
+
+MAX_UNASKED_BYTES = 255 * 2**10
+"""Of the schemas of tools that do not say whether they are strict: beyond it none of them is."""
 
 
 class GrammarRefused(ValueError):
@@ -35,7 +38,7 @@ class Grammar:
 
     def text(self) -> str:
         """For the engine."""
-        return json.dumps({"grammars": list(self.entries)}, ensure_ascii=False)
+        return json.dumps({"grammars": list(self.entries)}, ensure_ascii=False, separators=(",", ":"))
 
     def bounded_text(self) -> str:
         """The same.

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from serve_app.grammars.encodings import JSON_STRING
-from serve_app.grammars.json_schema import checked, json_rule, with_fragments
+from serve_app.grammars.json_schema import checked, with_fragments
 from serve_app.grammars.lark_rules import Lark
 from serve_app.grammars.nested import nested_rules
 from serve_app.grammars.notation import Grammar, GrammarRefused, Json, Specials, heads, lark, literal, quoted
+from serve_app.parsing.shared_rules import SharedRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class CallGrammar(ABC):
         self._tools = tools
         self._specials = specials
         self._parallel = parallel
+        self._shared = SharedRules()
 
     @abstractmethod
     def calls(self) -> Grammar:
@@ -50,8 +52,21 @@ class CallGrammar(ABC):
     def lazy(self) -> Grammar:
         """Any text, in which calls begin as they do in this family; what begins like one is one."""
 
+    def _lark(self, rules: str) -> Grammar:
+        """Of rules that are all written by now."""
+        return lark(f"{rules}{self._shared.text()}")
+
     def _literal(self, text: str) -> str:
         return literal(text, self._specials)
+
+    def _objects(self, key: str) -> str:
+        """A rule `object`: a call as a JSON object with its arguments under `key`."""
+        head = '{{"name": {}, "{}": '
+        options = [
+            f"{quoted(head.format(json.dumps(tool.name), key))} {arguments_rule(tool, self._shared)} {quoted('}')}"
+            for tool in self._tools
+        ]
+        return f"object: {' | '.join(options)}\n"
 
     def _repeated(self, rule: str, between: str) -> str:
         return f"{rule} ({quoted(between)} {rule})*" if self._parallel else rule
@@ -74,24 +89,15 @@ class TaggedCallGrammar(CallGrammar):
         """One or more calls, in terms of `rest_0`."""
 
     def calls(self) -> Grammar:
-        return lark(f"start: {self._all()}\n{self._rules()}")
+        return self._lark(f"start: {self._all()}\n{self._rules()}")
 
     def lazy(self) -> Grammar:
         calls = " | ".join(f"head_{number} rest_{number}" for number in range(len(self._tags)))
         start = f"({calls})* TEXT" if self._parallel and self._goes_on else f"{calls} | TEXT"
-        return lark(f"start: {start}\n{heads(self._tags, self._specials)}{self._rules()}")
+        return self._lark(f"start: {start}\n{heads(self._tags, self._specials)}{self._rules()}")
 
 
-def json_calls(tools: Sequence[CallableTool], key: str) -> str:
-    """A rule `object`: a call as a JSON object with its arguments under `key`."""
-    head = '{{"name": {}, "{}": '
-    options = [
-        f"{quoted(head.format(json.dumps(tool.name), key))} {arguments_rule(tool)} {quoted('}')}" for tool in tools
-    ]
-    return f"object: {' | '.join(options)}\n"
-
-
-def arguments_rule(tool: CallableTool) -> str:
+def arguments_rule(tool: CallableTool, shared: SharedRules) -> str:
     """What stands in a rule for all arguments as one object.
 
     Raises:
@@ -99,7 +105,7 @@ def arguments_rule(tool: CallableTool) -> str:
     """
     schema = arguments_schema(tool)
     if tool.text is None:
-        return json_rule(schema)
+        return shared.json(schema)
     (name,) = schema["properties"]
     return f"{quoted(f'{{{json.dumps(name)}: ')} {string_rule(tool.text)} {quoted('}')}"
 

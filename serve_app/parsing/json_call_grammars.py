@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from serve_app.grammars.notation import Grammar, escaped, lark, quoted, until, without
-from serve_app.parsing.call_grammar import CallGrammar, TaggedCallGrammar, arguments_rule, json_calls
+from serve_app.grammars.notation import Grammar, escaped, quoted, until, without
+from serve_app.parsing.call_grammar import CallGrammar, TaggedCallGrammar, arguments_rule
 from serve_app.parsing.phi4_mini import TAG, TAG_END, WORD
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -20,22 +20,22 @@ class HermesCallGrammar(TaggedCallGrammar):
         return self._repeated(f"{self._literal('<tool_call>')} rest_0", "\n")
 
     def _rules(self) -> str:
-        return f'rest_0: "\\n" object "\\n" {self._literal("</tool_call>")}\n' + json_calls(self._tools, "arguments")
+        return f'rest_0: "\\n" object "\\n" {self._literal("</tool_call>")}\n' + self._objects("arguments")
 
 
 class Llama3JsonCallGrammar(CallGrammar):
     """Without a tag, an answer that begins with an object is calls: where it is lazy, no other JSON object can be."""
 
     def calls(self) -> Grammar:
-        return lark(f"start: calls\n{self._rules()}")
+        return self._lark(f"start: calls\n{self._rules()}")
 
     def lazy(self) -> Grammar:
         head = until(_PYTHON_TAG, self._specials, "head", _NO_OBJECT)
         plain = f"PLAIN: /{_NO_OBJECT}/" + without(escaped(_PYTHON_TAG))
-        return lark(f"start: calls | head calls | PLAIN\n{plain}\n{head}{self._rules()}")
+        return self._lark(f"start: calls | head calls | PLAIN\n{plain}\n{head}{self._rules()}")
 
     def _rules(self) -> str:
-        return f"calls: {self._repeated('object', '; ')}\n{json_calls(self._tools, 'parameters')}"
+        return f"calls: {self._repeated('object', '; ')}\n{self._objects('parameters')}"
 
 
 class MistralCallGrammar(TaggedCallGrammar):
@@ -53,12 +53,12 @@ class MistralCallGrammar(TaggedCallGrammar):
 
     def _rules(self) -> str:
         if "[ARGS]" not in self._specials:
-            return f'rest_0: "[" {self._repeated("object", ", ")} "]"\n' + json_calls(self._tools, "arguments")
+            return f'rest_0: "[" {self._repeated("object", ", ")} "]"\n' + self._objects("arguments")
         more = f" ({self._literal(self._tags[0])} call)*" if self._parallel else ""
         args = self._literal("[ARGS]")
         if "[CALL_ID]" in self._specials:
             args = f"({self._literal('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)? {args}"
-        calls = [f"{quoted(tool.name)} {args} {arguments_rule(tool)}" for tool in self._tools]
+        calls = [f"{quoted(tool.name)} {args} {arguments_rule(tool, self._shared)}" for tool in self._tools]
         return f"rest_0: call{more}\ncall: {' | '.join(calls)}\n"
 
 
@@ -77,4 +77,4 @@ class Phi4MiniCallGrammar(TaggedCallGrammar):
     def _rules(self) -> str:
         calls = f'{self._repeated("object", ", ")} "]"'
         end = self._literal(TAG_END)
-        return f'rest_0: {calls}\nrest_1: "[" {calls} {end}\n' + json_calls(self._tools, "arguments")
+        return f'rest_0: {calls}\nrest_1: "[" {calls} {end}\n' + self._objects("arguments")

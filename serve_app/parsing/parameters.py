@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.grammars.json_schema import subschemas
 from serve_app.grammars.lark_rules import Lark
 from serve_app.grammars.notation import GrammarRefused, Json
+from serve_app.grammars.schema_parts import subschemas
 from serve_app.parsing.call_grammar import CallableTool, arguments_schema
 
 ANNOTATIONS = frozenset(

@@ -6,10 +6,10 @@ from __future__ import annotations
 import keyword
 from collections.abc import Sequence
 
-from serve_app.grammars.json_schema import json_rule
-from serve_app.grammars.notation import Grammar, GrammarRefused, lark, quoted
+from serve_app.grammars.notation import Grammar, GrammarRefused, quoted
 from serve_app.parsing.call_grammar import CallableTool, CallGrammar, string_rule
 from serve_app.parsing.parameters import Parameter, only_annotated, parameters_of
+from serve_app.parsing.shared_rules import SharedRules
 
 _NO_LIST = r"(\s*[^\s\[](?s:.*))?"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,199})(\.[0-9]{1,99})?([eE][+-]?[0-9]{1,2})?/"
@@ -20,29 +20,29 @@ class PythonicCallGrammar(CallGrammar):
     """Without a tag, an answer that begins with a list is calls: where it is lazy, no other list can begin it."""
 
     def calls(self) -> Grammar:
-        return lark(f"start: calls\n{self._rules()}")
+        return self._lark(f"start: calls\n{self._rules()}")
 
     def lazy(self) -> Grammar:
-        return lark(f"start: calls | PLAIN\nPLAIN: /{_NO_LIST}/\n{self._rules()}")
+        return self._lark(f"start: calls | PLAIN\nPLAIN: /{_NO_LIST}/\n{self._rules()}")
 
     def _rules(self) -> str:
         names = " | ".join(f"call_{number}" for number in range(len(self._tools)))
-        calls = "".join(_call(number, tool) for number, tool in enumerate(self._tools))
+        calls = "".join(_call(number, tool, self._shared) for number, tool in enumerate(self._tools))
         return f'calls: "[" {self._repeated("call", ", ")} "]"\ncall: {names}\n{calls}'
 
 
-def _call(number: int, tool: CallableTool) -> str:
+def _call(number: int, tool: CallableTool, shared: SharedRules) -> str:
     if not all(_is_identifier(part) for part in tool.name.split(".")):
         raise GrammarRefused(f"{tool.name[:64]!r} cannot be a function's name in Python", tool.place)
     head = quoted(f"{tool.name}(")
     if tool.is_free:
         return f'call_{number}: {head} (free_{number} (", " free_{number})*)? ")"\n' + (
-            f'free_{number}: /[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/ "=" {json_rule({})}\n'
+            f'free_{number}: /[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/ "=" {shared.json({})}\n'
         )
-    return f'call_{number}: {head} first_{number}_0 ")"\n' + _arguments(number, parameters_of(tool))
+    return f'call_{number}: {head} first_{number}_0 ")"\n' + _arguments(number, parameters_of(tool), shared)
 
 
-def _arguments(call: int, parameters: Sequence[Parameter]) -> str:
+def _arguments(call: int, parameters: Sequence[Parameter], shared: SharedRules) -> str:
     """Rules by which the arguments from the i-th on follow others (`more`), or are the first."""
     rules = ""
     for place, parameter in enumerate(parameters):
@@ -50,19 +50,19 @@ def _arguments(call: int, parameters: Sequence[Parameter]) -> str:
             text = f"{parameter.name[:64]!r} cannot be an argument's name in Python"
             raise GrammarRefused(text, parameter.place)
         item, later = f"item_{call}_{place} more_{call}_{place + 1}", "" if parameter.is_required else "| {}"
-        rules += f"item_{call}_{place}: {quoted(parameter.name + '=')} {value_rule(parameter)}\n"
+        rules += f"item_{call}_{place}: {quoted(parameter.name + '=')} {value_rule(parameter, shared)}\n"
         rules += f"first_{call}_{place}: {item} {later.format(f'first_{call}_{place + 1}')}\n"
         rules += f'more_{call}_{place}: ", " {item} {later.format(f"more_{call}_{place + 1}")}\n'
     return rules + f'first_{call}_{len(parameters)}: ""\nmore_{call}_{len(parameters)}: ""\n'
 
 
-def value_rule(parameter: Parameter) -> str:
+def value_rule(parameter: Parameter, shared: SharedRules) -> str:
     """JSON that is a Python literal, too."""
     if parameter.text is not None:
         return string_rule(parameter.text)
     if parameter.schema.get("type") == "number" and only_annotated(parameter.schema, "type"):
         return _NUMBER
-    return json_rule(parameter.schema)
+    return shared.json(parameter.schema)
 
 
 def _is_identifier(name: str) -> bool:

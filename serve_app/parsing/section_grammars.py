@@ -31,7 +31,7 @@ class _SectionCallGrammar(TaggedCallGrammar):
         calls = []
         for tool in self._tools:
             head, tail = self._call(tool)
-            calls.append(f"{head} {arguments_rule(tool)} {self._literal(tail + call_end)}")
+            calls.append(f"{head} {arguments_rule(tool, self._shared)} {self._literal(tail + call_end)}")
         return (
             f"rest_0: {self._literal(call)} rest_1 {self._literal(end)}\n"
             f"rest_1: call{more}\ncall: {' | '.join(calls)}\n"

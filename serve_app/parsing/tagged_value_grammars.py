@@ -22,7 +22,7 @@ class _TaggedValueCallGrammar(TaggedCallGrammar):
 
     def __init__(self, tools: Sequence[CallableTool], specials: Specials, *, parallel: bool) -> None:
         super().__init__(tools, specials, parallel=parallel)
-        self._values = ValueRules(self._end, self._frame, specials)
+        self._values = ValueRules(self._end, self._frame, specials, self._shared)
 
     @abstractmethod
     def _head(self, name: str) -> str:
@@ -38,26 +38,25 @@ class _TaggedValueCallGrammar(TaggedCallGrammar):
     def _functions(self) -> str:
         """Rules `function`, and those that it refers to."""
         names = " | ".join(f"function_{number}" for number in range(len(self._tools)))
-        free = f"free: {self._head(_ANY_NAME)} text {self._after_value()}\n{self._values.text('text')}"
+        free = f"free: {self._head(_ANY_NAME)} {self._values.text()} {self._after_value()}\n"
         each = "".join(self._rules_of(number, tool) for number, tool in enumerate(self._tools))
         return f"function: {names}\n{free}{each}"
 
     def _rules_of(self, number: int, tool: CallableTool) -> str:
-        written, rules = (" free*", "") if tool.is_free else self._parameters(number, parameters_of(tool))
-        return f"function_{number}: {self._function(tool.name, written)}\n{rules}"
+        written = " free*" if tool.is_free else self._parameters(parameters_of(tool))
+        return f"function_{number}: {self._function(tool.name, written)}\n"
 
-    def _parameters(self, number: int, parameters: Sequence[Parameter]) -> tuple[str, str]:
-        written = rules = ""
-        for place, parameter in enumerate(parameters):
+    def _parameters(self, parameters: Sequence[Parameter]) -> str:
+        written = ""
+        for parameter in parameters:
             name = parameter.name
             if name != name.strip() or not name or any(letter in "<>\n" for letter in name):
                 text = f"{name[:64]!r} cannot be a parameter's name in this model's format of calls"
                 raise GrammarRefused(text, parameter.place)
-            value, more = self._values.value(parameter, f"text_{number}_{place}")
+            value = self._values.value(parameter)
             written += f" ({self._head(quoted(name))} ({value}) {self._after_value()})"
             written += "" if parameter.is_required else "?"
-            rules += more
-        return written, rules
+        return written
 
     def _after_value(self) -> str:
         return ""

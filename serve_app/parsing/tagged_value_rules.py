@@ -13,6 +13,7 @@ from serve_app.grammars.notation import GrammarRefused, Json, Specials, escaped,
 from serve_app.grammars.regular import of_whole
 from serve_app.parsing.parameters import Parameter, only_annotated
 from serve_app.parsing.pythonic_grammar import value_rule
+from serve_app.parsing.shared_rules import SharedRules
 from serve_app.parsing.typed_values import declared_types, resolved
 
 _LONGEST = 2**20  # letters
@@ -23,34 +24,36 @@ _SAFE = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 class ValueRules:
     """`frame`: what is written before a value, and after it."""
 
-    def __init__(self, end: str, frame: str, specials: Specials) -> None:
+    def __init__(self, end: str, frame: str, specials: Specials, shared: SharedRules) -> None:
         self._end = end
         self._frame = frame
         self._specials = specials
+        self._shared = shared
 
-    def value(self, parameter: Parameter, rule: str) -> tuple[str, str]:
-        """What the value and its end tag are, and the further rules that this refers to. Where a value may be a string,
-        it is written as it is; else as JSON."""
+    def value(self, parameter: Parameter) -> str:
+        """What the value and its end tag are. Where a value may be a string, it is written as it is; else as JSON."""
         if parameter.text is not None:
-            return f"{nested_rules(parameter.text, as_it_is(self._end, self._frame))} {self._apart()}", ""
+            return f"{nested_rules(parameter.text, as_it_is(self._end, self._frame))} {self._apart()}"
         schema = resolved(parameter.schema, parameter.schema)
         kinds = declared_types(schema)
         if "string" not in kinds and _is_typed(schema):
-            return f"{value_rule(parameter)} {self._closing()}", ""
-        found = [self._option(option, f"{rule}_{number}") for number, option in enumerate(_options(schema))]
+            return f"{value_rule(parameter, self._shared)} {self._closing()}"
+        found = [self._option(option) for option in _options(schema)]
         if None in found or kinds - {"string", "null"}:
             text = "a value that may be a string cannot be more than a text, its lengths, an enum or null"
             raise GrammarRefused(f"{text} in this model's format of calls", parameter.place)
-        options = [option for option in found if option is not None]
-        return " | ".join(option for option, _ in options), "".join(rules for _, rules in options)
+        return " | ".join(option for option in found if option is not None)
 
-    def text(self, rule: str, least: int | None = 0, most: int | None = None) -> str:
-        """Rules of a text and the end tag after it, which is nowhere before."""
+    def text(self, least: int | None = 0, most: int | None = None) -> str:
+        """The rule of a text and the end tag after it, which is nowhere before."""
         times = "*" if not least and most is None else f"{{{least or 0},{'' if most is None else most}}}"
-        return self._ended(rule, f"(?s:.{times})")
+        return self._ended(f"(?s:.{times})")
 
-    def _ended(self, rule: str, text: str) -> str:
+    def _ended(self, text: str) -> str:
         """The same of a text that a regex takes."""
+        return self._shared.named(f"text {text}", lambda rule: self._rules_of(rule, text))
+
+    def _rules_of(self, rule: str, text: str) -> str:
         name, end, frame = rule.upper(), escaped(self._end), escaped(self._frame)
         if self._end in self._specials:
             closed = f"{rule}: {name}_TEXT {literal(self._end, self._specials)}\n"
@@ -67,7 +70,7 @@ class ValueRules:
             return f"{frame}{literal(self._end, self._specials)}"
         return f"{frame}{quoted(self._end[0])} {quoted(self._end[1:])}"
 
-    def _option(self, schema: Json, rule: str) -> tuple[str, str] | None:
+    def _option(self, schema: Json) -> str | None:
         """None: it cannot be written."""
         kinds = declared_types(schema)
         listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -75,15 +78,15 @@ class ValueRules:
             is_kept = only_annotated(schema, "type", "enum", "const")
             return self._listed(listed, kinds) if is_kept else None
         if kinds == {"null"}:
-            return (self._closing("null"), "") if only_annotated(schema, "type") else None
+            return self._closing("null") if only_annotated(schema, "type") else None
         if kinds == {"string"} and (pattern := _pattern(schema)) is not None:
-            return rule, self._ended(rule, f"(?:{pattern})")
+            return self._ended(f"(?:{pattern})")
         if not only_annotated(schema, "type", "minLength", "maxLength"):
             return None
-        rules = self.text(rule, _bound(schema, "minLength", 0), _bound(schema, "maxLength", None))
-        return (f"{self._closing('null')} | {rule}" if "null" in kinds else rule), rules
+        text = self.text(_bound(schema, "minLength", 0), _bound(schema, "maxLength", None))
+        return f"{self._closing('null')} | {text}" if "null" in kinds else text
 
-    def _listed(self, values: Sequence[Any], kinds: set[str]) -> tuple[str, str] | None:
+    def _listed(self, values: Sequence[Any], kinds: set[str]) -> str | None:
         texts = ["null" if value is None else value for value in values]
         for value in texts:
             if not isinstance(value, str) or self._end in value:
@@ -92,7 +95,7 @@ class ValueRules:
         if ("null" in kinds and mistaken) or (None in values and "null" not in kinds):
             return None
         ends = self._closing()
-        return " | ".join(f"{quoted(text)} {ends}" if text else ends for text in texts), ""
+        return " | ".join(f"{quoted(text)} {ends}" if text else ends for text in texts)
 
 
 def _is_typed(schema: Any) -> bool:

@@ -7,6 +7,9 @@ import re
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+LOOPBACK = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
+"""Origins of pages that a program of the browser's own machine serves."""
+
 
 class CorsSettings(BaseModel):
     """Which pages may use the API, as Starlette's CORSMiddleware names it."""
@@ -32,3 +35,11 @@ class CorsSettings(BaseModel):
         except re.error as error:
             raise ValueError(f"it is no regular expression: {error}") from error
         return text
+
+
+def allowed_origins(settings: CorsSettings, *, needs_keys: bool) -> tuple[tuple[str, ...], str | None]:
+    """Origins, and an expression for further ones. `needs_keys`: a page gets nothing without one."""
+    origins, regex = settings.allow_origins, settings.allow_origin_regex
+    if origins is not None:
+        return origins, regex
+    return ("*",) if needs_keys else (), LOOPBACK if regex is None else f"{LOOPBACK}|{regex}"

@@ -47,6 +47,7 @@ def resolved_config(**overrides: Any) -> ResolvedConfig:
         stall_timeout_s=30.0,
         max_grammar_bytes=2**18,
         grammar_timeout_s=60.0,
+        grammar_mask_timeout_s=60.0,
     )
     return ResolvedConfig(**{**settings, **overrides})
 

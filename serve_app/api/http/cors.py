@@ -6,28 +6,20 @@ from __future__ import annotations
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from serve_app.settings.cors import CorsSettings
-
-LOOPBACK = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
-"""Origins of pages that a program of the browser's own machine serves."""
-
-_METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
-_EXPOSED = ("x-request-id", "request-id", "x-chunkserve-ignored", "openai-processing-ms", "retry-after")
+from serve_app.edge.cors import EXPOSED, METHODS
+from serve_app.settings.cors import CorsSettings, allowed_origins
 
 
 def cors_middleware(settings: CorsSettings, *, needs_keys: bool) -> Middleware:
-    """Answers preflights, and names the page in each answer. `needs_keys`: a page gets nothing without one."""
-    origins, regex = settings.allow_origins, settings.allow_origin_regex
-    if origins is None:
-        origins = ("*",) if needs_keys else ()
-        regex = LOOPBACK if regex is None else f"{LOOPBACK}|{regex}"
+    """Answers preflights, and names the page in each answer."""
+    origins, regex = allowed_origins(settings, needs_keys=needs_keys)
     return Middleware(
         CORSMiddleware,
         allow_origins=origins,
         allow_origin_regex=regex,
-        allow_methods=_METHODS,
+        allow_methods=METHODS,
         allow_headers=("*",),
         allow_private_network=True,
-        expose_headers=_EXPOSED,
+        expose_headers=EXPOSED,
         max_age=settings.max_age,
     )

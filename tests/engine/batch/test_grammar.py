@@ -14,6 +14,7 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.batch import grammar
 from engine.batch.grammar import MAX_COMPILED, Grammars
+from engine.batch.mask_workers import MaskWorkers
 from engine.build.engine import FAKE_EOS_TOKEN_ID, FAKE_VOCAB_SIZE, build_engine
 from engine.compilation import Compilation
 from engine.config import EngineConfig, SchedulerConfig
@@ -53,9 +54,9 @@ PERSON = of_schema(
 WORDS = "start: /(alpha|beta|gamma)( (alpha|beta|gamma)){2,5}/"
 
 
-def grammar_core(**options: Any) -> RecordingCore:
+def grammar_core(workers: MaskWorkers | None = None, **options: Any) -> RecordingCore:
     settings = {"vocab_size": FAKE_VOCAB_SIZE, "eos_token_ids": (FAKE_EOS_TOKEN_ID,), "max_num_batched_tokens": 64}
-    grammars = Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID)
+    grammars = Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID, workers)
     alphabet = tuple(b"abcdefghijklmnopqrstuvwxyz ")
     return RecordingCore(**{**settings, **options}, alphabet=alphabet, grammars=grammars)
 
@@ -140,6 +141,19 @@ def test_the_compiled_grammars_that_are_kept_are_the_latest_used() -> None:
     assert WORDS in grammars._compiled
     assert len(grammars._compiled) == MAX_COMPILED
     assert allowed(grammars, GrammarRow("a", 'start: "0"', ())) == [{ord("0")}], "one that was dropped is made again"
+
+
+def test_the_compiled_grammars_that_are_kept_have_so_many_letters_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as large as their texts, and those of a thousand tools are half a million letters."""
+    texts = [f'start: "{number}" // {"x" * 100}' for number in range(5)]
+    monkeypatch.setattr(grammar, "MAX_COMPILED_CHARS", 2 * len(texts[0]))
+    grammars = Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID)
+    for text in texts:
+        grammars.compile(text)
+    assert list(grammars._compiled) == texts[-2:]
+    large = f'start: "a" // {"x" * 1000}'
+    grammars.compile(large)
+    assert list(grammars._compiled) == [large], "the newest is kept, however large: a step is about to need it"
 
 
 # --- the answer, whatever the schedule does --------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.http.asgi import RequestGuard
 from serve_app.edge import guard
+from serve_app.edge.cors import Policy
 from serve_app.edge.guard import Guard
 from tests.serve_app.harness import TIMEOUT_S, Answer, Exchange
 
@@ -93,6 +94,49 @@ async def test_an_exception_of_rays_is_a_500_that_shows_nothing_of_it(caplog: py
     answer = await ask(fails)
     assert (answer.status, answer.error["code"]) == (500, "internal_error")
     assert "0af3" not in answer.error["message"]
+
+
+# --- what a web page may read -----------------------------------------------------------------------------------------
+
+PAGE, OWN = "https://chat.example.com", "access-control-allow-origin"
+SOME, ALL = Policy("/", (PAGE,), max_age=7), Policy("/all", ("*",))
+
+
+async def read_by(origin: str, app: ASGIApp, path: str, method: str = "POST", **headers: str) -> Answer:
+    guarded = Guard(app, speaks_for_ray=True, cors=(ALL, SOME))
+    named = [("origin", origin), *((name.replace("_", "-"), value) for name, value in headers.items())]
+    return await Exchange(guarded, method, path, headers=[JSON, *named]).finish()
+
+
+@pytest.mark.parametrize(
+    ("path", "origin", "allowed", "vary"),
+    [
+        ("/v1/models", PAGE, PAGE, "Origin"),
+        ("/v1/models", PAGE + ".evil.net", None, "Origin"),
+        ("/all/v1/models", "https://elsewhere.example", "*", None),
+    ],
+)
+@pytest.mark.parametrize("app", [silent, says(503, b"No capacity.")])
+async def test_what_is_said_for_ray_names_the_page_that_may_read_it(
+    app: ASGIApp, path: str, origin: str, allowed: str | None, vary: str | None
+) -> None:
+    """A browser showed a network error, and not what was wrong."""
+    answer = await read_by(origin, app, path)
+    assert (answer.status, answer.headers.get(OWN), answer.headers.get("vary")) == (503, allowed, vary)
+
+
+async def test_a_preflight_that_no_replica_answers_succeeds_so_that_the_page_reads_the_refusal_itself() -> None:
+    asked = {"access_control_request_method": "POST", "access_control_request_headers": "authorization"}
+    answer = await read_by(PAGE, says(503, b"No capacity."), "/v1/models", "OPTIONS", **asked)
+    assert (answer.status, answer.headers[OWN], answer.headers["access-control-max-age"]) == (200, PAGE, "7")
+    assert answer.headers["access-control-allow-headers"] == "authorization"
+
+
+async def test_the_apps_own_preflight_and_rays_own_paths_stay_as_they_are() -> None:
+    asked = {"access_control_request_method": "POST"}
+    answer = await read_by(PAGE, says(400, b"{}", b"application/json"), "/v1/models", "OPTIONS", **asked)
+    assert (answer.status, answer.headers.get(OWN)) == (400, None)
+    assert OWN not in (await read_by(PAGE, silent, "/-/healthz")).headers
 
 
 # --- streams that were cut -------------------------------------------------------------------------------------------

@@ -97,28 +97,41 @@ def replica() -> Iterator[int]:
         server.server_close()
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
+@contextmanager
+def written_by_ray(directory: Path) -> Iterator[tuple[Path, int]]:
     """A configuration by Ray's own code, and its port."""
     with replica() as at:
-        directory, port = tmp_path_factory.mktemp("hap"), free_port()
+        port = free_port()
         arguments = [str(directory), str(port), str(at), str(free_port())]
         env = {**os.environ, **ALL_OURS, **STALL}
         subprocess.run([sys.executable, "-c", _RENDER, *arguments], check=True, timeout=120, env=env)
         yield directory / "haproxy.cfg", port
 
 
+@contextmanager
+def launched(config: Path, port: int, **environ: str) -> Iterator[None]:
+    """An HAProxy that the launcher started, as Ray would."""
+    command = [sys.executable, "-m", "serve_app.edge.launcher", "-db", "-f", str(config)]
+    # As Ray has it: the launcher ran itself again and again, as that is what it was told HAProxy is.
+    env = {**os.environ, "RAY_SERVE_HAPROXY_BINARY_PATH": sys.executable, **environ}
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=env) as process:
+        try:
+            wait_until_open(port)
+            yield
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
+    with written_by_ray(tmp_path_factory.mktemp("hap")) as (config, port):
+        yield config, port
+
+
 @pytest.fixture(scope="module")
 def front(written: tuple[Path, int]) -> Iterator[int]:
-    """The port of an HAProxy that the launcher started, as Ray would."""
     config, port = written
-    command = [sys.executable, "-m", "serve_app.edge.launcher", "-db", "-f", str(config)]
-    with ExitStack() as held:
-        # As Ray has it: the launcher ran itself again and again, as that is what it was told HAProxy is.
-        env = {**os.environ, PER_SOURCE: str(LIMIT), "RAY_SERVE_HAPROXY_BINARY_PATH": sys.executable}
-        process = held.enter_context(subprocess.Popen(command, stderr=subprocess.DEVNULL, env=env))
-        held.callback(process.kill)
-        wait_until_open(port)
+    with launched(config, port, **{PER_SOURCE: str(LIMIT)}):
         yield port
 
 

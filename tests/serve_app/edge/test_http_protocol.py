@@ -14,7 +14,9 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http import auto
 
 from serve_app.edge import http_protocol
+from serve_app.edge.cors import VARIABLE, Policy, written
 from serve_app.edge.guard import Guard
+from serve_app.edge.http_protocol import BoundedHttpProtocol
 from serve_app.edge.http_server import guard_ours, guard_shared
 from serve_app.edge.limits import MAX_HEAD_BYTES, MAX_HEADERS, MAX_URL_BYTES
 
@@ -23,11 +25,17 @@ TIMEOUT_S = 20  # only ever reached by a failure
 pytestmark = pytest.mark.anyio
 
 
+PAGE = "https://chat.example.com"
+POLICY = Policy("/x", (PAGE,))
+OWN = "access-control-allow-origin: " + PAGE
+
+
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedHttpProtocol, "cors", ())
     monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # put back afterwards
     (middleware,) = guard_ours()
-    assert (middleware.cls, middleware.kwargs) == (Guard, {"speaks_for_ray": True})
+    assert (middleware.cls, middleware.kwargs) == (Guard, {"speaks_for_ray": True, "cors": ()})
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -287,5 +295,53 @@ async def test_a_malformed_body_is_a_400_and_goes_never_into_the_middle_of_an_an
 
 def test_beside_others_applications_the_limits_are_the_same() -> None:
     (middleware,) = guard_shared()
-    assert middleware.kwargs == {"speaks_for_ray": False}
+    assert middleware.kwargs == {"speaks_for_ray": False, "cors": ()}
     assert auto.AutoHTTPProtocol is http_protocol.BoundedHttpProtocol
+
+
+# --- what a web page may read -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, written([POLICY]))
+    (middleware,) = guard_ours()
+    assert middleware.kwargs["cors"] == (POLICY,)
+
+
+def asking(line: str, *headers: str) -> bytes:
+    return "\r\n".join([f"{line} HTTP/1.1", "Host: a", *headers, "", ""]).encode()
+
+
+@pytest.mark.usefixtures("of_pages")
+@pytest.mark.parametrize(
+    ("line", "more", "status"),
+    [("GET /x?a=1", "X-A: " + "a" * MAX_HEAD_BYTES, 431), ("GET /x/" + "a" * MAX_URL_BYTES, "X-A: a", 414)],
+)
+async def test_a_refusal_names_the_page_that_may_read_it(line: str, more: str, status: int) -> None:
+    async with serving() as port:
+        answer = (await said(port, asking(line, f"Origin: {PAGE}", more))).decode()
+    assert answer.startswith(f"HTTP/1.1 {status} ")
+    assert OWN in answer
+    assert "vary: Origin" in answer
+
+
+@pytest.mark.usefixtures("of_pages")
+@pytest.mark.parametrize(
+    ("path", "origin"), [("/x/", PAGE + ".evil.net"), ("/x/", "null"), ("/xx/", PAGE), ("/y/", PAGE)]
+)
+async def test_no_other_page_and_no_other_path_is_named(path: str, origin: str) -> None:
+    async with serving() as port:
+        answer = await said(port, asking(f"GET {path}" + "a" * MAX_URL_BYTES, f"Origin: {origin}"))
+    assert answer.startswith(b"HTTP/1.1 414 ")
+    assert b"access-control" not in answer
+
+
+@pytest.mark.usefixtures("of_pages")
+async def test_a_preflight_that_is_refused_succeeds_so_that_the_page_reads_the_refusal_itself() -> None:
+    asked = [f"Origin: {PAGE}", "Access-Control-Request-Method: POST", "Access-Control-Request-Headers: a,b"]
+    async with serving() as port:
+        answer = (await said(port, asking("OPTIONS /x/" + "a" * MAX_URL_BYTES, *asked))).decode()
+    assert answer.startswith("HTTP/1.1 200 OK\r\n")
+    assert OWN in answer
+    assert "access-control-allow-headers: a,b" in answer

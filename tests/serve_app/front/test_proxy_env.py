@@ -15,9 +15,11 @@ import pytest
 import yaml
 
 from loadtest.server import ROOT, free_port
+from serve_app.edge.cors import VARIABLE, Policy, policies_in
 from serve_app.edge.haproxy_config import PER_SOURCE, edited
 from serve_app.front.haproxy import HAProxyUnusable, private_haproxy
 from serve_app.front.proxy_env import ALL_OURS, ENABLE, GUARD, serving_environment
+from serve_app.settings.cors import LOOPBACK
 
 OURS = {"name": "a", "route_prefix": "/a", "import_path": "serve_app.app:build", "args": {}}
 THEIRS = {"name": "b", "route_prefix": "/b", "import_path": "their.app:build"}
@@ -63,7 +65,7 @@ def test_what_the_user_set_stays(tmp_path: Path) -> None:
 
 def test_the_python_proxy_stays_when_the_user_asks_for_it(tmp_path: Path) -> None:
     chosen = environment(written(tmp_path, OURS), **{ENABLE: "0"})
-    assert chosen.keys() == {ENABLE, *ALL_OURS}
+    assert chosen.keys() == {ENABLE, VARIABLE, *ALL_OURS}
     assert chosen.keys() >= {FORCE_STOP, LOOP_INTERVAL, NICENESS, ONE_AT_A_TIME, *ONE_LOOP}
 
 
@@ -105,6 +107,36 @@ def test_beside_another_projects_application_handles_may_still_be_called_from_sy
     assert not ONE_LOOP & chosen.keys()
     assert chosen[GUARD] == "serve_app.edge.http_server:guard_shared", "another application has error texts of its own"
     assert "RAY_SERVE_HAPROXY_RETRY_ON" not in chosen, "another application's requests may not be safe to repeat"
+
+
+def test_each_applications_pages_are_those_of_its_settings(tmp_path: Path) -> None:
+    keyed = OURS | {"args": {"auth": {"keys": [{"tenant": "a", "sha256": "0" * 64}]}}}
+    chosen = {"allow_origins": ["https://a.example"], "max_age": 5}
+    listed = OURS | {"route_prefix": "/b/c", "args": {"cors": chosen}}
+    environ = environment(written(tmp_path, keyed, listed, THEIRS | {"route_prefix": "/"}))
+    assert policies_in(environ) == (
+        Policy("/b/c", ("https://a.example",), None, 5),
+        Policy("/a", ("*",), LOOPBACK),
+    )
+
+
+@pytest.mark.parametrize(("content", "needed"), [("[]", False), (f"[{{tenant: a, sha256: {'a' * 64}}}]", True)])
+def test_a_file_of_keys_counts_by_what_is_in_it(tmp_path: Path, content: str, needed: bool) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(content)
+    (policy,) = policies_in(environment(written(tmp_path, OURS | {"args": {"auth": {"keys_file": str(keys)}}})))
+    assert policy.allows_all is needed
+
+
+def test_wrong_pages_that_the_user_set_end_the_command(tmp_path: Path) -> None:
+    with pytest.raises(HAProxyUnusable, match=f"{VARIABLE} must be JSON such as"):
+        environment(written(tmp_path, OURS), **{VARIABLE: "https://a.example"})
+
+
+def test_an_expression_that_only_python_reads_ends_the_command_by_the_settings_name(tmp_path: Path) -> None:
+    config = written(tmp_path, OURS | {"args": {"cors": {"allow_origin_regex": "(?a:x)"}}})
+    with pytest.raises(HAProxyUnusable, match=r"args\.cors\.allow_origin_regex: HAProxy cannot read it.*\(\?a:x\)"):
+        environment(config)
 
 
 def test_haproxy_outlives_every_drain(tmp_path: Path) -> None:

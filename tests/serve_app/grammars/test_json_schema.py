@@ -43,6 +43,74 @@ def test_every_text_that_a_random_schema_admits_parses_and_is_valid(start: int) 
             assert "\n" not in text, text
 
 
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}, "ä\n": {"type": "integer"}}, "required": ["a"]}
+PATTERNED = {"type": "object", "patternProperties": {"^x_": {"type": "integer"}}}
+MERGED = {"$defs": {"one": OPEN}, "type": "object", "properties": {"in": {"allOf": [{"$ref": "#/$defs/one"}]}}}
+ELSEWHERE = {"components": {"one": OPEN}, "$ref": "#/components/one"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "is_admitted"),
+    [
+        (OPEN, r'{"a": 1, "\u0061": "x"}', False),
+        (OPEN, r'{"a": 1, "\u0061b": "x"}', False),
+        (OPEN, r'{"a": 1, "\u00e4\n": "x"}', False),
+        (OPEN, r'{"a": 1, "ä\u000a": "x"}', False),
+        (OPEN, r'{"a": 1, "ä\n": 2}', True),
+        (OPEN, r'{"a": 1, "ä\n": "x"}', False),
+        (OPEN, r'{"a": 1, "b\n\"\\ é": "x\t"}', True),
+        (OPEN, r'{"a": 1, "b": "\u001b"}', False),
+        (PATTERNED, r'{"x_1": 1, "\u0078_1": "a"}', False),
+        (PATTERNED, r'{"x_1": 1, "y": "a"}', True),
+        (MERGED, r'{"in": {"a": 1, "\u0061": "x"}}', False),
+        (MERGED, r'{"in": {"a": 1, "b": "x"}}', True),
+        (ELSEWHERE, r'{"a": 1, "\u0061": "x"}', False),
+        (ELSEWHERE, r'{"a": 1, "b": "x"}', True),
+        ({"type": "object", "required": ["a"]}, r'{"a": 1, "\u0061": 2}', False),
+        ({"anyOf": [OPEN, {"type": "null"}]}, r'{"a": 1, "\u0061": "x"}', False),
+        ({"type": "array", "items": OPEN}, r'[{"a": 1, "\u0061": "x"}]', False),
+        (PERSON, r'{"name": "\u001b[1m", "age": 3}', True),
+        ({"type": "object"}, r'{"b": "\u001b[1m"}', True),
+        ({"type": "object", "additionalProperties": {"type": "string"}}, r'{"b": "\u001b"}', True),
+    ],
+)
+def test_a_key_that_a_schema_names_is_written_in_one_way_only(schema: Any, text: str, is_admitted: bool) -> None:
+    r"""`\u0061` was a further key beside `a`: a parser keeps the last, which may be of another type."""
+    assert WALKER.admits(json_schema(schema).text(), text) is is_admitted
+
+
+NAMED_SO = {"title": {"type": "integer"}, "description": {"type": "object", "properties": {"default": {"const": 1}}}}
+
+
+def test_annotations_are_not_written_and_what_is_only_named_so_is() -> None:
+    """They are most of a tool's schema, and llguidance reads nothing in them."""
+    closed = {"type": "object", "additionalProperties": False, "required": ["title", "description"]}
+    schema = closed | {"properties": NAMED_SO, "title": "T", "description": "D", "examples": [{"title": "E"}]}
+    (entry,) = json_schema(schema).entries
+    assert entry["json_schema"].keys() == {"type", "additionalProperties", "required", "properties", "x-guidance"}
+    assert entry["json_schema"]["properties"] == NAMED_SO
+    assert WALKER.admits(json_schema(schema).text(), '{"title": 3, "description": {"default": 1}}')
+
+
+@pytest.mark.parametrize("word", ["anyOf", "allOf"])
+def test_annotations_inside_a_list_of_schemas_are_not_written(word: str) -> None:
+    (entry,) = json_schema({word: [{"const": 1, "title": "T", "default": {"title": 1}}]}).entries
+    assert entry["json_schema"][word] == [{"const": 1}]
+
+
+def test_an_annotation_that_a_reference_leads_into_stays() -> None:
+    schema = {"$ref": "#/examples/0", "examples": [{"type": "integer", "title": "T"}]}
+    assert WALKER.admits(json_schema(schema).text(), "3")
+
+
+@pytest.mark.parametrize("listed", [{"const": "\x1b"}, {"enum": ["a", {"b": ["\x7f"]}]}, {"const": {"\x00": 1}}])
+def test_a_schema_that_only_codes_could_write_is_refused_where_they_could_write_a_key_twice(listed: Any) -> None:
+    closed = {"type": "object", "properties": {"a": listed}, "additionalProperties": False}
+    assert not find_fault(json_schema(closed).text())
+    with pytest.raises(GrammarRefused, match=r"`additionalProperties: false` .* control characters"):
+        json_schema(closed | {"additionalProperties": True})
+
+
 @pytest.mark.parametrize(
     ("text", "is_admitted"),
     [

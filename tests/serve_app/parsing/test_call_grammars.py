@@ -12,8 +12,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from serve_app.grammars.check import find_fault
-from serve_app.grammars.json_schema import subschemas
 from serve_app.grammars.notation import GrammarRefused
+from serve_app.grammars.schema_parts import subschemas
 from serve_app.parsing import parameters
 from serve_app.parsing.call_grammar import CallableTool, CallGrammar
 from serve_app.parsing.call_grammars import CALL_GRAMMARS

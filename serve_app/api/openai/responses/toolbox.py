@@ -32,7 +32,7 @@ from serve_app.api.requests.messages import MAX_TOOLS, FunctionDefinition, ToolD
 from serve_app.api.requests.strict_model import Unsupported
 from serve_app.engines.engine_client import ServedModel
 from serve_app.grammars.lark_rules import Lark
-from serve_app.grammars.notation import MAX_GRAMMAR_BYTES, GrammarRefused
+from serve_app.grammars.notation import MAX_UNASKED_BYTES, GrammarRefused
 from serve_app.grammars.tool_texts import ToolText
 from serve_app.parsing.call_grammar import CallableTool
 
@@ -290,7 +290,7 @@ def _with_defaults(offers: Sequence[Offer], parser: str) -> list[Offer]:
     for offer in offers:
         if offer.strict or offer.is_strict_by_default:
             total += num_bytes(CallableTool(offer.shown, offer.kept_schema, "", text=offer.text.nested), parser) or 0
-        if total > MAX_GRAMMAR_BYTES:
+        if total > MAX_UNASKED_BYTES:
             return list(offers)
     return [
         replace(offer, strict=can_be_kept(offer.shown, offer.kept_schema, parser))

@@ -423,9 +423,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool("f", {"type": "array"}, strict=True)]}, "tools.0.function.parameters.type", "object"),
     ({"tools": [*TOOLS, *TOOLS], "tool_choice": "required"}, "tools.2.function.name", "two tools"),
     (
-        {"tools": [tool(f"f{i}", {"description": "x" * 60_000}) for i in range(5)], "tool_choice": "required"},
+        {"tools": [tool(f"f{i}", {"enum": [f"{i}" * 30_000]}) for i in range(10, 30)], "tool_choice": "required"},
         "tool_choice",
-        "at most 261120 bytes",
+        "at most 1047552 bytes",
     ),
     ({"guided_json": {}}, "guided_json", "structured_outputs.json"),
     ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs.choice"),
@@ -435,7 +435,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("fields", "param", "told"), REFUSED, ids=[f"{one[1]}: {one[2]}" for one in REFUSED])
 async def test_what_cannot_be_kept_is_a_400_that_names_the_field(fields: dict[str, Any], param: str, told: str) -> None:
     client = saying("x")
-    model = replace(CALLER, max_model_len=400_000)  # the tools are in the prompt, too
+    model = replace(CALLER, max_model_len=2_000_000)  # the tools are in the prompt, too
     for body in (CHAT | fields, CHAT | fields | {"stream": True}):
         answer = await post(app_of(client, model), "/v1/chat/completions", body)
         assert (answer.status, answer.error["param"]) == (400, param), answer.json

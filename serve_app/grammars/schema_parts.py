@@ -1,0 +1,87 @@
+"""Owns the parts of a JSON schema: the schemas inside it, its texts, and what of it says nothing of a value.
+Never refuses one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from serve_app.grammars.notation import Json
+
+_ONE = ("additionalProperties", "items", "additionalItems", "unevaluatedItems", "contains", "not", "if", "then", "else")
+_MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_KEYWORDS = frozenset({*_ONE, *_MANY, *_NAMED})
+_UNWRITTEN = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
+)
+"""Annotations, which say nothing of a value: most of what a tool's schema is."""
+
+
+def subschemas(schema: Any) -> Iterator[Json]:
+    """A schema and all inside it, wherever keywords stand; names of properties are none."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            yield part
+            inner = [each for name, value in part.items() if name in _KEYWORDS for each in _schemas_of(name, value)]
+            waiting += reversed(inner)
+
+
+def _schemas_of(name: str, value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values() if name in _NAMED else (value,) if name in _ONE else ()
+    return value if isinstance(value, list) and name in _MANY else ()
+
+
+def bare(schema: Json) -> Json:
+    """The schema without annotations, unless a reference leads into one."""
+    references = [part["$ref"] for part in subschemas(schema) if isinstance(part.get("$ref"), str)]
+    if any(name in _UNWRITTEN for reference in references for name in reference.split("/")):
+        return schema
+    written: Json = _without_annotations(schema)
+    return written
+
+
+def _without_annotations(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    return {name: _kept(name, value) for name, value in schema.items() if name not in _UNWRITTEN}
+
+
+def _kept(name: str, value: Any) -> Any:
+    if name in _NAMED and isinstance(value, dict):
+        return {key: _without_annotations(entry) for key, entry in value.items()}
+    if name in _MANY and isinstance(value, list):
+        return [_without_annotations(option) for option in value]
+    return _without_annotations(value) if name in _ONE else value
+
+
+def dicts(value: Any) -> Iterator[Json]:
+    if isinstance(value, dict):
+        yield value
+    if isinstance(value, dict | list):
+        for inner in inside(value):
+            yield from dicts(inner)
+
+
+def texts(schema: Json) -> Iterator[str]:
+    """What values are compared with."""
+    for part in dicts(schema):
+        for value in (part.get("const"), *(part["enum"] if isinstance(part.get("enum"), list) else ())):
+            yield from (one for one in _scalars(value) if isinstance(one, str))
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    if not isinstance(value, dict | list):
+        yield value
+        return
+    if isinstance(value, dict):
+        yield from value
+    for inner in inside(value):
+        yield from _scalars(inner)
+
+
+def inside(value: Any) -> list[Any]:
+    return list(value.values() if isinstance(value, dict) else value)
