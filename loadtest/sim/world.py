@@ -19,7 +19,7 @@ from loadtest.sim.scenario import Scenario
 from loadtest.sim.workload import Job
 from loadtest.tally import Tally
 from loadtest.timeline import Timeline
-from serve_app.admission.gate import Gate, Visit
+from serve_app.admission.gate import AdmissionTicket, Gate
 from serve_app.channel.migration import Migration
 from serve_app.errors.api_error import ApiError, to_api_error
 from serve_app.settings.limits import GatePolicy
@@ -81,10 +81,10 @@ class World:
         seen = Recording(self.loop.time(), job.num_prompt_tokens)
         self.num_live += 1
         try:
-            with self.gate.enter() as visit:
-                await visit.dispatched(job.num_prompt_tokens)
+            with self.gate.enter() as ticket:
+                await ticket.dispatched(job.num_prompt_tokens)
                 seen.num_waiting_outside = self.gate.num_waiting
-                await self._stream(job, f"r{number}", seen, visit)
+                await self._stream(job, f"r{number}", seen, ticket)
         except (ApiError, EngineError) as error:
             seen.error = to_api_error(error)
         self.num_live -= 1
@@ -95,7 +95,7 @@ class World:
         self.on_answer(answer)
         return answer
 
-    async def _stream(self, job: Job, name: str, seen: Recording, visit: Visit) -> None:
+    async def _stream(self, job: Job, name: str, seen: Recording, ticket: AdmissionTicket) -> None:
         submission = self._submission(job, name)
         tokens: list[int] = []
 
@@ -106,10 +106,10 @@ class World:
         try:
             async with aclosing(self._migration.stream(submission, start)) as stream:
                 async for events in stream:
-                    visit.started()
+                    ticket.started()
                     tokens += [event.token_id for event in events if isinstance(event, Token)]
                     if isinstance(events[-1], Finished):
-                        visit.finished()
+                        ticket.finished()
         finally:
             del self.ends[name]
         asked = job.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""Owns which web pages may use the API from a browser (CORS), by Starlette's middleware.
+"""Decides which web pages may use the API from a browser (CORS), with Starlette's middleware.
 Never decides who may use the API: keys do."""
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from starlette.middleware.cors import CORSMiddleware
 from serve_app.settings.cors import CorsSettings
 
 LOOPBACK = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
-"""Origins of pages that a program of the browser's own machine serves."""
+"""Origins of pages that are served from the browser's own machine."""
 
 _METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
 _EXPOSED = ("x-request-id", "request-id", "x-chunkserve-ignored", "openai-processing-ms", "retry-after")
 
 
 def cors_middleware(settings: CorsSettings, *, needs_keys: bool) -> Middleware:
-    """Answers preflights, and names the page in each answer. `needs_keys`: a page gets nothing without one."""
+    """Make the middleware that answers preflights, and sets the CORS headers. `needs_keys`: the API needs a key, so all
+    origins may be allowed."""
     origins, regex = settings.allow_origins, settings.allow_origin_regex
     if origins is None:
         origins = ("*",) if needs_keys else ()
