@@ -140,7 +140,7 @@ def test_an_engine_that_does_not_say_what_it_chose_is_a_warning(
 ) -> None:
     monkeypatch.setattr(running, "_of_engine", lambda application: raising(TimeoutError("no answer in 30 s")))
     warning, ready = said_by(launch(tmp_path, own_cluster=True))
-    assert warning == "warning  no engine of ours says what it chose: TimeoutError: no answer in 30 s"
+    assert warning == "warning  no engine of ours reports its configuration: TimeoutError: no answer in 30 s"
     assert ready.startswith("chunkserve is ready")
     assert cluster.done == []
 

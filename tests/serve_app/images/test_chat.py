@@ -268,7 +268,7 @@ def test_an_image_that_is_refused_has_the_name_that_the_body_gives_it(served: Se
         served, text("a") | {"type": "input_text"}, {"type": "input_image", "image_url": "b"}, instructions="c"
     )
     assert (told.status, told.error["param"]) == (400, "input.0.content.1.image_url")
-    assert told.error["message"].startswith("input.0.content.1.image_url: the image is refused: its URL begins with")
+    assert told.error["message"].startswith("input.0.content.1.image_url: the image is refused: its URL does not")
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         asked = {"max_tokens": 4} if path == "/v1/messages" else {}
         refused = messages(served, text("a"), block("data:image/png;base64,AAAA"), path=path, system="c", **asked)
