@@ -1,4 +1,4 @@
-"""Owns the application that `serve run config.yaml` builds: an ingress deployment over an engine deployment.
+"""Builds the application of `serve run config.yaml`: an ingress deployment over an engine deployment.
 Never does work at import or build time; models are read in the replicas that need them."""
 
 # No `from __future__ import annotations` here: Ray reads the builder's annotation to validate `args:`.
@@ -11,13 +11,13 @@ from serve_app.scaling.policy import deployment_options
 from serve_app.settings.application import CONTROL_CALLS, AppSettings
 from serve_app.tracing.export import check_exporter
 
-# Serve kills a replica that is still draining after this; the ingress has ended its streams with an error before.
+# Serve kills a replica that still drains this long after its drain timeout, at which the ingress ends its streams.
 _DRAIN_MARGIN_S = 15
 
 
 def build(args: AppSettings) -> Application:
-    """The application of config.yaml's `import_path: serve_app.app:build`, with `args:` validated into AppSettings."""
-    check_exporter(args.tracing)  # here, where whoever starts the server sees it
+    """Build the application. config.yaml names it by `import_path: serve_app.app:build`; `args` are its settings."""
+    check_exporter(args.tracing)  # here, so that whoever starts the server sees the error
     shutdown_s = args.drain_timeout_s + _DRAIN_MARGIN_S
     engine = serve.deployment(
         name="Engine",

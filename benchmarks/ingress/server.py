@@ -23,7 +23,7 @@ from engine.protocol import (
 )
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
-from serve_app.engines.engine_client import Course, ServedModel
+from serve_app.engines.engine_client import ServedModel, StreamRecord
 from serve_app.engines.lone_engine import LoneEngine
 from serve_app.replicas.interpreter import spare_garbage_collections, take_short_turns
 
@@ -35,7 +35,7 @@ class PacedEngine(LoneEngine):
     """Gives every request a token each `STEP_S`, and the prompt's log-probabilities if they are requested."""
 
     async def stream(
-        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+        self, submission: Submission, *, session: str | None = None, record: StreamRecord | None = None
     ) -> AsyncGenerator[list[Event], None]:
         name, sampling = submission.request_id, submission.sampling
         first: list[Event] = [Scheduled(name, 0)]

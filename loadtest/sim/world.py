@@ -19,7 +19,7 @@ from loadtest.sim.scenario import Scenario
 from loadtest.sim.workload import Job
 from loadtest.tally import Tally
 from loadtest.timeline import Timeline
-from serve_app.admission.gate import Gate, Visit
+from serve_app.admission.gate import AdmissionTicket, Gate
 from serve_app.channel.migration import Migration
 from serve_app.errors.api_error import ApiError, to_api_error
 from serve_app.settings.limits import GatePolicy
@@ -82,10 +82,10 @@ class World:
         recording = Recording(self.loop.time(), job.num_prompt_tokens)
         self.num_live += 1
         try:
-            with self.gate.enter() as visit:
-                await visit.dispatched(job.num_prompt_tokens)
+            with self.gate.enter() as ticket:
+                await ticket.dispatched(job.num_prompt_tokens)
                 recording.num_waiting_outside = self.gate.num_waiting
-                await self._stream(job, f"r{number}", recording, visit)
+                await self._stream(job, f"r{number}", recording, ticket)
         except (ApiError, EngineError) as error:
             recording.error = to_api_error(error)
         self.num_live -= 1
@@ -96,7 +96,7 @@ class World:
         self.on_answer(answer)
         return answer
 
-    async def _stream(self, job: Job, name: str, recording: Recording, visit: Visit) -> None:
+    async def _stream(self, job: Job, name: str, recording: Recording, ticket: AdmissionTicket) -> None:
         submission = self._submission(job, name)
         tokens: list[int] = []
 
@@ -107,10 +107,10 @@ class World:
         try:
             async with aclosing(self._migration.stream(submission, start)) as stream:
                 async for events in stream:
-                    visit.started()
+                    ticket.started()
                     tokens += [event.token_id for event in events if isinstance(event, Token)]
                     if isinstance(events[-1], Finished):
-                        visit.finished()
+                        ticket.finished()
         finally:
             del self.ends[name]
         begin = job.num_prompt_tokens

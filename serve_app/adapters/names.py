@@ -1,4 +1,4 @@
-"""Owns which models one ingress replica knows, by the names that clients ask for: the model, its adapters, aliases.
+"""Holds the models that one ingress replica knows, by the names that clients ask for: the model, adapters, aliases.
 Never loads an adapter: engines do, and each request tells them what it needs."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from serve_app.errors.api_error import model_not_found
 
 
 class AdapterNames:
-    """The model is asked for by each of its names, and answers under the first, its id. An adapter is asked for as
-    `name`, or as `<model>:name`. What has neither name may have an alias. Belongs to the event loop it is used on."""
+    """Finds what serves a name. The model has several names, and answers under the first, which is its id. An adapter
+    is named `name` or `<model>:name`. Other names may be aliases. Must be used on a single event loop."""
 
     def __init__(
         self,
@@ -30,40 +30,40 @@ class AdapterNames:
         self._aliases = Aliases(aliases or {})
 
     def served(self, asked: str) -> ServedModel:
-        """What answers a client that asks for this name, under the name that it answers by: an alias is not one.
+        """Find the model or adapter that answers to a name. Answers never give an alias as the model's name.
 
         Raises:
-            ApiError: 404, there is none of that name.
+            ApiError: 404, nothing has that name.
         """
-        found = self._named(asked)
-        if found is None and (target := self._aliases.target(asked)) is not None:
-            found = self._named(target)
-        if found is None:
+        model = self._named(asked)
+        if model is None and (target := self._aliases.target(asked)) is not None:
+            model = self._named(target)
+        if model is None:
             raise model_not_found(asked, self._base.id)
-        return found
+        return model
 
     def get(self, name: str) -> AdapterRef | None:
         return self._known.get(name)
 
     def is_own(self, name: str) -> bool:
-        """Whether it is the model's, so that no adapter may have it."""
+        """Whether the name is the model's own, which no adapter may have."""
         return name in self._own_names
 
     def put(self, adapter: AdapterRef) -> None:
-        """From now on its name means this adapter. Idempotent."""
+        """Let the adapter's name mean this adapter from now on. Idempotent."""
         self._known[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Idempotent."""
+        """Forget an adapter. Idempotent."""
         self._known.pop(name, None)
 
     def listed(self) -> list[tuple[str, ServedModel]]:
-        """What can be asked for, with what answers: the model's names, those of its adapters in the order in which they
-        came, and the aliases that are no patterns, but for those of adapters that have left."""
+        """List the names that clients can ask for, with what answers: the model's names, the adapters in the order in
+        which they were added, and the aliases without wildcards whose targets still exist."""
         targets = {name: name for name in (*self._own_names, *self._known)}
         targets = targets | {alias: target for alias, target in self._aliases.names.items() if alias not in targets}
-        found = ((name, self._named(target)) for name, target in targets.items())
-        return [(name, model) for name, model in found if model is not None]
+        models = ((name, self._named(target)) for name, target in targets.items())
+        return [(name, model) for name, model in models if model is not None]
 
     def _named(self, name: str) -> ServedModel | None:
         if name in self._own_names:

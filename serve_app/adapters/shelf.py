@@ -1,5 +1,5 @@
-"""Owns the adapters of one engine replica by name: those of the settings, and what was loaded while it ran.
-Never decides who may change them, and never tells another replica."""
+"""Holds the adapters of one engine replica by name: those of the settings, and those loaded while it runs.
+Never decides who may change them, and never informs another replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from engine.protocol import AdapterRef, RequestRejected
 
 
 class NamedAdapters:
-    """Belongs to the event loop it is used on. An engine knows adapters by their digests; two names may share one."""
+    """Maps names to adapters. Must be used on a single event loop. The engine itself knows adapters by their digests,
+    which two names may share."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -21,10 +22,10 @@ class NamedAdapters:
         return list(self._known.values())
 
     async def load_all(self, paths: Mapping[str, str]) -> None:
-        """name -> directory.
+        """Load all adapters. `paths`: name -> directory.
 
         Raises:
-            RequestRejected: one cannot be used.
+            RequestRejected: an adapter cannot be used.
         """
         for name, path in paths.items():
             try:
@@ -33,10 +34,10 @@ class NamedAdapters:
                 raise RequestRejected(error.code, f"lora_adapters, {name} ({path}): {error}", error.param) from error
 
     async def load(self, name: str, path: str) -> AdapterRef:
-        """Have the directory's adapter in memory, under a name that may have meant another until now.
+        """Load the directory's adapter into memory under a name, which may have meant another adapter until now.
 
         Raises:
-            RequestRejected: it cannot be used, and the name means what it meant.
+            RequestRejected: the adapter cannot be used; the name keeps its previous meaning.
         """
         digest = await self._engine.adapters.load(path)
         before, self._known[name] = self._known.get(name), AdapterRef(name, path, digest)
@@ -45,15 +46,15 @@ class NamedAdapters:
         return self._known[name]
 
     def unload(self, name: str) -> None:
-        """Requests that run keep it until they end. Idempotent."""
+        """Forget an adapter. Running requests keep it until they end. Idempotent."""
         if (known := self._known.pop(name, None)) is not None:
             self._drop(known)
 
     def restore(self, name: str, before: AdapterRef | None) -> None:
-        """Undo a load: another replica refused it."""
+        """Undo a load that another replica refused."""
         loaded = self._known.pop(name, None)
         if before is not None:
-            self._known[name] = before  # its weights are read again when a request asks for them
+            self._known[name] = before  # a request that needs its weights will have them read again
         if loaded is not None:
             self._drop(loaded)
 

@@ -1,5 +1,5 @@
-"""The gate before the engines: who is let in, who waits and for how long.
+"""Decides at a gate before the engines which requests are let in, and which wait for how long.
 
-`gate` decides, and `backlog` measures how fast waiting work is done. Their limits are in `settings.limits`.
+`gate` decides, and `backlog` measures how fast waiting work is done. The limits are in `settings.limits`.
 Never knows HTTP or Ray.
 """

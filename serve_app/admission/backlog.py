@@ -1,5 +1,5 @@
-"""Owns one measured amount, such as queued tokens: how much there is, and how fast it has been worked off of late.
-Never decides what is too much; it says how long a given part of it is likely to take."""
+"""Measures one amount of waiting work, such as queued tokens: how much there is, and how fast it is worked off.
+Never decides what is too much; it estimates how long a given part of it will take."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections import deque
 from collections.abc import Callable
 
 WINDOW_S = 30
-"""Seconds of work that a rate is measured over, in slots of one second."""
+"""The seconds of work over which a rate is measured, in slots of one second."""
 MIN_WAIT_S, MAX_WAIT_S = 0.25, 60.0
-"""Bounds of an estimate: a retry costs something however fast the server is, and OpenAI's clients give up at 120 s."""
+"""Bounds of an estimate: a retry has a cost however fast the server is, and OpenAI's clients give up after 120 s."""
 
 
 class Backlog:
-    """Rates are per second of the time in which there was something to do: a quiet hour is no slow hour."""
+    """Rates are per second of busy time, so that a quiet hour does not count as a slow one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` gives monotonic seconds."""
         self.amount = 0
         self._clock = clock
-        self._busy_s = 0.0  # up to `_since`
+        self._busy_s = 0.0  # busy time up to `_since`
         self._since = 0.0
         self._served: deque[list[int]] = deque()  # [slot, amount], at most WINDOW_S of them
 
@@ -29,7 +29,7 @@ class Backlog:
         self.amount += amount
 
     def remove(self, amount: int, *, served: bool) -> None:
-        """`served`: it was worked off. What left by itself says nothing about the rate."""
+        """Remove an amount. `served`: it was worked off; only this counts for the rate."""
         assert 0 <= amount <= self.amount, f"removing {amount} of {self.amount}"
         now_s = self._busy_now()
         if served:
@@ -48,20 +48,20 @@ class Backlog:
             self._served.popleft()
 
     def _window(self) -> tuple[int, float]:
-        """What was served in the window, and the window's length so far, in seconds."""
+        """Return the amount served in the window, and the window's length so far in seconds."""
         now_s = self._busy_now()
         first = max(0, int(now_s) - WINDOW_S + 1)
         return sum(amount for slot, amount in self._served if slot >= first), now_s - first
 
     @property
     def per_second(self) -> float:
-        """0 while nothing was measured."""
+        """The rate; 0 while nothing was measured."""
         served, seconds = self._window()
         return served / seconds if seconds > 0 else 0.0
 
     def wait_s(self, amount: int) -> float:
-        """Seconds until `amount` of it is likely to be worked off. Where nothing was served in the window, it is taken
-        to go on for as long again."""
+        """Estimate the seconds until `amount` is worked off. If nothing was served in the window, estimate that it
+        takes another window's length."""
         served, seconds = self._window()
         estimate = amount * seconds / served if served else seconds
         return min(max(estimate, MIN_WAIT_S), MAX_WAIT_S)

@@ -1,4 +1,4 @@
-"""Owns the gate before the engines: who is refused, who waits for a place, and who is next.
+"""Decides before the engines which requests are refused, which wait for a place, and which is next.
 Never knows HTTP, engines or text: it counts requests and prompt tokens, and all of it runs on one event loop."""
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _OPEN = GatePolicy()
 
 @dataclass(frozen=True, slots=True)
 class GateSnapshot:
-    """One ingress replica's gate at a moment. A request is live from its arrival to the end of its answer."""
+    """The state of one ingress replica's gate. A request is live from its arrival to the end of its answer."""
 
     draining: bool
     num_live: int
     num_waiting: int
     num_dispatched: int
     capacity: int | None
-    """Most that may be dispatched; None: no limit."""
+    """The most requests that may be dispatched; None means no limit."""
     num_queued_tokens: int
     requests_per_s: float
-    """Measured drain rates, of requests and of prompt tokens."""
+    """The measured drain rates of requests and, below, of prompt tokens."""
     tokens_per_s: float
 
 
 class _Account:
-    """What is counted for the deployment, and for each tenant."""
+    """Holds the counts of the deployment, or of one tenant."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.requests = Backlog(clock)
@@ -44,8 +44,8 @@ class _Account:
 
 
 class Gate:
-    """Late binding: at most as many requests as the engines can use are with them; the others wait here, where they can
-    still go to any engine. First come, first served within a tenant; tenants take turns."""
+    """Binds requests to engines late: the engines get as many requests as they can use, and the others wait here, where
+    they can still go to any engine. Within a tenant the first to come is served first; tenants take turns."""
 
     def __init__(
         self,
@@ -53,15 +53,15 @@ class Gate:
         num_engines: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_engines`: how many are known now; None and 0 count as one, so that a first request can start it.
-        `clock` gives monotonic seconds."""
+        """`num_engines`: how many engines are known now; None and 0 count as one, so that a first request can start an
+        engine. `clock` gives monotonic seconds."""
         self._policy = policy
         self._known_engines = num_engines
         self._clock = clock
         self._all = _Account(clock)
-        self._accounts: dict[str, _Account] = {}  # by tenant: as many as the keys name
-        # Visits that wait: a line for each tenant, the tenant whose turn it is first.
-        self._lines: OrderedDict[str, OrderedDict[Visit, None]] = OrderedDict()
+        self._accounts: dict[str, _Account] = {}  # by tenant, so at most as many as the keys name
+        # The waiting requests: a queue for each tenant, first that of the tenant whose turn it is.
+        self._queues: OrderedDict[str, OrderedDict[AdmissionTicket, None]] = OrderedDict()
         self._num_dispatched = 0
         self._draining = False
         self._empty = asyncio.Event()
@@ -71,13 +71,13 @@ class Gate:
         return self._draining
 
     def check_open(self) -> None:
-        """Return unless the deployment drains, which raises RequestRejected."""
+        """Raise RequestRejected if the deployment drains."""
         if self._draining:
             raise RequestRejected(ErrorCode.DRAINING, "The deployment is draining and takes no new requests.")
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(line) for line in self._lines.values())
+        return sum(len(queue) for queue in self._queues.values())
 
     def snapshot(self) -> GateSnapshot:
         return GateSnapshot(
@@ -91,8 +91,8 @@ class Gate:
             tokens_per_s=self._all.tokens.per_second,
         )
 
-    def enter(self, tenant: Tenant = ANYBODY) -> Visit:
-        """Let a request in before anything is spent on it. The visit is a context manager, and ends with its block.
+    def enter(self, tenant: Tenant = ANYBODY) -> AdmissionTicket:
+        """Let a request in before anything is spent on it. The ticket is a context manager, and ends with its block.
 
         Raises:
             ApiError: 429 or 503, a limit of the tenant or of the deployment is reached.
@@ -100,34 +100,34 @@ class Gate:
         """
         self.check_open()
         account = self._accounts.get(tenant.name) or self._accounts.setdefault(tenant.name, _Account(self._clock))
-        visit = Visit(self, tenant, account)
-        self._check_requests(visit)
-        self._check_tokens(visit, 1)  # any prompt has one: no body need be tokenized to know
-        return visit
+        ticket = AdmissionTicket(self, tenant, account)
+        self._check_requests(ticket)
+        self._check_tokens(ticket, 1)  # every prompt has at least one token, so the body need not be tokenized for this
+        return ticket
 
     def retry_after_s(self) -> float:
-        """Seconds until the next request is likely to end, for refusals that are not the gate's."""
+        """Estimate the seconds until the next request ends, for refusals by others than the gate."""
         return self._all.requests.wait_s(1)
 
     def refresh(self) -> None:
-        """Use capacity that has come. Arrivals and departures look by themselves; an engine that joins is neither."""
+        """Use new capacity. Arrivals and departures call this by themselves; call it when an engine joins."""
         capacity = self._policy.capacity(self._num_engines())
-        while self._lines and (capacity is None or self._num_dispatched < capacity):
+        while self._queues and (capacity is None or self._num_dispatched < capacity):
             self._num_dispatched += self._next().admit()
 
     def close(self) -> None:
-        """Refuse new requests until `reopen`; those inside go on."""
+        """Refuse new requests until `reopen`; those inside continue."""
         self._draining = True
 
     def reopen(self) -> None:
         self._draining = False
 
     async def drain(self, timeout_s: float) -> int:
-        """Close, and wait until all who are inside have left. After `timeout_s`, those that wait here are ended with
-        DRAINING; those that are with the engines are left to the caller to end.
+        """Close, and wait until all requests inside have left. After `timeout_s`, end those that wait here with
+        DRAINING; the caller must end those that are with the engines.
 
         Returns:
-            How many were still inside.
+            How many requests were still inside.
         """
         self.close()
         with suppress(TimeoutError):
@@ -136,8 +136,8 @@ class Gate:
                     self._empty.clear()
                     await self._empty.wait()
         num_late = self._all.requests.amount
-        for visit in [visit for line in self._lines.values() for visit in line]:
-            visit.refuse(RequestRejected(ErrorCode.DRAINING, "The deployment is draining; this request did not run."))
+        for ticket in [ticket for queue in self._queues.values() for ticket in queue]:
+            ticket.refuse(RequestRejected(ErrorCode.DRAINING, "The deployment is draining; this request did not run."))
         return num_late
 
     # --- limits -----------------------------------------------------------------------------------------------------
@@ -145,70 +145,70 @@ class Gate:
     def _num_engines(self) -> int:
         return max(1, self._known_engines() or 0)
 
-    def _check_requests(self, visit: Visit) -> None:
-        limit = self._policy.of_tenant(visit.tenant).max_concurrent_requests
-        if limit is not None and (excess := _excess(visit.account.requests, 1, limit)):
-            raise rate_limited("requests", limit, 0, visit.account.requests.wait_s(excess))
+    def _check_requests(self, ticket: AdmissionTicket) -> None:
+        limit = self._policy.of_tenant(ticket.tenant).max_concurrent_requests
+        if limit is not None and (excess := _excess(ticket.account.requests, 1, limit)):
+            raise rate_limited("requests", limit, 0, ticket.account.requests.wait_s(excess))
         limit = self._policy.of_deployment(self._num_engines()).max_concurrent_requests
         if limit is not None and (excess := _excess(self._all.requests, 1, limit)):
             raise overloaded("requests", limit, self._all.requests.wait_s(excess))
 
-    def _check_tokens(self, visit: Visit, num_tokens: int) -> None:
-        limit = self._policy.of_tenant(visit.tenant).max_queued_tokens
-        if limit is not None and (excess := _excess(visit.account.tokens, num_tokens, limit)):
-            left = max(0, limit - visit.account.tokens.amount)
-            raise rate_limited("tokens", limit, left, visit.account.tokens.wait_s(excess))
+    def _check_tokens(self, ticket: AdmissionTicket, num_tokens: int) -> None:
+        limit = self._policy.of_tenant(ticket.tenant).max_queued_tokens
+        if limit is not None and (excess := _excess(ticket.account.tokens, num_tokens, limit)):
+            left = max(0, limit - ticket.account.tokens.amount)
+            raise rate_limited("tokens", limit, left, ticket.account.tokens.wait_s(excess))
         limit = self._policy.of_deployment(self._num_engines()).max_queued_tokens
         if limit is not None and (excess := _excess(self._all.tokens, num_tokens, limit)):
             raise overloaded("tokens", limit, self._all.tokens.wait_s(excess))
 
-    # --- visits: called by Visit only -------------------------------------------------------------------------------
+    # --- called by AdmissionTicket only -----------------------------------------------------------------------------
 
-    def _next(self) -> Visit:
-        """Take the next visit out of its line; its tenant is last from then on."""
-        tenant, line = next(iter(self._lines.items()))
-        visit, _ = line.popitem(last=False)
-        if line:
-            self._lines.move_to_end(tenant)
+    def _next(self) -> AdmissionTicket:
+        """Take the next request out of its queue; its tenant is last from then on."""
+        tenant, queue = next(iter(self._queues.items()))
+        ticket, _ = queue.popitem(last=False)
+        if queue:
+            self._queues.move_to_end(tenant)
         else:
-            del self._lines[tenant]
-        return visit
+            del self._queues[tenant]
+        return ticket
 
-    def _queue(self, visit: Visit, num_tokens: int) -> None:
-        self._check_tokens(visit, num_tokens)
-        for account in (self._all, visit.account):
+    def _enqueue(self, ticket: AdmissionTicket, num_tokens: int) -> None:
+        self._check_tokens(ticket, num_tokens)
+        for account in (self._all, ticket.account):
             account.tokens.add(num_tokens)
-        self._lines.setdefault(visit.tenant.name, OrderedDict())[visit] = None
+        self._queues.setdefault(ticket.tenant.name, OrderedDict())[ticket] = None
         self.refresh()
 
-    def _come(self, visit: Visit) -> None:
-        for account in (self._all, visit.account):
+    def _register(self, ticket: AdmissionTicket) -> None:
+        for account in (self._all, ticket.account):
             account.requests.add(1)
 
-    def _compute(self, visit: Visit, num_tokens: int, *, served: bool) -> None:
-        for account in (self._all, visit.account):
+    def _release_tokens(self, ticket: AdmissionTicket, num_tokens: int, *, served: bool) -> None:
+        for account in (self._all, ticket.account):
             account.tokens.remove(num_tokens, served=served)
 
-    def _give_back(self, num_places: int) -> None:
+    def _release_places(self, num_places: int) -> None:
         self._num_dispatched -= num_places
         self.refresh()
 
-    def _leave_line(self, visit: Visit) -> None:
-        if (line := self._lines.get(visit.tenant.name)) is not None:
-            line.pop(visit, None)
-            if not line:
-                del self._lines[visit.tenant.name]
+    def _leave_queue(self, ticket: AdmissionTicket) -> None:
+        if (queue := self._queues.get(ticket.tenant.name)) is not None:
+            queue.pop(ticket, None)
+            if not queue:
+                del self._queues[ticket.tenant.name]
 
-    def _go(self, visit: Visit, *, served: bool) -> None:
-        for account in (self._all, visit.account):
+    def _deregister(self, ticket: AdmissionTicket, *, served: bool) -> None:
+        for account in (self._all, ticket.account):
             account.requests.remove(1, served=served)
         if not self._all.requests.amount:
             self._empty.set()
 
 
-class Visit:
-    """One request's way through the gate: it comes, waits for its places with the engines, one for each answer that it
-    wants, has its first event, gives the places back, goes. Leaving the block ends the visit wherever it is."""
+class AdmissionTicket:
+    """Takes one request through the gate: it enters, waits for places with the engines (one per answer), gets its first
+    event, gives the places back, and leaves. Leaving the block ends all of this at any stage."""
 
     def __init__(self, gate: Gate, tenant: Tenant, account: _Account) -> None:
         self.tenant = tenant
@@ -220,48 +220,48 @@ class Visit:
         self._num_places = 0
         self._has_started = False
 
-    def __enter__(self) -> Visit:
-        self._gate._come(self)
+    def __enter__(self) -> AdmissionTicket:
+        self._gate._register(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._gate._leave_line(self)
+        self._gate._leave_queue(self)
         self._forget_tokens(served=False)
-        self._leave(self._num_places)
-        self._gate._go(self, served=self._has_started)
+        self._release_places(self._num_places)
+        self._gate._deregister(self, served=self._has_started)
 
     async def dispatched(self, num_tokens: int, num_answers: int = 1) -> None:
-        """Wait for places with the engines, for prompts of `num_tokens` together. It gets all of them as soon as one is
-        free: a request that waited for many at a time could wait for ever.
+        """Wait for places with the engines, for prompts of `num_tokens` in total. The request gets all its places as
+        soon as one is free: if it waited for several at once, it might wait forever.
 
         Raises:
-            ApiError: 429 or 503, that many tokens are too many to queue.
+            ApiError: 429 or 503, there are too many tokens to queue.
             RequestRejected: the deployment drains, and the wait took too long.
         """
         self._num_wanted = num_answers
-        self._gate._queue(self, num_tokens)
+        self._gate._enqueue(self, num_tokens)
         self._num_queued_tokens = num_tokens
         if refusal := await self._turn:
             raise refusal
 
     def started(self) -> None:
-        """The engine has begun with the prompt, which is no longer queued. Idempotent."""
+        """Note that the engine has begun with the prompt, which is no longer queued. Idempotent."""
         self._has_started = True
         self._forget_tokens(served=True)
 
     def finished(self) -> None:
-        """The engine has done its part of an answer; the rest of it needs no place. Without effect after the visit."""
-        self._leave(min(1, self._num_places))
+        """Note that the engine has finished an answer, which needs no place any more. No effect after the block."""
+        self._release_places(min(1, self._num_places))
 
-    def _leave(self, num_places: int) -> None:
+    def _release_places(self, num_places: int) -> None:
         if num_places:
             self._num_places -= num_places
-            self._gate._give_back(num_places)
+            self._gate._release_places(num_places)
 
     # --- called by the gate -----------------------------------------------------------------------------------------
 
     def admit(self) -> int:
-        """Give it its places: how many, 0 if it has left meanwhile."""
+        """Give the request its places, and return how many; 0 if it has left meanwhile."""
         if self._turn.done():
             return 0
         self._turn.set_result(None)
@@ -269,16 +269,16 @@ class Visit:
         return self._num_places
 
     def refuse(self, refusal: RequestRejected) -> None:
-        """End its wait. It leaves the line with its block."""
+        """End the request's wait. It leaves the queue when its block ends."""
         if not self._turn.done():
             self._turn.set_result(refusal)
 
     def _forget_tokens(self, *, served: bool) -> None:
         if self._num_queued_tokens:
-            self._gate._compute(self, self._num_queued_tokens, served=served)
+            self._gate._release_tokens(self, self._num_queued_tokens, served=served)
             self._num_queued_tokens = 0
 
 
 def _excess(backlog: Backlog, more: int, limit: int) -> int:
-    """By how much `more` would exceed the limit. What comes alone never does: it could wait for no better moment."""
+    """By how much `more` would exceed the limit. A request that comes alone never does: waiting would not help it."""
     return max(0, backlog.amount + more - limit) if backlog.amount else 0

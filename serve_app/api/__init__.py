@@ -1,8 +1,8 @@
-"""What clients speak: OpenAI's and Anthropic's APIs as one ASGI app, from a request's bytes to its answer's frames.
+"""Serves OpenAI's and Anthropic's APIs as one ASGI app, from a request's bytes to its answer's frames.
 
 Start with `ingress`, which has the routes. A body is read by a schema in `requests`, becomes a prompt by `text`, and is
-answered by `generation`; `openai` and `anthropic` put the answer into their clients' words, and `openapi` documents
-them. `http` is what every route needs. `measuring` counts requests, and `request_facts` is what is known of one.
+answered by `generation`; `openai` and `anthropic` write the answer in their APIs' forms, and `openapi` documents
+them. `http` has what every route needs. `measuring` counts requests, and `request_facts` holds what is known of one.
 
 Never knows Ray, nor how an engine is reached.
 """

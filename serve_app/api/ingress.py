@@ -1,4 +1,4 @@
-"""Owns the HTTP routes: OpenAI's and Anthropic's APIs as an ASGI app over an engine client.
+"""Defines the HTTP routes of OpenAI's and Anthropic's APIs, as an ASGI app over an engine client.
 Never touches tokens or text itself, and knows neither Ray nor how the engine runs."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.protocol import EngineError, RequestRejected
 from serve_app.adapters.names import AdapterNames
-from serve_app.admission.gate import Gate, Visit
+from serve_app.admission.gate import AdmissionTicket, Gate
 from serve_app.api.admin.activity import activity_route
 from serve_app.api.admin.adapters import AdapterRoutes
 from serve_app.api.admin.control import Admin
@@ -29,7 +29,7 @@ from serve_app.api.anthropic.form import read_messages
 from serve_app.api.generation.chat_reader import make_parsers, needs_reader, prompt_end
 from serve_app.api.generation.completion import Completion
 from serve_app.api.generation.field_grammars import refused
-from serve_app.api.generation.live import Life, LiveRequests
+from serve_app.api.generation.live import Lifecycle, LiveRequests
 from serve_app.api.generation.logprobs import json_chars, score_chars
 from serve_app.api.generation.submission import Prepared, prepare_chat, prepare_completion
 from serve_app.api.generation.thoughts import ThoughtCounter
@@ -75,19 +75,20 @@ MAX_BODY_BYTES = 4 * 2**20
 """About a million tokens of text; a body is held in memory while it is read and parsed."""
 
 CLIENT_STALL_TIMEOUT_S = 60.0
-"""How long a client may take nothing of its answer."""
+"""How long a client may read nothing of its answer."""
 
 SSE_KEEP_ALIVE_S = 15.0
-"""How long a stream may be silent. Proxies close what is silent for longer than a minute, some after half of one."""
+"""How long a stream may be silent. Proxies close a stream that is silent for a minute, some after half a minute."""
 
 FLOAT_CHARS = 20
-"""A number of a vector as JSON."""
+"""Approximate length of a vector's number as JSON."""
 
 Prepare = Callable[[RequestT, str, Tokenizer, ServedModel], Awaitable[list[list[Prepared]]]]
 
 
 class _Generate(Generic[RequestT]):
-    """An endpoint that answers with generated text, streamed or whole. One class, so that all of them agree."""
+    """An endpoint that runs the model and answers streamed or whole. All such endpoints share it, so that they
+    agree."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class _Generate(Generic[RequestT]):
         id_prefix: str,
         least_size: int = 0,
     ) -> None:
-        """`least_size`: of the work that reading a body is, however short the body."""
+        """`least_size`: the least size to assume for the work of reading a body, however short the body is."""
         self._context = context
         self._read: Callable[[bytes], Asked[RequestT]] = read
         self._prepare: Prepare[RequestT] = prepare
@@ -108,33 +109,33 @@ class _Generate(Generic[RequestT]):
         arrived = now()
         gate = self._context.gate
         body = await read_json_body(scope, receive, self._context.max_body_bytes)
-        # Fresh even where the client names its request: ids of live requests are unique in the engine.
+        # A fresh id even if the client names its request: the engine needs unique ids of live requests.
         request_id = f"{self._id_prefix}{uuid.uuid4().hex}"
         try:
             with (
-                gate.enter(tenant_of(scope)) as visit,
-                self._context.live.track(request_id, scope[REQUEST_ID]) as life,
+                gate.enter(tenant_of(scope)) as ticket,
+                self._context.live.track(request_id, scope[REQUEST_ID]) as lifecycle,
             ):
-                passage = _Passage(request_id, arrived, visit, life, scope[TIMES], scope[FACTS])
-                await unless_client_leaves(receive, self._answer(passage, body, scope, receive, send))
+                admitted = _Admitted(request_id, arrived, ticket, lifecycle, scope[TIMES], scope[FACTS])
+                await unless_client_leaves(receive, self._answer(admitted, body, scope, receive, send))
         except EngineError as error:
             raise to_api_error(error, gate.retry_after_s()) from error
 
-    async def _answer(self, passage: _Passage, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, admitted: _Admitted, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         asked = await run_sized(max(len(body), self._least_size), lambda: self._read(body))
         request = asked.request
-        passage.until(deadline_of(passage.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
-        passage.times.num_choices = request.num_choices
+        admitted.until(deadline_of(admitted.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
+        admitted.times.num_choices = request.num_choices
         session = session_of(headers.get(SESSION_HEADER), request.prompt_cache_key)
-        facts = passage.facts
-        facts.request, facts.session, facts.answer_id = request, session, passage.request_id
+        facts = admitted.facts
+        facts.request, facts.session, facts.answer_id = request, session, admitted.request_id
         model = self._context.adapters.served(request.model)
         try:
-            choices = facts.choices = await self._start(request, passage, session, model)
+            choices = facts.choices = await self._start(request, admitted, session, model)
         except ApiError as error:
             raise asked.renamed(error) from error
-        answering = Answering(passage.request_id, self._context.tokenizer, model, choices)
+        answering = Answering(admitted.request_id, self._context.tokenizer, model, choices)
         try:
             await self._send(asked, answering, scope, receive, send)
         except RequestRejected as error:
@@ -157,48 +158,48 @@ class _Generate(Generic[RequestT]):
             made = await run_sized(size, lambda: json_response(form.body(pieces)))
             await made(scope, receive, send)
 
-    async def _start(self, request: RequestT, passage: _Passage, session: str | None, model: ServedModel) -> Choices:
+    async def _start(self, request: RequestT, admitted: _Admitted, session: str | None, model: ServedModel) -> Choices:
         """Prepare the request, and wait for places with the engines."""
-        context, visit, life = self._context, passage.visit, passage.life
-        groups = await self._prepare(request, passage.request_id, context.tokenizer, model)
+        context, ticket, lifecycle = self._context, admitted.ticket, admitted.lifecycle
+        groups = await self._prepare(request, admitted.request_id, context.tokenizer, model)
         num_tokens = sum(len(group[0].submission.prompt_token_ids) for group in groups)
-        with life.bound(), passage.times.at_gate():
-            await visit.dispatched(num_tokens, sum(map(len, groups)))
+        with lifecycle.bound(), admitted.times.at_gate():
+            await ticket.dispatched(num_tokens, sum(map(len, groups)))
         if session is None and request.num_choices > 1:
-            session = passage.request_id  # answers to one prompt share its blocks
-        return Choices([[self._completion(ready, passage, session) for ready in group] for group in groups])
+            session = admitted.request_id  # the same engine for all answers to a prompt, so that they share its blocks
+        return Choices([[self._completion(ready, admitted, session) for ready in group] for group in groups])
 
-    def _completion(self, ready: Prepared, passage: _Passage, session: str | None) -> Completion:
-        deadline = passage.life.deadline
+    def _completion(self, ready: Prepared, admitted: _Admitted, session: str | None) -> Completion:
+        deadline = admitted.lifecycle.deadline
         left_s = None if deadline is None else deadline.left_s()
-        submission = replace(ready.submission, timeout_s=left_s, tenant=passage.visit.tenant.name)
+        submission = replace(ready.submission, timeout_s=left_s, tenant=admitted.ticket.tenant.name)
         ready = replace(ready, submission=submission)
-        request, client = passage.facts.request, self._context.client
+        request, client = admitted.facts.request, self._context.client
         thoughts, stops = None, None
         if isinstance(request, ChatRequest):
             thoughts, stops = self._context.thoughts(ready), self._context.stops(request, ready)
-        return Completion(client, ready, passage.life, passage.visit, passage.times, session, thoughts, stops)
+        return Completion(client, ready, admitted.lifecycle, admitted.ticket, admitted.times, session, thoughts, stops)
 
 
 @dataclass(frozen=True, slots=True)
-class _Passage:
-    """A request that was let in."""
+class _Admitted:
+    """What belongs to one request that was let in."""
 
     request_id: str
     arrived: float
-    visit: Visit
-    life: Life
+    ticket: AdmissionTicket
+    lifecycle: Lifecycle
     times: RequestTimes
     facts: RequestFacts
 
     def until(self, deadline: Deadline | None) -> None:
-        self.life.until(deadline)
+        self.lifecycle.until(deadline)
         self.times.deadline_at = None if deadline is None else deadline.at
 
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What the routes share, and the small routes themselves."""
+    """Holds what the routes share, and has the small routes themselves."""
 
     client: EngineClient
     tokenizer: Tokenizer
@@ -210,14 +211,15 @@ class _Context:
     engine_load: Callable[[], EngineLoad | None]
 
     def thoughts(self, ready: Prepared) -> ThoughtCounter | None:
-        """Of a chat's answer; None where the model does not mark its thoughts."""
+        """Make the counter of a chat answer's thoughts; None if the model does not mark its thoughts."""
         if self.model.reasoning_parser is None:
             return None
         end = prompt_end(self.tokenizer, ready.submission.prompt_token_ids)
         return ThoughtCounter(reasoning_parser(self.model.reasoning_parser, end))
 
     def stops(self, request: ChatRequest, ready: Prepared) -> ContentStops | None:
-        """Of a chat's answer; None where there are none, or the answer is nothing but text."""
+        """Make the stop strings' reader for a chat answer that may have thoughts or calls; None if it has no stop
+        strings, or is only text."""
         if not (ready.stops and needs_reader(request, self.model)):
             return None
         end = prompt_end(self.tokenizer, ready.submission.prompt_token_ids)
@@ -226,8 +228,8 @@ class _Context:
 
     async def list_models(self, request: Request) -> Response:
         listed = models_json(self.adapters.listed())
-        # Codex asks so, and takes a list without `models` for an error. It has no use for what a server can say there:
-        # an entry would have to bring Codex's own instructions along.
+        # Codex sends `client_version`, and treats a list without `models` as an error. An empty list is enough: an
+        # entry would have to contain Codex's own instructions.
         return JSONResponse(listed | {"models": []} if "client_version" in request.query_params else listed)
 
     async def get_model(self, request: Request) -> Response:
@@ -235,17 +237,18 @@ class _Context:
         return JSONResponse(model_json(name, self.adapters.served(name)))
 
     async def health(self, _: Request) -> Response:
-        """Liveness: an engine answers. It may drain: whoever restarted it for that would cut what is to finish."""
+        """Liveness: an engine answers. A draining server is alive, because a restart would cut off what is
+        finishing."""
         try:
             await self.client.check_health()
         except Exception as error:
-            # Whatever it is, a load balancer must see one status.
-            told = to_api_error(error)
-            raise ApiError(503, told.message, type=told.type, code=told.code, headers=told.headers) from error
+            # Always 503, whatever the error: a load balancer must see one status.
+            cause = to_api_error(error)
+            raise ApiError(503, cause.message, type=cause.type, code=cause.code, headers=cause.headers) from error
         return Response(headers=instance_headers())
 
     async def ready(self, request: Request) -> Response:
-        """Readiness: it is alive, and new requests are let in."""
+        """Readiness: the server is alive, and lets new requests in."""
         self.gate.check_open()
         return await self.health(request)
 
@@ -254,7 +257,7 @@ class _Context:
         return JSONResponse({"engines": engines, "ingress": asdict(self.gate.snapshot())})
 
     def load_report(self) -> Mapping[str, float] | None:
-        """A LoadReport. What waits at this replica's gate waits for the engines, too."""
+        """Implements LoadReport. Requests at this replica's gate wait for the engines, too, so they are counted."""
         if (load := self.engine_load()) is None:
             return None
         waiting = load.num_waiting + self.gate.num_waiting
@@ -269,12 +272,12 @@ class _Context:
 def _versioned(
     path: str, endpoint: Callable[..., Any], middleware: Sequence[Middleware], method: str = "GET"
 ) -> list[Route]:
-    """Under `/v1`, and without it, for clients whose base URL has none."""
+    """Route `path` both with `/v1` and without it, for clients whose base URL lacks it."""
     return [Route(prefix + path, endpoint, methods=[method], middleware=middleware) for prefix in ("/v1", "")]
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: no such route, not this method."""
+    """Answer Starlette's own refusals: unknown routes and methods that are not allowed."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{error.detail}: {request.method} {clip(request.url.path, 200)}"
@@ -307,12 +310,12 @@ def create_app(
     seal: Seal | None = None,
     cors: CorsSettings | None = None,
 ) -> Starlette:
-    """Build the app. It has no state of its own besides its arguments, so that replicas are interchangeable. Without
-    `gate` it lets everything in; without `keys` anybody may use it, and nobody may use the admin routes; without
-    `trace` no request is described; without `engine_load` load balancers are told nothing. `adapters` is what may
-    change, by the routes for it or by other replicas. `strict`: hints are refused. `drop_billing_header`: Claude Code's
-    is kept out of prompts. Without `seal` a response's thoughts are not told sealed. `cors`: pages of other servers
-    that may use it."""
+    """Build the app. It has no state besides its arguments, so that replicas are interchangeable. Without `gate` it
+    lets everything in; without `keys` anybody may use it, and nobody may use the admin routes; without `trace` no
+    request is traced; without `engine_load` load balancers are told nothing. `adapters` may change later, through the
+    adapter routes or from other replicas. `strict`: refuse hints that have no effect. `drop_billing_header`: keep
+    Claude Code's billing header out of prompts. `seal`: encrypts a response's thoughts; without it they are not
+    returned encrypted. `cors`: the web pages of other servers that may use the API."""
     keys, gate, adapters = keys or Keys(), gate or Gate(), adapters or AdapterNames(model)
     context = _Context(client, tokenizer, model, max_body_bytes, gate, live or LiveRequests(), adapters, engine_load)
     recorder = recorder or IngressRecorder(gate)
@@ -329,7 +332,7 @@ def create_app(
     completions = _Generate(context, read_completion, prepare_completion, "cmpl-")
     messages = _Generate(context, read_message, prepare_chat, "msg_")
     read = partial(read_response, model=model, tokenizer=tokenizer, seal=seal)
-    # A short one may have a tool's grammar, whose translation takes tens of milliseconds: never on the event loop.
+    # Even a short body may have a tool's grammar. Its translation takes tens of milliseconds: never on the event loop.
     responses = _Generate(context, read, prepare_chat, "resp_", least_size=INLINE_SIZE + 1)
     embeddings = _Generate(context, read_embeddings, prepare_embeddings, "embd-")
     count = CountTokens(tokenizer, model, max_body_bytes, adapters, drop_billing_header).answer

@@ -1,4 +1,4 @@
-"""Owns the measuring of a route: every request that reaches it is counted once, however it ends.
+"""Measures a route: counts every request that reaches it once, however it ends.
 Never changes a request or an answer, and does nothing per token."""
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from serve_app.metrics.request_times import RequestTimes
 logger = logging.getLogger(__name__)
 
 TIMES = "chunkserve.times"
-"""Key of the scope: the request's RequestTimes."""
+"""Key of the request's RequestTimes in the scope."""
 FACTS = "chunkserve.facts"
-"""Key of the scope: its RequestFacts."""
+"""Key of the request's RequestFacts in the scope."""
 
 
 class MeasuresRequests:
-    """Round a route that generates text, and that marks in its RequestTimes and RequestFacts how far it has come."""
+    """Middleware of a route that runs the model, and that notes its progress in its RequestTimes and RequestFacts."""
 
     def __init__(self, app: ASGIApp, recorder: IngressRecorder, trace: Trace | None = None) -> None:
         self._app = app
@@ -34,7 +34,7 @@ class MeasuresRequests:
         request = _Request(scope, RequestTimes(), RequestFacts())
         try:
             await self._app({**scope, TIMES: request.times, FACTS: request.facts}, receive, send)
-        except (ClientGone, asyncio.CancelledError):  # servers say it in one of two ways
+        except (ClientGone, asyncio.CancelledError):  # servers report a closed connection in one of these two ways
             self._ended(request, "client_gone")
             raise
         except Exception as error:
@@ -48,7 +48,7 @@ class MeasuresRequests:
             return
         try:
             self._trace(EndedRequest(request.scope, request.times, request.facts, outcome, error))
-        except Exception:  # a fault in what describes requests must not end one
+        except Exception:  # a fault in tracing must not end the request
             logger.exception("a request could not be traced")
 
 

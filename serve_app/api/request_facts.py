@@ -1,4 +1,4 @@
-"""Owns what is known of one request besides its times, for whoever describes it at its end.
+"""Holds what is known about one request besides its times, for the traces that are written at its end.
 Never holds a prompt's or an answer's text longer than the request lives."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestFacts:
-    """Filled as far as the request comes."""
+    """Filled in as the request progresses; a field that it did not get to stays None."""
 
     request: ChatRequest | CompletionRequest | EmbeddingRequest | None = None
     session: str | None = None
@@ -30,7 +30,7 @@ class RequestFacts:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request that is over. `error`: what the client got in place of an answer."""
+    """A request that is over. `error`: the client got it instead of an answer."""
 
     scope: Scope
     times: RequestTimes

@@ -1,5 +1,5 @@
-"""Makes an API key, or an admin key: `python -m serve_app.auth`.
-Never keeps it: the key is printed once, beside the digest that the config needs."""
+"""Makes an API key or an admin key: `python -m serve_app.auth`.
+Never stores it: the key is printed once, with the digest that the config needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEY_BYTES = 32
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a new key and what the config needs to know of it."""
+    """Print a new key, and the entry for the config."""
     parser = argparse.ArgumentParser(
         prog="python -m serve_app.auth",
         description="Make a random key, and print it with the lines that make it an API key or the admin key in a "

@@ -1,5 +1,5 @@
-"""Owns API keys: who sends a request, and who may use the admin routes.
-Never holds, logs or shows a key: all it knows are digests."""
+"""Checks API keys: identifies the sender of a request, and decides who may use the admin routes.
+Never holds, logs or shows a key: it only knows digests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TENANT = "chunkserve.tenant"
 
 
 class KeysFileError(ValueError):
-    """The message says what is wrong with the file, and shows nothing of what is in it."""
+    """The keys file is not valid. The message says why, and shows none of the file's contents."""
 
 
 class Keys:
@@ -48,7 +48,7 @@ class Keys:
         """Read `keys_file`, if there is one, once.
 
         Raises:
-            KeysFileError: it cannot be used.
+            KeysFileError: the file cannot be used.
         """
         listed = () if settings.keys_file is None else _read(Path(settings.keys_file))
         try:
@@ -57,20 +57,20 @@ class Keys:
             raise KeysFileError(f"auth.keys and {settings.keys_file}: {error}") from None
 
     def tenant(self, scope: Scope) -> Tenant:
-        """Whose key a request carries.
+        """Return the tenant whose key a request carries.
 
         Raises:
-            ApiError: 401, none of ours.
+            ApiError: 401, the request has no valid key.
         """
         if not self._keys:
             return ANYBODY
-        found = self._entry(_digest(scope))
-        if found is None:
+        entry = self._entry(_digest(scope))
+        if entry is None:
             raise _unauthorized("API key")
         return Tenant(
-            name=found.tenant,
+            name=entry.tenant,
             limits=Limits(
-                max_concurrent_requests=found.max_concurrent_requests, max_queued_tokens=found.max_queued_tokens
+                max_concurrent_requests=entry.max_concurrent_requests, max_queued_tokens=entry.max_queued_tokens
             ),
         )
 
@@ -78,7 +78,7 @@ class Keys:
         """Return if the request carries the admin key.
 
         Raises:
-            ApiError: 401, it carries no key of ours; 403, it carries a user's, or there is no admin key.
+            ApiError: 401, it has no valid key; 403, it has a user's key, or the server has no admin key.
         """
         if self._admin is None:
             text = "The admin routes are closed: they need auth.admin_sha256 in the server's config."
@@ -87,20 +87,20 @@ class Keys:
         if hmac.compare_digest(given, self._admin):
             return
         if self._entry(given) is not None:
-            text = "This API key is no admin key."
+            text = "This API key is not an admin key."
             raise ApiError(403, text, type="permission_error", code="admin_key_required")
         raise _unauthorized("admin key")
 
     def _entry(self, given: str) -> ApiKey | None:
-        found = None
-        for key in self._keys:  # all of them: how long it takes tells nothing about which one was close
+        entry = None
+        for key in self._keys:  # compares with all of them, so that the time does not reveal which one was close
             if hmac.compare_digest(given, key.sha256):
-                found = key
-        return found
+                entry = key
+        return entry
 
 
 class NeedsKey:
-    """A route for those with an API key, if there are any. Refused before the body is read."""
+    """Middleware of routes that need an API key, if the server has any. Refuses before the body is read."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
@@ -111,7 +111,7 @@ class NeedsKey:
 
 
 class NeedsAdminKey:
-    """A route for whoever has the admin key."""
+    """Middleware of routes that need the admin key."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
@@ -123,24 +123,24 @@ class NeedsAdminKey:
 
 
 def tenant_of(scope: Scope) -> Tenant:
-    """The tenant that NeedsKey found."""
+    """Return the tenant that NeedsKey found."""
     tenant = scope[_TENANT]
     assert isinstance(tenant, Tenant)
     return tenant
 
 
 def _digest(scope: Scope) -> str:
-    """Of the bearer token, or where there is none of X-Api-Key; "", which is no digest, without both."""
+    """Return the digest of the bearer token, or else of X-Api-Key; without either "", which equals no digest."""
     headers = Headers(scope=scope)
     scheme, _, token = headers.get("authorization", "").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
     key = bearer or headers.get("x-api-key", "").strip()
-    # Headers are decoded as Latin-1, which gives back the bytes that were sent.
+    # Headers were decoded as Latin-1; encoding restores the bytes that were sent.
     return digest(key.encode("latin-1")) if key else ""
 
 
 def digest(key: bytes) -> str:
-    """What the config holds of a key. A fast hash is enough: keys are random, and too long to be guessed."""
+    """Compute a key's digest for the config. A fast hash is enough: keys are random, and too long to be guessed."""
     return hashlib.sha256(key).hexdigest()
 
 

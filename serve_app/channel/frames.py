@@ -1,5 +1,5 @@
-"""Owns the bytes of the token channel: a step's events of many requests as one MessagePack frame, beats, and replies.
-Never trusts what it reads: a frame that is no frame raises, and nothing in it is executed."""
+"""Defines the token channel's bytes: one MessagePack frame for a step's events of many requests, beats, and replies.
+Never trusts what it reads: malformed bytes raise, and nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class MalformedFrame(Exception):
-    """Bytes that no sender of ours has written."""
+    """The bytes were not written by a sender of this channel."""
 
 
 class Entry(msgspec.Struct, array_like=True, gc=False):  # never part of a cycle
-    """News of one request. `first` is the place of the first of these events among all of the request's, so that a
-    reader sees what it has missed or has already."""
+    """New events of one request. `first` is the index of the first of them among all of the request's events, so that a
+    reader sees which it has missed or already has."""
 
     stream_id: int
     first: int
@@ -44,16 +44,16 @@ class Entry(msgspec.Struct, array_like=True, gc=False):  # never part of a cycle
 
 
 class Beat(msgspec.Struct, array_like=True, gc=False):
-    """That an engine replica lives, several times a second, whatever its steps do."""
+    """A sign of life of an engine replica, sent several times a second whatever its steps do."""
 
     is_late: bool
-    """Its step takes so long that it may never return."""
+    """The current step takes so long that it may never return."""
     stream_ids: list[int]
-    """The calls that it runs for this ingress replica."""
+    """The calls that the engine runs for this ingress replica."""
 
 
 class Frame(msgspec.Struct, array_like=True, gc=False):
-    """What an engine replica sends to an ingress replica: after a step with news, or as a beat."""
+    """A message from an engine replica to an ingress replica: after a step with new events, or as a beat."""
 
     replica_id: str
     entries: list[Entry]
@@ -61,19 +61,19 @@ class Frame(msgspec.Struct, array_like=True, gc=False):
 
 
 class Reply(msgspec.Struct, array_like=True, gc=False):
-    """What an ingress replica sends back."""
+    """A message from an ingress replica to an engine replica."""
 
     unread: list[int]
-    """Streams that nobody reads any more."""
+    """Streams without a reader."""
     reason: FinishReason = FinishReason.ABORT
-    """STOP: their readers have all that they want."""
+    """Why `unread` streams have no reader. STOP: their readers have all that they want."""
     missing: list[tuple[int, int]] = []
-    """Streams that have lost a frame, each with the first event that it lacks."""
+    """Streams that have lost a frame, each with the index of the first missing event."""
 
 
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
-# Text that is no UTF-8, and arrays nested too deeply, are not among msgspec's own errors.
+# For invalid UTF-8 and for arrays nested too deeply, msgspec raises errors that are not its own.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -123,10 +123,10 @@ def pack(event: Event) -> RawEvent:
 
 
 def unpack(request_id: str, raw: Sequence[RawEvent]) -> list[Event]:
-    """The events of one request.
+    """Decode the events of one request.
 
     Raises:
-        MalformedFrame: an event that nobody sends.
+        MalformedFrame: an event is not one that a sender writes.
     """
     try:
         return [Token(request_id, item) if isinstance(item, int) else _unpack(request_id, item) for item in raw]
@@ -158,7 +158,7 @@ def _pack_score(score: TokenLogprobs | None) -> list[Any] | None:
 
 
 def _unpack_ranked(scores: list[Any], ranks: list[int | None] | None = None) -> tuple[TokenLogprobs, ...]:
-    """An engine of a version before ranks sends none; readers of that version ignore a second list."""
+    """Decode scores. An engine of a version before ranks sends none; readers of that version ignore a second list."""
     places = [None] * len(scores) if ranks is None else ranks
     return tuple(_unpack_score(score, rank) for score, rank in zip(scores, places, strict=True))
 

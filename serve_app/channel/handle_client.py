@@ -1,4 +1,4 @@
-"""Owns the way from an ingress replica to the engine replicas: Serve calls and the token channel, as an EngineClient.
+"""Implements EngineClient for an ingress replica, with Serve calls and the token channel.
 Never decides what a failure means to an HTTP client; it turns Ray's failures into the engine's codes."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from serve_app.channel.frames import MalformedFrame, decode_frame
 from serve_app.channel.migration import Attempt, Migration
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
 from serve_app.engines.engine_call import EngineCall
-from serve_app.engines.engine_client import Course
+from serve_app.engines.engine_client import StreamRecord
 from serve_app.engines.engine_count import num_engines
 from serve_app.metrics.activity import EngineActivity, FleetActivity, IngressActivity
 from serve_app.metrics.exposition import Scrape
@@ -38,18 +38,20 @@ T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 5.0
 MOST_BY_VALUE = 2 * 2**20
-"""Bytes of inputs in a call by value: Serve's replicas take messages of 4 MiB, the rest of the call included."""
+"""The most bytes of inputs in a call by value: Serve's replicas take messages of 4 MiB, including the rest of the call.
+"""
 LOAD_TIMEOUT_S = 60.0
-"""How long the engines may take to read an adapter."""
+"""How long the engines may take to load an adapter."""
 STOP_GRACE_S = 1.0
-"""How long a stopped request may take to return its answer before its call is cancelled: it needs one message."""
+"""How long a stopped request may take to return its answer, for which one message is enough, before its call is
+cancelled."""
 
-# Answers that are on their way: an event loop alone does not keep its tasks alive.
+# Tasks that wait for answers, kept here because an event loop does not keep its tasks alive.
 _answers: set[asyncio.Task[None]] = set()
 
 
 class HandleClient:
-    """Streams requests to whichever engine replica the router picks, until it is told to end them."""
+    """Streams requests from the engine replicas that the router picks, until `end` is called."""
 
     def __init__(
         self,
@@ -62,9 +64,9 @@ class HandleClient:
         may_sleep: bool = False,
         large: DeploymentHandle | None = None,
     ) -> None:
-        """`ingress` is the handle of the deployment that this replica belongs to. `num_waiting`: requests that wait in
-        this replica to be streamed from here. `may_sleep`: having no engine replica is healthy, as one starts when
-        something is asked for. `large`: for calls that are larger than `engine` takes; None: it takes any."""
+        """`ingress`: the handle of the deployment that this replica belongs to. `num_waiting`: how many requests wait
+        at this replica's gate. `may_sleep`: having no engine replica is healthy, because a request starts one.
+        `large`: a handle for calls that are too large for `engine`; None if `engine` takes any."""
         self._engine = engine
         self._large = large or engine
         self._ingress = ingress
@@ -76,21 +78,21 @@ class HandleClient:
         self._attempts: set[_HandleAttempt] = set()
 
     def stream(
-        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+        self, submission: Submission, *, session: str | None = None, record: StreamRecord | None = None
     ) -> AsyncGenerator[list[Event], None]:
-        """Yield event batches until the terminal one. Closing or cancelling it aborts the request in the engine.
+        """Yield event batches until the terminal one. Closing or cancelling the generator aborts the request.
 
         Raises:
             RequestRejected: by the engine.
             EngineError: no engine replica can go on, or `end` was called.
         """
-        course = course or Course()
+        record = record or StreamRecord()
         most = self._migration.max_migrations
 
         def start(rest: Submission, avoid: tuple[str, ...]) -> Attempt:
-            return self._start(rest, session, avoid, may_move=len(course.moves) < most)
+            return self._start(rest, session, avoid, may_move=len(record.moves) < most)
 
-        return self._migration.stream(submission, start, course)
+        return self._migration.stream(submission, start, record)
 
     def _start(self, submission: Submission, session: str | None, avoid: tuple[str, ...], *, may_move: bool) -> Attempt:
         if self._ended:
@@ -108,7 +110,7 @@ class HandleClient:
     async def check_health(self) -> None:
         """Raise EngineError unless an engine replica answers that it can serve."""
         if self._may_sleep:
-            return  # Serve counts the call as a request: a load balancer's probes would keep an engine, or start one
+            return  # Serve counts the call as a request: a load balancer's probes would start an engine, or keep one
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 await self._engine.check_health.remote()
@@ -116,7 +118,7 @@ class HandleClient:
             raise EngineError(ErrorCode.ENGINE_DEAD, "No engine replica answers.") from error
 
     async def load(self) -> list[LoadSnapshot]:
-        """The load of every engine replica.
+        """Ask every engine replica for its load.
 
         Raises:
             EngineError: a replica did not answer.
@@ -133,7 +135,7 @@ class HandleClient:
         return list(await self._ask_engines("reset_prefix_cache"))
 
     async def adapters(self) -> list[AdapterRef]:
-        """Those of all engine replicas: one that started late may know of the config's alone.
+        """List the adapters of all engine replicas. One that started late may only know those of the config.
 
         Raises:
             EngineError: a replica did not answer.
@@ -148,7 +150,7 @@ class HandleClient:
             loaded = await _broadcast(self._engine, "load_adapter", name, path, timeout_s=LOAD_TIMEOUT_S)
             adapter = same_adapter(dict(loaded))
         except EngineError:
-            with suppress(EngineError):  # a replica that does not answer now is told what it lacks by requests
+            with suppress(EngineError):  # a replica that does not answer now loads what its requests need
                 await _broadcast(self._engine, "restore_adapter", name, before)
             raise
         await _broadcast(self._ingress, "set_adapter", name, adapter)
@@ -159,7 +161,7 @@ class HandleClient:
         await self._ask_engines("unload_adapter", name)
 
     async def _wake(self) -> None:
-        """Have an engine replica started, where none is: a broadcast starts none."""
+        """Start an engine replica if there is none; a broadcast would not."""
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 await self._engine.check_health.remote()
@@ -180,22 +182,22 @@ class HandleClient:
         return FleetActivity(engines, ingresses, no_engine + no_ingress)
 
     async def _gather_engines(self, method: str, kind: type[T], *arguments: object) -> tuple[list[T], int]:
-        # Where none is, a broadcast would wait for the first to start.
+        # Without an engine, a broadcast would wait for the first to start.
         return ([], 0) if num_engines() == 0 else await gather(self._engine, method, kind, *arguments)
 
     async def _ask_engines(self, method: str, *arguments: object) -> list[Any]:
-        # Where none is, a broadcast would wait for the first to start.
+        # Without an engine, a broadcast would wait for the first to start.
         return [] if num_engines() == 0 else await _broadcast(self._engine, method, *arguments)
 
     def end(self) -> None:
-        """End every stream, and those that come, with a DRAINING error, after what they have already."""
+        """End every current and later stream with a DRAINING error, after the events that it already has."""
         self._ended = True
         for attempt in self._attempts:
             attempt.fail(_late())
 
 
 class _HandleAttempt:
-    """One unary Serve call, open for as long as the request lives; its tokens come by the channel."""
+    """One unary Serve call that stays open as long as the request lives; its tokens come through the channel."""
 
     def __init__(
         self,
@@ -222,19 +224,19 @@ class _HandleAttempt:
         return await self._stream.take()
 
     def fail(self, error: EngineError) -> None:
-        """Whoever takes from this gets the error, after what is there already."""
+        """Raise the error in `take`, after the events that are already there."""
         self._stream.fail(error)
 
     def close(self, *, complete: bool = False) -> None:
-        """End the call by both ways, Serve's and the channel's. A finished one is left to return its answer, and so is
-        one that was stopped through the channel: Serve's cancellation, which may overtake that, has no reason."""
+        """End the call both by Serve and by the channel. A finished call is left to return its answer, and so is one
+        that was stopped through the channel: Serve's cancellation gives no reason, and could arrive first."""
         if self not in self._live:
             return
         self._live.discard(self)
-        is_told = self._receiver.close(self._stream, FinishReason.STOP if complete else FinishReason.ABORT)
+        is_informed = self._receiver.close(self._stream, FinishReason.STOP if complete else FinishReason.ABORT)
         if self._stream.finished:
             return
-        if complete and is_told:
+        if complete and is_informed:
             timer = asyncio.get_running_loop().call_later(STOP_GRACE_S, self._cancel)
             self._waiter.add_done_callback(lambda _: timer.cancel())
         else:
@@ -246,7 +248,7 @@ class _HandleAttempt:
 
 
 async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream) -> None:
-    """The call's end: what the channel has not brought, or why there is no answer."""
+    """Wait for the call's end, and pass on what the channel has not brought, or why there is no answer."""
     try:
         answer: bytes | EngineError = await response
         if isinstance(answer, EngineError):
@@ -259,7 +261,7 @@ async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream) ->
         stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The call to the engine replica was cancelled."))
     except (RayError, AioRpcError, DeploymentUnavailableError, MalformedFrame) as error:
         stream.fail(EngineError(ErrorCode.ENGINE_DEAD, f"The engine replica went away: {type(error).__name__}."))
-    finally:  # whatever else ended the call: its reader would wait for ever
+    finally:  # whatever else ended the call; otherwise its reader would wait forever
         stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The call to the engine replica ended without an answer."))
 
 
@@ -268,10 +270,10 @@ def _input_bytes(submission: Submission) -> int:
 
 
 def same_adapter(answers: Mapping[str, AdapterRef | EngineError]) -> AdapterRef:
-    """What all engine replicas have loaded. answers: by replica.
+    """Return the adapter that all engine replicas have loaded. `answers`: by replica.
 
     Raises:
-        EngineError: one has refused it, or they have different ones.
+        EngineError: a replica has refused it, or they have loaded different files.
     """
     refused = {name: answer for name, answer in answers.items() if isinstance(answer, EngineError)}
     if refused:
@@ -290,10 +292,10 @@ def same_adapter(answers: Mapping[str, AdapterRef | EngineError]) -> AdapterRef:
 async def _broadcast(
     handle: DeploymentHandle, method: str, *arguments: object, timeout_s: float = HEALTH_TIMEOUT_S
 ) -> list[Any]:
-    """Each replica's answer, of those that run.
+    """Call a method of every running replica, and return the answers.
 
     Raises:
-        EngineError: one did not answer.
+        EngineError: a replica did not answer.
     """
     try:
         async with asyncio.timeout(timeout_s):

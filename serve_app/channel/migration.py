@@ -1,5 +1,5 @@
-"""Owns streams that outlive their engine replica: what was delivered is kept, and another replica goes on from there.
-Never repeats, loses or reorders a token, and never tries for ever."""
+"""Continues a stream at another engine replica when its own fails; what was already delivered is kept.
+Never repeats, loses or reorders a token, and never tries forever."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from engine.protocol import (
     Token,
     Usage,
 )
-from serve_app.engines.engine_client import Course, Move
+from serve_app.engines.engine_client import Move, StreamRecord
 from serve_app.metrics.channel_counts import ChannelCounts
 
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.05
-"""Before the second attempt; it doubles with each."""
+"""The pause before the second attempt; it doubles with each further one."""
 _ELSEWHERE = frozenset({ErrorCode.ENGINE_DEAD, ErrorCode.DRAINING})
-"""Failures of a replica. Those of a request would follow it to every other."""
+"""Failures of a replica. A request's own failures would repeat at every other replica."""
 _FULL = frozenset({ErrorCode.QUEUE_FULL, ErrorCode.ADAPTER_UNAVAILABLE})
-"""These turn a new request away, but not one that was accepted before."""
+"""Codes that refuse a new request, but let one that was accepted before look for another replica."""
 
 
 class Attempt(Protocol):
-    """One call to one engine replica."""
+    """Calls one engine replica once."""
 
     @property
     def replica_id(self) -> str | None:
-        """Who answers, as soon as that is known."""
+        """The replica that answers, as soon as it is known."""
         ...
 
     async def take(self) -> list[Event]:
-        """The next events, in order; may raise EngineError."""
+        """Return the next events, in order; may raise EngineError."""
         ...
 
     def close(self, *, complete: bool = False) -> None:
@@ -55,12 +55,12 @@ class Attempt(Protocol):
 
 
 StartAttempt = Callable[[Submission, tuple[str, ...]], Attempt]
-"""Makes a call; the strings are replica ids to keep away from."""
+"""Makes a call; the strings are the ids of replicas to avoid."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What the client has of an answer."""
+    """Holds what the client already has of an answer."""
 
     asked: Submission
     started: float
@@ -79,11 +79,11 @@ class _Progress:
         return error.code in _ELSEWHERE or (error.code in _FULL and self.num_attempts > 1)
 
     def lost_engine(self, error: EngineError) -> bool:
-        """Whether it ends for want of another replica, and not for what a first one would have said, too."""
+        """Whether the failure is the loss of an engine, and not a refusal that the first replica would give, too."""
         return self.num_attempts > 1 or error.code in _ELSEWHERE
 
     def rest(self, now: float) -> Submission:
-        """The request that goes on from here. Its random numbers are those of the same positions in the same answer."""
+        """Make the request that continues from here. It draws the same random numbers as the same positions before."""
         self.num_attempts += 1
         if self.num_attempts == 1:
             return self.asked
@@ -99,7 +99,7 @@ class _Progress:
                 prompt_logprobs=None if self.has_prompt_logprobs else sampling.prompt_logprobs,
             ),
             timeout_s=self._left_of(asked.timeout_s, now),
-            # Once it has run, it does not wait for its first run any more.
+            # A request that has run no longer waits for its first run.
             queue_timeout_s=self._left_of(asked.queue_timeout_s, now) if self.cached_tokens is None else None,
             num_answer_tokens=count,
         )
@@ -108,9 +108,9 @@ class _Progress:
         return None if timeout_s is None else max(timeout_s - (now - self.started), 0.001)
 
     def accept(self, events: list[Event]) -> list[Event]:
-        """Those of a replica's events that the client does not have yet, as if one replica had sent all. That the
-        replica failed is not among them."""
-        return [told for event in events if (told := self._accept(event)) is not None]
+        """Return the events that the client does not have yet, as if a single replica had sent all of them. A replica's
+        failure is left out."""
+        return [accepted for event in events if (accepted := self._accept(event)) is not None]
 
     def _accept(self, event: Event) -> Event | None:
         match event:
@@ -123,7 +123,7 @@ class _Progress:
             case PromptLogprobs():
                 self.has_prompt_logprobs = True
             case Pooled():
-                if self.is_pooled:  # computed again for the sake of its last event
+                if self.is_pooled:  # it was computed again only because the terminal event was lost
                     return None
                 self.is_pooled = True
             case Finished():
@@ -133,7 +133,7 @@ class _Progress:
         return event
 
     def _usage(self, last: Usage) -> Usage:
-        """Of the whole answer: the tokens that a later attempt was given as its prompt were sampled before."""
+        """Compute the usage of the whole answer: part of a later attempt's prompt was sampled by earlier attempts."""
         num_prompt = len(self.asked.prompt_token_ids)
         resumed = last.prompt_tokens - num_prompt
         return Usage(num_prompt, resumed + last.completion_tokens, self.cached_tokens or 0)
@@ -145,25 +145,25 @@ class _Progress:
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """How often, and how long, a stream looks for another replica."""
+    """Limits how often and how long a stream looks for another replica."""
 
     max_migrations: int
     timeout_s: float
-    """From a replica's failure to the first event of the next: Serve holds a call while no replica is there."""
+    """The time from a replica's failure to the next one's first event: Serve holds a call while there is no replica."""
     max_model_len: int
-    """Prompt and answer of one request, in tokens."""
+    """The limit of a request's prompt and answer together, in tokens."""
     counts: ChannelCounts = field(default_factory=ChannelCounts)
 
     async def stream(
-        self, submission: Submission, start: StartAttempt, course: Course | None = None
+        self, submission: Submission, start: StartAttempt, record: StreamRecord | None = None
     ) -> AsyncGenerator[list[Event], None]:
-        """Yield the events of one answer, from as many replicas as it takes.
+        """Yield the events of one answer, from as many replicas as necessary.
 
         Raises:
-            RequestRejected: by the first replica that was asked.
-            EngineError: a failure that another replica would repeat, or one too many.
+            RequestRejected: the first replica refused the request.
+            EngineError: a failure that another replica would repeat, or more failures than allowed.
         """
-        course = course or Course()
+        record = record or StreamRecord()
         clock = asyncio.get_running_loop().time
         progress = _Progress(_pinned(submission, self.max_model_len), clock())
         avoid: list[str] = []
@@ -172,8 +172,8 @@ class Migration:
             try:
                 events = await self._first(attempt, progress)
                 while True:
-                    if told := progress.accept(events):
-                        yield told
+                    if accepted := progress.accept(events):
+                        yield accepted
                     match events[-1]:
                         case Failed(code=code, message=text) if code in _ELSEWHERE:
                             raise EngineError(code, text)
@@ -188,12 +188,12 @@ class Migration:
                 failure = error.code
                 logger.warning("%s moves to another engine replica: %s", submission.request_id, error)
             finally:
-                attempt.close(complete=course.is_complete)
-            if progress.token_ids and not progress.num_left:  # only its last event was lost
+                attempt.close(complete=record.is_complete)
+            if progress.token_ids and not progress.num_left:  # only the terminal event was lost
                 yield [progress.length_reached()]
                 return
             self.counts.migrations += 1
-            course.moves.append(Move(clock(), failure, attempt.replica_id))
+            record.moves.append(Move(clock(), failure, attempt.replica_id))
             await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (progress.num_attempts - 1))
 
     async def _first(self, attempt: Attempt, progress: _Progress) -> list[Event]:
@@ -208,7 +208,7 @@ class Migration:
 
 
 def _pinned(submission: Submission, max_model_len: int) -> Submission:
-    """What each engine would choose for itself, chosen once for all attempts."""
+    """Choose once for all attempts what each engine would otherwise choose by itself."""
     sampling = submission.sampling
     if sampling.seed is None:
         sampling = replace(sampling, seed=secrets.randbits(63))

@@ -1,5 +1,5 @@
-"""Owns how engine replicas find an ingress replica that they do not beat for: new ones, and those that have lost it.
-Never waits for one that hangs: a silent engine is asked again for as long as it is there."""
+"""Asks engine replicas that are not heard of, new ones and those that lost the connection, to beat for this ingress.
+Never waits for one that hangs: a silent engine is asked again as long as it exists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER_S = 5.0
 
 
 async def call_the_roll(engine: DeploymentHandle, receiver: TokenReceiver) -> None:
-    """While an engine replica is not heard of, ask all to beat here. For ever."""
+    """Run forever; whenever an engine replica is not heard of, ask all of them to beat here."""
     while True:
         await asyncio.sleep(LOOK_S)
         if receiver.unheard:
@@ -32,5 +32,5 @@ async def _ask_all(engine: DeploymentHandle, receiver: TokenReceiver) -> None:
         async with asyncio.timeout(ANSWER_S):
             await engine.broadcast("beat_for", receiver.address).results_async()
     except (RayError, AioRpcError, DeploymentUnavailableError, RequestCancelledError, TimeoutError) as error:
-        # What hangs does not answer; the others have heard.
+        # A replica that hangs does not answer; the others got the call.
         logger.info("not every engine replica has answered the roll call: %s", type(error).__name__)

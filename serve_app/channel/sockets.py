@@ -1,5 +1,5 @@
-"""Owns what the token channel is made of: ZeroMQ sockets of both ends, with their keys and limits.
-Never reads or writes a message; it knows nothing of requests."""
+"""Makes the ZeroMQ sockets of both ends of the token channel, with their keys and limits.
+Never interprets a message, and knows nothing of requests."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from serve_app.engines.engine_call import ChannelAddress
 
 MAX_FRAME_BYTES = 64 * 2**20
-"""A step's events of one ingress replica; the largest by far are log-probabilities of long prompts."""
+"""The limit of one step's events for one ingress replica; by far the largest are log-probabilities of long prompts."""
 MAX_QUEUED_FRAMES = 1000
-"""Frames that wait for a peer that does not read; later ones are refused by `send_now`."""
+"""The most frames that wait for a peer that does not read; `send_now` refuses more."""
 HEARTBEAT_MS = 1000
 _ZAP_DOMAIN = "chunkserve"
 
 
 def listen(context: zmq.asyncio.Context, host: str) -> tuple[zmq.asyncio.Socket, AsyncioAuthenticator, ChannelAddress]:
-    """A socket on a free port of `host` that lets in whoever holds the key pair in the returned address, and nobody
-    else: an unknown peer fails the handshake, and none of its messages is read. Stop the authenticator at the end."""
+    """Open a socket on a free port of `host`. It only lets in peers with the key pair in the returned address: an
+    unknown peer fails the handshake, and none of its messages is read. The caller must stop the authenticator at the
+    end."""
     server_public, server_secret = zmq.curve_keypair()
     public, secret = zmq.curve_keypair()
     authenticator = AsyncioAuthenticator(context)
@@ -39,7 +40,7 @@ def listen(context: zmq.asyncio.Context, host: str) -> tuple[zmq.asyncio.Socket,
 
 
 def connect(context: zmq.asyncio.Context, address: ChannelAddress) -> zmq.asyncio.Socket:
-    """A socket that connects, and reconnects, by itself; what it takes meanwhile waits, up to its limit."""
+    """Open a socket that connects, and reconnects, by itself. Messages sent meanwhile wait, up to the limit."""
     socket = _limited(context.socket(zmq.DEALER))
     socket.curve_serverkey = address.server_key
     socket.curve_publickey, socket.curve_secretkey = address.public_key, address.secret_key
@@ -49,7 +50,7 @@ def connect(context: zmq.asyncio.Context, address: ChannelAddress) -> zmq.asynci
 
 
 def send_now(socket: zmq.asyncio.Socket, parts: list[bytes]) -> bool:
-    """Whether the message was taken; never waits."""
+    """Send a message without waiting; return whether the socket took it."""
     try:
         cast("asyncio.Future[None]", socket.send_multipart(parts, zmq.NOBLOCK)).result()
     except zmq.Again:
@@ -66,7 +67,7 @@ def _limited(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
 
 
 class _OneKey:
-    """Says who may connect: the holders of one key."""
+    """Lets only the holders of one key connect."""
 
     def __init__(self, public_key: bytes) -> None:
         self._public_key = public_key

@@ -1,6 +1,6 @@
-"""Owns the ingress replica's end of the token channel: one socket, to which every engine replica connects. Long: what
-comes in, what is sent back, and what follows when nothing comes.
-Never waits for a reader: one that leaves too much untaken loses its stream, and no other stream notices."""
+"""Implements the ingress replica's end of the token channel: one socket, to which every engine replica connects. Long,
+because it has the events that come in, the replies, and the reaction to silence.
+Never waits for a reader: one that leaves too many events untaken loses its stream, without effect on other streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from serve_app.metrics.channel_counts import ChannelCounts
 logger = logging.getLogger(__name__)
 
 _FRAMES_AT_A_TIME = 32
-"""Messages that are there are received without a pause; after so many, those who read the streams have their turn."""
+"""Waiting messages are received without a pause; after this many, the readers of the streams get a turn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,46 +34,46 @@ class TokenStream:
     request_id: str
     stream_id: int
     max_unread: int
-    """Events that may wait for the reader."""
+    """The most events that may wait for the reader."""
     replica_id: str | None = None
-    """The engine replica that answers, once it has."""
+    """The engine replica that answers, once it has answered."""
     counts: ChannelCounts = field(default_factory=ChannelCounts)
-    """The receiver's."""
+    """The receiver's counts."""
     peer: bytes | None = None
-    """Where that replica is on the channel."""
+    """That replica's identity on the channel."""
     finished: bool = False
-    """The terminal event is here."""
+    """Whether the terminal event has come."""
     closed: bool = False
-    """Its reader has left."""
+    """Whether the reader has left."""
     may_move: bool = False
-    """It can go on at another engine replica when its own is silent."""
+    """Whether the stream can continue at another engine replica when its own is silent."""
     _num_received: int = 0
     _has_gap: bool = False
     _pending: list[Event] = field(default_factory=list)
     _error: Exception | None = None
     _news: asyncio.Future[None] | None = None
-    """What the reader waits for; half the cost of an asyncio.Event."""
+    """The future that the reader waits for; it costs half as much as an asyncio.Event."""
 
     @property
     def engine(self) -> str | None:
-        """Who answers, or will: the replica that the call was sent to. None while it looks for one."""
+        """The replica that answers, or to which the call was sent; None while the call has no replica yet."""
         return self.replica_id or liveness.placed_at(self.stream_id)
 
     @property
     def missing(self) -> tuple[int, int] | None:
-        """What to ask the engine for again; None if nothing was lost."""
+        """The stream's id and the index of the first lost event, to ask for again; None if nothing was lost."""
         return (self.stream_id, self._num_received) if self._has_gap and not self.ended else None
 
     @property
     def ended(self) -> bool:
-        """Nothing more is taken: the terminal event is here, or will never come, or nobody would read it."""
+        """Whether no more events are taken: the terminal event has come, or will never come, or has no reader."""
         return self.finished or self.closed or self._error is not None
 
     async def take(self) -> list[Event]:
-        """Everything that came since the last call; waits until there is something.
+        """Return everything that came since the last call; wait until there is something.
 
         Raises:
-            EngineError: the call failed, and all that came before was taken.
+            EngineError: the call failed, and all earlier events were taken.
             ApiError: the reader was too slow.
         """
         while not self._pending:
@@ -86,10 +86,10 @@ class TokenStream:
 
     def receive(self, entry: Entry) -> bool:
         """Take a frame's entry. After a lost frame nothing is taken until the gap is filled, by an entry that begins
-        where it does, or by the call's answer.
+        where the gap does, or by the call's answer.
 
         Returns:
-            Whether this is the first that is known of a gap.
+            Whether this entry revealed a new gap.
         """
         if entry.first > self._num_received:
             is_news, self._has_gap = not self._has_gap, True
@@ -100,12 +100,12 @@ class TokenStream:
         return False
 
     def complete(self, answer: Entry) -> None:
-        """Take the whole answer: what the channel has not brought is appended."""
+        """Take the whole answer, and append the events that the channel has not brought."""
         self.counts.completions += not self.ended
         self._append(unpack(self.request_id, answer.events[self._num_received :]))
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come. The first reason stands."""
+        """Note that nothing more will come. Only the first error counts."""
         if not self.ended:
             self._error = error
             self._wake_reader()
@@ -127,7 +127,7 @@ class TokenStream:
 
 
 class TokenReceiver:
-    """Hands each call's events to its stream. Belongs to the event loop it was made on."""
+    """Passes each call's events to its stream. Must be used on the event loop on which it was made."""
 
     def __init__(
         self,
@@ -137,8 +137,8 @@ class TokenReceiver:
         *,
         engine_silence_s: float = math.inf,
     ) -> None:
-        """Listen on a free port of `host`, an address at which engine replicas reach this process. The streams of an
-        engine that is silent for `engine_silence_s` fail, if they may move and there is another."""
+        """Listen on a free port of `host`, an address at which engine replicas reach this process. When an engine is
+        silent for `engine_silence_s`, its streams fail, if they may move and there is another engine."""
         self._max_unread = max_unread_tokens
         self._silence = Silence(engine_silence_s)
         self._counts = counts or ChannelCounts()
@@ -149,18 +149,18 @@ class TokenReceiver:
         self._tasks = (asyncio.ensure_future(self._read()), asyncio.ensure_future(self._watch()))
 
     def open(self, request_id: str, *, may_move: bool = False) -> TokenStream:
-        """A stream for a call that is about to be made; `close` ends it."""
+        """Open a stream for a call that is about to be made; `close` ends it."""
         stream = TokenStream(request_id, next(self._ids), self._max_unread, counts=self._counts, may_move=may_move)
         self._streams[stream.stream_id] = stream
         liveness.open_call(stream.stream_id)
         return stream
 
     def close(self, stream: TokenStream, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """Forget the stream. Unless it has finished, tell the engine that nobody reads it, and why: Serve's own
-        cancellation of the call is not always delivered, and knows no reason. Idempotent, never blocks.
+        """Forget the stream. Unless it has finished, tell the engine that it has no reader, and why: Serve's own
+        cancellation of the call is not always delivered, and gives no reason. Idempotent; never blocks.
 
         Returns:
-            Whether the engine is being told.
+            Whether the message to the engine was sent.
         """
         stream.closed = True
         liveness.close_call(stream.stream_id)
@@ -170,7 +170,7 @@ class TokenReceiver:
 
     @property
     def unheard(self) -> frozenset[str]:
-        """Engine replicas that the router knows and that do not beat here."""
+        """The engine replicas that the router knows, but that do not beat here."""
         return liveness.engines() - (self._silence.known - self._silence.silent)
 
     def shutdown(self) -> None:
@@ -201,7 +201,7 @@ class TokenReceiver:
         for entry in frame.entries:
             stream = self._streams.get(entry.stream_id)
             if stream is None or stream.ended:
-                # Its reader left before the engine was known, or was too slow, or the message that said so was lost.
+                # Its reader left before the engine was known, or was too slow, or the message about it was lost.
                 unread.append(entry.stream_id)
             else:
                 stream.peer, stream.replica_id = peer, frame.replica_id
@@ -210,15 +210,15 @@ class TokenReceiver:
         self._correct(peer, unread, missing)
 
     def _take_beat(self, peer: bytes, engine: str, beat: Beat) -> None:
-        """Of the calls that the engine runs for us, some may be nobody's any more, and some may lack a frame: what was
-        said of that when it happened may not have arrived, as where the engine was cut off."""
+        """Compare the calls that the engine runs for this ingress with the streams. Some may have no reader any more,
+        and some may lack a frame: earlier messages about that may be lost, for example if the engine was cut off."""
         self._silence.heard(engine, beat.is_late)
         streams = [(stream_id, self._streams.get(stream_id)) for stream_id in beat.stream_ids]
         unread = [stream_id for stream_id, stream in streams if stream is None or stream.ended]
         missing = [stream.missing for _, stream in streams if stream is not None and stream.missing]
         for _, stream in streams:
             if stream is not None:
-                stream.peer = peer  # another one after each reconnection
+                stream.peer = peer  # the identity changes with each reconnection
         self._correct(peer, unread, missing)
 
     def _correct(self, peer: bytes, unread: list[int], missing: list[tuple[int, int]]) -> None:
@@ -226,7 +226,7 @@ class TokenReceiver:
             self._reply(peer, Reply(unread, missing=missing))
 
     def _reply(self, peer: bytes, reply: Reply) -> bool:
-        # If the message is not taken, the next frame or beat gives another occasion.
+        # If the message is not taken, the next frame or beat triggers another.
         return send_now(self._socket, [peer, encode_reply(reply)])
 
     async def _watch(self) -> None:
@@ -235,7 +235,7 @@ class TokenReceiver:
             self.look()
 
     def look(self) -> None:
-        """See who is silent, have the router keep away from them, and have their streams go on elsewhere."""
+        """Find the silent engines, let the router avoid them, and let their streams continue elsewhere."""
         expected = liveness.engines_with_calls()
         for engine in expected:
             self._silence.expect(engine)
@@ -243,15 +243,15 @@ class TokenReceiver:
         self._silence.keep(liveness.engines() | expected)
         silent, before = self._silence.silent, liveness.silent_engines()
         if silent != before:
-            _tell(silent - before, before - silent)
+            _log_changes(silent - before, before - silent)
             liveness.set_silent_engines(silent)
-        if silent and liveness.engines() - silent:  # else waiting is what remains, for one of them or for a new one
+        if silent and liveness.engines() - silent:  # otherwise streams can only wait
             for stream in list(self._streams.values()):
                 if stream.may_move and stream.engine in silent:
                     stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The engine replica is silent."))
 
 
-def _tell(fallen_silent: frozenset[str], back: frozenset[str]) -> None:
+def _log_changes(fallen_silent: frozenset[str], back: frozenset[str]) -> None:
     for engine in fallen_silent:
         logger.warning("engine replica %s is silent: it gets no new requests, and its streams move", engine)
     for engine in back:

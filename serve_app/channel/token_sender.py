@@ -1,5 +1,5 @@
-"""Owns the engine replica's end of the token channel: a connection to each ingress replica that calls, a frame a step.
-Long: what goes out, what comes back, and how an ingress is lost.
+"""Implements the engine replica's end of the token channel: a connection to each ingress replica that calls, with one
+frame per step. Long, because it has the events that go out, the replies, and the detection of a lost ingress.
 Never waits for an ingress: what it cannot take now is sent when it asks, or with the answer of the call."""
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ Observe = Callable[[list[Event]], None]
 BEAT_S = 0.2
 PROBE_INTERVAL_S = 0.2
 PEER_LOST_S = 10.0
-"""An ingress that cannot be reached for this long has lost its requests; one whose port is closed, at once."""
+"""The requests of an ingress that cannot be reached for this long are ended; if its port is closed, at once."""
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
     stream_id: int
     ended: asyncio.Future[None]
-    """Done at the terminal event."""
+    """Done when the terminal event has come."""
     events: list[RawEvent] = field(default_factory=list)
     num_sent: int = 0
 
 
 class TokenSender:
-    """Runs calls on an engine. Belongs to the event loop it is used on."""
+    """Runs calls on an engine. Must be used on a single event loop."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class TokenSender:
         *,
         patience_s: float = math.inf,
     ) -> None:
-        """`observe` is shown each step's events of these calls. `patience_s`: how long a step may take before ingress
-        replicas are told that it is late."""
+        """`observe` gets each step's events of these calls. `patience_s`: how long a step may take before ingress
+        replicas are informed that it is late."""
         self._engine = engine
         self._replica_id = replica_id
         self._observe = observe
@@ -72,21 +72,21 @@ class TokenSender:
         self._peers: dict[ChannelAddress, _Peer] = {}  # keys included: a port may be another ingress's later
 
     async def generate(self, call: EngineCall) -> bytes:
-        """Run a request to its end: its events go through the channel as they come, and all of them are returned, as
-        a frame with one entry.
+        """Run a request to its end. Its events go through the channel as they come, and all of them are returned as a
+        frame with one entry.
 
-        Cancelling this, or a word through the channel, aborts the request.
+        Cancelling this call, or a reply through the channel, aborts the request.
 
         Raises:
             RequestRejected: the engine refuses the request.
             EngineError: the engine is dead, or the ingress went away.
         """
-        self.attach(call.channel)  # it hears of us from now on, however long the rest takes
+        self.attach(call.channel)  # the ingress gets beats from now on, however long the rest takes
         await self._engine.make_ready(call.submission)
         return await self.attach(call.channel).run(call)
 
     def attach(self, address: ChannelAddress) -> _Peer:
-        """Beat for the ingress replica at that address, until it is gone. Idempotent."""
+        """Send beats to the ingress replica at an address until it is gone. Idempotent."""
         peer = self._peers.get(address)
         if peer is None or peer.lost.done():
             peer = self._peers[address] = _Peer(self._context, address, self._engine, self._replica_id, self._observe)
@@ -97,7 +97,8 @@ class TokenSender:
         return peer
 
     async def _beat(self) -> None:
-        """On the loop that sends tokens: whatever holds it up would hold them up, too. A step does not."""
+        """Send beats. Runs on the loop that sends tokens, so that beats stop when tokens would; a step blocks
+        neither."""
         while True:
             await asyncio.sleep(BEAT_S)
             is_late = self._engine.is_late(self._patience_s)
@@ -105,7 +106,7 @@ class TokenSender:
                 peer.beat(is_late)
 
     def fail(self, error: EngineError) -> None:
-        """End every call: the engine is not going to."""
+        """End every call, because the engine will not."""
         for peer in self._peers.values():
             peer.fail(error)
 
@@ -122,7 +123,8 @@ class TokenSender:
 
 
 class _Peer:
-    """One ingress replica: the sink of all its requests. `lost` is done when it is gone for good."""
+    """Sends to one ingress replica, as the sink of all its requests. `lost` is done when the ingress is gone for
+    good."""
 
     def __init__(
         self,
@@ -150,7 +152,7 @@ class _Peer:
         live = self._calls[request_id] = _Call(call.stream_id, self.loop.create_future())
         self._request_ids[call.stream_id] = request_id
         if not self.lost.done():
-            self._send([live])  # nothing yet; but the ingress knows from now on whom to tell that its client left
+            self._send([live])  # no events yet, but now the ingress knows which engine to tell if its client leaves
         try:
             await live.ended
         except BaseException:
@@ -161,10 +163,10 @@ class _Peer:
         return encode_frame(Frame(self._replica_id, [Entry(live.stream_id, 0, live.events)]))
 
     def receive(self, events: list[Event]) -> None:
-        """Called once a step, with the events of all requests of this ingress."""
+        """Take the events of all requests of this ingress; called once per step."""
         changed: dict[int, _Call] = {}
         for event in events:
-            if call := self._calls.get(event.request_id):  # else it was cancelled
+            if call := self._calls.get(event.request_id):  # otherwise it was cancelled
                 call.events.append(pack(event))
                 changed[call.stream_id] = call
                 if isinstance(event, TERMINAL) and not call.ended.done():
@@ -178,7 +180,7 @@ class _Peer:
         for call in calls:
             entries.append(Entry(call.stream_id, call.num_sent, call.events[call.num_sent :]))
             call.num_sent = len(call.events)
-        # Where it is not taken, the ingress sees the gap, and asks.
+        # If the frame is not taken, the ingress sees the gap later, and asks for the events.
         send_now(self._socket, [encode_frame(Frame(self._replica_id, entries))])
 
     def beat(self, is_late: bool) -> None:
@@ -202,7 +204,8 @@ class _Peer:
                 self._send([call])
 
     async def _watch(self) -> None:
-        """End the requests of an ingress that is gone: Ray does not cancel the calls of a process that died."""
+        """Watch the connection, and end the requests of an ingress that is gone: Ray does not cancel a dead process's
+        calls."""
         broken_since: float | None = None
         while True:
             event = (await recv_monitor_message(self._monitor))["event"]
@@ -210,14 +213,14 @@ class _Peer:
                 broken_since = None
             elif event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED):
                 broken_since = broken_since or self.loop.time()
-                # A port that takes connections, but not our keys, is not that ingress's any more.
+                # A port that takes connections, but not these keys, belongs to another process by now.
                 if self.loop.time() - broken_since > PEER_LOST_S or not await self._is_reachable():
                     break
         logger.warning("ingress at %s is gone; ending its %d requests", self.address.endpoint, len(self._calls))
         self.close()
 
     async def _is_reachable(self) -> bool:
-        """Whether the ingress can still be connected to; ZeroMQ then does so by itself."""
+        """Whether the ingress still accepts connections; ZeroMQ then reconnects by itself."""
         url = urlsplit(self.address.endpoint)
         deadline = self.loop.time() + PEER_LOST_S
         while self.loop.time() < deadline:
@@ -226,7 +229,7 @@ class _Peer:
                     _, writer = await asyncio.open_connection(url.hostname, url.port)
             except ConnectionRefusedError:
                 return False
-            except OSError:  # not reachable now; TimeoutError is one, too
+            except OSError:  # not reachable now; includes TimeoutError
                 await asyncio.sleep(PROBE_INTERVAL_S)
             else:
                 writer.close()

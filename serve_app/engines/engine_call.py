@@ -1,5 +1,5 @@
-"""Owns what one unary Serve call to an engine replica carries.
-Never holds text or HTTP: an engine takes token ids, and a router reads them to place the call."""
+"""Defines the contents of one unary Serve call to an engine replica.
+Never holds text or HTTP: an engine takes token ids, and the router reads these to place the call."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from engine.protocol import Submission
 
 @dataclass(frozen=True, slots=True)
 class ChannelAddress:
-    """Where the tokens of a call go, and the keys that open the door there; see serve_app.channel."""
+    """Where the tokens of a call go, and the keys for the connection; see serve_app.channel."""
 
     endpoint: str
-    """ZeroMQ endpoint of the ingress replica, such as tcp://10.0.0.7:41234."""
+    """The ZeroMQ endpoint of the ingress replica, such as tcp://10.0.0.7:41234."""
     server_key: bytes
-    """CURVE public key of the ingress: an engine talks to nobody else at that endpoint."""
+    """The CURVE public key of the ingress: an engine talks to no other process at that endpoint."""
     public_key: bytes
     secret_key: bytes
-    """CURVE key pair that the ingress lets in. It travels by the Serve call only."""
+    """The CURVE key pair that the ingress lets in. It only travels in the Serve call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class EngineCall:
 
     submission: Submission
     stream_id: int
-    """Names the call on the channel; never reused by an ingress replica."""
+    """Identifies the call on the channel; an ingress replica never reuses it."""
     channel: ChannelAddress
     session: str | None = None
-    """Calls of one session are routed to the same replica while its load allows."""
+    """Calls of one session are routed to the same replica as long as its load allows."""
     avoid: tuple[str, ...] = ()
-    """Replica ids that this request has failed on."""
+    """The ids of replicas at which this request has failed."""
     num_waiting: int = 0
-    """Requests that wait in the ingress for a place with the engines; these are to know it, for scaling."""
+    """How many requests wait in the ingress for a place with the engines, which use the number for scaling."""

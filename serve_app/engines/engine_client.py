@@ -1,5 +1,6 @@
-"""Owns what the HTTP side needs of an engine: one stream of events a request, its health, and the served model's facts.
-Never says how the engine is reached: in the same process, through Ray, or scripted by a test."""
+"""Defines what the HTTP side needs of an engine: a stream of events per request, its health, and the served model's
+facts.
+Never says how the engine is reached: in the same process, through Ray, or as a test's script."""
 
 from __future__ import annotations
 
@@ -15,38 +16,38 @@ from serve_app.metrics.exposition import Scrape
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An answer went on at another engine replica."""
+    """Records that an answer continued at another engine replica."""
 
     at: float
-    """By the event loop's clock."""
+    """The time on the event loop's clock."""
     code: ErrorCode
-    """How the one before it failed."""
+    """The failure of the previous replica."""
     replica_id: str | None
-    """Which one that was; None if it never answered."""
+    """The previous replica; None if it never answered."""
 
 
 @dataclass(slots=True)
-class Course:
-    """What the reader of a stream and its client tell each other about it."""
+class StreamRecord:
+    """Shared between the reader of a stream and the engine client: what each tells the other about it."""
 
     is_complete: bool = False
-    """Set by the reader: it has all that it wants, so that closing the stream is a stop and no abort."""
+    """Set by the reader when it has all that it wants, so that closing the stream is a stop and not an abort."""
     moves: list[Move] = field(default_factory=list)
-    """Kept by the client."""
+    """Written by the client."""
 
 
 class EngineClient(Protocol):
     def stream(
-        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+        self, submission: Submission, *, session: str | None = None, record: StreamRecord | None = None
     ) -> AsyncGenerator[list[Event], None]:
-        """Yield everything queued since the last item, the first as soon as there is one.
+        """Yield everything queued since the last item, and the first item as soon as there is one.
 
-        Requests of one `session` go to the same engine while its load allows.
+        Requests of one `session` go to the same engine as long as its load allows.
         Closing the generator, or cancelling the task that waits on it, aborts the request.
 
         Raises:
-            RequestRejected: at the first item at the latest.
-            EngineError: the engine cannot go on.
+            RequestRejected: the request is refused; raised at the first item at the latest.
+            EngineError: the engine cannot continue.
         """
         ...
 
@@ -55,22 +56,24 @@ class EngineClient(Protocol):
         ...
 
     async def load(self) -> list[LoadSnapshot]:
-        """Each engine's load after its last step."""
+        """Return each engine's load after its last step."""
         ...
 
     async def metrics(self) -> Scrape:
-        """What the replicas of both deployments have measured. One that does not answer is counted, and no failure."""
+        """Collect the measurements of both deployments' replicas. One that does not answer is counted; that is no
+        error.
+        """
         ...
 
     async def activity(self, after: Mapping[str, int]) -> FleetActivity:
-        """What the replicas do just now. One that does not answer is counted, and no failure.
+        """Collect what the replicas are doing now. One that does not answer is counted; that is no error.
 
-        `after`: engine -> a step's id; of that engine, only the steps that came later are told.
+        `after`: engine -> a step's id; only later steps of that engine are returned.
         """
         ...
 
     async def abort(self, name: str) -> bool:
-        """End the requests of that name that other ingress replicas of the deployment hold; False if there are none.
+        """End the requests of that name in the deployment's other ingress replicas; False if there are none.
 
         Raises:
             EngineError: a replica did not answer.
@@ -78,7 +81,7 @@ class EngineClient(Protocol):
         ...
 
     async def drain_all(self, draining: bool) -> None:
-        """Have every ingress replica of the deployment refuse new requests, or take them again.
+        """Let every ingress replica of the deployment refuse new requests, or accept them again.
 
         Raises:
             EngineError: a replica did not answer.
@@ -86,7 +89,7 @@ class EngineClient(Protocol):
         ...
 
     async def load_adapter(self, name: str, path: str) -> AdapterRef:
-        """Have every engine load an adapter, or none, and every other ingress replica know it by its name.
+        """Load an adapter on every engine, or on none, and tell every other ingress replica its name.
 
         Raises:
             EngineError: an engine refuses it, or a replica did not answer.
@@ -94,7 +97,7 @@ class EngineClient(Protocol):
         ...
 
     async def unload_adapter(self, name: str) -> None:
-        """Have all replicas forget it; requests that run keep it until they end.
+        """Let all replicas forget an adapter; running requests keep it until they end.
 
         Raises:
             EngineError: a replica did not answer.
@@ -102,7 +105,7 @@ class EngineClient(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> list[int]:
-        """Have each engine forget the cached prefixes that no live request holds; how many blocks that were.
+        """Let each engine drop the cached prefixes that no live request holds, and return how many blocks each dropped.
 
         Raises:
             EngineError: an engine did not answer.
@@ -114,26 +117,26 @@ class EngineClient(Protocol):
 class ServedModel:
     id: str
     max_model_len: int
-    """Longest prompt + answer that is accepted, in tokens."""
+    """The limit of prompt and answer together, in tokens."""
     created: int
-    """Unix time in seconds."""
+    """A Unix time in seconds."""
     owned_by: str = "chunkserve"
     tool_parser: str | None = None
-    """How the model writes its calls: a name of serve_app.parsing.tools; None: it has not learnt to."""
+    """The format of the model's calls, as a name of serve_app.parsing.tools; None if it makes no calls."""
     reasoning_parser: str | None = None
-    """How it marks what it thinks: a name of serve_app.parsing.reasoning_parsers; None: it does not."""
+    """How the model marks its thoughts, as a name of serve_app.parsing.reasoning_parsers; None if it does not."""
     pooling: Literal["mean", "last"] | None = None
-    """How a text's hidden states become its embedding; None: it makes none."""
+    """How a text's hidden states become its embedding; None if the server makes no embeddings."""
     images: ImageIntake | None = None
-    """Reads images as the model takes them; None: it takes none."""
+    """Reads images in the form that the model takes; None if it takes none."""
     adapter: AdapterRef | None = None
-    """What answers under this name; None: the model as it is."""
+    """The adapter that answers under this name; None for the model itself."""
     base: str | None = None
-    """With an adapter: the model's own name."""
+    """The model's own name, if this is an adapter."""
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """In Ollama's words."""
+        """The model's capabilities, named as in Ollama."""
         has = {
             "completion": True,
             "tools": self.tool_parser is not None,

@@ -1,6 +1,6 @@
-"""Owns the number of engine replicas that this process's router knows, for whoever admits requests.
-Never asks anybody; the router keeps it. It stands apart from the router, which Serve pickles by value: the router's own
-module is another one, with globals of its own, where requests are routed."""
+"""Holds the number of engine replicas that this process's router knows, for the code that admits requests.
+Never asks an engine: the router writes it. It is a module of its own because Serve pickles the router by value: where
+requests are routed, the router's module is another copy, with globals of its own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _known: int | None = None  # written by the router's thread, read by any: one re
 
 
 def num_engines() -> int | None:
-    """Engine replicas that requests are routed to now; None before the router has heard of any deployment."""
+    """Return how many engine replicas get requests now; None before the router has heard of any deployment."""
     return _known
 
 
 def set_num_engines(count: int) -> None:
-    """Called by the router, on its thread."""
+    """Set the number; called by the router, on its thread."""
     global _known
     changed, _known = count != _known, count
     for listener in _listeners if changed else ():
@@ -24,5 +24,5 @@ def set_num_engines(count: int) -> None:
 
 
 def on_change(listener: Callable[[], None]) -> None:
-    """Have `listener` called after each change of the number, on the router's thread. It must not block."""
+    """Call `listener` after each change of the number, on the router's thread. It must not block."""
     _listeners.append(listener)

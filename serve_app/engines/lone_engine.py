@@ -1,5 +1,5 @@
-"""Owns the engine client of an ingress that stands alone: everything but the answers, for benchmarks and for tests.
-Never generates anything: who derives from it says what a stream yields."""
+"""Implements everything but the answers of an engine client for an ingress without replicas, for benchmarks and tests.
+Never generates anything: a subclass says what a stream yields."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
 
 from engine.protocol import AdapterRef, Event, LoadSnapshot, Submission
-from serve_app.engines.engine_client import Course
+from serve_app.engines.engine_client import StreamRecord
 from serve_app.metrics.activity import FleetActivity
 from serve_app.metrics.exposition import Scrape
 
@@ -17,7 +17,7 @@ class LoneEngine(ABC):
 
     @abstractmethod
     def stream(
-        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+        self, submission: Submission, *, session: str | None = None, record: StreamRecord | None = None
     ) -> AsyncGenerator[list[Event], None]:
         """See EngineClient.stream."""
 

@@ -1,4 +1,4 @@
-"""How a failure reaches a client: `api_error` gives it a status and a code, `refusal` writes the response.
+"""Turns failures into responses: `api_error` gives each a status and a code, and `refusal` writes the response.
 
-Never shows a client what is inside the server.
+Never shows a client the server's internals.
 """

@@ -1,5 +1,5 @@
-"""Owns how every failure becomes an HTTP status and OpenAI's error envelope: one table for the engine's codes.
-Never shows a client what is inside the server: texts of faults go to the log, and every message is bounded."""
+"""Turns every failure into an HTTP status and OpenAI's error envelope, with one table for the engine's codes.
+Never shows a client the server's internals: details of faults go to the log, and every message is bounded."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_CHARS = 1000
 MAX_PARAM_CHARS = 100
 MAX_LISTED_ERRORS = 5
-_MAX_TOLD_CHARS = 400
-"""Of one mistake: a list of types is read to its end."""
+_MAX_MISTAKE_CHARS = 400
+"""The length limit of one mistake's text, long enough for a list of types."""
 _LONG_NUMBER = re.compile(r"\d{21,}", re.ASCII)
 """More digits than an unsigned integer of 64 bits has."""
 _LONG_WORD = re.compile(r"\S{121,}")
-"""Longer than a field's name that was clipped, with what is around it."""
+"""Longer than a clipped field name with the characters around it."""
 INVALID_REQUEST = "invalid_request_error"
 _KINDS = {"requests": "requests at a time", "tokens": "queued prompt tokens"}
 _SETTINGS = {"requests": "admission.max_concurrent_requests", "tokens": "admission.max_queued_tokens"}
 _RETRY_SOON_S = 1.0
-"""For refusals that come from where no drain rate is measured."""
+"""For refusals without a measured drain rate."""
 
 
 class ApiError(Exception):
-    """A failure as the client will see it. `details` are extra keys of the error object."""
+    """A failure as the client sees it. `details` are extra keys of the error object."""
 
     def __init__(
         self,
@@ -66,22 +66,23 @@ class _Rule:
     code: str
     headers: dict[str, str] | None = None
     public_message: str | None = None
-    """None: the engine's message is about the request, and shown."""
+    """Shown instead of the engine's message; None if that is about the request, and may be shown."""
     retry: bool = False
-    """Another time it may work: the answer says when."""
+    """The request may succeed later; the response says when to retry."""
 
 
 ENGINE_RULES: dict[ErrorCode, _Rule] = {
     ErrorCode.EMPTY_PROMPT: _Rule(400, INVALID_REQUEST, "empty_prompt"),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: _Rule(400, INVALID_REQUEST, "context_length_exceeded"),
-    # OpenAI's code for "it can never fit here": agents that shorten their prompt on it should do so here too.
+    # OpenAI's code for a prompt that can never fit: agents that react by shortening their prompt should do so here,
+    # too.
     ErrorCode.KV_CAPACITY_EXCEEDED: _Rule(400, INVALID_REQUEST, "context_length_exceeded"),
     ErrorCode.INVALID_PARAMETER: _Rule(400, INVALID_REQUEST, "invalid_value"),
     ErrorCode.QUEUE_FULL: _Rule(503, "server_overloaded", "queue_full", retry=True),
     ErrorCode.DRAINING: _Rule(
         503, "service_unavailable", "draining", None, "This server is shutting down.", retry=True
     ),
-    # 504 and not 408, which clients retry: a second try would be as late.
+    # 504 and not 408, which clients retry: a second attempt would be just as late.
     ErrorCode.DEADLINE_EXCEEDED: _Rule(504, "timeout", "deadline_exceeded", {"x-should-retry": "false"}),
     ErrorCode.PREPARATION_FAILED: _Rule(
         500, "server_error", "preparation_failed", None, "The server failed to prepare the prompt."
@@ -94,9 +95,9 @@ ENGINE_RULES: dict[ErrorCode, _Rule] = {
 
 
 def to_api_error(error: Exception, retry_after_s: float = _RETRY_SOON_S) -> ApiError:
-    """Translate any exception; what is not a client's mistake is logged here, with its traceback, once.
+    """Translate any exception. One that is not a client's mistake is logged here, once, with its traceback.
 
-    `retry_after_s`: when to try again what the engine refuses for now.
+    `retry_after_s`: when to retry what the engine refuses only for now.
     """
     if isinstance(error, ApiError):
         return error
@@ -109,13 +110,13 @@ def to_api_error(error: Exception, retry_after_s: float = _RETRY_SOON_S) -> ApiE
 def _from_engine(error: EngineError, retry_after_s: float) -> ApiError:
     rule = ENGINE_RULES[error.code]
     if rule.status >= 500:
-        # Refusals come in bursts under load, and are no fault.
+        # Refusals come in bursts under load, and are not faults.
         level = logging.DEBUG if isinstance(error, RequestRejected) else logging.WARNING
         logger.log(level, "engine: %s: %s", error.code, error.message)
     message = rule.public_message or error.message
     param = error.param if isinstance(error, RequestRejected) else None
     if rule.code == "context_length_exceeded":
-        # Of max_tokens, the limit is what the prompt leaves, and not the context.
+        # For max_tokens, the engine's limit is what the prompt leaves, and not the context length.
         limit = error.limit if isinstance(error, RequestRejected) and param == "prompt" else None
         return context_length_exceeded(message, param=param, limit=limit)
     headers = retry_headers(retry_after_s) if rule.retry else rule.headers
@@ -123,21 +124,21 @@ def _from_engine(error: EngineError, retry_after_s: float) -> ApiError:
 
 
 def retry_headers(wait_s: float) -> dict[str, str]:
-    """When to come back: whole seconds for everybody, milliseconds for OpenAI's clients."""
+    """Write when to retry: in whole seconds for all clients, and in milliseconds for OpenAI's."""
     return {"Retry-After": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(wait_s * 1000))}
 
 
 def overloaded(kind: Literal["requests", "tokens"], limit: int, wait_s: float) -> ApiError:
-    """The deployment's limit is reached; the same refusal as an engine's whose queue is full.
+    """Refuse a request because the deployment's limit is reached, in the same way as an engine with a full queue.
 
-    `limit`: of one ingress replica, which is its share of the deployment's.
+    `limit`: that of one ingress replica, which is its share of the deployment's.
     """
     text = f"The request queue is full: this ingress replica takes {limit} {_KINDS[kind]} ({_SETTINGS[kind]})."
     return ApiError(503, text, type="server_overloaded", code="queue_full", headers=retry_headers(wait_s))
 
 
 def rate_limited(kind: Literal["requests", "tokens"], limit: int, left: int, wait_s: float) -> ApiError:
-    """A tenant's own limit is reached. The headers beside Retry-After are OpenAI's."""
+    """Refuse a request because its tenant's own limit is reached. The headers besides Retry-After are OpenAI's."""
     headers = retry_headers(wait_s) | {
         f"x-ratelimit-limit-{kind}": str(limit),
         f"x-ratelimit-remaining-{kind}": str(left),
@@ -148,7 +149,7 @@ def rate_limited(kind: Literal["requests", "tokens"], limit: int, left: int, wai
 
 
 def aborted() -> ApiError:
-    """Not a 503, which clients and proxies repeat: somebody wanted this request to end."""
+    """Report an abort. Not a 503, which clients and proxies retry: somebody wanted this request to end."""
     text = "The request was aborted by an administrator."
     return ApiError(500, text, type="server_error", code="aborted", headers={"x-should-retry": "false"})
 
@@ -156,7 +157,7 @@ def aborted() -> ApiError:
 def context_length_exceeded(
     message: str, *, param: str | None, limit: float | None, n_prompt_tokens: int | None = None
 ) -> ApiError:
-    """Agent frameworks search for the phrase "maximum context length", and read the two numbers."""
+    """Refuse a request as too long. Agent frameworks search for "maximum context length", and read the two numbers."""
     if "maximum context length" not in message:
         message = f"This request exceeds the maximum context length. {message}"
     numbers = {"n_prompt_tokens": n_prompt_tokens, "n_ctx": limit}
@@ -171,22 +172,22 @@ def model_not_found(requested: str, served: str) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first few mistakes in one message, without their input, except small numbers: a 4 KB body must not give a
-    20 MB answer."""
-    found = error.errors(include_url=False)
-    lines = [f"{_dotted(item) or 'body'}: {_told(item)}" for item in found[:MAX_LISTED_ERRORS]]
-    if len(found) > MAX_LISTED_ERRORS:
-        lines.append(f"and {len(found) - MAX_LISTED_ERRORS} more")
-    first = found[0]
+    """List the first few mistakes in one message. Their inputs are left out, except small numbers: a body of 4 KB must
+    not cause an answer of 20 MB."""
+    mistakes = error.errors(include_url=False)
+    lines = [f"{_dotted(item) or 'body'}: {_message(item)}" for item in mistakes[:MAX_LISTED_ERRORS]]
+    if len(mistakes) > MAX_LISTED_ERRORS:
+        lines.append(f"and {len(mistakes) - MAX_LISTED_ERRORS} more")
+    first = mistakes[0]
     code = {"missing": "missing_required_parameter"}.get(first["type"], "invalid_value")
     code = first.get("ctx", {}).get("code", code)
     return ApiError(400, "; ".join(lines), param=_dotted(first), code=code)
 
 
-def _told(item: Any) -> str:
-    # pydantic names the Python class here.
-    told = "should be an object" if item["type"] == "model_type" else clip(item["msg"], _MAX_TOLD_CHARS)
-    return f"{told}, but it is {item['input']}" if _is_small_number_out_of_range(item) else told
+def _message(item: Any) -> str:
+    # pydantic's own message would name the Python class.
+    text = "should be an object" if item["type"] == "model_type" else clip(item["msg"], _MAX_MISTAKE_CHARS)
+    return f"{text}, but it is {item['input']}" if _is_small_number_out_of_range(item) else text
 
 
 def _is_small_number_out_of_range(item: Any) -> bool:
@@ -195,16 +196,16 @@ def _is_small_number_out_of_range(item: Any) -> bool:
 
 
 def _dotted(item: Any) -> str | None:
-    """`messages.0.role`. Tags of unions, which pydantic adds to the path, are written `<tag>` and left out."""
+    """Write a field's path, as `messages.0.role`. The tags of unions, which pydantic adds as `<tag>`, are left out."""
     path = [str(part) for part in item["loc"] if not str(part).startswith("<")]
     path += [item["ctx"]["field"]] if "field" in item.get("ctx", {}) else []
     return clip(".".join(path), MAX_PARAM_CHARS) or None
 
 
 def shortened(message: str) -> str:
-    """A message with its values short enough to be read: whoever sent one knows it."""
-    message = _LONG_NUMBER.sub(lambda found: f"{found[0][:10]}… ({len(found[0])} digits)", message)
-    return _LONG_WORD.sub(lambda found: clip(found[0], MAX_PARAM_CHARS), message)
+    """Shorten long values in a message; whoever sent them knows them."""
+    message = _LONG_NUMBER.sub(lambda match: f"{match[0][:10]}… ({len(match[0])} digits)", message)
+    return _LONG_WORD.sub(lambda match: clip(match[0], MAX_PARAM_CHARS), message)
 
 
 def clip(text: str, limit: int) -> str:

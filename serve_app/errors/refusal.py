@@ -1,5 +1,5 @@
-"""Owns the response that tells of a failure: OpenAI's envelope, and on Anthropic's routes theirs.
-Never decides what has failed, nor with which status."""
+"""Writes the response for a failure: OpenAI's envelope, or Anthropic's on its routes.
+Never decides what has failed, nor its status."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from starlette.types import Scope
 from serve_app.errors.api_error import ApiError
 
 REQUEST_ID = "chunkserve.request_id"
-"""Key of the scope: the request's X-Request-Id."""
+"""Key of the request's X-Request-Id in the scope."""
 
 ANTHROPIC_PATH = "/messages"
-"""Also under `/v1`."""
+"""The prefix of Anthropic's routes, which also exist under `/v1`."""
 THREAD = "thread"
-"""Asks that the server keep the conversation. Anthropic's SDK goes on without where a refusal has Anthropic's code."""
+"""A field that asks the server to store the conversation. If a refusal has Anthropic's own code, its SDK continues
+without the field."""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -32,7 +33,7 @@ _TYPES = {
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Whether a client of Anthropic's API asks, also for what is not there."""
+    """Whether a request is for Anthropic's API, including paths that do not exist."""
     path = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix("/v1")
     return bool(path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/"))
 
@@ -43,11 +44,11 @@ def refusal(error: ApiError, scope: Scope) -> JSONResponse:
 
 
 def anthropic_error(error: ApiError, request_id: str | None) -> dict[str, Any]:
-    """Anthropic's envelope has no place for a field's name but the message."""
+    """Write Anthropic's envelope, which has no place for a field's name except the message."""
     message = error.message
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
-    told: dict[str, Any] = {"type": _TYPES.get(error.status, "api_error"), "message": message}
+    details: dict[str, Any] = {"type": _TYPES.get(error.status, "api_error"), "message": message}
     if error.param == THREAD:
-        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
-    return {"type": "error", "error": told, "request_id": request_id}
+        details["details"] = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
+    return {"type": "error", "error": details, "request_id": request_id}

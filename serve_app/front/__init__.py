@@ -1,6 +1,6 @@
-"""The `serve` command: checks before it, what Ray Serve finds in its environment, and a clean end after it.
+"""Implements the `serve` command: checks before the start, Ray Serve's environment, and a clean shutdown.
 
-`cli` is the entry, `preflight` and `this_machine` check, `run` starts and waits, and `shutdown` drains.
+Start with `cli`. `preflight` and `this_machine` check, `run` starts and waits, and `shutdown` drains.
 
 Never imports Ray Serve before the environment is set.
 """

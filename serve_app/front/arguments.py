@@ -1,5 +1,5 @@
-"""Owns what our `serve` command reads of its arguments before Ray's does: the config, `--verbose`, an address.
-Never refuses one: Ray's command does, and knows them all."""
+"""Reads those arguments of the `serve` command that matter before Ray reads them: config, `--verbose`, address.
+Never refuses an argument: Ray's command does, because it knows them all."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ WITH_VALUE = (
     "--name",
 )
 # fmt: on
-"""Options of `serve run` whose next argument is theirs; a test holds them against Ray's."""
+"""The options of `serve run` that take a value; a test compares them with Ray's."""
 _BRING_FILES = ("--runtime-env", "--runtime-env-json", "--working-dir")
 _ASKS_THE_DASHBOARD = frozenset(("config", "deploy", "shutdown", "status"))
 _NOT_OURS = frozenset(("--help", "--non-blocking", "--reload", "-r"))
-"""With one of these, `serve run` is Ray's alone, after our checks."""
+"""With one of these, Ray's own command does the whole run after the checks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """of_ray: without our own. verbose: all that Ray prints is wanted."""
+    """`of_ray`: the arguments for Ray's command. `verbose`: show everything that Ray prints."""
 
     of_ray: list[str]
     verbose: bool
@@ -37,7 +37,7 @@ class Arguments:
 
     @property
     def config(self) -> Path | None:
-        """What a `serve run` is given, where that is a YAML file, or should be."""
+        """The config that `serve run` is given, if it is, or should be, a YAML file."""
         if self.of_ray[:1] != ["run"] or "--help" in self.of_ray:
             return None
         rest = iter(self.of_ray[1:])
@@ -51,16 +51,16 @@ class Arguments:
 
     @property
     def brings_files(self) -> bool:
-        """Whether the applications may import what is not on this machine, or not where this process looks."""
+        """Whether the applications may import modules that this process cannot find on this machine."""
         return any(True for name in _BRING_FILES for _ in self._values(name))
 
     @property
     def app_dir(self) -> str:
-        """Where Ray's `serve run` looks for modules first."""
+        """The directory in which Ray's `serve run` looks for modules first."""
         return [".", *self._values("--app-dir", "-d")][-1]
 
     def _values(self, *names: str) -> Iterator[str]:
-        """As click reads them: `--name value`, `--name=value`, `-dvalue`."""
+        """Yield an option's values in the forms that click reads: `--name value`, `--name=value`, `-dvalue`."""
         rest = iter(self.of_ray[1:])
         for argument in rest:
             name, equals, value = argument.partition("=")
@@ -79,7 +79,7 @@ class Arguments:
 
     @property
     def wants_a_server(self) -> bool:
-        """Whether it asks the dashboard of a running server, and does not say of which."""
+        """Whether the command asks a running server's dashboard without saying which server."""
         if any(argument.startswith(("-a", "--address", "--help")) for argument in self.of_ray):
             return False
         return bool(self.of_ray) and self.of_ray[0] in _ASKS_THE_DASHBOARD

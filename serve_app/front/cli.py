@@ -1,5 +1,5 @@
-"""Owns the `serve` command of this project: Ray's own, with checks before `serve run` and a clean end after it.
-Never changes what Ray's commands do otherwise; arguments are Ray's, and `--verbose`."""
+"""Implements this project's `serve` command: Ray's own, with checks before `serve run` and a clean shutdown after it.
+Never changes anything else in Ray's commands; the only further argument is `--verbose`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from serve_app.front.start import StartFailed, in_a_line
 from serve_app.front.this_machine import EngineCheck, checking
 from serve_app.settings.instance import VARIABLE
 
-VERBOSE_HELP = "Show what Ray and all replicas log, which otherwise goes to a file."
+VERBOSE_HELP = "Show the logs of Ray and all replicas, which otherwise go to a file."
 
 
 def main() -> None:
-    """Run Ray's `serve`. `serve run` of a config with our application is checked first, and has HAProxy in front."""
+    """Run Ray's `serve`. A `serve run` of a config with our application is checked first, and gets HAProxy in front."""
     arguments, console = Arguments.read(sys.argv[1:], os.environ), Console()
     try:
         if arguments.of_ray[:1] == ["--version"]:
@@ -40,7 +40,7 @@ def main() -> None:
     except (ConfigRefused, HAProxyUnusable, StartFailed) as refusal:
         console.complain(str(refusal))
         sys.exit(1)
-    except Exception as error:  # noqa: BLE001 - nobody is above; the terminal may see nothing but this line
+    except Exception as error:  # noqa: BLE001 - there is no caller; the terminal may show nothing but this line
         traceback.print_exc()
         console.complain(f"serve failed: {in_a_line(error)}")
         sys.exit(1)
@@ -52,7 +52,7 @@ def _run(arguments: Arguments, console: Console) -> None:
     applications, checks = preflight(config), list[EngineCheck]()
     _exit_on_signals()
     with ExitStack() as held:
-        own_cluster = starts_a_cluster(arguments.of_ray, os.environ)  # Ray's own start would make it look otherwise
+        own_cluster = starts_a_cluster(arguments.of_ray, os.environ)  # once Ray runs, this would answer no
         if own_cluster:
             checks = held.enter_context(checking(config, applications, arguments))
             os.environ[VARIABLE] = uuid.uuid4().hex
@@ -70,8 +70,8 @@ def _run(arguments: Arguments, console: Console) -> None:
 
 
 def _leave_to_ray(arguments: Arguments, console: Console) -> None:
-    """Ray's command, to its end. Its SIGTERM handler would leave the cluster to die with the process, and its Ctrl-C
-    handling kills the proxies first: both cut running streams in silence."""
+    """Run Ray's command to its end, but drain at a signal. Ray's SIGTERM handler would let the cluster die with the
+    process, and its Ctrl-C handling kills the proxies first: both cut running streams off without an error."""
     if arguments.wants_a_server and "RAY_DASHBOARD_ADDRESS" not in os.environ:
         _find_server()
     import click
@@ -92,20 +92,21 @@ def _leave_to_ray(arguments: Arguments, console: Console) -> None:
 
 
 def _find_server() -> None:
-    """Ray's default is the first dashboard of this machine, whose ever it is, and without the token that it wants."""
-    # Each application of ours is noted, and those of one Ray have one dashboard.
-    found = {server.dashboard: server for server in running_servers()}.values()
-    if len(found) > 1:
-        listed = ", ".join(f"{server.dashboard} ({server.url})" for server in found)
-        raise ConfigRefused(f"{len(found)} servers run here: choose one by --address: {listed}")
-    for server in found:
+    """Find the dashboard of this user's server. Ray's default is the first one on this machine, whoever owns it, and
+    without the token that it requires."""
+    # There is a note for each application, and applications of the same Ray share a dashboard.
+    servers = {server.dashboard: server for server in running_servers()}.values()
+    if len(servers) > 1:
+        listed = ", ".join(f"{server.dashboard} ({server.url})" for server in servers)
+        raise ConfigRefused(f"{len(servers)} servers run here; choose one with --address: {listed}")
+    for server in servers:
         os.environ["RAY_DASHBOARD_ADDRESS"] = server.dashboard
         if server.auth_mode:
             os.environ.setdefault("RAY_AUTH_MODE", server.auth_mode)
 
 
 def _exit_on_signals() -> None:
-    """As Ray itself does for SIGTERM, later. Until then a signal must not leave files behind."""
+    """Exit on a signal, as Ray itself does for SIGTERM later. Until then a signal must not leave files behind."""
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _exit_with_signal)
 

@@ -1,5 +1,5 @@
-"""Owns a `serve run` config as a file: its YAML, its keys, and the line on which each stands.
-Never knows what our application's `args` mean; `preflight` does."""
+"""Reads a `serve run` config file: its YAML, its keys, and the line of each.
+Never knows the meaning of our application's `args`: `preflight` does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-# Ray's schema takes any key, and ignores what it does not know. A test holds these against it.
+# Ray's schema accepts any key, and ignores those that it does not know. A test compares these lists with it.
 # fmt: off
 TOP_KEYS = (
     "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
@@ -27,31 +27,31 @@ APPLICATION_KEYS = (
 )
 # fmt: on
 _ANCHORS = "x-"
-"""With this begin, as in Compose files, top-level keys that hold what the rest refers to."""
+"""The prefix of top-level keys with YAML anchors for the rest of the file, as in Compose files."""
 ARGS = "args"
 EXPECTED = "expected a Serve config, a mapping with `applications:`, as in this project's config.yaml"
 
 
 class ConfigRefused(Exception):
-    """The config cannot be served. The message has a line for each reason."""
+    """The config cannot be served. The message has one line per reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """What a file says, and where."""
+    """A config with the places of its values in the file."""
 
     path: Path
     content: dict[str, Any]
     root: yaml.Node
 
     def where(self, *keys: str | int) -> str:
-        """The file and the line of a value, or of the innermost that there is on the way to it."""
+        """Return the file and the line of a value, or of the innermost existing value on the path to it."""
         node, line = self.root, self.root.start_mark.line
         for key in keys:
-            found = dict(_items(node)).get(key)
-            if found is None:
+            entry = dict(_items(node)).get(key)
+            if entry is None:
                 break
-            line, node = found
+            line, node = entry
         return f"{self.path}, line {line + 1}"
 
     @property
@@ -61,18 +61,18 @@ class ServeConfig:
 
 
 def address_of(config: ServeConfig) -> tuple[str, int]:
-    """Where the config wants to be reached."""
+    """Return the host and the port on which the config asks to listen."""
     http = config.content.get("http_options") or {}
     return http.get("host", "0.0.0.0"), _port_in(http) or 0
 
 
 def has_proxies(config: ServeConfig) -> bool:
-    """Whether anything is to listen for HTTP."""
+    """Whether the config has any proxies for HTTP."""
     return config.content.get("proxy_location") != "Disabled"
 
 
 def _port_in(http: dict[str, Any]) -> int | None:
-    """As Ray reads it, a string of digits too. None: it is no port."""
+    """Read the port as Ray does, also from a string of digits; None if it is not a port."""
     port = http.get("port", 8000)
     if isinstance(port, str) and port.isascii() and port.isdecimal():
         port = int(port)
@@ -80,7 +80,7 @@ def _port_in(http: dict[str, Any]) -> int | None:
 
 
 def _items(node: yaml.Node) -> Iterator[tuple[str | int, tuple[int, yaml.Node]]]:
-    """Key or number -> (the line of the key or entry, its value)."""
+    """Yield each key or index with the line of its entry, and its value."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             yield key.value, (key.start_mark.line, value)
@@ -90,8 +90,12 @@ def _items(node: yaml.Node) -> Iterator[tuple[str | int, tuple[int, yaml.Node]]]
 
 
 def read_config(path: Path) -> ServeConfig:
-    """Raises ConfigRefused: there is no such file, it is no YAML, or it is no Serve config: by line, with what was
-    expected."""
+    """Read a config.
+
+    Raises:
+        ConfigRefused: the file does not exist, or is not YAML, or not a Serve config. The message has the line, and
+        what was expected.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -134,12 +138,12 @@ def _problems(config: ServeConfig) -> Iterator[str]:
         if _port_in(http) is None:
             where = config.where("http_options", "port")
             yield f"{where}: http_options.port: expected a number from 1 to 65535 (given: {http['port']!r})"
-    if unknown and "applications" not in content:  # probably misspelt: one mistake, one line
+    if unknown and "applications" not in content:  # probably misspelt, and reported as that already
         return
     applications = content.get("applications")
     if not isinstance(applications, list) or not applications:
         given = "" if applications is None else f" (given: {applications!r})"
-        yield f"{config.where('applications')}: applications: expected a list with an application or more{given}"
+        yield f"{config.where('applications')}: applications: expected a list of at least one application{given}"
         return
     for number, application in enumerate(applications):
         yield from _in_application(config, number, application)
@@ -170,7 +174,7 @@ def _unknown(
 
 
 def _twice(config: ServeConfig, node: yaml.Node) -> Iterator[str]:
-    """YAML's readers keep the last of two equal keys, and say nothing."""
+    """Report repeated keys: YAML's readers silently keep the last one."""
     seen: dict[str | int, int] = {}
     for key, (line, value) in _items(node):
         if key in seen:

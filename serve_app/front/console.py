@@ -1,4 +1,5 @@
-"""Owns what a user of `serve run` sees: lines of ours on the terminal, and all that Ray prints in a file.
+"""Separates the output of `serve run`: this command's lines go to the terminal, and everything that Ray prints to a
+file.
 Never decides what is worth a line."""
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 from engine.host.own_directory import own_directory
 
 VARIABLE = "CHUNKSERVE_VERBOSE"
-"""`1`: as with --verbose."""
+"""`1` has the same effect as --verbose."""
 
 
 class Console:
-    """Where lines go; the two are the process's own until `quiet`."""
+    """Writes lines for the user, to the process's own standard output and error, also after `quiet`."""
 
     def __init__(self) -> None:
         self._out, self._errors = sys.stdout.fileno(), sys.stderr.fileno()
@@ -27,20 +28,20 @@ class Console:
         _write(self._out, text)
 
     def complain(self, text: str) -> None:
-        """On standard error, with the log's place once there is one."""
+        """Write to standard error, with the path of the log once there is one."""
         _write(self._errors, text if self.log is None else f"{text}\nlog: {self.log}")
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """From now on, and until the process ends, all else that it and its children print goes to a log file. By file
-        descriptor: Ray prints from several threads, and from C++."""
+        """Send everything else that this process and its children print to a log file, until the process ends.
+        Redirects file descriptors, because Ray prints from several threads, and from C++."""
         sys.stdout.flush()
         sys.stderr.flush()
         try:
             log = _log_directory() / f"serve-run-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
             descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         except OSError as error:
-            self.say(f"what Ray prints follows, for its log cannot be written: {error}")
+            self.say(f"Ray's output is shown here, because its log cannot be written: {error}")
             yield
             return
         self.log, self._out, self._errors = log, os.dup(1), os.dup(2)
@@ -57,6 +58,6 @@ def _write(descriptor: int, text: str) -> None:
 
 
 def _log_directory() -> Path:
-    """This user's, beside Ray's own files."""
+    """Return this user's directory for logs, beside Ray's own files."""
     chosen = os.environ.get("RAY_TMPDIR")
     return own_directory("chunkserve-logs", Path(chosen) if chosen else None)

@@ -1,5 +1,5 @@
-"""Owns what one server's HAProxy has to itself: a directory, ports, and the launcher by which Ray starts it.
-Never configures routing; Ray Serve writes HAProxy's configuration, and reloads it."""
+"""Provides what each server's HAProxy needs for itself: a directory, ports, and the launcher by which Ray starts it.
+Never configures routing: Ray Serve writes HAProxy's configuration, and reloads it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from serve_app.edge.cors import VARIABLE
 from serve_app.edge.haproxy_config import EdgeError, cors_policies, per_source_limit
 
 _FIRST_PORT, _LAST_PORT, _BLOCK_PORTS = 20_000, 29_999, 500
-"""Between Ray's worker ports and those that Linux gives to outgoing connections. A block is one server's: its first
-port is held as the lock, the second is the fallback proxy's, the others are for ingress replicas. Ray does not give a
-replica's port again while an old HAProxy may know it, an hour by our settings, so a block is more than a few."""
+"""The range lies between Ray's worker ports and those that Linux uses for outgoing connections. Each server has a
+block: its first port is held as the lock, the second is the fallback proxy's, and the others are for ingress replicas.
+Ray does not reuse a replica's port while an old HAProxy may know it, an hour by our settings, so a block has many
+ports."""
 _MAXCONN = 4096  # Ray's default
 _SPARE_FILES = 256
 _CHECK_TIMEOUT_S = 10
@@ -53,16 +54,16 @@ listen stats
 
 
 class HAProxyUnusable(Exception):
-    """HAProxy cannot be put in front on this machine. The message says why."""
+    """HAProxy cannot run in front on this machine. The message says why."""
 
 
 class HAProxyMisconfigured(HAProxyUnusable):
-    """A setting for it is wrong: nothing else is put in front instead."""
+    """A setting for HAProxy is wrong, so the Python proxy must not silently replace it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateHAProxy:
-    """`launcher` is what Ray is to start as HAProxy, `environment` where it and the replicas have files and ports."""
+    """`launcher`: Ray starts it as HAProxy. `environment`: the files and ports of HAProxy and the replicas."""
 
     launcher: Path
     environment: dict[str, str]
@@ -70,15 +71,16 @@ class PrivateHAProxy:
 
 @contextmanager
 def private_haproxy(environ: Mapping[str, str]) -> Iterator[PrivateHAProxy]:
-    """A directory that only this user reads, removed at the end, and a block of ports that no other server of ours has.
+    """Provide a directory that only this user can read, removed at the end, and a block of ports that no other server
+    has.
 
     Raises:
-        HAProxyUnusable: there is no binary, or it does not run, or may not open enough files.
+        HAProxyUnusable: there is no binary, or it does not run, or it may not open enough files.
     """
     maxconn = int(environ.get("RAY_SERVE_HAPROXY_MAXCONN", _MAXCONN))
     _check_settings(environ, maxconn)
     _check_open_files(maxconn)
-    # Short: a Unix socket's path has 107 bytes, and Ray's and HAProxy's parts of it are up to 81.
+    # The path must be short: a Unix socket's path has at most 107 bytes, and Ray and HAProxy add up to 81.
     with _directory() as directory, _lock_ports() as first_port:
         path = _write_launcher(directory)
         chosen = _chosen_binary(environ)
@@ -95,7 +97,7 @@ def _check_settings(environ: Mapping[str, str], maxconn: int) -> None:
 
 
 def _chosen_binary(environ: Mapping[str, str]) -> dict[str, str]:
-    """For the launcher, whose place in the environment is where the user names a binary."""
+    """Pass the user's binary on to the launcher, which takes its place in the environment."""
     chosen = environ.get(BINARY_PATH, "")
     return {} if Path(chosen).name in ("", launcher.NAME) else {launcher.BINARY: chosen}
 
@@ -116,7 +118,7 @@ def _directory() -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)  # an HAProxy that is being killed may still write
+        shutil.rmtree(path, ignore_errors=True)  # an HAProxy that is being killed may still write files
 
 
 @contextmanager
@@ -136,7 +138,7 @@ def _lock_ports() -> Iterator[int]:
 
 def _ports(first: int, environ: Mapping[str, str]) -> dict[str, str]:
     lowest, highest = _PORT_NAMES
-    if lowest in environ or highest in environ:  # half a range of ours would not fit to half of the user's
+    if lowest in environ or highest in environ:  # half of our range would not match half of the user's
         return {_FALLBACK_PORT: str(first + 1)}
     return {_FALLBACK_PORT: str(first + 1), lowest: str(first + 2), highest: str(first + _BLOCK_PORTS - 1)}
 
@@ -170,7 +172,8 @@ def _check(path: Path, directory: Path, environ: Mapping[str, str]) -> None:
 
 
 def _check_runs(path: Path, directory: Path, environ: Mapping[str, str]) -> None:
-    """Through the launcher, as Ray will: a /tmp without execution rights, or a missing library, shows here."""
+    """Check the configuration through the launcher, as Ray starts it: this reveals a /tmp without execution rights, or
+    a missing library."""
     probe = directory / "probe.cfg"
     probe.write_text(_PROBE)
     try:

@@ -1,5 +1,5 @@
-"""Owns whether the modules that `import_path` names are there, as Ray will look for them on this machine.
-Never imports one: a module may do what it likes when it is imported."""
+"""Checks that the modules that `import_path` names exist where Ray will look for them on this machine.
+Never imports one: importing a module can have any effect."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from serve_app.front.preflight import BUILDER
 
 
 def check_modules(config: ServeConfig, arguments: Arguments) -> None:
-    """Raises ConfigRefused: an application's import_path names a module that is not there. With a runtime_env,
-    files may come with it."""
+    """Raises ConfigRefused: an application's import_path names a module that does not exist. With a runtime_env a
+    missing module is allowed, because its files may come with it."""
     with _path_of_ray(arguments.app_dir):
         _check_modules(config, arguments.brings_files)
 
 
 @contextmanager
 def _path_of_ray(app_dir: str) -> Iterator[None]:
-    """Ray's `serve run` looks in `app_dir` first, and its workers in the current directory, which a console script
-    leaves out of `sys.path`."""
+    """Search as Ray does: `serve run` looks in `app_dir` first, and its workers in the current directory, which is not
+    in the `sys.path` of a console script."""
     before = list(sys.path)
     sys.path[:0] = [str(Path(app_dir).absolute()), str(Path.cwd())]
     try:
@@ -50,7 +50,7 @@ def _is_there(module: str) -> bool:
     top, *rest = module.split(".")
     try:
         spec = find_spec(top) if top else None
-    except ValueError:  # a module that says nothing of where it is from
+    except ValueError:  # the module does not say where it comes from
         return True
     if spec is None:
         return False

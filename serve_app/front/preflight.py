@@ -1,5 +1,5 @@
-"""Owns what is checked and prepared before `serve run` starts Ray: our applications' settings, and their models.
-Never starts anything. Without it a misspelt setting is found by a Ray task, and told in a page of its tracebacks."""
+"""Checks our applications' settings and prepares their models before `serve run` starts Ray.
+Never starts anything. Without it, a Ray task would find a misspelt setting, and report it in a page of tracebacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUILDER = "serve_app.app:build"
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """One of ours in a config. number: its place in the list of all."""
+    """One of this project's applications in a config. `number`: its index among all applications."""
 
     config: ServeConfig
     number: int
@@ -27,15 +27,15 @@ class Application:
     settings: AppSettings
 
     def refused(self, problem: str, *setting: str) -> ConfigRefused:
-        """With file, line and application before the problem; `setting`: the path below `args` that it is about."""
+        """Make a refusal with file, line and application before the problem. `setting`: the path below `args`."""
         return ConfigRefused(f"{_where(self.config, self.number, self.name, setting)}: {problem}")
 
 
 def preflight(config: ServeConfig) -> list[Application]:
-    """Check every application of ours in a `serve run` config, and prepare its models with visible progress.
+    """Check this project's applications in a `serve run` config, and prepare their models with visible progress.
 
     Raises:
-        ConfigRefused: settings are wrong, by name, limit and value; or a model cannot be prepared.
+        ConfigRefused: settings are wrong (the message has name, limit and value), or a model cannot be prepared.
     """
     applications = read_applications(config)
     for application in applications:
@@ -45,10 +45,10 @@ def preflight(config: ServeConfig) -> list[Application]:
 
 
 def read_applications(config: ServeConfig) -> list[Application]:
-    """Those that our builder makes; others are left to Ray.
+    """Read the applications that this project's builder makes; others are left to Ray.
 
     Raises:
-        ConfigRefused: settings are wrong, by name, limit and value.
+        ConfigRefused: settings are wrong; the message has name, limit and value.
     """
     return [
         Application(config, number, name, prefix, _validated(config, number, name, args))
@@ -58,7 +58,7 @@ def read_applications(config: ServeConfig) -> list[Application]:
 
 
 def our_applications(config: Any) -> Iterator[tuple[str, str, Any]]:
-    """(name, route prefix, args) of the applications that our builder makes, in what may be no Serve config."""
+    """Yield (name, route prefix, args) of the applications that our builder makes. `config` may be invalid."""
     applications = config.get("applications") if isinstance(config, dict) else None
     for app in applications or []:
         if isinstance(app, dict) and str(app.get("import_path")).replace(".build", ":build") == BUILDER:
@@ -82,7 +82,7 @@ def _where(config: ServeConfig, number: int, name: str, setting: tuple[str | int
 
 def _reason(detail: Any) -> str:
     path = ".".join(str(part) for part in ("args", *detail["loc"]))
-    hidden = isinstance(detail["input"], dict) or "auth" in detail["loc"]  # somebody's key, in the place of its digest
+    hidden = isinstance(detail["input"], dict) or "auth" in detail["loc"]  # may be a key instead of its digest
     given = "" if hidden else f" (given: {detail['input']!r})"
     return f"{path}: {detail['msg']}{given}"
 

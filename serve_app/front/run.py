@@ -1,5 +1,5 @@
-"""Owns a `serve run` of our applications, from Ray's start to its end: submit, wait, tell, and drain at a signal.
-Never leaves Ray's own command to wait: it would wait for ever beside an application that failed."""
+"""Runs `serve run` for our applications from Ray's start to its end: submits, waits, reports, and drains at a signal.
+Never lets Ray's own command wait: it would wait forever even if an application failed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _ENGINE_ANSWER_S = 30
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """applications: ours among the config's. own_cluster: whether the Ray below is this command's, so that nobody else
-    serves there, and its proxies are here."""
+    """`applications`: this project's applications in the config. `own_cluster`: this command started the Ray cluster,
+    so that nobody else serves there, and its proxies are on this machine."""
 
     arguments: Arguments
     config: ServeConfig
@@ -43,21 +43,21 @@ class Launch:
 
     @property
     def names(self) -> list[str]:
-        """Of all applications of the config."""
+        """The names of all applications in the config."""
         return [str(app.get("name", "default")) for app in self.config.applications]
 
 
 def run(launch: Launch, checks: list[EngineCheck], console: Console) -> None:
-    """Serve until a signal. To be called with the environment set that Ray Serve is to find.
+    """Serve until a signal. Ray Serve's environment must be set before.
 
     Raises:
         ConfigRefused: a check of an engine failed, or Ray Serve refuses the config.
-        StartFailed: Ray or an application did not start; what had is taken down again.
-        Exception: whatever else went wrong; the same is taken down.
-        SystemExit: a signal came before there was anything to take down.
+        StartFailed: Ray or an application did not start; what did start is taken down again.
+        Exception: something else failed; what did start is taken down again.
+        SystemExit: a signal came while there was nothing to take down.
     """
     began = time.monotonic()
-    import ray  # here, while the checks run: it takes as long as they do
+    import ray  # imported while the checks run, because it takes as long as they do
 
     from serve_app.front.shutdown import drain_and_shutdown
 
@@ -66,7 +66,7 @@ def run(launch: Launch, checks: list[EngineCheck], console: Console) -> None:
     with ExitStack() as held:
         try:
             _submit(launch.arguments)
-            _tell(launch, console, held, began)
+            _report(launch, console, held, began)
             while True:
                 signal.pause()
         except ConfigRefused:
@@ -82,8 +82,8 @@ def run(launch: Launch, checks: list[EngineCheck], console: Console) -> None:
 
 
 def _take_down(launch: Launch, console: Console) -> None:
-    """After a failure, which is to be told whether or not this works. On a cluster that others use, the applications of
-    the config alone."""
+    """Take everything down after a failure, without hiding that failure. On a cluster that others use, only take the
+    config's applications down."""
     from serve_app.front.shutdown import drain_and_delete, drain_and_shutdown
 
     try:
@@ -91,29 +91,31 @@ def _take_down(launch: Launch, console: Console) -> None:
             drain_and_shutdown(console.say)
         else:
             drain_and_delete(launch.names, console.say)
-    except Exception as error:  # noqa: BLE001 - the failure before it is the one to raise
+    except Exception as error:  # noqa: BLE001 - the earlier failure must be raised instead
         traceback.print_exc()
         console.say(f"not everything was taken down: {in_a_line(error)}")
 
 
 def _submit(arguments: Arguments) -> None:
-    """What Ray's `serve run` does before it waits. It prints its exceptions, and ends as if all were well."""
+    """Do what Ray's `serve run` does before it waits. It prints exceptions, and then ends as if nothing had failed."""
     import click
     from pydantic import ValidationError
     from ray.serve.scripts import cli
 
     try:
-        first, *rest = (of for of in arguments.of_ray if of != "--blocking")  # the last of the two would win
+        # The last of --blocking and --non-blocking would win.
+        first, *rest = (argument for argument in arguments.of_ray if argument != "--blocking")
         with _in_groups_of_their_own():
             cli.main(args=[first, "--non-blocking", *rest], prog_name="serve", standalone_mode=False)
     except ValidationError as error:
-        reasons = (f"{'.'.join(map(str, of['loc']))}: {of['msg']}" for of in error.errors(include_url=False))
+        mistakes = error.errors(include_url=False)
+        reasons = (f"{'.'.join(map(str, mistake['loc']))}: {mistake['msg']}" for mistake in mistakes)
         raise ConfigRefused("\n".join(f"{arguments.config}: {reason}" for reason in reasons)) from error
     except click.ClickException as error:
         raise ConfigRefused(error.format_message()) from error
     except SystemExit as end:
         if end.code in (None, 0):
-            raise StartFailed("Ray Serve did not start; its last words are in the log") from end
+            raise StartFailed("Ray Serve did not start; its last messages are in the log") from end
         raise
     except (OSError, RuntimeError, ValueError) as error:
         raise StartFailed(f"Ray did not start: {' '.join(str(error).split())}") from error
@@ -121,9 +123,9 @@ def _submit(arguments: Arguments) -> None:
 
 @contextmanager
 def _in_groups_of_their_own() -> Iterator[None]:
-    """Start Ray's processes outside this command's process group. A SIGTERM to the group, as `timeout` or a shell's
-    `kill %1` sends it, would end them at once, and with them the streams that are to finish. They end with this
-    process all the same: the kernel kills them."""
+    """Start Ray's processes outside this command's process group. A SIGTERM to the group, as sent by `timeout` or a
+    shell's `kill %1`, would end them at once, and cut off the streams that should finish. They still end with this
+    process: the kernel kills them."""
     from ray._private import services
 
     started = services.ConsolePopen
@@ -139,14 +141,14 @@ def _in_groups_of_their_own() -> Iterator[None]:
         services.ConsolePopen = started
 
 
-def _tell(launch: Launch, console: Console, held: ExitStack, began: float) -> None:
+def _report(launch: Launch, console: Console, held: ExitStack, began: float) -> None:
     from ray import serve
 
     wait_until_running(launch.names, serve.status, console.say)
     for application in launch.applications:
         url = url_of(launch.config, application.route_prefix)
         unreachable = _why_unreachable(launch, url)
-        for line in _told_by_engine(application):
+        for line in _lines_or_warning(application):
             console.say(line)
         if unreachable is None:
             console.say(ready_lines(application, url, time.monotonic() - began))
@@ -156,13 +158,14 @@ def _tell(launch: Launch, console: Console, held: ExitStack, began: float) -> No
 
 
 def _why_unreachable(launch: Launch, url: str) -> str | None:
-    """None: it answers. A cluster that ran before keeps its own proxies, on the nodes and the port of its first config.
+    """Say why the application cannot be reached; None if it answers. A cluster that already ran keeps its own proxies,
+    on the nodes and the port of its first config.
 
     Raises:
-        StartFailed: nothing answers, and the proxies are this command's own.
+        StartFailed: nothing answers, although the proxies are this command's own.
     """
     if not has_proxies(launch.config):
-        return "proxy_location is Disabled: it is reached by its handle alone"
+        return "proxy_location is Disabled, so only its handle reaches it"
     try:
         wait_until_answering(url)
     except StartFailed as reason:
@@ -179,19 +182,19 @@ def _running(url: str) -> RunningServer:
     return RunningServer(url, dashboard, os.environ.get("RAY_AUTH_MODE", ""))
 
 
-def _told_by_engine(application: Application) -> list[str]:
-    """A warning where it does not answer: the application runs without these lines."""
+def _lines_or_warning(application: Application) -> list[str]:
+    """Return the engine's lines, or a warning if it does not answer; the application runs in either case."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
     try:
-        return _of_engine(application)
+        return _lines_of_engine(application)
     except (RayError, RayServeException, TimeoutError) as error:
-        return [f"warning  no engine of {application.name} says what it chose: {in_a_line(error)}"]
+        return [f"warning  no engine of {application.name} reports its configuration: {in_a_line(error)}"]
 
 
-def _of_engine(application: Application) -> list[str]:
-    """None where no engine runs, and to ask would start one."""
+def _lines_of_engine(application: Application) -> list[str]:
+    """Ask an engine for its configuration, unless none may be running: the question would start one."""
     bounds = application.settings.autoscaling
     if bounds is not None and bounds.min_replicas == 0:
         return [f"model    {application.settings.model_id}: an engine starts at the first request"]

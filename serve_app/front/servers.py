@@ -1,5 +1,5 @@
-"""Owns the notes of this user's running servers, so that `serve status` beside `serve run` needs no address.
-Never trusts a note of a server that has ended: a note's file is locked for as long as its server lives."""
+"""Keeps notes of this user's running servers, so that `serve status` needs no address beside `serve run`.
+Never trusts the note of a server that has ended: a note's file is locked as long as its server lives."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """Where a server answers, and where the dashboard of its Ray does, which `serve status` asks."""
+    """The address of a server, and that of its Ray dashboard, which `serve status` asks."""
 
     url: str
     dashboard: str
     auth_mode: str
-    """What RAY_AUTH_MODE is to be for it; "" where it is unset."""
+    """The value of RAY_AUTH_MODE for the dashboard; "" if it is unset."""
 
 
 @contextmanager
 def noted(server: RunningServer) -> Iterator[None]:
-    """Note a server until the block, or the process, ends. Where no note can be written, `serve status` needs an
+    """Keep a note of a server until the block, or the process, ends. If no note can be written, `serve status` needs an
     address."""
     try:
         path = own_directory(_NOTES) / uuid.uuid4().hex
@@ -51,11 +51,11 @@ def noted(server: RunningServer) -> Iterator[None]:
 
 
 def running_servers() -> list[RunningServer]:
-    """Of this user, on this machine."""
+    """List this user's running servers on this machine."""
     try:
         paths = sorted(own_directory(_NOTES).iterdir())
     except OSError as error:
-        logger.warning("no running server is found: %s", error)
+        logger.warning("running servers cannot be listed: %s", error)
         return []
     return [server for path in paths if (server := _read(path)) is not None]
 

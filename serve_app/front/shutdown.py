@@ -1,5 +1,5 @@
-"""Owns the clean end of a `serve run`: running requests finish or are ended with an error, then Serve is taken down.
-Never decides how long that takes; each application's ingress does, by its `drain_timeout_s`."""
+"""Ends a `serve run` cleanly: running requests finish or are ended with an error, and then Serve is taken down.
+Never decides how long that takes: each application's ingress does, by its `drain_timeout_s`."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def drain_and_shutdown(say: Say) -> None:
 
 
 def drain_and_delete(names: Sequence[str], say: Say) -> None:
-    """These applications alone: the others of their cluster serve on."""
+    """Drain and delete only these applications; the others on their cluster continue."""
     signal.alarm(0)  # as above
     say(f"Deleting {', '.join(names)}: letting running requests finish.")
-    found = serve.status().applications
+    applications = serve.status().applications
     for name in names:
-        if name in found:
-            _report(name, drain(name, found[name], say) or 0, say)
+        if name in applications:
+            _report(name, drain(name, applications[name], say) or 0, say)
             _delete(name, say)
 
 
 def drain(app_name: str, app: ApplicationStatusOverview, say: Say) -> int | None:
-    """Ask every ingress replica of an application to drain; return how many requests had to be ended, or None if none
-    of them runs: then there is nobody to wait for, and a deployment that keeps failing would be waited for in vain.
+    """Ask every ingress replica of an application to drain, and return how many requests had to be ended; None if no
+    replica runs, because then a wait could last forever.
 
-    An application that is still deploying, or unhealthy, has streams too: what counts is a replica that runs.
+    An application that is still deploying or unhealthy may have streams, too, so only running replicas count.
     """
     try:
         ingress = serve.get_app_handle(app_name)
@@ -51,7 +51,7 @@ def drain(app_name: str, app: ApplicationStatusOverview, say: Say) -> int | None
             ingress._init(_run_router_in_separate_loop=True)  # here is no event loop for RUN_ROUTER_IN_SEPARATE_LOOP=0
         late: list[int] = ingress.broadcast("drain").results()
     except (RayError, RayServeException) as error:
-        # Somebody else's application in the same config, one that is being deleted, or a replica that just died.
+        # Another project's application in the same config, one that is being deleted, or a replica that just died.
         say(f"{app_name} was not drained: {type(error).__name__}")
         return 0
     return sum(late)
@@ -63,7 +63,8 @@ def _report(app_name: str, ended: int, say: Say) -> None:
 
 
 def _delete(app_name: str, say: Say) -> None:
-    """Remove the application while the proxies still run: `serve.shutdown` kills them before the last bytes left."""
+    """Remove the application while the proxies still run: `serve.shutdown` kills them before the last bytes are
+    sent."""
     try:
         serve.delete(app_name)
     except TimeoutError as error:

@@ -1,5 +1,5 @@
-"""Owns the time from a submitted config to a server that answers, and the lines that a user reads of it.
-Never imports Ray before it is called: Ray Serve reads its environment when it is imported."""
+"""Waits from a submitted config until the server answers, and writes the lines that the user reads meanwhile.
+Never imports Ray when it is imported itself: Ray Serve reads its environment at import."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ _OURS = (
     "AdapterError", "ConfigError", "ModelError", "CheckpointError", "KeysFileError", "EngineError", "MissingExporter",
 )
 # fmt: on
-"""Refusals that another try does not cure: Serve tries a replica several times, with longer and longer pauses."""
+"""Errors that another attempt cannot fix: Serve retries a replica several times, with longer and longer pauses."""
 _RAISED = re.compile(r"^\s*(?:[\w]+\.)*(?P<kind>\w+(?:Error|Exception|Exporter|Refused)): (?P<text>.+)$", re.MULTILINE)
 
 
 def in_a_line(error: Exception) -> str:
-    """Its type, and what says most: the last line of a traceback that Ray sends as a message, else the first line."""
+    """Return an error's type and its most informative line: the last of a traceback sent by Ray, otherwise the
+    first."""
     lines = str(error).strip().splitlines()
     if not lines:
         return type(error).__name__
@@ -43,56 +44,56 @@ class StartFailed(Exception):
 
 
 def wait_until_running(names: Sequence[str], status: Callable[[], Any], say: Say) -> None:
-    """Until all applications run. status: `serve.status`; what a deployment waits for is said once.
+    """Wait until all applications run. `status`: `serve.status`. What a deployment waits for is reported once.
 
     Raises:
-        StartFailed: one of them failed, or a replica of ours refuses to start.
+        StartFailed: an application failed, or one of our replicas refuses to start.
     """
-    said: set[str] = set()
+    reported: set[str] = set()
     while True:
-        found = status().applications
+        applications = status().applications
         for name in names:
-            if name in found:
-                check(name, found[name])
-                for line in _waiting(found[name]):
-                    if line not in said:
+            if name in applications:
+                check(name, applications[name])
+                for line in _waiting(applications[name]):
+                    if line not in reported:
                         say(f"{name}: {line}")
-                        said.add(line)
-        if all(name in found and found[name].status == "RUNNING" for name in names):
+                        reported.add(line)
+        if all(name in applications and applications[name].status == "RUNNING" for name in names):
             return
         time.sleep(_POLL_S)
 
 
 def check(name: str, application: Any) -> None:
-    """Raises StartFailed: by a line, for the page of tracebacks that is Serve's message."""
+    """Raises StartFailed: an application failed. The message is one line instead of Serve's page of tracebacks."""
     if application.status == "DEPLOY_FAILED":
-        messages = [application.message, *(of.message for of in application.deployments.values())]
+        messages = [application.message, *(deployment.message for deployment in application.deployments.values())]
         raise StartFailed(f"application {name} failed to start: {_reason(messages)}")
-    for deployment, of in application.deployments.items():
-        for found in _RAISED.finditer(of.message):
-            if found["kind"] in _OURS:
-                raise StartFailed(f"application {name} failed to start: {deployment}: {found['text']}")
+    for deployment_name, deployment in application.deployments.items():
+        for raised in _RAISED.finditer(deployment.message):
+            if raised["kind"] in _OURS:
+                raise StartFailed(f"application {name} failed to start: {deployment_name}: {raised['text']}")
 
 
 def _reason(messages: Sequence[str]) -> str:
-    raised = [found for message in messages for found in _RAISED.finditer(message)]
+    raised = [match for message in messages for match in _RAISED.finditer(message)]
     if raised:
         return f"{raised[-1]['kind']}: {raised[-1]['text']}"
     return " ".join(messages[0].split()) or "Ray Serve does not say why"
 
 
 def _waiting(application: Any) -> Iterator[str]:
-    """What a deployment lacks, in Serve's words, without its advice."""
-    for name, of in application.deployments.items():
-        if "taken more than" in of.message and "to be scheduled" in of.message:
-            yield f"{name} waits: {of.message.splitlines()[0]}"
+    """Yield what each deployment waits for, in Serve's words, without its advice."""
+    for name, deployment in application.deployments.items():
+        if "taken more than" in deployment.message and "to be scheduled" in deployment.message:
+            yield f"{name} waits: {deployment.message.splitlines()[0]}"
 
 
 def wait_until_answering(url: str) -> None:
-    """Until the server that this process started answers /health.
+    """Wait until the server that this process started answers /health.
 
     Raises:
-        StartFailed: another server does, or none for a minute.
+        StartFailed: another server answers, or none does for a minute.
     """
     expected, deadline, last = os.environ.get(VARIABLE), time.monotonic() + _ANSWER_TIMEOUT_S, "no answer"
     unverified = ssl._create_unverified_context()  # the certificate is for another name than this machine's own
@@ -112,7 +113,7 @@ def wait_until_answering(url: str) -> None:
 
 
 def url_of(config: ServeConfig, route_prefix: str) -> str:
-    """Where somebody on this machine reaches an application."""
+    """Return the URL of an application for clients on this machine."""
     host, port = address_of(config)
     scheme = "https" if (config.content.get("http_options") or {}).get("ssl_certfile") else "http"
     here = "127.0.0.1" if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
@@ -120,7 +121,7 @@ def url_of(config: ServeConfig, route_prefix: str) -> str:
 
 
 def engine_lines(application: Application, resolved: ResolvedConfig) -> list[str]:
-    """What an engine chose, and what it holds."""
+    """Describe an engine's configuration and its capacity."""
     reasons, settings = resolved.reasons, application.settings
     engines = f"{settings.most_engines} engines" if settings.most_engines > 1 else "1 engine"
     if settings.autoscaling is not None:
@@ -145,12 +146,12 @@ def engine_lines(application: Application, resolved: ResolvedConfig) -> list[str
 
 
 def ready_lines(application: Application, url: str, took_s: float) -> str:
-    """How to use it."""
+    """Say how to use the server."""
     settings = application.settings
     messages = '[{"role": "user", "content": "What is the capital of France?"}]'
     key = " -H 'Authorization: Bearer <your key>'" if settings.auth.keys or settings.auth.keys_file else ""
     return (
-        f"chunkserve is ready after {took_s:.0f} s: {url}/v1 is the API, {url}/ is a page to try it on\n"
+        f"chunkserve is ready after {took_s:.0f} s: {url}/v1 is the API, {url}/ is a page to try it\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
         f"""    -d '{{"model": "{settings.model_id}", "temperature": 0, "messages": {messages}}}'"""
     )

@@ -1,5 +1,5 @@
-"""Owns what only this machine can tell before `serve run` starts a Ray on it: port, files, modules, memory, kernels.
-Never asks it for a cluster that runs already, whose engines may be anywhere."""
+"""Checks this machine before `serve run` starts Ray on it: port, files, modules, memory, kernels.
+Never checks anything for a cluster that already runs, because its engines may be on other machines."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from serve_app.tracing.export import MissingExporter, check_exporter
 
 @contextmanager
 def checking(config: ServeConfig, applications: list[Application], arguments: Arguments) -> Iterator[list[EngineCheck]]:
-    """Check what takes no time, and start checks of the engines, which load torch, in processes of their own.
+    """Run the quick checks, and start the engines' checks, which load torch, in processes of their own.
 
     Raises:
-        ConfigRefused: the port is not free, or a file or module that an application needs is not there.
+        ConfigRefused: the port is not free, or a file or module that an application needs does not exist.
     """
     check_port(config)
     check_modules(config, arguments)
@@ -47,7 +47,7 @@ def checking(config: ServeConfig, applications: list[Application], arguments: Ar
 
 
 def check_port(config: ServeConfig) -> None:
-    """Raises ConfigRefused: nobody could listen where the config says."""
+    """Raises ConfigRefused: the config's address is not free."""
     if not has_proxies(config):
         return
     host, port = address_of(config)
@@ -55,7 +55,7 @@ def check_port(config: ServeConfig) -> None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what a server before us left in TIME_WAIT
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # sockets may be in TIME_WAIT
             probe.bind(address)
             probe.listen(1)
     except OSError as error:
@@ -66,7 +66,7 @@ def check_port(config: ServeConfig) -> None:
 
 
 def _check_ingress(application: Application) -> None:
-    """What an ingress replica would find when it starts."""
+    """Check what an ingress replica would only find when it starts."""
     settings = application.settings
     try:
         check_exporter(settings.tracing)
@@ -88,7 +88,7 @@ def _check_ingress(application: Application) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineCheck:
-    """A process that finds out whether an application's engines could start here."""
+    """Finds out in a process of its own whether an application's engines could start here."""
 
     application: Application
     process: subprocess.Popen[str]
@@ -96,13 +96,13 @@ class EngineCheck:
     @classmethod
     def start(cls, application: Application) -> EngineCheck:
         settings = application.settings
-        hidden = {} if settings.engine_num_gpus else {"CUDA_VISIBLE_DEVICES": ""}  # as Ray hides them from the engine
-        with TemporaryFile() as asked:
-            pickle.dump((settings.model, settings.replica_engine, settings.most_engines), asked)
-            asked.seek(0)
+        hidden = {} if settings.engine_num_gpus else {"CUDA_VISIBLE_DEVICES": ""}  # as Ray hides GPUs from such engines
+        with TemporaryFile() as request:
+            pickle.dump((settings.model, settings.replica_engine, settings.most_engines), request)
+            request.seek(0)
             process = subprocess.Popen(
                 COMMAND,
-                stdin=asked,
+                stdin=request,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env={**os.environ, **hidden},
@@ -128,7 +128,7 @@ class EngineCheck:
             raise self.application.refused(f"args.{refusal}", "images")
 
     def end(self) -> None:
-        """Nobody waits for the answer any longer."""
+        """Stop the process; its answer is no longer needed."""
         for stream in (self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()

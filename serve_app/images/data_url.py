@@ -1,4 +1,4 @@
-"""Owns images that are written into the request itself, as data URLs (RFC 2397).
+"""Reads images that are part of the request itself, as data URLs (RFC 2397).
 Never reads anything from elsewhere."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ SCHEME = "data:"
 
 
 def read_data_url(url: str, max_bytes: int) -> bytes:
-    """The file in `data:image/png;base64,...`.
+    """Return the file in `data:image/png;base64,...`.
 
     Raises:
-        ImageRefused: it is written in another way, of another type, or too large.
+        ImageRefused: the URL has another form or type, or the file is too large.
     """
     head, comma, payload = url[len(SCHEME) :].partition(",")
     media_type, *parameters = head.split(";")
@@ -24,5 +24,5 @@ def read_data_url(url: str, max_bytes: int) -> bytes:
     check_size(len(payload) // 4 * 3 - payload[-2:].count("="), max_bytes)
     try:
         return binascii.a2b_base64(payload, strict_mode=True)
-    except (binascii.Error, ValueError) as error:  # ValueError: not ASCII
+    except (binascii.Error, ValueError) as error:  # ValueError if it is not ASCII
         raise ImageRefused(f"its data URL is not base64: {str(error).lower()}") from error

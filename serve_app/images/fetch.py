@@ -1,5 +1,5 @@
-"""Owns images that a server elsewhere has: which may be asked, and for how long, how much and what of it is read.
-Never follows a redirect, and never asks an address that is not meant for everybody unless the settings list it."""
+"""Fetches images from other servers, within limits of host, time, size and type.
+Never follows a redirect, and never connects to an address that is not public unless the settings list it."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _CONTEXT = ssl.create_default_context()
 @dataclass(frozen=True, slots=True)
 class Fetcher:
     allowed_hosts: Collection[str]
-    """`host`, with its scheme's own port, or `host:port`."""
+    """Each is `host`, which means its scheme's default port, or `host:port`."""
     max_bytes: int
     timeout_s: float
-    """From the look-up of the name to the last byte."""
+    """The limit from the look-up of the name to the last byte."""
 
     async def fetch(self, url: str) -> bytes:
-        """The file at an http or https URL.
+        """Fetch the file at an http or https URL.
 
         Raises:
-            ImageRefused: the settings do not allow it, or the server gives no image in time.
+            ImageRefused: the settings do not allow the URL, or the server does not return an image in time.
         """
         target, port = self._allowed(url)
         try:
@@ -51,7 +51,7 @@ class Fetcher:
             target = urlsplit(url)
             port = target.port or _PORTS[target.scheme]
         except (ValueError, KeyError) as error:
-            raise ImageRefused("its URL is none") from error
+            raise ImageRefused("its URL is not valid") from error
         host = target.hostname or ""
         names = {f"{host}:{port}"} | ({host} if port == _PORTS[target.scheme] else set())
         if names.isdisjoint(self.allowed_hosts):
@@ -64,7 +64,7 @@ class Fetcher:
         host = target.hostname or ""
         address = await self._address(host, port)
         secure = _CONTEXT if target.scheme == "https" else None
-        # By the address that was checked: the name might have another the next time.
+        # Connects to the address that was checked: a second look-up of the name might give another.
         reader, writer = await asyncio.open_connection(
             address, port, ssl=secure, server_hostname=host if secure else None
         )
@@ -79,8 +79,8 @@ class Fetcher:
                 await writer.wait_closed()
 
     async def _address(self, host: str, port: int) -> str:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        address = str(found[0][4][0])
+        infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        address = str(infos[0][4][0])
         listed = address in self.allowed_hosts or f"{address}:{port}" in self.allowed_hosts
         if not listed and not ipaddress.ip_address(address.partition("%")[0]).is_global:
             raise ImageRefused(f"its host has a private address, which is not listed in {SETTING}")
@@ -117,5 +117,5 @@ def _request(connection: h11.Connection, target: SplitResult) -> bytes:
     try:
         request = connection.send(h11.Request(method="GET", target=path, headers=headers))
     except h11.LocalProtocolError as error:
-        raise ImageRefused("its URL has characters that are not written as such in one") from error
+        raise ImageRefused("its URL has characters that must be escaped") from error
     return (request or b"") + (connection.send(h11.EndOfMessage()) or b"")

@@ -1,5 +1,5 @@
-"""Owns the reading of a request's images, off the event loop, within the limits of the settings.
-Never keeps an image, and never holds the loop for one: files are fetched by it, and decoded beside it."""
+"""Reads a request's images within the limits of the settings.
+Never keeps an image, and never blocks the event loop: it only fetches files there, and decodes them in threads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from serve_app.images.refusal import ImageRefused, check_size
 from serve_app.settings.images import ImageSettings
 
 DECODERS = 2
-"""Threads: a decoded image has three bytes for each pixel, and so many are in memory at a time."""
+"""The number of threads, and so of decoded images in memory at a time, which have three bytes per pixel."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskedImage:
-    """`param` names it in the request."""
+    """An image of a request. `param`: its field's name."""
 
     url: str
     param: str
@@ -31,7 +31,7 @@ class AskedImage:
 
 
 class ImageIntake:
-    """Of a model that takes images, which are inputs of `kind`."""
+    """Reads images for a model that takes them. `kind`: the kind of input that they become."""
 
     def __init__(self, kind: InputKind, settings: ImageSettings) -> None:
         self.kind = kind
@@ -43,13 +43,13 @@ class ImageIntake:
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="image-decoder")
 
     async def read(self, images: Sequence[AskedImage]) -> list[Pixels]:
-        """In their order, each fetched and decoded beside the others.
+        """Fetch and decode images concurrently, and return them in order.
 
         Raises:
-            ApiError: there are too many, or one is refused; it names which, the limit and the value.
+            ApiError: there are too many, or one is refused; the message names which, the limit and the value.
         """
         if len(images) > (most := self._settings.max_per_request):
-            text = f"The request has {len(images)} images, and at most {most} are taken (images.max_per_request)."
+            text = f"The request has {len(images)} images, and at most {most} are allowed (images.max_per_request)."
             raise ApiError(400, text, param=images[most].param, code="invalid_value")
         try:
             async with asyncio.TaskGroup() as group:
@@ -66,12 +66,12 @@ class ImageIntake:
                 return await self._decoded(asked, None)
             if asked.url[:8].lower().startswith(("http://", "https://")):
                 return await self._decoded(asked, await self._fetcher.fetch(asked.url))
-            raise ImageRefused("its URL begins with none of data:, http:// and https://")
+            raise ImageRefused("its URL does not begin with data:, http:// or https://")
         except ImageRefused as error:
             raise ApiError(400, f"{asked.param}: the image is refused: {error}.", param=asked.param) from error
 
     async def _decoded(self, asked: AskedImage, fetched: bytes | None) -> Pixels:
-        """`fetched`: the file; None: it is in the URL."""
+        """Decode an image. `fetched`: the file; None if it is in the URL."""
         limits = self._settings
         most = min(self._most_pixels, LOW_DETAIL_PIXELS) if asked.detail == "low" else self._most_pixels
         most = max(most, self.kind.min_pixels)

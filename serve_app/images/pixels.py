@@ -1,5 +1,5 @@
-"""Owns the way from a file to the pixels that an engine takes: decoding within limits, and scaling to whole tokens.
-Never normalises: 8-bit pixels cross to the engine, an eighth of what its encoder makes of them."""
+"""Turns an image file into the pixels that an engine takes: decodes it within limits, and scales it to whole tokens.
+Never normalises: the engine gets 8-bit pixels, which are an eighth of the size that its encoder makes of them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from engine.multimodal_inputs import Grid, InputKind
 from serve_app.images.refusal import TYPES, ImageRefused
 
 MOST_UNEQUAL = 200
-"""How many times as long as the other a side may be."""
+"""The largest ratio of an image's sides."""
 LOW_DETAIL_PIXELS = 512 * 512
-"""Of an image that is asked to be seen in low detail, as at OpenAI."""
+"""The most pixels of an image with low detail, as with OpenAI."""
 
-Image.MAX_IMAGE_PIXELS = None  # which warns and goes on: `read_pixels` refuses, and by this server's own limit
+Image.MAX_IMAGE_PIXELS = None  # Pillow's limit would only warn: `read_pixels` refuses, by this server's own limit
 
 
 class Pixels(NamedTuple):
-    """`data` is [rows * side, columns * side, 3] of uint8, and `grid` (1, rows, columns)."""
+    """`data`: uint8 of the shape [rows * side, columns * side, 3]. `grid`: (1, rows, columns)."""
 
     grid: Grid
     data: bytes
 
 
 def read_pixels(file: bytes, kind: InputKind, *, max_decoded: int, max_shown: int) -> Pixels:
-    """The image in a file, scaled to between `kind.min_pixels` and `max_shown` pixels, sides in proportion.
+    """Read an image from a file, and scale it in proportion to between `kind.min_pixels` and `max_shown` pixels.
 
     Raises:
-        ImageRefused: it is no image, or has more than `max_decoded` pixels, or more than one frame.
+        ImageRefused: the file is not an image, or has more than `max_decoded` pixels, or more than one frame.
     """
     try:
         with Image.open(io.BytesIO(file), formats=tuple(TYPES.values())) as opened:
@@ -39,30 +39,32 @@ def read_pixels(file: bytes, kind: InputKind, *, max_decoded: int, max_shown: in
             upright = ImageOps.exif_transpose(opened).convert("RGB")
     except ImageRefused:
         raise
-    except Exception as error:  # decoders raise what they like when they are given anything but an image
+    except Exception as error:  # decoders raise all kinds of exceptions for anything but an image
         raise ImageRefused(f"it cannot be read as one of {', '.join(TYPES)}") from error
     width, height = scaled_size(upright.width, upright.height, kind, max_shown)
     if width * height > max(max_shown, kind.min_pixels):
-        raise ImageRefused(f"it has {upright.width} x {upright.height} pixels, too long a side for what is shown of it")
+        size = f"{upright.width} x {upright.height}"
+        raise ImageRefused(f"it has {size} pixels: one side is too long for the size to which it is scaled")
     shown = upright.resize((width, height), Image.Resampling.BICUBIC)
     return Pixels((1, height // kind.side, width // kind.side), shown.tobytes())
 
 
 def _check(opened: Image.Image, max_decoded: int) -> None:
-    """Before anything is decoded: the header says the size."""
+    """Check an image by its header, before anything is decoded."""
     width, height = opened.size
     if width * height > max_decoded:
         raise ImageRefused(
             f"it has {width} x {height} pixels, and at most {max_decoded} are decoded (images.max_pixels)"
         )
     if max(width, height) > MOST_UNEQUAL * min(width, height):
-        raise ImageRefused(f"it has {width} x {height} pixels, and sides of at most 1 : {MOST_UNEQUAL} are taken")
+        raise ImageRefused(f"it has {width} x {height} pixels, and its sides may be at most 1 : {MOST_UNEQUAL}")
     if getattr(opened, "n_frames", 1) > 1:
-        raise ImageRefused("it is an animation, and one picture is taken")
+        raise ImageRefused("it is an animation, and only single pictures are allowed")
 
 
 def scaled_size(width: int, height: int, kind: InputKind, max_shown: int) -> tuple[int, int]:
-    """(width, height) in whole tokens: the nearest, and where that is too small or too large, in proportion to fit."""
+    """Return the nearest (width, height) in whole tokens; if it is too small or too large, one scaled in proportion to
+    fit."""
 
     def whole(length: float) -> int:
         return max(int(length), 1) * kind.side

@@ -1,5 +1,5 @@
-"""What the replicas measure, and how one of them answers a scrape for all.
+"""Measures what the replicas do, and lets any one of them answer a scrape for all.
 
 `catalogue` lists every metric. `engine_recorder` and `ingress_recorder` count, `gather` asks all replicas, and
-`exposition` writes what Prometheus reads. `activity` is what replicas do just now.
+`exposition` writes Prometheus's format. `activity` describes what replicas are doing now.
 """

@@ -1,5 +1,5 @@
-"""Owns the shape of what replicas do just now: an engine's load, pace and last steps, and who waits in an ingress.
-Never holds a text, a tenant or a key, and is no history: that is what the metrics are for."""
+"""Describes what replicas are doing now: an engine's load, speed and last steps, and the requests in an ingress.
+Never holds a text, a tenant or a key, nor a history: the metrics do that."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class StepActivity:
     __pydantic_config__: ClassVar[dict[str, bool]] = _DOCUMENTED
 
     id: int
-    """Rises; an engine that starts again starts over, with another name."""
+    """Increases by step. An engine that restarts begins again, under another name."""
     decodes: int
-    """Decode rows: streams that got a token."""
+    """The number of decode rows, which are streams that got a token."""
     chunks: tuple[int, ...]
-    """Tokens of each prefill chunk that shared the step."""
+    """The tokens of each prefill chunk in the step."""
     waiting: int
     ms: float
-    """From its launch until it was read back."""
+    """The time from the step's launch until its results were read back."""
     age_ms: float
-    """Since it was read back, at the time of the answer."""
+    """The time since its results were read back, at the moment of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,24 +34,24 @@ class EngineActivity:
     __pydantic_config__: ClassVar[dict[str, bool]] = _DOCUMENTED
 
     engine: str
-    """The replica, as in `/metrics`."""
+    """The replica's name, as in `/metrics`."""
     num_running: int
     num_waiting: int
     num_blocks: int
-    """KV blocks that there are."""
+    """The total number of KV blocks."""
     num_held_blocks: int
-    """Of those, blocks that requests hold."""
+    """How many of those blocks are held by requests."""
     max_num_seqs: int
-    """Most requests that run at a time: the most decode rows of a step."""
+    """The most requests that run at a time, and so the most decode rows of a step."""
     max_num_batched_tokens: int
-    """Most tokens of a step."""
+    """The most tokens of a step."""
     window_s: float
-    """What the next four are of: the last so many seconds."""
+    """The length of the time window of the next four fields, in seconds."""
     prompt_tokens_per_s: float
-    """Computed; what the prefix cache had is not in it."""
+    """Computed prompt tokens, without those from the prefix cache."""
     generated_tokens_per_s: float
     gap_p50_ms: float | None
-    """Between the tokens of a stream; null without any."""
+    """The time between the tokens of a stream; null if there were none."""
     gap_p99_ms: float | None
     steps: tuple[StepActivity, ...]
 
@@ -62,9 +62,9 @@ class IngressActivity:
 
     ingress: str
     num_live: int
-    """Requests from their arrival to their answer's end."""
+    """How many requests are between their arrival and the end of their answer."""
     num_waiting: int
-    """Of those, requests that wait for a place with the engines."""
+    """How many of those wait for a place with the engines."""
 
     @classmethod
     def of(cls, ingress: str, gate: GateSnapshot) -> IngressActivity:
@@ -76,4 +76,4 @@ class FleetActivity:
     engines: Sequence[EngineActivity] = ()
     ingresses: Sequence[IngressActivity] = ()
     num_missing: int = 0
-    """Replicas that did not answer."""
+    """The number of replicas that did not answer."""

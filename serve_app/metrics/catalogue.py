@@ -1,5 +1,5 @@
-"""Owns the list of metrics, all in one place and so long: names, meanings, labels, buckets. The reference shows it.
-Never measures anything; a recorder gives numbers to names that are here."""
+"""Lists all metrics in one place: names, meanings, labels, buckets. The documentation's reference is made from it.
+Never measures anything: the recorders supply the numbers for these names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TTFT = (
 )
 _LATENCY = (*(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680),)
 _FINE = (0.001, 0.002, 0.005)
-"""In every histogram of seconds, besides vLLM's: a small model has more to tell below 10 ms than that it was below."""
+"""Added to vLLM's buckets in every histogram of seconds, because a small model needs resolution below 10 ms."""
 
 TOKENS_PER_GAP = tuple(sorted({*_FINE, *_ITL}))
 FIRST_TOKEN = tuple(sorted({*_FINE, *_TTFT}))
@@ -27,25 +27,25 @@ TOKENS: tuple[float, ...] = ()
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One name. Counters are written with `_total`."""
+    """One metric. Counters are written with the suffix `_total`."""
 
     owner: Literal["engine", "ingress"]
-    """Whose replicas measure it: the label that holds a replica's id."""
+    """The deployment whose replicas measure it, which is also the name of the label with the replica's id."""
     kind: Literal["gauge", "counter", "histogram"]
     name: str
     help: str
     labels: tuple[str, ...] = ()
-    """Besides `model_name` and the replica's."""
+    """The labels besides `model_name` and the replica's."""
     buckets: tuple[float, ...] | None = None
 
     def bounds(self, max_model_len: int) -> tuple[float, ...]:
-        """Upper bounds of a histogram's buckets, without infinity."""
+        """Return the upper bounds of a histogram's buckets, without infinity."""
         assert self.buckets is not None, self.name
         return self.buckets or tuple(one_two_five(max_model_len))
 
 
 def one_two_five(most: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50 and so on, as far as `most`."""
+    """List 1, 2, 5, 10, 20, 50 and so on, up to `most`."""
     return [step * 10**power for power in range(len(str(most))) for step in (1, 2, 5) if step * 10**power <= most]
 
 
@@ -131,7 +131,7 @@ ENGINE = (
     _engine_histogram(
         "vllm:iteration_tokens_total", "Tokens that a step computed, of prompts and of answers.", buckets=STEP_TOKENS
     ),
-    # From here on: of requests that ended by `stop` or `length`, observed at their end.
+    # From here on: only requests that ended by `stop` or `length`, observed at their end.
     _engine_histogram(
         "vllm:request_time_per_output_token_seconds",
         "Mean time between a request's tokens, for answers of two tokens or more.",
@@ -193,7 +193,7 @@ INGRESS = (
         "From a request's arrival in the ingress to its first token; for a stream, until that token was sent.",
         buckets=FIRST_TOKEN,
     ),
-    # The next five: of requests whose answer is complete. The second to the fourth add up to the first.
+    # The next five: only requests with a complete answer. The second to the fourth add up to the first.
     _ingress_histogram(
         "chunkserve:e2e_request_latency_seconds",
         "From a request's arrival in the ingress to the last byte that the HTTP server accepted.",
@@ -216,7 +216,7 @@ INGRESS = (
     _ingress_counter("chunkserve:migrations", "Times that an answer continued at another engine."),
     _ingress_counter("chunkserve:migrations_failed", "Answers that lost their engine and found no other."),
     _ingress_counter("chunkserve:channel_frames", "Frames received through the token channel."),
-    _ingress_counter("chunkserve:channel_gaps", "Answers of which the token channel lost a frame."),
+    _ingress_counter("chunkserve:channel_gaps", "Answers that lost a frame in the token channel."),
     _ingress_counter(
         "chunkserve:channel_completions",
         "Answers that were completed from the call's result before the channel had delivered them.",

@@ -1,5 +1,5 @@
-"""Owns what an ingress replica counts of its way to the engines: frames, gaps, moves.
-Never decides anything; whoever sees one of these adds to it, on the replica's event loop."""
+"""Holds an ingress replica's counts of its connection to the engines: frames, gaps, moves.
+Never decides anything: the code that sees an event adds to its count, on the replica's event loop."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class ChannelCounts:
-    """Since the replica started."""
+    """Counts since the replica started."""
 
     frames: int = 0
-    """Messages that came by the token channel."""
+    """Messages that came through the token channel."""
     gaps: int = 0
-    """Streams that have lost a frame."""
+    """Streams that lost a frame."""
     completions: int = 0
-    """Streams that took their end from the call's answer, before the channel brought it."""
+    """Streams that got their end from the call's answer before the channel delivered it."""
     migrations: int = 0
-    """Times that a stream went on at another engine replica, or tried to."""
+    """How often a stream continued at another engine replica, or tried to."""
     failed_migrations: int = 0
-    """Streams that lost their engine replica and ended with that."""
+    """Streams that lost their engine replica and could not continue."""

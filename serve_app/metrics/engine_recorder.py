@@ -1,5 +1,5 @@
-"""Owns an engine replica's metrics: counts and times of its requests, from what the engine tells its observer.
-Never costs a token more than a few dictionary accesses: gaps between tokens are counted step by step, in groups."""
+"""Measures an engine replica: counts and times of its requests, from what the engine reports to its observer.
+Never costs more than a few dictionary accesses per token: gaps between tokens are counted per step, in groups."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from serve_app.metrics.values import Histogram, Sample
 
 _ENDS = ("stop", "length", "abort", "error")
 _REFUSALS = (ErrorCode.QUEUE_FULL, ErrorCode.DRAINING)
-"""Those of the engine. Others are of the request, wherever it goes."""
+"""The engine's own refusals. Others are caused by the request, and would be the same at every engine."""
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
 @dataclass(slots=True, eq=False)
-class _Life:
-    """What is known of a live request. Times are monotonic seconds."""
+class _LiveRequest:
+    """What is known about a live request. Times are monotonic seconds."""
 
     prompt_tokens: int
     max_tokens: int | None
@@ -47,13 +47,14 @@ class _Life:
     num_preemptions: int = 0
     accepted_drafts: int = 0
     adapter: str = ""
-    """What clients call it; "": none."""
+    """The adapter's name for clients; "" without an adapter."""
     runs: bool = False
-    """It has its seat. After a preemption it waits until its next token: nothing tells of the step before that."""
+    """Whether the request has a seat. A preempted one counts as waiting until its next token, the first sign of a step.
+    """
 
 
 class EngineRecorder:
-    """An EngineObserver. Its lock is taken once a step, and by whoever asks for the numbers."""
+    """Implements EngineObserver. Its lock is taken once per step, and by readers of the numbers."""
 
     def __init__(
         self,
@@ -61,11 +62,11 @@ class EngineRecorder:
         clock: Callable[[], float] = time.monotonic,
         today: Callable[[], float] = time.time,
     ) -> None:
-        """`clock`: the engine's. `today`: seconds since 1970."""
+        """`clock`: the engine's clock. `today`: gives seconds since 1970."""
         self._config = config
         self._clock, self._today = clock, today
         self._lock = threading.Lock()
-        self._lives: dict[str, _Life] = {}
+        self._requests: dict[str, _LiveRequest] = {}
         self._recent = RecentSteps(clock())
         self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for metric in ENGINE:
@@ -84,15 +85,15 @@ class EngineRecorder:
         self._histograms = {m.name: Histogram(m.bounds(longest)) for m in ENGINE if m.kind == "histogram"}
 
     def samples(self, load: LoadSnapshot) -> tuple[Sample, ...]:
-        """All numbers as of the end of a step; `load` is the engine's."""
+        """Return all numbers as of the end of a step. `load`: the engine's."""
         with self._lock:
             counters = [Sample(name, labels, count) for (name, labels), count in self._counts.items()]
-            histograms = [Sample(name, (), found.snapshot()) for name, found in self._histograms.items()]
+            histograms = [Sample(name, (), histogram.snapshot()) for name, histogram in self._histograms.items()]
             adapters = self._lora_requests() if self._config.max_loras else []
         return (*self._gauges(load), *adapters, *counters, *_graph_steps(load), *histograms)
 
     def activity(self, engine: str, load: LoadSnapshot, after: int | None) -> EngineActivity:
-        """What the engine of that name does just now; see StepsSnapshot.activity."""
+        """Describe what the engine of that name is doing now; see StepsSnapshot.activity."""
         with self._lock:
             recent = self._recent.snapshot(self._clock())
         return recent.activity(engine, self._config, load, after)
@@ -112,21 +113,21 @@ class EngineRecorder:
         ]
 
     def _lora_requests(self) -> list[Sample]:
-        """As vLLM has it: the series of a replica that has the latest time is how it is now."""
+        """List the adapters in use, in vLLM's form: of a replica's series, the one with the latest time is current."""
         running, waiting = dict[str, None](), dict[str, None]()
-        for life in list(self._lives.values()):  # in one step: others submit meanwhile
-            if life.adapter:
-                (running if life.runs else waiting)[life.adapter] = None
+        for request in list(self._requests.values()):  # a copy, because other threads submit meanwhile
+            if request.adapter:
+                (running if request.runs else waiting)[request.adapter] = None
         labels = (str(self._config.max_loras), ",".join(running), ",".join(waiting))
         return [Sample("vllm:lora_requests_info", labels, self._today())]
 
     # --- EngineObserver -----------------------------------------------------------------------------------------------
 
     def submitted(self, submission: Submission) -> None:
-        life = _Life(len(submission.prompt_token_ids), submission.sampling.max_tokens, self._clock())
+        request = _LiveRequest(len(submission.prompt_token_ids), submission.sampling.max_tokens, self._clock())
         if submission.adapter is not None:
-            life.adapter = submission.adapter.name
-        self._lives[submission.request_id] = life
+            request.adapter = submission.adapter.name
+        self._requests[submission.request_id] = request
 
     def rejected(self, code: ErrorCode) -> None:
         if code in _REFUSALS:
@@ -145,7 +146,7 @@ class EngineRecorder:
                 self._drafted(verified)
             since = self._take(events, facts.started, now)
             generated = sum(since.values())
-            since.pop(now, None)  # first tokens, and all but the first of several in one step
+            since.pop(now, None)  # first tokens, and all but the first of several tokens in one step
             gaps = {now - before: count for before, count in since.items()}
             self._count("vllm:generation_tokens", generated)
             for gap_s, count in gaps.items():
@@ -153,39 +154,39 @@ class EngineRecorder:
             self._recent.add(now, facts.computed, generated, gaps)
 
     def _take(self, events: Sequence[Event], started: float, now: float) -> dict[float, int]:
-        """When the token before came -> how many tokens follow one of then; `now` for those that follow none."""
+        """Count the step's tokens by the time of the token before them; tokens without one count under `now`."""
         since: dict[float, int] = {}
         for event in events:
-            life = self._lives.get(event.request_id)
-            if life is None:  # it came before this observer
+            request = self._requests.get(event.request_id)
+            if request is None:  # the request began before this observer
                 continue
             if isinstance(event, Token):
-                self._token(life, now, since)
+                self._token(request, now, since)
             elif isinstance(event, Scheduled):
-                self._scheduled(life, event, started)
+                self._scheduled(request, event, started)
             elif isinstance(event, Finished | Failed):
                 if isinstance(event, Finished) and event.stop_token_id is not None:
-                    self._token(life, now, since)
-                self._ended(event, life, now)
+                    self._token(request, now, since)
+                self._ended(event, request, now)
         return since
 
     # --- one request --------------------------------------------------------------------------------------------------
 
-    def _token(self, life: _Life, now: float, since: dict[float, int]) -> None:
-        life.runs = True
-        if life.first_token is None:
-            life.first_token = life.last_token = now
-            self._prompt_computed(life)
-            self._observe("vllm:time_to_first_token_seconds", now - life.arrived)
-        since[life.last_token] = since.get(life.last_token, 0) + 1
-        life.last_token = now
+    def _token(self, request: _LiveRequest, now: float, since: dict[float, int]) -> None:
+        request.runs = True
+        if request.first_token is None:
+            request.first_token = request.last_token = now
+            self._prompt_computed(request)
+            self._observe("vllm:time_to_first_token_seconds", now - request.arrived)
+        since[request.last_token] = since.get(request.last_token, 0) + 1
+        request.last_token = now
 
     def _preempted(self, request_ids: Sequence[str]) -> None:
         self._count("vllm:num_preemptions", len(request_ids))
         for request_id in request_ids:
-            if (life := self._lives.get(request_id)) is not None:
-                life.num_preemptions += 1
-                life.runs = False
+            if (request := self._requests.get(request_id)) is not None:
+                request.num_preemptions += 1
+                request.runs = False
 
     def _drafted(self, row: Verified) -> None:
         self._count("vllm:spec_decode_num_drafts", 1)
@@ -195,46 +196,46 @@ class EngineRecorder:
             self._count(_PER_POSITION, 1, str(position))
         self._count("chunkserve:draft_tokens", row.num_accepted, row.method, "accepted")
         self._count("chunkserve:draft_tokens", row.num_drafted - row.num_accepted, row.method, "rejected")
-        if (life := self._lives.get(row.request_id)) is not None:
-            life.accepted_drafts += row.num_accepted
+        if (request := self._requests.get(row.request_id)) is not None:
+            request.accepted_drafts += row.num_accepted
 
-    def _scheduled(self, life: _Life, event: Scheduled, started: float) -> None:
-        life.scheduled, life.cached_tokens, life.runs = started, event.cached_tokens, True
+    def _scheduled(self, request: _LiveRequest, event: Scheduled, started: float) -> None:
+        request.scheduled, request.cached_tokens, request.runs = started, event.cached_tokens, True
         if self._config.enable_prefix_caching:
-            self._count("vllm:prefix_cache_queries", life.prompt_tokens)
+            self._count("vllm:prefix_cache_queries", request.prompt_tokens)
             self._count("vllm:prefix_cache_hits", event.cached_tokens)
 
-    def _prompt_computed(self, life: _Life) -> None:
-        self._count("vllm:prompt_tokens", life.prompt_tokens)
-        self._count("vllm:prompt_tokens_cached", life.cached_tokens)
+    def _prompt_computed(self, request: _LiveRequest) -> None:
+        self._count("vllm:prompt_tokens", request.prompt_tokens)
+        self._count("vllm:prompt_tokens_cached", request.cached_tokens)
 
-    def _ended(self, event: Finished | Failed, life: _Life, now: float) -> None:
-        del self._lives[event.request_id]
+    def _ended(self, event: Finished | Failed, request: _LiveRequest, now: float) -> None:
+        del self._requests[event.request_id]
         self._count("vllm:request_success", 1, event.reason if isinstance(event, Finished) else "error")
         if isinstance(event, Finished) and event.reason is not FinishReason.ABORT:
-            if life.first_token is None:  # a prompt that was scored, or computed to be cached
-                self._prompt_computed(life)
-            self._completed(event, life, now)
+            if request.first_token is None:  # the prompt was only scored, or only computed for the cache
+                self._prompt_computed(request)
+            self._completed(event, request, now)
 
-    def _completed(self, event: Finished, life: _Life, now: float) -> None:
+    def _completed(self, event: Finished, request: _LiveRequest, now: float) -> None:
         num_answer = event.usage.completion_tokens
-        self._observe("vllm:e2e_request_latency_seconds", now - life.arrived)
-        self._observe("vllm:request_queue_time_seconds", life.scheduled - life.arrived)
-        self._observe("vllm:request_inference_time_seconds", now - life.scheduled)
-        prefilled = now if life.first_token is None else life.first_token
-        self._observe("vllm:request_prefill_time_seconds", prefilled - life.scheduled)
-        if life.first_token is not None:
-            self._observe("vllm:request_decode_time_seconds", life.last_token - life.first_token)
+        self._observe("vllm:e2e_request_latency_seconds", now - request.arrived)
+        self._observe("vllm:request_queue_time_seconds", request.scheduled - request.arrived)
+        self._observe("vllm:request_inference_time_seconds", now - request.scheduled)
+        prefilled = now if request.first_token is None else request.first_token
+        self._observe("vllm:request_prefill_time_seconds", prefilled - request.scheduled)
+        if request.first_token is not None:
+            self._observe("vllm:request_decode_time_seconds", request.last_token - request.first_token)
             if num_answer > 1:
-                mean = (life.last_token - life.first_token) / (num_answer - 1)
+                mean = (request.last_token - request.first_token) / (num_answer - 1)
                 self._observe("vllm:request_time_per_output_token_seconds", mean)
-        self._observe("vllm:request_prompt_tokens", life.prompt_tokens)
-        self._observe("vllm:request_prefill_kv_computed_tokens", life.prompt_tokens - life.cached_tokens)
+        self._observe("vllm:request_prompt_tokens", request.prompt_tokens)
+        self._observe("vllm:request_prefill_kv_computed_tokens", request.prompt_tokens - request.cached_tokens)
         self._observe("vllm:request_generation_tokens", num_answer)
-        self._observe("chunkserve:request_accepted_draft_tokens", life.accepted_drafts)
-        self._observe("vllm:request_num_preemptions", life.num_preemptions)
-        if life.max_tokens is not None:
-            self._observe("vllm:request_params_max_tokens", life.max_tokens)
+        self._observe("chunkserve:request_accepted_draft_tokens", request.accepted_drafts)
+        self._observe("vllm:request_num_preemptions", request.num_preemptions)
+        if request.max_tokens is not None:
+            self._observe("vllm:request_params_max_tokens", request.max_tokens)
 
     def _count(self, name: str, count: int, *labels: str) -> None:
         self._counts[name, labels] += count
@@ -249,9 +250,9 @@ def _longest_draft(config: ResolvedConfig) -> int:
 
 
 def _graph_steps(load: LoadSnapshot) -> list[Sample]:
-    """None for an engine without captured steps."""
+    """Return the counts of graph steps; there are none for an engine without captured graphs."""
     return [
         Sample("chunkserve:graph_steps", (result, name), count)
-        for result, found in (("hit", load.graph_hits), ("miss", load.graph_misses))
-        for name, count in found.items()
+        for result, counts in (("hit", load.graph_hits), ("miss", load.graph_misses))
+        for name, count in counts.items()
     ]

@@ -1,5 +1,5 @@
-"""Owns the text that Prometheus reads: every replica's samples under the catalogue's names, a series for each replica.
-Never adds the numbers of two replicas: their sum falls when one ends, which Prometheus takes for a restart of all."""
+"""Writes the text for Prometheus: every replica's samples under the catalogue's names, as one series per replica.
+Never adds the numbers of two replicas: when one ends, the sum falls, which Prometheus takes for a restart of all."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Labels = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """What the replicas of both deployments answered."""
+    """The answers of both deployments' replicas."""
 
     engines: Sequence[ReplicaSamples] = ()
     ingresses: Sequence[ReplicaSamples] = ()
     missing: Mapping[str, int] = field(default_factory=dict)
-    """Deployment -> how many of its replicas did not."""
+    """Deployment -> how many of its replicas did not answer."""
 
     @property
     def num_chars(self) -> int:
-        """About how long the text is: two thirds of it are buckets."""
+        """An estimate of the text's length, two thirds of which are buckets."""
         return sum(1000 * len(replica.samples) for replica in (*self.engines, *self.ingresses))
 
 
 def expose(scrape: Scrape, model_name: str) -> str:
-    """The text. What is not in the catalogue, from a replica of another version, is left out."""
+    """Write the text. Samples that are not in the catalogue, from replicas of another version, are left out."""
     lines = [*_families(ENGINE, scrape.engines, model_name), *_families(INGRESS, scrape.ingresses, model_name)]
     lines += _head(MISSING, MISSING_HELP, "gauge")
     for deployment in ("engine", "ingress"):
@@ -88,5 +88,6 @@ def _escaped(text: str) -> str:
 
 
 def _number(value: float) -> str:
-    """Always as a float, as Prometheus's own client does: buckets are known by this text, so 1 and 1.0 would be two."""
+    """Write a number as a float, like Prometheus's own client. Buckets are identified by this text, so that 1 and 1.0
+    would be two."""
     return "+Inf" if value == math.inf else repr(float(value))

@@ -1,5 +1,5 @@
-"""Owns the question to every replica of a deployment what it has measured, or what it does.
-Never fails for a replica that does not answer: it says how many did not."""
+"""Asks every replica of a deployment for its measurements or its activity.
+Never fails because a replica does not answer: it returns how many did not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 3.0
-"""Prometheus gives a scrape 10 s by default; a replica whose event loop runs answers in milliseconds."""
+"""By default Prometheus allows a scrape 10 s; a replica with a running event loop answers in milliseconds."""
 
 _FAILURES = (
     RayError,
@@ -32,20 +32,20 @@ _FAILURES = (
 
 
 async def gather(handle: DeploymentHandle, method: str, kind: type[T], *arguments: object) -> tuple[list[T], int]:
-    """What each replica tells in time, and how many do not; 1 if none could be asked.
+    """Return the answers that come in time, and how many replicas did not answer; 1 if none could be asked.
 
-    `method` returns a `kind`, encoded.
+    `method` must return a `kind`, encoded.
     """
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            # Private to Ray: the public method loses all answers when one does not come.
+            # Private to Ray, because the public method loses all answers when one does not come.
             calls = await handle.broadcast(method, *arguments)._fetch_replica_results_async()
     except _FAILURES as error:
         logger.warning("%s: no replica could be asked: %s", method, type(error).__name__)
         return [], 1
     answers = await asyncio.gather(*(_answer(call.get_async(), method, kind) for call in calls))
-    told = [answer for answer in answers if answer is not None]
-    return told, len(answers) - len(told)
+    received = [answer for answer in answers if answer is not None]
+    return received, len(answers) - len(received)
 
 
 async def _answer(call: Awaitable[Any], method: str, kind: type[T]) -> T | None:

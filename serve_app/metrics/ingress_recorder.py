@@ -1,5 +1,5 @@
-"""Owns an ingress replica's metrics: what became of its requests, and which part of their time is not the engines'.
-Never touches a request; it is told at the end of each, on the replica's event loop."""
+"""Measures an ingress replica: the outcomes of its requests, and how much of their time was spent outside the engines.
+Never touches a request: it is called at the end of each, on the replica's event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serve_app.metrics.values import Histogram, Sample
 Outcome = Literal["complete", "error", "incomplete", "client_gone"]
 _OUTCOMES: tuple[Outcome, ...] = ("complete", "error", "incomplete", "client_gone")
 _REFUSALS = ("queue_full", "rate_limit_exceeded", "draining", "engine_dead")
-"""The codes of 429 and 503 that are there from the start."""
+"""The codes of 429 and 503 whose series exist from the start."""
 
 
 class IngressRecorder:
@@ -29,15 +29,15 @@ class IngressRecorder:
         self._refusals: Counter[str] = Counter(dict.fromkeys(_REFUSALS, 0))
         self._ignored: Counter[str] = Counter()
         self._deadline_misses = 0
-        # Buckets that follow the model's length are the engine's: there are none here.
+        # Only engine metrics have buckets that depend on the model's length.
         self._histograms = {m.name: Histogram(m.bounds(0)) for m in INGRESS if m.kind == "histogram"}
 
     def ignored(self, names: Iterable[str]) -> None:
-        """Hints of one request that had no effect."""
+        """Count the hints of one request that had no effect."""
         self._ignored.update(names)
 
     def ended(self, times: RequestTimes, outcome: Outcome, error: Exception | None = None) -> None:
-        """A request is over. `error`: what the client got in place of an answer."""
+        """Count a request that is over. `error`: the client got it instead of an answer."""
         self._outcomes[outcome] += 1
         self._deadline_misses += times.missed_deadline()
         if isinstance(error, ApiError) and error.status in (429, 503):

@@ -1,5 +1,5 @@
-"""Owns an engine's last steps, and what they yielded within a window of seconds: rates, and gaps between tokens.
-Never measures: it is given what the recorder has measured, once a step, and computes when somebody asks."""
+"""Keeps an engine's last steps, and computes rates and gaps between tokens in a window of seconds.
+Never measures: the recorder passes its measurements once per step. Computes only on request."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from engine.protocol import LoadSnapshot
 from serve_app.metrics.activity import EngineActivity, StepActivity
 
 WINDOW_S = 10.0
-"""Rates and gaps are of this many seconds: few enough to follow what happens, enough for a 99th percentile."""
+"""The window of rates and gaps: short enough to follow changes, long enough for a 99th percentile."""
 
 NUM_STEPS = 256
-"""Steps that are kept to be shown."""
+"""How many steps are kept for display."""
 
 _MOST_YIELDS = 4096
-"""Steps that rates and gaps are made of. Where they are shorter than 2.4 ms, the window is shorter, too."""
+"""The most steps from which rates and gaps are computed. If steps take less than 2.4 ms, the window is shorter, too."""
 
 _LEAST_WINDOW_S = 1.0
-"""An engine that began just now has no rate of thousands for its first token."""
+"""The least window, so that the first token of a new engine does not appear as a rate of thousands."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Yield:
-    """What a call of EngineCore.step gave."""
+    """The results of one call of EngineCore.step."""
 
     at: float
     prompt_tokens: int
     generated_tokens: int
     gaps: tuple[tuple[float, int], ...]
-    """(seconds, how many tokens came so long after the one before)."""
+    """(seconds, how many tokens came that long after the previous one)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepsSnapshot:
-    """A copy that nobody changes: what is computed from it needs no lock."""
+    """An immutable copy, so that computing from it needs no lock."""
 
     now: float
     began: float
@@ -46,7 +46,8 @@ class StepsSnapshot:
     yields: tuple[_Yield, ...]
 
     def activity(self, engine: str, config: ResolvedConfig, load: LoadSnapshot, after: int | None) -> EngineActivity:
-        """`after`: a step's id, with those that came later alone; None: all steps that are kept."""
+        """Compute the activity. `after`: a step's id; only later steps are included. None includes all that are
+        kept."""
         recent = [one for one in self.yields if self.now - one.at <= WINDOW_S]
         is_cut = len(self.yields) == _MOST_YIELDS == len(recent)
         window_s = max(_LEAST_WINDOW_S, min(WINDOW_S, self.now - (recent[0].at if is_cut else self.began)))
@@ -77,10 +78,10 @@ class StepsSnapshot:
 
 
 class RecentSteps:
-    """Not locked: its owner is. `add` costs nothing per token."""
+    """Keeps recent steps. The owner must lock it. The cost of `add` does not depend on the number of tokens."""
 
     def __init__(self, began: float) -> None:
-        """All times are seconds of one monotonic clock."""
+        """`began`: when the engine began. All times are seconds of one monotonic clock."""
         self._began = began
         self._steps: deque[tuple[float, ComputedStep]] = deque(maxlen=NUM_STEPS)
         self._yields: deque[_Yield] = deque(maxlen=_MOST_YIELDS)
@@ -88,7 +89,7 @@ class RecentSteps:
     def add(
         self, now: float, computed: Sequence[ComputedStep], generated_tokens: int, gaps: Mapping[float, int]
     ) -> None:
-        """`gaps`: seconds -> how many tokens came so long after the one before them."""
+        """Add the steps of one call. `gaps`: seconds -> how many tokens came that long after the previous one."""
         self._steps.extend((now, step) for step in computed)
         prompt_tokens = sum(sum(step.chunks) for step in computed)
         if prompt_tokens or generated_tokens:
@@ -99,7 +100,7 @@ class RecentSteps:
 
 
 def _percentile_ms(gaps: Sequence[tuple[float, int]], percent: int) -> float | None:
-    """The least gap that so many percent of the tokens did not exceed; `gaps` are sorted (seconds, tokens)."""
+    """Return the least gap that `percent` of the tokens do not exceed. `gaps`: sorted pairs of (seconds, tokens)."""
     left = -(-sum(count for _, count in gaps) * percent // 100)
     for gap_s, count in gaps:
         left -= count

@@ -1,5 +1,5 @@
-"""Owns when one request of an ingress replica was where: at the gate, with the engines, at its first token.
-Never counts anything; the recorder does, at the request's end."""
+"""Records the times of one request in an ingress replica: at the gate, with the engines, at its first token.
+Never counts anything: the recorder does, at the request's end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class RequestTimes:
-    """Made when the request arrives. Times are those of the event loop's clock."""
+    """Must be made when the request arrives. All times are on the event loop's clock."""
 
     def __init__(self) -> None:
         self.now = asyncio.get_running_loop().time
@@ -21,13 +21,13 @@ class RequestTimes:
         self.given: float | None = None
         self.scheduled: float | None = None
         self.returned_at: float | None = None
-        """When an engine last gave the whole of an answer."""
+        """When an engine last completed an answer."""
         self.num_choices = 1
-        self._num_open = 0  # answers that are not whole
+        self._num_open = 0  # answers that are not complete
 
     @contextmanager
     def at_gate(self) -> Iterator[None]:
-        """Round the wait for a place with the engines."""
+        """Measure the wait for a place with the engines: put it around the wait."""
         begun = self.gate_begun = self.now()
         try:
             yield
@@ -35,7 +35,7 @@ class RequestTimes:
             self.gate_s += self.now() - begun
 
     def expects(self) -> None:
-        """An answer is asked for; a request may ask for several, and they need not begin at once."""
+        """Note that an answer is expected. A request may have several, which need not begin at the same time."""
         self._num_open += 1
 
     def given_to_engine(self) -> None:
@@ -43,33 +43,33 @@ class RequestTimes:
             self.given = self.now()
 
     def has_begun(self) -> None:
-        """An engine has told that it computes the prompt. Idempotent."""
+        """Note that an engine has begun to compute the prompt. Idempotent."""
         if self.scheduled is None:
             self.scheduled = self.now()
 
     def has_token(self) -> None:
-        """A piece of the answer with a token was taken, which in a stream means sent. Idempotent."""
+        """Note that a piece with a token was taken, which in a stream means that it was sent. Idempotent."""
         if self.first_token is None:
             self.first_token = self.now()
 
     def returned(self) -> None:
-        """An engine has given the whole of an answer."""
+        """Note that an engine has completed an answer."""
         self._num_open -= 1
         self.returned_at = self.now()
 
     @property
     def is_answered(self) -> bool:
-        """Every answer that was expected is whole."""
+        """Whether every expected answer is complete."""
         return self.returned_at is not None and not self._num_open
 
     @property
     def engine_s(self) -> float:
-        """Seconds with the engines, from the first given to the last returned; only of an answered request."""
+        """The seconds from the first submission to the last completed answer; only for an answered request."""
         assert self.given is not None
         assert self.returned_at is not None
         return self.returned_at - self.given
 
     def missed_deadline(self) -> bool:
-        """Whether the answer was not whole when its deadline passed."""
+        """Whether the answer was incomplete when its deadline passed."""
         done = self.returned_at if self.is_answered else None
         return self.deadline_at is not None and (self.now() if done is None else done) >= self.deadline_at

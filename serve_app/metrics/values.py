@@ -1,5 +1,5 @@
-"""Owns the numbers: histograms that are counted up, and samples as they travel between replicas.
-Never knows what a name means; the catalogue does."""
+"""Defines histograms, and the samples that travel between replicas.
+Never knows the meaning of a name: the catalogue does."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class MalformedSamples(Exception):
-    """Bytes that no replica of ours has written."""
+    """The bytes were not written by a replica of this server."""
 
 
 class Distribution(msgspec.Struct, array_like=True, frozen=True):
-    """A histogram at a moment. `counts` are those of each bucket alone; the last one has no upper bound."""
+    """A histogram at one moment. `counts`: of each bucket, not cumulative; the last bucket has no upper bound."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -24,7 +24,7 @@ class Distribution(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Sample(msgspec.Struct, array_like=True, frozen=True):
-    """One number of one replica. `labels` are those that the catalogue lists, in its order."""
+    """One number of one replica. `labels`: the values for the catalogue's labels, in its order."""
 
     name: str
     labels: tuple[str, ...]
@@ -32,7 +32,7 @@ class Sample(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ReplicaSamples(msgspec.Struct, array_like=True, frozen=True):
-    """What one replica has measured since it started."""
+    """All samples of one replica, measured since it started."""
 
     replica_id: str
     samples: tuple[Sample, ...]
@@ -41,13 +41,13 @@ class ReplicaSamples(msgspec.Struct, array_like=True, frozen=True):
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(told: object) -> bytes:
-    """What a replica tells the one that asked."""
-    return _encoder.encode(told)
+def encode(answer: object) -> bytes:
+    """Encode a replica's answer."""
+    return _encoder.encode(answer)
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """May raise MalformedSamples."""
+    """Decode a replica's answer; may raise MalformedSamples."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -58,7 +58,7 @@ class Histogram:
     """Counts how often a value fell between two bounds."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        """`bounds` rise; a value that is equal to one belongs below it."""
+        """`bounds`: in increasing order. A value equal to a bound counts below it."""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0

@@ -1,1 +1,1 @@
-"""The page at `/`: a playground, and a live view of the replicas. HTML, CSS and JavaScript as they are served."""
+"""Serves the page at `/`: a playground, and a live view of the replicas. Its HTML, CSS and JavaScript are here, too."""

@@ -1,5 +1,5 @@
-"""Owns the page at `/`: its files as one HTML document, and the headers that keep it to itself.
-Never computes for a request, and sends nothing that names another host: the page works offline."""
+"""Serves the page at `/`: joins its files to one HTML document, with headers that isolate it.
+Never computes anything per request, and never refers to another host: the page works offline."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 SCRIPTS = ("stream.js", "chat.js", "chart.js", "live.js", "load.js", "main.js")
-"""In the order in which they are put together, as one module."""
+"""The scripts in the order in which they are joined to one module."""
 
 _STYLE, _SCRIPT = "<!-- style -->", "<!-- script -->"
 
 
 @cache
 def document() -> tuple[str, dict[str, str]]:
-    """The HTML, and its headers."""
+    """Build the HTML and its headers."""
     style = _read("page.css")
     script = "".join(_read(name) for name in SCRIPTS)
     html = _read("page.html")
@@ -42,7 +42,7 @@ def page_route() -> Route:
 def _headers(style: str, script: str) -> dict[str, str]:
     policy = {
         "default-src": "'none'",
-        "script-src": _sha256(script),  # what is not in the files does not run, whatever a model writes
+        "script-src": _sha256(script),  # only the page's own script runs, whatever a model writes
         "style-src": _sha256(style),
         "img-src": "data:",  # the icon
         "connect-src": "'self'",
@@ -54,7 +54,7 @@ def _headers(style: str, script: str) -> dict[str, str]:
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",  # a server that was upgraded has another page
+        "Cache-Control": "no-cache",  # an upgraded server has another page
     }
 
 

@@ -1,5 +1,5 @@
-"""Owns what the grammars of calls have in common: the tools that may be called, and where in an answer calls may be.
-Never knows how one family writes a call."""
+"""Defines what the grammars of calls have in common: the tools that may be called, and where calls may stand.
+Never knows how a particular model family writes a call."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from serve_app.parsing.shared_rules import SharedRules
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """`place`: the field that has the parameters, for refusals. `is_free`: any arguments will do."""
+    """A tool that may be called. `place`: the field with its parameters, for refusals. `is_free`: arguments are
+    free."""
 
     name: str
     parameters: Json | None
     place: str
     is_free: bool = False
     text: Lark | None = None
-    """The grammar of its one argument, a string, where no schema can say it."""
+    """The grammar of the tool's only argument, a string, if no schema can describe it."""
 
 
 class CallGrammar(ABC):
-    """What it admits, the parser of the same name reads back as calls of these tools, with arguments that their schemas
-    allow, and, after thoughts, as nothing else unless it is lazy.
+    """Builds the grammar of calls. The parser of the same name reads every text that it allows as calls of these tools,
+    with arguments that follow their schemas; after thoughts there is nothing else, unless the grammar is lazy.
 
-    Both ways raise GrammarRefused for a tool whose schema the family's notation cannot keep.
+    Both methods raise GrammarRefused for a tool with a schema that the family's notation cannot enforce.
     """
 
     def __init__(self, tools: Sequence[CallableTool], specials: Specials, *, parallel: bool) -> None:
-        """`specials`: of the model's tokenizer. `parallel`: more than one call may be made."""
+        """`specials`: the special tokens of the model's tokenizer. `parallel`: allow more than one call."""
         assert tools, "nothing can be called"
         self._tools = tools
         self._specials = specials
@@ -46,11 +47,12 @@ class CallGrammar(ABC):
 
     @abstractmethod
     def calls(self) -> Grammar:
-        """One or more calls, and nothing else."""
+        """Build the grammar of one or more calls, and nothing else."""
 
     @abstractmethod
     def lazy(self) -> Grammar:
-        """Any text, in which calls begin as they do in this family; what begins like one is one."""
+        """Build the grammar of any text with calls in it; whatever begins like one of the family's calls must be
+        one."""
 
     def _lark(self, rules: str) -> Grammar:
         """Of rules that are all written by now."""
@@ -73,20 +75,21 @@ class CallGrammar(ABC):
 
 
 class TaggedCallGrammar(CallGrammar):
-    """Calls that begin with a tag, wherever they are in a text."""
+    """A grammar of calls that begin with a tag, anywhere in a text."""
 
     _tags: ClassVar[tuple[str, ...]]
-    """What a call begins with; the first is written where a call must be made."""
+    """The tags with which a call may begin; a forced call begins with the first."""
     _goes_on: ClassVar[bool] = True
-    """Text may follow a call."""
+    """Whether text may follow a call."""
 
     @abstractmethod
     def _rules(self) -> str:
-        """With a rule `rest_0`, the call after its first tag, and so on."""
+        """Write the rules, with a rule `rest_0` for a call after the first tag, `rest_1` after the second, and so
+        on."""
 
     @abstractmethod
     def _all(self) -> str:
-        """One or more calls, in terms of `rest_0`."""
+        """Write one or more calls, in terms of `rest_0`."""
 
     def calls(self) -> Grammar:
         return self._lark(f"start: {self._all()}\n{self._rules()}")
@@ -98,10 +101,10 @@ class TaggedCallGrammar(CallGrammar):
 
 
 def arguments_rule(tool: CallableTool, shared: SharedRules) -> str:
-    """What stands in a rule for all arguments as one object.
+    """Write what stands in a rule for all arguments as one object.
 
     Raises:
-        GrammarRefused: the schema is too large, or of something else, or the text's grammar cannot be kept.
+        GrammarRefused: the schema is too large, or not that of an object, or the text's grammar cannot be enforced.
     """
     schema = arguments_schema(tool)
     if tool.text is None:
@@ -111,20 +114,21 @@ def arguments_rule(tool: CallableTool, shared: SharedRules) -> str:
 
 
 def string_rule(text: Lark) -> str:
-    """The same for a string in JSON whose text is of a grammar.
+    """Write what stands in a rule for a JSON string with text that follows a grammar.
 
     Raises:
-        GrammarRefused: it cannot be kept.
+        GrammarRefused: the grammar cannot be enforced.
     """
     mark = quoted('"')
     return f"{mark} {nested_rules(text, JSON_STRING)} {mark}"
 
 
 def arguments_schema(tool: CallableTool) -> Json:
-    """The schema of all arguments as one object; every reference in it begins with `#`, or names another document.
+    """Return the schema of all arguments as one object. Every reference in it begins with `#`, or names another
+    document.
 
     Raises:
-        GrammarRefused: the schema is too large, or of something else.
+        GrammarRefused: the schema is too large, or not that of an object.
     """
     if tool.is_free:
         return {"type": "object"}

@@ -1,5 +1,5 @@
-"""Owns calls in a section of their own: a tag, calls between tags, and a tag (DeepSeek V3 and V3.1, Kimi K2).
-Never needs the section's tags: models forget them."""
+"""Parses calls in a section of their own: a tag, calls between tags, and a tag (DeepSeek V3 and V3.1, Kimi K2).
+Never requires the section's tags, because models forget them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NAME_LETTERS = re.compile(r"[\w.:/-]*")
 class SectionToolParser(JsonToolParser):
     section: ClassVar[tuple[str, str]]
     call: ClassVar[tuple[str, str]]
-    """The tags at the beginning and at the end."""
+    """The tags at the beginning and at the end of a section and of a call."""
 
     @abstractmethod
     def _head(self) -> Steps[tuple[str, str]]:
-        """Read up to the arguments. The name, empty if there is none, and the model's id, if it gives any."""
+        """Read up to the arguments. Return the name, empty if there is none, and the model's id, if it gives one."""
 
     def _tail(self) -> Steps[None]:
         """Read what the family writes between the arguments and the end of the call."""
@@ -36,7 +36,7 @@ class SectionToolParser(JsonToolParser):
             yield from self._calls()
 
     def _calls(self) -> Steps[None]:
-        """One call, and those that follow it; the cursor holds the first one's tags."""
+        """Read a call and those that follow it; the cursor holds the first one's tags."""
         while True:
             name, call_id = yield from self._head()
             if not (yield from self._named_call(name, call_id)):
@@ -55,8 +55,8 @@ class SectionToolParser(JsonToolParser):
 
 
 class DeepSeekToolParser(SectionToolParser):
-    """V3 and R1 write `function<｜tool▁sep｜>name`, a fence around the arguments, and a line for each. V3.1 writes
-    `name<｜tool▁sep｜>{...}`. One text tells which."""
+    """Parses both forms. V3 and R1 write `function<｜tool▁sep｜>name`, and the arguments in a fence on lines of their
+    own. V3.1 writes `name<｜tool▁sep｜>{...}`. The text itself shows which form it is."""
 
     section: ClassVar[tuple[str, str]] = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     call: ClassVar[tuple[str, str]] = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
@@ -82,8 +82,8 @@ class DeepSeekToolParser(SectionToolParser):
 
 
 class KimiK2ToolParser(SectionToolParser):
-    """A call is known by an id such as `functions.get_weather:0`, which is the call's own: its result is returned under
-    it, and templates write it again."""
+    """A call has an id such as `functions.get_weather:0`, which the model writes. Its result is returned under this id,
+    and templates write it again."""
 
     section: ClassVar[tuple[str, str]] = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     call: ClassVar[tuple[str, str]] = ("<|tool_call_begin|>", "<|tool_call_end|>")

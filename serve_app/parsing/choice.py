@@ -1,4 +1,4 @@
-"""Owns which parser reads a model's answers: the setting says so, or the chat template, and the log which and why.
+"""Chooses the parser of a model's answers by the setting or the chat template, and logs the choice with its reason.
 Never reads an answer."""
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ logger = logging.getLogger(__name__)
 def chosen_parser(
     setting: str, value: str, chat_template: str | None, suggest: Callable[[str], Suggestion | None]
 ) -> str | None:
-    """`setting`: its name, for the log; `value`: a parser's name, `none`, or `auto`."""
+    """Choose a parser. `setting`: the setting's name, for the log; `value`: a parser's name, `none`, or `auto`."""
     if value == "none":
         return None
     if value != "auto":
         return value
-    found = None if chat_template is None else suggest(chat_template)
-    if found is None:
+    suggestion = None if chat_template is None else suggest(chat_template)
+    if suggestion is None:
         why = "there is no chat template" if chat_template is None else "the chat template writes no known format"
         logger.info("%s is auto: none, because %s.", setting, why)
         return None
-    logger.info("%s is auto: %s, because %s.", setting, found.parser, found.why)
-    return found.parser
+    logger.info("%s is auto: %s, because %s.", setting, suggestion.parser, suggestion.why)
+    return suggestion.parser

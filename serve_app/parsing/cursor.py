@@ -1,5 +1,5 @@
-"""Owns reading a text that arrives in pieces: grammars are coroutines that read it, and wait where a piece ends.
-Never goes back by more than a tag: the work is linear in the text however it was cut."""
+"""Reads a text that arrives in pieces: grammars are coroutines that read it, and wait at the end of a piece.
+Never goes back by more than a tag, so the work is linear in the text however it was cut."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ ANYTHING = re.compile(r"[\s\S]*")
 
 
 class Cursor:
-    """A place in the text. It stops before the first letter that does not fit, so the caller can read on from there.
+    """A place in the text. It stops before the first character that does not match, so that the caller can continue
+    there.
 
-    A pattern given to it is a class of letters, once or repeated (`[^<]*`): nothing else matches alike however the text
-    was cut.
+    A pattern must be a class of characters, once or repeated (`[^<]*`): no other pattern matches the same however the
+    text was cut.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class Cursor:
         self._held_from: int | None = None
 
     def feed(self, piece: str, steps: Steps[None]) -> None:
-        """Let the grammar read another piece, all of it."""
+        """Let the grammar read all of another piece."""
         assert not self._ended, "text after the end of the text"
         if self._held_from is not None:
             self._held.append(self._piece[self._held_from :])
@@ -40,17 +41,17 @@ class Cursor:
         next(steps)
 
     def end(self, steps: Steps[None]) -> None:
-        """Let the grammar come to its end: there is no more text."""
+        """Let the grammar finish, because there is no more text."""
         self._ended = True
         for _ in steps:
             raise AssertionError("a grammar waits for text after the end of the text")
 
     def hold(self) -> None:
-        """Keep what is read from here on, until `release` or `drop`."""
+        """Keep the text read from here on, until `release` or `drop`."""
         self._held, self._held_from = [], self._at
 
     def release(self) -> str:
-        """What was read since `hold`."""
+        """Return the text read since `hold`."""
         assert self._held_from is not None, "nothing is held"
         held = "".join(self._held) + self._piece[self._held_from : self._at]
         self.drop()
@@ -61,13 +62,13 @@ class Cursor:
 
     @property
     def num_held(self) -> int:
-        """How many letters of those that came were not released or dropped."""
+        """How many characters of the received text were not released or dropped."""
         if self._held_from is None:
             return 0
         return sum(map(len, self._held)) + len(self._piece) - self._held_from
 
     def peek(self) -> Steps[str]:
-        """The next letter; the empty string at the end of the text."""
+        """Return the next character without reading it; the empty string at the end of the text."""
         while self._at == len(self._piece):
             if self._ended:
                 return ""
@@ -75,7 +76,7 @@ class Cursor:
         return self._piece[self._at]
 
     def literal(self, *options: str) -> Steps[str]:
-        """Read one of these strings, none of which begins another; or nothing, and return the empty string."""
+        """Read one of these strings, or nothing, and then return the empty string. No option may begin another."""
         seen = ""
         while seen not in options:
             letter = yield from self.peek()
@@ -96,20 +97,20 @@ class Cursor:
         self._piece, self._at = seen + rest, 0
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Read all letters that the pattern takes."""
+        """Read all characters that the pattern matches."""
         parts: list[str] = []
         while (yield from self.peek()) and (part := self.take(pattern)):
             parts.append(part)
         return "".join(parts)
 
     def take(self, pattern: re.Pattern[str]) -> str:
-        """Read the letters that the pattern takes, of those that are there; more may come."""
+        """Read the characters that the pattern matches within the current piece; more may come."""
         match = pattern.match(self._piece, self._at)
         assert match is not None, "a pattern must match the empty string"
         self._at = match.end()
         return match[0]
 
     def take_to(self, find_end: Callable[[str, int], int]) -> str:
-        """Read up to where `find_end(piece, at)` says, and not beyond what is there."""
+        """Read up to the place that `find_end(piece, at)` returns, within the current piece."""
         start, self._at = self._at, find_end(self._piece, self._at)
         return self._piece[start : self._at]

@@ -1,4 +1,4 @@
-"""Owns what a tool parser finds in a text, as the deltas of a stream and as a whole.
+"""Defines what a tool parser finds in a text, as a stream of deltas and as a whole.
 Never knows how a model writes its calls."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """Call number `index`, from zero. The first of its deltas, and the only one with a name."""
+    """Begins call number `index`, counted from zero. Only this delta of a call has its name."""
 
     index: int
     id: str
@@ -28,7 +28,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A fragment of the JSON text of call `index`'s arguments."""
+    """A fragment of the JSON text of the arguments of call number `index`."""
 
     index: int
     text: str
@@ -55,17 +55,17 @@ def new_call_id() -> str:
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:
-    """Neighbours that could be one delta are one: between two calls' arguments there is a start."""
+    """Join neighbouring deltas of the same kind. Arguments of two calls are never neighbours: a start lies between."""
     if len(deltas) < 2:  # nearly always
         return deltas
-    found: list[Delta] = []
+    joined: list[Delta] = []
     for first, same in groupby(deltas, key=type):
         group = list(same)
         if first is CallStart:
-            found += group
+            joined += group
         else:
-            found.append(_joined(group))
-    return found
+            joined.append(_joined(group))
+    return joined
 
 
 def _joined(group: list[Delta]) -> Delta:
@@ -74,7 +74,7 @@ def _joined(group: list[Delta]) -> Delta:
 
 
 def collect(deltas: Iterable[Delta]) -> Parsed:
-    """The whole answer that these deltas make."""
+    """Join all deltas to a whole answer."""
     content: list[str] = []
     starts: list[CallStart] = []
     arguments: list[list[str]] = []

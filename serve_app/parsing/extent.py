@@ -1,5 +1,5 @@
-"""Owns where a bracketed text ends, JSON or Python, while it arrives in pieces: brackets in strings do not count.
-Never checks what is inside: neither which bracket closes which, nor the grammar between them."""
+"""Finds the end of a bracketed JSON or Python text that arrives in pieces; brackets in strings do not count.
+Never checks the text inside: neither whether brackets match, nor the grammar between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _IN_STRING = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 
 
 class Extent:
-    """Begins at an opening bracket or a quote, and is `done` after the one that closes it."""
+    """Tracks one text, which begins with an opening bracket or a quote. `done` after the one that closes it."""
 
     def __init__(self, language: Literal["json", "python"]) -> None:
         self._structure = _PATTERNS[language]
@@ -25,7 +25,7 @@ class Extent:
         self.done = False
 
     def find_end(self, piece: str, at: int) -> int:
-        """The index behind the last letter of `piece` that belongs to the text."""
+        """Return the index after the last character of `piece` that belongs to the text."""
         while at < len(piece) and not self.done:
             at = self._in_string(piece, at) if self._quote else self._between_strings(piece, at)
         return at

@@ -1,5 +1,5 @@
-"""Owns the calls of GLM-4.5 and later: `<tool_call>name`, keys and values between tags of their own, `</tool_call>`.
-Never needs the lines between the tags: GLM-4.7 writes none."""
+"""Parses the calls of GLM-4.5 and later: `<tool_call>name`, keys and values between tags of their own, `</tool_call>`.
+Never requires line breaks between the tags: GLM-4.7 writes none."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Glm45ToolParser(TaggedValueToolParser):
             yield from self._parameters(self._schemas.get(name), key)
 
     def _key(self) -> Steps[str]:
-        """The rest of a key, up to where its value begins; the empty string if it is none."""
+        """Read the rest of a key, up to the beginning of its value; return the empty string if it is not a key."""
         key = yield from self._cursor.run(_KEY_LETTERS)
         if not (yield from self._cursor.literal(KEY_END)):
             return ""
@@ -47,7 +47,8 @@ class Glm45ToolParser(TaggedValueToolParser):
         return key.strip() if (yield from self._cursor.literal(VALUE)) else ""
 
     def _parameters(self, schema: Any, key: str) -> Steps[None]:
-        """Up to the end of the call. `key`: the first one, whose value begins here; empty: the call is over."""
+        """Read up to the end of the call. `key`: the first key, with a value that begins here; empty at a call's
+        end."""
         before, tag = "{", KEY if key else CALL_END
         while tag != CALL_END:
             if key:
@@ -67,7 +68,7 @@ class Glm45ToolParser(TaggedValueToolParser):
         self._cursor.drop()
 
     def _not_a_key(self, tag: str) -> Steps[None]:
-        """What is held, and what follows it up to a tag, is content."""
+        """Pass the held text, and what follows it up to a tag, on as content."""
         if not tag:
             self._cursor.take(LETTER)
         self._give_back()

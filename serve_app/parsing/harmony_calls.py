@@ -1,5 +1,5 @@
-"""Owns the calls of gpt-oss: messages to `functions.name`, whose text is the arguments.
-Never shows other messages otherwise than they are written: the parser of reasoning takes their headers away."""
+"""Parses the calls of gpt-oss: messages to `functions.name` with the arguments as their text.
+Never changes other messages: the reasoning parser removes their headers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_app.parsing.tool_parser import is_name
 
 
 class HarmonyToolParser(JsonToolParser):
-    """The recipient stands before the channel, as the template writes it, or after it, as the models do."""
+    """Parses calls. The recipient stands before the channel, as templates write it, or after it, as the models do."""
 
     markers: ClassVar[tuple[str, ...]] = TAGS
     frames_content: ClassVar[bool] = True
@@ -28,7 +28,7 @@ class HarmonyToolParser(JsonToolParser):
             yield from self._message(tag)
 
     def _message(self, tag: str) -> Steps[None]:
-        """A call, or what is held is content."""
+        """Read a message. If it is not a call, the held text is content."""
         header = yield from read_header(self._cursor, tag)
         name = header.function if header else ""
         yield from self._cursor.run(SPACES)

@@ -1,5 +1,5 @@
-"""Owns the grammar of gpt-oss's calls: messages to a function, in a text that is messages.
-Never admits a message to anybody else."""
+"""Builds the grammar of gpt-oss's calls, which are messages to a function among other messages.
+Never allows a message to another recipient."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _CALLED_AT_ONCE = rf"\s*{escaped(TO)}"
 
 
 class HarmonyCallGrammar(CallGrammar):
-    """The recipient stands before the channel or after it. `<|call|>` ends an answer: further calls follow it only
-    where it does not."""
+    """Allows the recipient before or after the channel. `<|call|>` ends an answer, so further calls only follow if it
+    is not among the stop tokens."""
 
     def calls(self) -> Grammar:
         return self._lark(f"start: {self._all()}\n{self._rules()}")
 
     def lazy(self) -> Grammar:
-        """Text, and messages to the user; the last ones may be calls."""
+        """Build the grammar of text and messages to the user; the last messages may be calls."""
         header = " | ".join(self._literal(f"{CHANNEL}{name}{MESSAGE}") for name in (ANALYSIS, COMMENTARY, FINAL))
         besides = f"{without(any_of(START, CHANNEL, CALL, RETURN))} & ~/{_CALLED_AT_ONCE}{ANY}/"
         text = f"TEXT: /{ANY}/{besides}{without(escaped(END))}\n{until(END, self._specials, 'body', besides=besides)}"

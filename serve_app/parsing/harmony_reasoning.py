@@ -1,5 +1,5 @@
-"""Owns the split of gpt-oss's answers: messages on the channel `analysis` are reasoning, and the others content.
-Never takes a call's header away: the parser of calls reads it."""
+"""Splits gpt-oss's answers: messages on the channel `analysis` are reasoning, and the others are content.
+Never removes a call's header: the tool parser reads it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _IN_ANALYSIS = re.compile(rf"{re.escape(CHANNEL)}{ANALYSIS}[^<]*{re.escape(MESSA
 
 
 class HarmonyReasoningParser(ReasoningParser):
-    """An answer is messages. Of several that are reasoning, or content, each begins on a line of its own.
+    """Reads an answer that consists of messages. Consecutive messages of reasoning, or of content, are separated by
+    line breaks.
 
-    Headers and end tags are not shown, but for the headers of messages to others than the user. Text outside a message
+    Headers and end tags are not shown, except the headers of messages to others than the user. Text outside a message
     is content.
     """
 
@@ -52,7 +53,7 @@ class HarmonyReasoningParser(ReasoningParser):
                 self._show(self._cursor.release())
 
     def _header(self, tag: str) -> Steps[None]:
-        """The cursor holds what it began with."""
+        """Read a header; the cursor holds its beginning."""
         header = yield from read_header(self._cursor, tag)
         if header is None:
             self._show(self._cursor.release())
@@ -79,6 +80,6 @@ class HarmonyReasoningParser(ReasoningParser):
 
 
 def _is_call(header: Header) -> bool:
-    """Whether a message is for somebody who is not the user; tools of the model's own were not offered, and what it
+    """Whether a message is for another recipient than the user. The model's built-in tools were not offered, so what it
     writes to them while it thinks is reasoning."""
     return bool(header.function) or (bool(header.recipient) and header.channel != ANALYSIS)

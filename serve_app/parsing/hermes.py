@@ -1,4 +1,4 @@
-"""Owns the calls of Hermes, Qwen2.5 and Qwen3: a JSON object between `<tool_call>` and `</tool_call>`.
+"""Parses the calls of Hermes, Qwen2.5 and Qwen3: a JSON object between `<tool_call>` and `</tool_call>`.
 Never looks for the end tag inside the object, where a string may contain it."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from serve_app.parsing.json_calls import JsonToolParser
 
 
 class HermesToolParser(JsonToolParser):
-    """The end tag may be missing, and so may the object's last brace: models forget both."""
+    """Parses calls. The end tag may be missing, and so may the object's last brace: models forget both."""
 
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
 

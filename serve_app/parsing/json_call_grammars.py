@@ -1,5 +1,5 @@
-"""Owns the grammars of calls that are JSON objects: hermes, llama3_json, mistral and phi4_mini_json.
-Never admits free white space: between tags, it is what the models' templates write."""
+"""Builds the grammars of calls that are JSON objects: hermes, llama3_json, mistral and phi4_mini_json.
+Never allows free white space: between tags, it must be what the models' templates write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HermesCallGrammar(TaggedCallGrammar):
 
 
 class Llama3JsonCallGrammar(CallGrammar):
-    """Without a tag, an answer that begins with an object is calls: where it is lazy, no other JSON object can be."""
+    """Without a tag, an answer that begins with an object consists of calls, so a lazy one cannot be another object."""
 
     def calls(self) -> Grammar:
         return self._lark(f"start: calls\n{self._rules()}")
@@ -39,7 +39,7 @@ class Llama3JsonCallGrammar(CallGrammar):
 
 
 class MistralCallGrammar(TaggedCallGrammar):
-    """Models that have a token for `[ARGS]` write `[TOOL_CALLS]name[ARGS]{...}` for each call, some of them with an id
+    """Models with a token for `[ARGS]` write `[TOOL_CALLS]name[ARGS]{...}` for each call, some of them with an id
     before the second tag; others write a list.
 
     After the calls, the answer ends.
@@ -63,7 +63,7 @@ class MistralCallGrammar(TaggedCallGrammar):
 
 
 class Phi4MiniCallGrammar(TaggedCallGrammar):
-    """Tokenizers that have the tags write a list between them, others one after the word.
+    """Models with tokens for the tags write a list between them; others write a list after the word.
 
     After the calls, the answer ends.
     """

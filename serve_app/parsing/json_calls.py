@@ -1,5 +1,5 @@
-"""Owns a call that is a JSON object, `{"name": ..., "arguments": {...}}`; its arguments are passed on as they come.
-Never decodes or checks the arguments: their text is the model's, letter for letter."""
+"""Parses a call that is a JSON object, `{"name": ..., "arguments": {...}}`, and passes its arguments on as they come.
+Never decodes or checks the arguments: the model's text is passed on unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve_app.parsing.extent import Extent
 from serve_app.parsing.tool_parser import ToolParser, is_name
 
 _ARGUMENTS = ("arguments", "parameters")
-# An object that begins with another key is no call: an answer in JSON must stream, not wait for its last brace.
+# An object with another first key is not a call, so that an answer in JSON streams instead of waiting for its end.
 _KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 _OPENING = frozenset('"{[')
 _SCALAR = re.compile(r"[\w.+-]*")
@@ -21,22 +21,23 @@ _SCALAR = re.compile(r"[\w.+-]*")
 
 @dataclass(slots=True)
 class _Call:
-    """What is known of the object that is being read."""
+    """The state of the object that is being read."""
 
     bare: bool
     offered: bool
     name: str | None = None
     arguments: str | None = None
-    """Those that came before the name."""
+    """Arguments that came before the name."""
     started: bool = False
 
 
 class JsonToolParser(ToolParser):
     def _call(self, *, bare: bool = False, offered: bool = False) -> Steps[bool]:
-        """Read one call; the cursor holds what frames it. False: it is not whole, and what did not fit is content.
+        """Read one call; the cursor holds the text that frames it. Return False if it is not complete; text that does
+        not belong to it is then content.
 
-        `bare`: nothing but the object says that it is a call, so it must have arguments; elsewhere none mean `{}`.
-        `offered`: it is one only if a tool has its name.
+        `bare`: only the object itself shows that it is a call, so it must have arguments; otherwise missing ones mean
+        `{}`. `offered`: it is a call only if a tool has its name.
         """
         whole = yield from self._object(_Call(bare, offered))
         if whole:
@@ -46,7 +47,7 @@ class JsonToolParser(ToolParser):
         return whole
 
     def _list(self) -> Steps[None]:
-        """Calls between brackets; the cursor holds what came before them."""
+        """Read calls between brackets; the cursor holds what came before them."""
         yield from self._cursor.literal("[")
         yield from self._cursor.run(SPACES)
         while (yield from self._call()):
@@ -62,7 +63,7 @@ class JsonToolParser(ToolParser):
             yield from self._cursor.run(SPACES)
 
     def _named_call(self, name: str, call_id: str = "") -> Steps[bool]:
-        """A call whose arguments begin here, if they do; whatever follows them is held. False: it is none."""
+        """Read a call with arguments that begin here, and hold what follows them. Return False if it is not a call."""
         if not is_name(name) or (yield from self._cursor.peek()) != "{":
             self._give_back()
             return False
@@ -71,7 +72,7 @@ class JsonToolParser(ToolParser):
         return True
 
     def _close(self, *ends: str) -> Steps[None]:
-        """What follows a call is held: leave out one of these tags, where it comes next."""
+        """Leave out one of these tags if it comes next; the cursor holds what follows the call."""
         yield from self._cursor.run(SPACES)
         if (yield from self._cursor.literal(*ends)):
             self._cursor.drop()
@@ -92,7 +93,7 @@ class JsonToolParser(ToolParser):
         return False
 
     def _member(self, call: _Call) -> Steps[bool]:
-        """One key and its value. False: the text does not go on as a call."""
+        """Read one key and its value. Return False if the text does not continue as a call."""
         yield from self._cursor.run(SPACES)
         key = yield from self._string()
         if key is None or (key not in _KEYS and not call.started):
@@ -133,7 +134,7 @@ class JsonToolParser(ToolParser):
         return (yield from self._stream_arguments())
 
     def _stream_arguments(self) -> Steps[bool]:
-        """Pass on the object that begins here. Whatever follows is held again."""
+        """Pass on the object that begins here, and hold what follows."""
         complete = yield from self._value(self._arguments)
         self._cursor.hold()
         return complete
@@ -147,7 +148,7 @@ class JsonToolParser(ToolParser):
             self._cursor.hold()
 
     def _string(self) -> Steps[str | None]:
-        """A JSON string's value; None if there is no such string here."""
+        """Read a JSON string and return its value; None if there is no string here."""
         if (yield from self._cursor.peek()) != '"':
             return None
         parts: list[str] = []
@@ -160,7 +161,7 @@ class JsonToolParser(ToolParser):
         return value
 
     def _value(self, sink: Callable[[str], None]) -> Steps[bool]:
-        """Any JSON value, its text to `sink` as it comes. False: the text ends before it does, or there is none."""
+        """Read any JSON value, and pass its text to `sink` as it comes. Return False if it is incomplete or missing."""
         if (yield from self._cursor.peek()) not in _OPENING:
             scalar = yield from self._cursor.run(_SCALAR)
             sink(scalar)
@@ -174,4 +175,4 @@ class JsonToolParser(ToolParser):
 
 
 def _ignore(text: str) -> None:
-    """Of a call, only the name and the arguments are shown."""
+    """Drop a value: only a call's name and arguments are shown."""

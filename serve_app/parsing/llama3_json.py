@@ -1,4 +1,4 @@
-"""Owns the calls of Llama 3 and 4: JSON objects that begin the answer, or follow a tag, with or without semicolons.
+"""Parses the calls of Llama 3 and 4: JSON objects that begin the answer, or follow a tag, with or without semicolons.
 Never takes an object in the middle of a text for a call."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ _PYTHON_END = "<|python_end|>"
 
 
 class Llama3JsonToolParser(JsonToolParser):
-    """An object must have a name and arguments to be a call, and without a tag before it the name must be a tool's: it
-    may be an answer in JSON.
+    """An object must have a name and arguments to be a call. Without a tag before it the name must be a tool's, because
+    it may be an answer in JSON.
 
     Llama 4's template writes `<|python_end|>` between content and calls, and its models write it after calls, too.
     """
@@ -28,7 +28,7 @@ class Llama3JsonToolParser(JsonToolParser):
             yield from self._calls(tagged=True)
 
     def _calls(self, *, tagged: bool) -> Steps[None]:
-        """Objects and semicolons, as long as there are any; the cursor holds what came before them."""
+        """Read objects and semicolons as long as there are any; the cursor holds what came before them."""
         yield from self._cursor.run(SPACES)
         before = self.calls
         while (yield from self._call(bare=True, offered=not tagged and self.calls == before)):

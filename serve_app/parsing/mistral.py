@@ -1,5 +1,5 @@
-"""Owns the calls of Mistral's models after `[TOOL_CALLS]`: a list of JSON objects, or a name and its arguments.
-Never makes an id that their templates refuse."""
+"""Parses the calls of Mistral's models after `[TOOL_CALLS]`: a list of JSON objects, or a name and its arguments.
+Never makes an id that Mistral's templates refuse."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _OWN_ID = re.compile(rf"[a-zA-Z0-9]{{{_ID_LENGTH}}}")
 
 
 class MistralToolParser(JsonToolParser):
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or for each call `[TOOL_CALLS]name[ARGS]{...}`, in which
-    the second tag may be absent and `[CALL_ID]...` may precede it: then that is the call's id."""
+    """Parses `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or for each call `[TOOL_CALLS]name[ARGS]{...}`. In
+    the second form `[ARGS]` may be missing, and may be preceded by `[CALL_ID]` and the call's id."""
 
     markers: ClassVar[tuple[str, ...]] = (_TAG, _ID, _ARGUMENTS)
 
     def _new_id(self) -> str:
-        """Their templates take ids of nine letters and digits, and no others."""
+        """Make an id of nine letters and digits: Mistral's templates refuse all others."""
         return "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
 
     def _parse(self) -> Steps[None]:
@@ -42,7 +42,7 @@ class MistralToolParser(JsonToolParser):
                     self._cursor.drop()
 
     def _tags_before_arguments(self) -> Steps[str]:
-        """The id among them, or the empty string."""
+        """Read the tags, and return the id among them, or the empty string."""
         call_id = ""
         yield from self._cursor.run(SPACES)
         while tag := (yield from self._cursor.literal(_ID, _ARGUMENTS)):

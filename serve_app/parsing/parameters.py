@@ -1,5 +1,5 @@
-"""Owns a tool's parameters one by one, for families that do not write them as one JSON object.
-Never lets a rule between them pass: what cannot be kept for each alone is refused by name."""
+"""Splits a tool's schema into single parameters, for model families that do not write them as one JSON object.
+Never accepts a rule between parameters: what cannot be enforced for each alone is refused by name."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ _SHARED = ("$defs", "definitions")
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`schema` stands alone: it has the definitions that it refers to."""
+    """One parameter. `schema` is complete: it includes the definitions that it refers to."""
 
     name: str
     schema: Json
     is_required: bool
     place: str
     text: Lark | None = None
-    """The grammar of a string, where the schema does not say it."""
+    """The grammar of a string, if no schema can describe it."""
 
 
 def parameters_of(tool: CallableTool) -> list[Parameter]:
-    """In the schema's order. Additional ones are never written.
+    """List the parameters in the schema's order. Additional ones are never written.
 
     Raises:
-        GrammarRefused: the schema says more than what each parameter is, or refers to what is no definition.
+        GrammarRefused: the schema has rules beyond those of each parameter, or a reference to something that is not a
+            definition.
     """
     root = arguments_schema(tool)
     if other := next((name for name in root if name not in _KEPT), None):
@@ -47,27 +48,27 @@ def parameters_of(tool: CallableTool) -> list[Parameter]:
         if not isinstance(name, str) or name not in properties:
             raise GrammarRefused(f"should describe the required property {str(name)[:50]!r}", tool.place)
     definitions = _Definitions({word: root[word] for word in _SHARED if word in root})
-    found = []
+    parameters = []
     for name, schema in properties.items():
         if schema is False and name not in required:
             continue
         place = f"{tool.place}.properties.{name}"
-        found.append(Parameter(name, definitions.beside(schema, place), name in required, place, tool.text))
-    return found
+        parameters.append(Parameter(name, definitions.beside(schema, place), name in required, place, tool.text))
+    return parameters
 
 
 class _Definitions:
-    """What a tool's parameters share. It is read once, however many refer to it."""
+    """The definitions that a tool's parameters share. They are checked once, however many parameters refer to them."""
 
     def __init__(self, definitions: Json) -> None:
         self._definitions = definitions
         self._checked = False
 
     def beside(self, schema: Any, place: str) -> Json:
-        """The schema with the definitions that it refers to.
+        """Return a schema with the definitions that it refers to.
 
         Raises:
-            GrammarRefused: it is no schema, or it or a definition refers to what is no definition.
+            GrammarRefused: it is not a schema, or a reference in it or in a definition is not to a definition.
         """
         if schema is True:
             schema = {}
@@ -82,7 +83,7 @@ class _Definitions:
 
 
 def _check_references(schema: Json, place: str) -> bool:
-    """Whether there are references."""
+    """Check all references, and return whether there are any."""
     references = [part["$ref"] for part in subschemas(schema) if "$ref" in part]
     for reference in references:
         if not str(reference).startswith(tuple(f"#/{word}/" for word in _SHARED)):
@@ -92,5 +93,5 @@ def _check_references(schema: Json, place: str) -> bool:
 
 
 def only_annotated(schema: Json, *kept: str) -> bool:
-    """Whether these are all the keywords that mean anything."""
+    """Whether the schema has no other keywords than these, annotations and definitions."""
     return all(name in ANNOTATIONS or name in _SHARED or name in kept for name in schema)

@@ -1,4 +1,4 @@
-"""Owns the calls of Phi-4-mini, and of others that write its form: a list of JSON objects after a tag.
+"""Parses the calls of Phi-4-mini, and of other models that write its form: a list of JSON objects after a tag.
 Never takes the word `functools` for a call unless a list of calls follows it."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ WORD, TAG, TAG_END = "functools", "<|tool_call|>", "<|/tool_call|>"
 
 
 class Phi4MiniToolParser(JsonToolParser):
-    """`functools[{"name": ..., "arguments": {...}}, ...]`, or the list, or one object, between two tags."""
+    """Parses `functools[{"name": ..., "arguments": {...}}, ...]`, or the list, or one object, between two tags."""
 
     markers: ClassVar[tuple[str, ...]] = (TAG, TAG_END)
 

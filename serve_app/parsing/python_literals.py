@@ -1,4 +1,4 @@
-"""Owns Python's literals as models write them: read with `ast`, turned into what JSON can say.
+"""Converts Python literals as models write them to JSON. Reads them with `ast`.
 Never evaluates anything."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 MAX_CHARS = 2**18
-"""Of an expression. The parser needs microseconds a letter for the worst, and nothing else can run meanwhile."""
+"""The limit of an expression: in the worst case the parser needs microseconds per character, and blocks everything."""
 
 _CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's words, which models mix in
 _RAW_STRING = r"""(?<!\w)[rR](?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
@@ -22,10 +22,10 @@ _BACKSLASH = re.compile(rf"({_RAW_STRING}|{_KNOWN_ESCAPE})|\\", re.DOTALL)
 
 
 def parse_expression(text: str) -> ast.expr:
-    """Any Python expression.
+    """Parse any Python expression.
 
     Raises:
-        ValueError: it is none, or one that is too long or too deep.
+        ValueError: the text is not an expression, or too long or too deep.
     """
     if len(text) > MAX_CHARS:
         raise ValueError("too long")
@@ -36,19 +36,19 @@ def parse_expression(text: str) -> ast.expr:
 
 
 def to_json(node: ast.expr) -> str:
-    """A literal as JSON.
+    """Write a literal as JSON.
 
     Raises:
-        ValueError: it is no literal, or JSON has no such value.
+        ValueError: it is not a literal, or JSON has no such value.
     """
     return dump_json(_value(node))
 
 
 def dump_json(value: Any) -> str:
-    """JSON that any client can read.
+    """Write JSON that any client can read.
 
     Raises:
-        ValueError: it is infinite or no number, or too deep.
+        ValueError: the value is infinite or NaN, or too deep.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -62,10 +62,10 @@ def dump_json(value: Any) -> str:
 
 
 def arguments_json(call: ast.Call) -> str:
-    """The keyword arguments of a call as a JSON object.
+    """Write the keyword arguments of a call as a JSON object.
 
     Raises:
-        ValueError: there are others, or one is no literal.
+        ValueError: there are other arguments, or one is not a literal.
     """
     named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
     if call.args or len(named) < len(call.keywords):
@@ -76,7 +76,7 @@ def arguments_json(call: ast.Call) -> str:
 def _value(node: ast.expr) -> Any:
     match node:
         case ast.Constant(float() as value) if math.isinf(value):
-            return sys.float_info.max  # of the digits; a call is not lost for a number that nobody can hold
+            return sys.float_info.max  # the nearest finite number, so that the call is not lost
         case ast.Constant(None | bool() | int() | float() | str() as value):
             return value
         case ast.Name(name) if name in _CONSTANTS:
@@ -93,9 +93,10 @@ def _value(node: ast.expr) -> Any:
 def _key(node: ast.expr | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
-    raise ValueError("a key that JSON does not have")
+    raise ValueError("JSON has no such key")
 
 
 def _with_known_escapes(text: str) -> str:
-    r"""Models write `"\d+"`. Python takes the backslash as it is, with a warning that will become an error."""
+    r"""Double unknown backslashes. Models write `"\d+"`, which Python accepts with a warning that will become an
+    error."""
     return _BACKSLASH.sub(lambda match: match[1] or "\\\\", text)

@@ -1,4 +1,4 @@
-"""Owns the calls of Llama 3.2 and 4, ToolACE and others: a Python list of calls, `[f(a=1, b="x"), g()]`.
+"""Parses the calls of Llama 3.2 and 4, ToolACE and others: a Python list of calls, `[f(a=1, b="x"), g()]`.
 Never takes a list in the middle of a text for calls, and never evaluates one."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _NAME_LETTERS = re.compile(r"[\w.]*")
 
 
 class PythonicToolParser(ToolParser):
-    """A call is sent when it is complete, name and arguments: before, nothing says that it is one.
+    """A call is sent when its name and arguments are complete, because only then it is certain to be a call.
 
-    Arguments are literals with names; a call with others is content, and so is all that follows it. The first name must
-    be a tool's: nothing but the list says that these are calls.
+    Arguments are literals with names; a call with other arguments is content, and so is everything after it. The first
+    name must be a tool's, because only the list itself shows that these are calls.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
@@ -34,7 +34,7 @@ class PythonicToolParser(ToolParser):
         yield from self._rest()
 
     def _calls(self) -> Steps[None]:
-        """Calls and commas up to the closing bracket; the cursor holds what came before them."""
+        """Read calls and commas up to the closing bracket; the cursor holds what came before them."""
         while (yield from self._call()):
             self._cursor.hold()
             yield from self._cursor.run(SPACES)
@@ -49,8 +49,8 @@ class PythonicToolParser(ToolParser):
     def _call(self) -> Steps[bool]:
         yield from self._cursor.run(SPACES)
         name = yield from self._cursor.run(_NAME_LETTERS)
-        is_one = is_name(name) and (self.calls > 0 or self._is_offered(name))
-        if not is_one or (yield from self._cursor.peek()) != "(":
+        is_call = is_name(name) and (self.calls > 0 or self._is_offered(name))
+        if not is_call or (yield from self._cursor.peek()) != "(":
             return False
         parts = [name]
         extent = Extent("python")

@@ -1,5 +1,5 @@
-"""Owns the grammar of pythonic calls: keyword arguments, each of which is JSON, which is also a Python literal.
-Never writes `True` or `None`: the parser takes JSON's words, and one notation is enough."""
+"""Builds the grammar of pythonic calls: keyword arguments, each of them JSON that is also a Python literal.
+Never allows `True` or `None`: the parser reads JSON's words, too, and one notation is enough."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from serve_app.parsing.shared_rules import SharedRules
 
 _NO_LIST = r"(\s*[^\s\[](?s:.*))?"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,199})(\.[0-9]{1,99})?([eE][+-]?[0-9]{1,2})?/"
-"""What a double can hold: 1e999 is JSON, and in Python no number that JSON can say."""
+"""Numbers within a double's range: 1e999 is valid JSON, but infinite in Python, which JSON cannot write."""
 
 
 class PythonicCallGrammar(CallGrammar):
-    """Without a tag, an answer that begins with a list is calls: where it is lazy, no other list can begin it."""
+    """Without a tag, an answer that begins with a list consists of calls, so a lazy one cannot begin with another."""
 
     def calls(self) -> Grammar:
         return self._lark(f"start: calls\n{self._rules()}")
@@ -43,7 +43,7 @@ def _call(number: int, tool: CallableTool, shared: SharedRules) -> str:
 
 
 def _arguments(call: int, parameters: Sequence[Parameter], shared: SharedRules) -> str:
-    """Rules by which the arguments from the i-th on follow others (`more`), or are the first."""
+    """Write rules for the arguments from the i-th on, after others (`more`) or at the beginning (`first`)."""
     rules = ""
     for place, parameter in enumerate(parameters):
         if not _is_identifier(parameter.name):
@@ -57,7 +57,7 @@ def _arguments(call: int, parameters: Sequence[Parameter], shared: SharedRules) 
 
 
 def value_rule(parameter: Parameter, shared: SharedRules) -> str:
-    """JSON that is a Python literal, too."""
+    """Write a rule for JSON that is also a Python literal."""
     if parameter.text is not None:
         return string_rule(parameter.text)
     if parameter.schema.get("type") == "number" and only_annotated(parameter.schema, "type"):

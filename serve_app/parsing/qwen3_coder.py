@@ -1,5 +1,5 @@
-"""Owns the calls of Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
-Never ends a value but at `</parameter>`: code that is written to a file may contain the other tags."""
+"""Parses Qwen3-Coder's calls: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
+Never ends a value except at `</parameter>`: code that is written to a file may contain the other tags."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NO_TAG = re.compile(r"[^<]*")
 
 
 class Qwen3CoderToolParser(TaggedValueToolParser):
-    """Arguments are sent parameter by parameter: one that the end of the text cuts off is cut off in the JSON too.
+    """Sends arguments parameter by parameter. One that is cut off by the end of the text is also cut off in the JSON.
 
-    These models forget tags. Without `<tool_call>`, the function must be one of the tools; `</tool_call>` ends a
-    function too. Text between the parameters of a call is content.
+    These models forget tags. Without `<tool_call>`, the function must be one of the tools; `</tool_call>` also ends a
+    function. Text between the parameters of a call is content.
     """
 
     markers: ClassVar[tuple[str, ...]] = (_CALL, _CALL_END)
@@ -38,7 +38,7 @@ class Qwen3CoderToolParser(TaggedValueToolParser):
             yield from self._functions(framed=tag == _CALL)
 
     def _functions(self, framed: bool) -> Steps[None]:
-        """One function, and those that follow it directly. The cursor holds the first one's tags."""
+        """Read a function and those that follow it directly; the cursor holds the first one's tags."""
         while True:
             name = yield from self._name()
             if not is_name(name) or not (framed or name in self._schemas):
@@ -57,13 +57,13 @@ class Qwen3CoderToolParser(TaggedValueToolParser):
             self._give_back()
 
     def _name(self) -> Steps[str]:
-        """The rest of a tag such as `<function=name>`; the empty string if it is none."""
+        """Read the rest of a tag such as `<function=name>`; return the empty string if it is not such a tag."""
         name = yield from self._cursor.run(_NAME_LETTERS)
         closed = yield from self._cursor.literal(">")
         return name.strip() if closed else ""
 
     def _parameters(self, schema: Any) -> Steps[None]:
-        """Up to the end of the function."""
+        """Read up to the end of the function."""
         before = "{"
         while (yield from self._cursor.peek()):
             self._cursor.hold()

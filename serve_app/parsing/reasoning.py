@@ -1,4 +1,4 @@
-"""Owns the split of an answer into reasoning and content, where a block of tags holds the reasoning.
+"""Splits an answer into reasoning and content, for models that put reasoning in a block between two tags.
 Never shows a tag, or a part of one."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NEWLINES = re.compile(r"\n*")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Text that is final."""
+    """Text that is final, split in two."""
 
     reasoning: str
     content: str
@@ -26,24 +26,25 @@ class Split:
 class ReasoningParser:
     """Reads one answer. Used once.
 
-    The block is at the beginning of the answer, or nowhere. If it does not end, all of it is reasoning, as in vLLM:
-    the answer was cut off inside it.
-    Newlines next to the tags are not shown, on either side: templates strip them from what they are given back, and
-    write their own. Other text is passed on letter for letter, and all of it if there is no block.
+    The block is at the beginning of the answer, or nowhere. If it does not end, all of it is reasoning, as in vLLM,
+    because the answer was cut off inside it.
+
+    Newlines next to the tags are not shown, on either side: templates strip them from messages that clients send back,
+    and write their own. All other text is passed on unchanged.
     """
 
     begin: ClassVar[str] = BEGIN
     end: ClassVar[str] = END
     markers: ClassVar[tuple[str, ...]] = (BEGIN, END)
-    """As in ToolParser: tags that must be in the text even where they are special tokens."""
+    """Tags that must be in the text even if they are special tokens, as in ToolParser."""
 
     calls: ClassVar[tuple[tuple[str, str], ...]] = ((CALL, FUNCTION),)
-    # Qwen3.5 may call a function and leave the block open. As in vLLM, the two tags that Qwen3-Coder's calls begin with
-    # end it then, and are content; reasoning about the first one alone goes on.
+    # Qwen3.5 may call a function without closing the block. As in vLLM, the two tags at the beginning of a Qwen3-Coder
+    # call then end the block, and are content. The first tag alone does not end it: the model may reason about it.
 
     def __init__(self, *, opened: bool = False, enabled: bool = True) -> None:
-        """`opened`: the prompt ends with the begin tag; the answer may repeat it.
-        `enabled`: False if the request, or the prompt's closed block, has turned thinking off: then all is content."""
+        """`opened`: the prompt ends with the begin tag; the answer may repeat it. `enabled`: false if the request, or a
+        closed block in the prompt, turned thinking off; then everything is content."""
         self._cursor = Cursor()
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -51,12 +52,13 @@ class ReasoningParser:
         self._begun = False
         self.enabled = enabled
         self.inside = opened and enabled
-        """Whether the text that comes next is reasoning."""
+        """Whether the next text is reasoning."""
         self._steps = self._parse() if enabled else self._rest()
 
     @classmethod
     def after(cls, prompt_end: str) -> Self:
-        """For the answer to a prompt, whose last tag says whether the template opened the block, or closed it."""
+        """Make a parser for the answer to a prompt. The prompt's last tag shows if the template opened or closed the
+        block."""
         last = prompt_end.rstrip()
         return cls(opened=last.endswith(cls.begin), enabled=not last.endswith(cls.end))
 
@@ -65,7 +67,7 @@ class ReasoningParser:
         return self._take_split()
 
     def flush(self) -> Split:
-        """Return what was held back: the answer has ended."""
+        """Return what was held back, because the answer has ended."""
         self._cursor.end(self._steps)
         return self._take_split()
 
@@ -89,7 +91,7 @@ class ReasoningParser:
         yield from self._rest()
 
     def _block(self) -> Steps[None]:
-        """Up to the text after it."""
+        """Read the block, up to the text after it."""
         no_tag = re.compile(f"[^{re.escape(self.end[0])}]*")
         seconds = dict(self.calls)
         while (yield from self._cursor.peek()):
@@ -111,7 +113,9 @@ class ReasoningParser:
         self._reasoning += self._newlines
 
     def _call(self, second: str) -> Steps[None]:
-        """The first tag of a call is held. With the second one it is content, without it reasoning."""
+        """Decide about the first tag of a call, which is held: before the second tag it is content, otherwise
+        reasoning.
+        """
         yield from self._cursor.run(SPACES)
         if (yield from self._cursor.literal(second)):
             self._content.append(self._cursor.release())
@@ -120,7 +124,7 @@ class ReasoningParser:
             self._think(self._cursor.release())
 
     def _think(self, text: str) -> None:
-        """Newlines wait until it is known that the end tag does not follow them."""
+        """Add reasoning. Newlines wait until it is certain that the end tag does not follow them."""
         text = text if self._begun else text.lstrip("\n")
         shown = text.rstrip("\n")
         if shown:
@@ -134,7 +138,7 @@ class ReasoningParser:
 
 
 class DeepSeekR1ReasoningParser(ReasoningParser):
-    """These models' templates open the block: the answer is reasoning from its first letter."""
+    """For models with templates that open the block, so that the answer begins with reasoning."""
 
     calls: ClassVar[tuple[tuple[str, str], ...]] = ()
 
@@ -143,14 +147,14 @@ class DeepSeekR1ReasoningParser(ReasoningParser):
 
 
 class KimiK2ReasoningParser(ReasoningParser):
-    """A call ends the block that these models leave open before it."""
+    """For models that may leave the block open before a call, which then ends it."""
 
     calls: ClassVar[tuple[tuple[str, str], ...]] = ((KimiK2ToolParser.section[0], KimiK2ToolParser.call[0]),)
     markers: ClassVar[tuple[str, ...]] = (BEGIN, END, *calls[0])
 
 
 class MistralReasoningParser(ReasoningParser):
-    """Magistral's and Ministral's tags."""
+    """For Magistral's and Ministral's tags."""
 
     begin: ClassVar[str] = "[THINK]"
     end: ClassVar[str] = "[/THINK]"

@@ -1,4 +1,4 @@
-"""Owns the table of reasoning parsers, by the names that vLLM's `--reasoning-parser` has, and the guess which one fits.
+"""Lists the reasoning parsers by their names in vLLM's `--reasoning-parser`, and suggests one for a chat template.
 Never parses."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ REASONING_PARSERS: Mapping[str, type[ReasoningParser]] = MappingProxyType(
     }
 )
 
-# What a template writes of thoughts, for a turn in the past or where the answer begins. Where it opens the block, the
-# prompt's end says so: the first parser that takes `<think>` needs no telling.
+# The texts that a template writes around thoughts, in past turns or at the beginning of the answer. Whether it opens
+# the block need not be known here, because the prompt's end shows it.
 _SIGNS = (
     ("openai_gptoss", ("<|channel|>", "analysis", "<|message|>")),
     ("mistral", ("[THINK]", "[/THINK]")),
@@ -37,10 +37,10 @@ _SIGNS = (
 
 
 def reasoning_parser(name: str, prompt_end: str) -> ReasoningParser:
-    """A parser for the answer to a prompt that ends so."""
+    """Make a parser for the answer to a prompt that ends with `prompt_end`."""
     return REASONING_PARSERS[name].after(prompt_end)
 
 
 def suggest_reasoning_parser(chat_template: str) -> Suggestion | None:
-    """The parser for the thoughts that a chat template writes; None if it shows none that are known."""
+    """Suggest the parser for the thoughts that a chat template writes; None if it writes no known form."""
     return first_sign(_SIGNS, chat_template)

@@ -1,5 +1,5 @@
-"""Owns the grammars of calls in sections: deepseek_v3, deepseek_v31 and kimi_k2.
-Never admits a call outside a section, nor text after one: the models' turns end there."""
+"""Builds the grammars of calls in sections: deepseek_v3, deepseek_v31 and kimi_k2.
+Never allows text after a section, because the models' turns end there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_app.parsing.call_sections import DeepSeekToolParser, KimiK2ToolParser
 
 
 class _SectionCallGrammar(TaggedCallGrammar):
-    """Lazily, a call may begin without its section, because the parsers read it so."""
+    """A lazy grammar also allows calls without a section, because the parsers read them."""
 
     _parser: ClassVar[type[SectionToolParser]]
     _between: ClassVar[str] = ""
@@ -20,7 +20,7 @@ class _SectionCallGrammar(TaggedCallGrammar):
 
     @abstractmethod
     def _call(self, tool: CallableTool) -> tuple[str, str]:
-        """A rule of what stands before the arguments, after the first tag, and the text that follows them."""
+        """Return a rule for what stands between the call's tag and its arguments, and the text after the arguments."""
 
     def _all(self) -> str:
         return f"{self._literal(self._parser.section[0])} rest_0"
@@ -56,7 +56,7 @@ class DeepSeekV31CallGrammar(_SectionCallGrammar):
 
 
 class KimiK2CallGrammar(_SectionCallGrammar):
-    """The number in a call's id counts the conversation's calls, which is the model's to know."""
+    """The number in a call's id counts the conversation's calls; the grammar leaves it to the model."""
 
     _parser: ClassVar[type[SectionToolParser]] = KimiK2ToolParser
     _tags: ClassVar[tuple[str, ...]] = (KimiK2ToolParser.section[0], KimiK2ToolParser.call[0])

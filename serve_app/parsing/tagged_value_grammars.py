@@ -1,5 +1,5 @@
-"""Owns the grammars of calls whose parameters stand between tags: qwen3_coder and glm45.
-Never writes a value's rules; tagged_value_rules does."""
+"""Builds the grammars of calls with parameters between tags: qwen3_coder and glm45.
+Never writes a value's rules: tagged_value_rules does."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class _TaggedValueCallGrammar(TaggedCallGrammar):
 
     @abstractmethod
     def _head(self, name: str) -> str:
-        """A rule of a parameter's name and what follows it, given the rule of the name."""
+        """Write a rule for a parameter's name and what follows it, given the rule for the name."""
 
     @abstractmethod
     def _function(self, name: str, parameters: str) -> str:
-        """A rule of a function from its name on, given the rule of its parameters."""
+        """Write a rule for a function from its name on, given the rule for its parameters."""
 
     def _all(self) -> str:
         return self._repeated(f"{self._literal('<tool_call>')} rest_0", "\n")
 
     def _functions(self) -> str:
-        """Rules `function`, and those that it refers to."""
+        """Write the rule `function`, and those that it refers to."""
         names = " | ".join(f"function_{number}" for number in range(len(self._tools)))
         free = f"free: {self._head(_ANY_NAME)} {self._values.text()} {self._after_value()}\n"
-        each = "".join(self._rules_of(number, tool) for number, tool in enumerate(self._tools))
-        return f"function: {names}\n{free}{each}"
+        functions = "".join(self._rules_of(number, tool) for number, tool in enumerate(self._tools))
+        return f"function: {names}\n{free}{functions}"
 
     def _rules_of(self, number: int, tool: CallableTool) -> str:
         written = " free*" if tool.is_free else self._parameters(parameters_of(tool))
@@ -63,7 +63,7 @@ class _TaggedValueCallGrammar(TaggedCallGrammar):
 
 
 class Qwen3CoderCallGrammar(_TaggedValueCallGrammar):
-    """Lazily, a call may begin with either tag, because these models forget the first."""
+    """A lazy grammar lets a call begin with either tag, because these models forget the first."""
 
     _tags: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=")
     _end: ClassVar[str] = "</parameter>"
@@ -84,7 +84,7 @@ class Qwen3CoderCallGrammar(_TaggedValueCallGrammar):
 
 
 class Glm45CallGrammar(_TaggedValueCallGrammar):
-    """With a line for each tag, as GLM-4.5 and 4.6 write it, or without, as GLM-4.7."""
+    """Allows line breaks between the tags, as GLM-4.5 and 4.6 write them, or none, as GLM-4.7."""
 
     _tags: ClassVar[tuple[str, ...]] = (glm45.CALL,)
     _end: ClassVar[str] = glm45.VALUE_END

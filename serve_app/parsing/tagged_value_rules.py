@@ -1,5 +1,5 @@
-"""Owns rules of one parameter's value up to its end tag: strings as they are, and the rest as JSON.
-Never admits a value that the parser would read back as another type."""
+"""Writes the rules for one parameter's value up to its end tag: strings as plain text, everything else as JSON.
+Never allows a value that the parser would read back as another type."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from serve_app.parsing.pythonic_grammar import value_rule
 from serve_app.parsing.shared_rules import SharedRules
 from serve_app.parsing.typed_values import declared_types, resolved
 
-_LONGEST = 2**20  # letters
+_LONGEST = 2**20  # characters
 _UNSAFE = re.compile(r"\\[\s\S]|[/\n]")
 _SAFE = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 class ValueRules:
-    """`frame`: what is written before a value, and after it."""
+    """Writes rules. `frame`: the text that precedes and follows a value."""
 
     def __init__(self, end: str, frame: str, specials: Specials, shared: SharedRules) -> None:
         self._end = end
@@ -31,7 +31,7 @@ class ValueRules:
         self._shared = shared
 
     def value(self, parameter: Parameter) -> str:
-        """What the value and its end tag are. Where a value may be a string, it is written as it is; else as JSON."""
+        """Write the value with its end tag: a value that may be a string as plain text, any other as JSON."""
         if parameter.text is not None:
             return f"{nested_rules(parameter.text, as_it_is(self._end, self._frame))} {self._apart()}"
         schema = resolved(parameter.schema, parameter.schema)
@@ -45,12 +45,12 @@ class ValueRules:
         return " | ".join(option for option in found if option is not None)
 
     def text(self, least: int | None = 0, most: int | None = None) -> str:
-        """The rule of a text and the end tag after it, which is nowhere before."""
+        """Name the rule for a text and the end tag after it; the text cannot contain the end tag."""
         times = "*" if not least and most is None else f"{{{least or 0},{'' if most is None else most}}}"
         return self._ended(f"(?s:.{times})")
 
     def _ended(self, text: str) -> str:
-        """The same of a text that a regex takes."""
+        """Name the same for a text that a regex matches."""
         return self._shared.named(f"text {text}", lambda rule: self._rules_of(rule, text))
 
     def _rules_of(self, rule: str, text: str) -> str:
@@ -64,14 +64,16 @@ class ValueRules:
         return literal(f"{text}{self._frame}{self._end}", self._specials)
 
     def _apart(self) -> str:
-        """The end tag after a text in which its first letter, and the frame's, are lexemes of their own."""
+        """Write the end tag after a text in which the first characters of the tag and the frame are lexemes of their
+        own.
+        """
         frame = "".join(f"{quoted(letter)} " for letter in self._frame)
         if self._end in self._specials:
             return f"{frame}{literal(self._end, self._specials)}"
         return f"{frame}{quoted(self._end[0])} {quoted(self._end[1:])}"
 
     def _option(self, schema: Json) -> str | None:
-        """None: it cannot be written."""
+        """Write one alternative of a schema; None if it cannot be written."""
         kinds = declared_types(schema)
         listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(listed, list):
@@ -99,7 +101,7 @@ class ValueRules:
 
 
 def _is_typed(schema: Any) -> bool:
-    """Whether the parser knows all types that a value may have."""
+    """Whether the schema declares all types of the value, so that the parser knows them."""
     if not isinstance(schema, dict):
         return False
     listed = [schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list)]
@@ -121,9 +123,9 @@ def _bound(schema: Json, name: str, default: int | None) -> int | None:
 
 
 def _pattern(schema: Json) -> str | None:
-    """What the whole text matches, inside slashes; None where a pattern may be of a part of it."""
+    """Return a pattern for the whole text, to stand between slashes; None if it may match only a part of the text."""
     pattern = schema.get("pattern")
     if not only_annotated(schema, "type", "pattern") or not isinstance(pattern, str):
         return None
     inner = of_whole(pattern)
-    return None if inner is None else _UNSAFE.sub(lambda found: _SAFE.get(found[0], found[0]), inner)
+    return None if inner is None else _UNSAFE.sub(lambda match: _SAFE.get(match[0], match[0]), inner)

@@ -1,5 +1,5 @@
-"""Owns a parameter's value that a model writes as plain text up to a tag: it is sent as JSON of its declared type.
-Never ends a value but at its own end tag: code that is written to a file may contain any other."""
+"""Reads a parameter's value that a model writes as plain text up to a tag, and sends it as JSON of its declared type.
+Never ends a value except at its own end tag: code that is written to a file may contain any other."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NO_TAG = re.compile(r"[^<]*")
 
 
 class TaggedValueToolParser(ToolParser):
-    """A value is sent when it is complete; one that the end of the text cuts off is cut off in the JSON too."""
+    """Sends a value when it is complete. One that is cut off by the end of the text is also cut off in the JSON."""
 
     def _value(self, schema: Any, end: str, frame: str = "") -> Steps[None]:
-        """Up to its end tag. `frame`: what the template writes before a value, and after it."""
+        """Read a value up to its end tag. `frame`: the text that the template writes before and after a value."""
         parts: list[str] = []
         while (yield from self._cursor.peek()):
             parts.append(self._cursor.take(_NO_TAG))

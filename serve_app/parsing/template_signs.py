@@ -1,4 +1,4 @@
-"""Owns the search for a family's format in a chat template: what it writes says which parser reads it.
+"""Recognizes a model family's format in a chat template: the texts that it writes show which parser fits.
 Never looks at a model's name."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """`written`: what the template has in it that the parser reads."""
+    """A parser that fits. `written`: the template's texts that show it."""
 
     parser: str
     written: tuple[str, ...]
@@ -20,7 +20,7 @@ class Suggestion:
 
 
 def first_sign(signs: Sequence[tuple[str, tuple[str, ...]]], chat_template: str) -> Suggestion | None:
-    """The first parser of which the template has all texts."""
+    """Suggest the first parser for which the template has all texts."""
     for parser, texts in signs:
         if all(text in chat_template for text in texts):
             return Suggestion(parser, texts)

@@ -1,5 +1,5 @@
-"""Owns what may stand before a constrained answer: the thoughts of a model that thinks, which are free.
-Never constrains them, but for what would end them in another way than their end tag."""
+"""Adds to a constrained answer's grammar what may precede it: the thoughts of a model that thinks, which are free.
+Never constrains thoughts, except that only their end tag may end them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from serve_app.parsing.reasoning import ReasoningParser
 from serve_app.parsing.reasoning_parsers import REASONING_PARSERS, reasoning_parser
 
 NEXT = f"{END}{START}assistant"
-"""Between two messages of one turn."""
+"""The text between two messages of one turn."""
 
 
 def after_thoughts(answer: Grammar, parser: str, prompt_end: str, specials: Specials) -> Grammar:
-    """The answer, and before it the block of thoughts that the model is in, or may open, after such a prompt."""
+    """Put the block of thoughts, which the prompt has opened or the model may open, before the answer's grammar."""
     state = reasoning_parser(parser, prompt_end)
     if isinstance(state, HarmonyReasoningParser):
         return answer.within(_messages(specials, is_inside=state.inside))
@@ -22,7 +22,7 @@ def after_thoughts(answer: Grammar, parser: str, prompt_end: str, specials: Spec
 
 
 def as_content(answer: Grammar, parser: str | None, specials: Specials) -> Grammar:
-    """An answer that is content, framed as a model with this parser frames content beside thoughts."""
+    """Frame the answer's grammar as a model with this parser frames content beside thoughts."""
     if parser is None or not issubclass(REASONING_PARSERS[parser], HarmonyReasoningParser):
         return answer
     framed = lark(f"start: {literal(f'{CHANNEL}{FINAL}{MESSAGE}', specials)} @content").entries[0]
@@ -31,7 +31,7 @@ def as_content(answer: Grammar, parser: str | None, specials: Specials) -> Gramm
 
 def _after_block(answer: Grammar, state: ReasoningParser, specials: Specials) -> Grammar:
     begin, end = state.begin, state.end
-    may_begin = f"({literal(begin, specials)})? " if begin in specials else ""  # else it is one of the thoughts' texts
+    may_begin = f"({literal(begin, specials)})? " if begin in specials else ""  # else it is text
     start = f"{may_begin}block @answer" if state.inside else "(open block)? @answer"
     besides = without(*(rf"{escaped(first)}\s*{escaped(second)}" for first, second in state.calls))
     block = f"block: thoughts LINES?\nLINES: /\\n{{1,2}}/\n{until(end, specials, 'thoughts', besides=besides)}"

@@ -1,4 +1,5 @@
-"""Owns what all families of tool calls share: pieces of text in, deltas out, and which white space is shown.
+"""Implements what the parsers of all model families share: pieces of text in, deltas out, and the handling of white
+space.
 Never knows a family's grammar."""
 
 from __future__ import annotations
@@ -12,31 +13,33 @@ from serve_app.parsing.cursor import ANYTHING, LETTER, Cursor, Steps
 from serve_app.parsing.deltas import Arguments, CallStart, Content, Delta, merged, new_call_id
 
 Tool = Mapping[str, Any]
-"""As in a request's `tools`: `{"type": "function", "function": {"name": ..., "parameters": <JSON schema>}}`."""
+"""A tool as in a request: `{"type": "function", "function": {"name": ..., "parameters": <JSON schema>}}`."""
 
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 _TRAILING = " \t\r\n"
 
 
 def _ignore(content: str) -> None:
-    """Most readers see what is content by the deltas."""
+    """The default of `on_content`: most readers get content from the deltas."""
 
 
 class ToolParser(ABC):
     """Reads one answer. Used once.
 
-    What is no call is content, letter for letter; of white space that touches a call nothing is shown, because
-    templates write it again around the call.
-    A call is announced when its name is known and what follows can only be its arguments. From then on it stays a
-    call: text that ends early, or is wrong inside the arguments, leaves them as the model wrote them, not always JSON.
-    A name that is not among the tools is passed on, as vLLM does: it is the client that can say so to the model. A text
-    that no tag frames, and whose name no tool has, is content: it may be an answer in JSON.
+    Text that is not part of a call is content, unchanged, except that white space next to a call is dropped: templates
+    write it again around the call.
+
+    A call is announced when its name is known and only its arguments can follow. From then on it stays a call: if the
+    text ends early, or the arguments are not valid, they are passed on as the model wrote them, and may not be JSON.
+
+    A name that is not among the tools is passed on, as in vLLM, because the client can tell the model. Only if no tag
+    frames the call, and no tool has its name, is it content: it may be an answer in JSON.
     """
 
     markers: ClassVar[tuple[str, ...]]
-    """Tags that must be in the text even where the tokenizer calls them special tokens, which answers do not show."""
+    """Tags that must be in the text even if they are special tokens, which answers usually do not show."""
     frames_content: ClassVar[bool] = False
-    """The family writes tags around content, too."""
+    """Whether the family writes tags around content, too."""
 
     def __init__(self, tools: Sequence[Tool] = (), make_id: Callable[[], str] | None = None) -> None:
         functions = [tool.get("function", tool) for tool in tools]
@@ -51,38 +54,38 @@ class ToolParser(ABC):
         self._space: list[str] = []
         self._after_call = False
         self.on_content: Callable[[str], object] = _ignore
-        """Is told what is content, white space and all, when that is certain."""
+        """Called with each piece of content, including white space, when it is certain to be content."""
         self.calls = 0
-        """How many calls were announced so far."""
+        """The number of calls announced so far."""
 
     @property
     def num_held(self) -> int:
-        """How many letters at the end of what came may still be a call's, or content."""
+        """How many characters at the end of the received text may still belong either to a call or to content."""
         return self._cursor.num_held
 
     def push(self, piece: str) -> list[Delta]:
-        """Return what this piece makes certain."""
+        """Read a piece, and return the deltas that it makes certain."""
         self._cursor.feed(piece, self._steps)
         return self._take_deltas()
 
     def flush(self) -> list[Delta]:
-        """Return the rest: the answer has ended."""
+        """Return the remaining deltas, because the answer has ended."""
         self._cursor.end(self._steps)
         if not self._after_call and (space := "".join(self._space)):
             self._deltas.append(Content(space))
         return self._take_deltas()
 
     def _new_id(self) -> str:
-        """For a call that the model gives none. Some templates take no others than their family's."""
+        """Make an id for a call without one. Some families' templates only accept ids of their own form."""
         return new_call_id()
 
     @abstractmethod
     def _parse(self) -> Steps[None]:
-        """The family's grammar: reads the cursor to the end of the text."""
+        """Implement the family's grammar: read the cursor to the end of the text."""
 
     def _take_deltas(self) -> list[Delta]:
-        found, self._deltas = self._deltas, []
-        return merged(found)
+        deltas, self._deltas = self._deltas, []
+        return merged(deltas)
 
     def _content(self, text: str) -> None:
         self.on_content(text)
@@ -93,12 +96,12 @@ class ToolParser(ABC):
         self._space.append(text[len(shown) :])
 
     def _give_back(self) -> None:
-        """What was held is no call."""
+        """Pass held text on as content, because it is not a call."""
         self._content(self._cursor.release())
 
     def _start_call(self, name: str, call_id: str = "") -> None:
-        """Nothing that is held can become content any more. `call_id`: the model's own, which its template writes
-        again; one that it gives twice is replaced."""
+        """Announce a call, and drop the held text, which belongs to it. `call_id`: the model's own id, which its
+        template writes again; an id that the model repeats is replaced."""
         self._cursor.drop()
         self._drop_space()
         if not call_id or call_id in self._ids:
@@ -113,17 +116,14 @@ class ToolParser(ABC):
             self._deltas.append(Arguments(self.calls - 1, text))
 
     def _is_offered(self, name: str) -> bool:
-        """Whether a tool has this name; without tools, any."""
+        """Whether a tool has this name; without tools, any name is accepted."""
         return not self._schemas or name in self._schemas
 
     def _drop_space(self) -> None:
         self._space, self._after_call = [], True
 
     def _until(self, *tags: str) -> Steps[str]:
-        """Read content and one of the tags, and hold the tag.
-
-        The empty string: the text has ended.
-        """
+        """Read content up to one of the tags, hold the tag, and return it; the empty string at the end of the text."""
         before = re.compile(f"[^{re.escape(''.join({tag[0] for tag in tags}))}]*")
         while True:
             self._content(self._cursor.take(before))
@@ -136,11 +136,11 @@ class ToolParser(ABC):
             self._give_back()
 
     def _rest(self) -> Steps[None]:
-        """All that follows is content."""
+        """Pass everything that follows on as content."""
         while (yield from self._cursor.peek()):
             self._content(self._cursor.take(ANYTHING))
 
 
 def is_name(text: str) -> bool:
-    """Whether this can be a function's name. OpenAI allows fewer letters; models are not that strict."""
+    """Whether the text can be a function's name. OpenAI allows fewer characters; models are less strict."""
     return _NAME.fullmatch(text) is not None

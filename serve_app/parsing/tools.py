@@ -1,4 +1,4 @@
-"""Owns the table of tool parsers, by the names that vLLM's `--tool-call-parser` has, and the guess which one fits.
+"""Lists the tool parsers by their names in vLLM's `--tool-call-parser`, and suggests one for a chat template.
 Never parses."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOOL_PARSERS: Mapping[str, type[ToolParser]] = MappingProxyType(
     }
 )
 
-# What a template writes of a call, for one in the conversation or in its instructions. The first that fits wins.
+# The texts that a template writes for a call, in the conversation or in its instructions. The first match wins.
 _SIGNS = (
     ("openai", ("<|channel|>commentary", "functions.")),
     ("glm45", ("<tool_call>", "<arg_key>")),
@@ -53,5 +53,5 @@ _SIGNS = (
 
 
 def suggest_tool_parser(chat_template: str) -> Suggestion | None:
-    """The parser for the calls that a chat template teaches its model to write; None if it shows none that is known."""
+    """Suggest the parser for the calls that a chat template shows its model; None if it shows no known form."""
     return first_sign(_SIGNS, chat_template)

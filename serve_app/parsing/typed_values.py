@@ -1,5 +1,5 @@
-"""Owns the JSON of values that a model writes as plain text, by the types that the tool's JSON schema declares.
-Never refuses a value: what fits no declared type is a string, and the client's validation says so."""
+"""Converts values that a model writes as plain text to JSON, by the types that the tool's JSON schema declares.
+Never refuses a value: one that fits no declared type becomes a string, and the client's validation reports it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from serve_app.grammars.json_schema import fragment
 from serve_app.parsing.python_literals import dump_json, parse_expression, to_json
 
 MAX_REFERENCES = 8
-"""In a row, one to the next; they may go round in a circle."""
+"""The longest chain of references that is followed, because a chain may be circular."""
 
 
 def property_schema(schema: Any, name: str) -> Any:
-    """The schema of one parameter, as far as its types go without a reference; None if there is none."""
+    """Return the schema of one parameter, with references resolved at the top; None if there is none."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return resolved(properties.get(name), schema) if isinstance(properties, Mapping) else None
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """The schema with the definitions of `root` that it, and its alternatives, refer to. What it cannot find stays."""
+    """Replace references to definitions in `root`, in the schema and its alternatives. Unknown references stay."""
     schema = _followed(schema, root)
     for word in ("anyOf", "oneOf"):
         options = schema.get(word) if isinstance(schema, Mapping) else None
@@ -48,11 +48,11 @@ def _find(root: Any, reference: str) -> Any:
 
 
 def value_json(text: str, schema: Any) -> str:
-    """A string only if no other declared type fits; without declared types always."""
+    """Write a value as JSON. It is a string only if no other declared type fits, or no type is declared."""
     declared = declared_types(schema)
     for kind, read in _READERS.items():
-        if kind in declared and (found := read(text.strip())) is not None:
-            return found
+        if kind in declared and (written := read(text.strip())) is not None:
+            return written
     return dump_json(text)
 
 
@@ -65,12 +65,12 @@ def declared_types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     declared = schema.get("type")
-    found = {kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str)}
+    kinds = {kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str)}
     for word in ("anyOf", "oneOf"):
         options = schema.get(word)
         for option in options if isinstance(options, list) else []:
-            found |= declared_types(option)
-    return found
+            kinds |= declared_types(option)
+    return kinds
 
 
 def _integer(text: str) -> str | None:
@@ -94,7 +94,7 @@ def _null(text: str) -> str | None:
 
 
 def _container(text: str, opening: str, kind: type) -> str | None:
-    """The model's own JSON; or a Python literal, which models write where JSON is meant."""
+    """Read a container, as the model's own JSON or from a Python literal, which models write instead of JSON."""
     if not text.startswith(opening):
         return None
     if isinstance(_load(text), kind):
@@ -106,7 +106,7 @@ def _container(text: str, opening: str, kind: type) -> str | None:
 
 
 def _load(text: str) -> Any:
-    """None if it is not JSON."""
+    """Parse JSON; None if it is invalid."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
-"""Owns the two deployments: what an engine replica and an ingress replica do in a Ray Serve process.
-Never parses HTTP and never schedules tokens; it joins the parts that do to Serve's lifecycle."""
+"""Implements the two deployments: an engine replica and an ingress replica in a Ray Serve process.
+Never parses HTTP and never schedules tokens: it connects the parts that do to Serve's lifecycle."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ from serve_app.settings.features import refused_images
 from serve_app.tracing.export import make_tracer
 
 HTTP_API = "serve_app.api.ingress"
-"""Imported where it runs, while the engine loads: it is most of what there is to import, and neither the builder of the
-application nor an engine replica, which a start waits for, needs any of it."""
+"""Imported late, in the ingress while the engine loads: it makes up most of all imports, and neither the builder of the
+application nor an engine replica, which the start waits for, needs any of it."""
 
 logger = logging.getLogger(__name__)
 
 
 def share_threads(engine: EngineConfig, engine_replicas: int) -> EngineConfig:
-    """Give each engine its share of the cores this process may use, unless the config says how many it gets:
-    replicas that each start a thread per core would fight over them."""
+    """Give each engine its share of this process's cores, unless the config sets the number of threads: replicas with
+    one thread per core each would compete for the cores."""
     if engine.num_threads is not None:
         return engine
     cores = len(os.sched_getaffinity(0))
@@ -69,8 +69,8 @@ def share_threads(engine: EngineConfig, engine_replicas: int) -> EngineConfig:
 
 
 def log_as_serve_does() -> None:
-    """Send our loggers where Serve's own goes (file, console, format, level): without that, INFO is lost in a replica,
-    and with it what the engine resolved and why."""
+    """Give our loggers the handlers and the level of Serve's own: without them a replica loses messages at INFO, such
+    as the configuration that the engine resolved, and why."""
     serve_logger = logging.getLogger("ray.serve")
     for name in ("engine", "serve_app"):
         ours = logging.getLogger(name)
@@ -79,8 +79,8 @@ def log_as_serve_does() -> None:
 
 
 async def warm_up(engine: AsyncEngine) -> None:
-    """Run the largest prefill step, and a decode step: the first of a process are slow, as threads start and operators
-    choose their code, and no request is to pay for that.
+    """Run the largest prefill step and a decode step. The first ones of a process are slow, because threads start and
+    operators choose their code, and no request should wait for that.
 
     Raises:
         EngineError: the engine cannot serve.
@@ -95,7 +95,7 @@ async def warm_up(engine: AsyncEngine) -> None:
 
 
 class EngineReplica:
-    """One engine in a process of its own. Token ids in, token ids out."""
+    """Runs one engine in a process of its own. Takes and returns token ids."""
 
     async def __init__(self, settings: AppSettings) -> None:  # type: ignore[misc]
         log_as_serve_does()
@@ -115,7 +115,7 @@ class EngineReplica:
             self._engine, settings.routing.published_blocks, lambda: self._signals.prefill_tokens_per_s
         )
         self._recorder = EngineRecorder(config)
-        self._engine.observe(self._recorder)  # from now on: the warm-up is nobody's request
+        self._engine.observe(self._recorder)  # only now, so that the warm-up does not count as a request
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._sender = TokenSender(
             self._engine, self._replica_id, self._signals.observe, patience_s=settings.engine_silence_s
@@ -124,8 +124,8 @@ class EngineReplica:
         spare_garbage_collections()
 
     async def generate(self, call: EngineCall) -> bytes | EngineError:
-        """Run one request; see TokenSender.generate. A refusal is returned, not raised: Serve would log a traceback
-        for each."""
+        """Run one request; see TokenSender.generate. A refusal is returned and not raised, because Serve would log a
+        traceback for each."""
         request_id, num_tokens = call.submission.request_id, len(call.submission.prompt_token_ids)
         self._signals.submitted(request_id, num_tokens, call.channel.endpoint, call.num_waiting)
         try:
@@ -138,15 +138,15 @@ class EngineReplica:
             self._signals.ended(request_id)
 
     async def beat_for(self, ingress: ChannelAddress) -> None:
-        """An ingress replica does not hear of this engine; every engine replica is told."""
+        """Send beats to an ingress replica that does not hear of some engine; broadcast to every engine replica."""
         self._sender.attach(ingress)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve calls this for EngineLoadPolicy."""
+        """Return the signals for EngineLoadPolicy; called by Serve."""
         return self._signals.report(self._engine.load()).as_stats()
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Serve calls this for the EngineRouter of each ingress replica."""
+        """Return the report for the EngineRouter of each ingress replica; called by Serve."""
         return await self._routing.report()
 
     async def resolved_config(self) -> ResolvedConfig:
@@ -156,19 +156,19 @@ class EngineReplica:
         return self._engine.load()
 
     async def metrics(self) -> bytes:
-        """See EngineClient.metrics; every engine replica is asked, also one whose engine is dead."""
+        """See EngineClient.metrics; broadcast to every engine replica, including those with a dead engine."""
         return encode(ReplicaSamples(self._replica_id, self._recorder.samples(self._engine.load())))
 
     async def activity(self, after: dict[str, int]) -> bytes:
-        """See EngineClient.activity; every engine replica is asked."""
+        """See EngineClient.activity; broadcast to every engine replica."""
         return encode(self._recorder.activity(self._replica_id, self._engine.load(), after.get(self._replica_id)))
 
     async def adapters(self) -> list[AdapterRef]:
-        """What each ingress replica asks all engine replicas for when it starts."""
+        """List the adapters; each ingress replica asks all engine replicas for them when it starts."""
         return self._adapters.known
 
     async def load_adapter(self, name: str, path: str) -> tuple[str, AdapterRef | EngineError]:
-        """See EngineClient.load_adapter; every engine replica is told. A refusal is returned, not raised."""
+        """See EngineClient.load_adapter; broadcast to every engine replica. A refusal is returned and not raised."""
         try:
             return self._replica_id, await self._adapters.load(name, path)
         except EngineError as error:
@@ -179,14 +179,14 @@ class EngineReplica:
         self._adapters.restore(name, before)
 
     async def unload_adapter(self, name: str) -> None:
-        """See EngineClient.unload_adapter; every engine replica is told."""
+        """See EngineClient.unload_adapter; broadcast to every engine replica."""
         self._adapters.unload(name)
 
     async def reset_prefix_cache(self) -> int:
         return await self._engine.reset_prefix_cache()
 
     async def check_health(self) -> None:
-        """Serve restarts the replica when this has raised some times. The streams need not wait for that: they go on
+        """Raise EngineError if the engine is dead. Serve restarts the replica after several failures; streams move
         elsewhere at the first."""
         try:
             await self._engine.check_health()
@@ -195,13 +195,14 @@ class EngineReplica:
             raise
 
     def __del__(self) -> None:
-        """Serve calls this when the replica stops. The constructor may have failed before there was an engine."""
+        """Stop the engine; called by Serve when the replica stops. The constructor may have failed before it
+        existed."""
         if engine := getattr(self, "_engine", None):
             engine.shutdown()
 
 
 class IngressReplica:
-    """The HTTP side: an ASGI app of its own in each replica."""
+    """Runs the HTTP side, with an ASGI app of its own in each replica."""
 
     async def __init__(self, settings: AppSettings, engine: DeploymentHandle) -> None:  # type: ignore[misc]
         log_as_serve_does()
@@ -221,7 +222,7 @@ class IngressReplica:
         here = serve.get_replica_context()
         self._replica_id = here.replica_id.unique_id
         others = serve.get_deployment_handle(here.deployment, here.app_name)
-        # By value: by gRPC, which sets a call up for two thirds of what Ray's streaming actor call costs.
+        # Calls by value use gRPC, which takes two thirds of the time of Ray's streaming actor calls to set up.
         calls = engine.options(_by_reference=False)
         may_sleep = settings.autoscaling is not None and settings.autoscaling.min_replicas == 0
         self._client = HandleClient(
@@ -284,37 +285,37 @@ class IngressReplica:
         )
 
     def _use_new_engines(self) -> None:
-        """Called on the router's thread: an engine that joins takes requests that wait."""
+        """Let waiting requests use an engine that joined; called on the router's thread."""
         self._loop.call_soon_threadsafe(self._gate.refresh)
 
     async def metrics(self) -> bytes:
-        """See EngineClient.metrics; every ingress replica is asked."""
+        """See EngineClient.metrics; broadcast to every ingress replica."""
         return encode(ReplicaSamples(self._replica_id, self._recorder.samples()))
 
     async def activity(self) -> bytes:
-        """See EngineClient.activity; every ingress replica is asked."""
+        """See EngineClient.activity; broadcast to every ingress replica."""
         return encode(IngressActivity.of(self._replica_id, self._gate.snapshot()))
 
     async def abort(self, name: str) -> bool:
-        """See EngineClient.abort; every ingress replica is asked."""
+        """See EngineClient.abort; broadcast to every ingress replica."""
         return self._live.abort(name) > 0
 
     async def set_adapter(self, name: str, adapter: AdapterRef | None) -> None:
-        """See EngineClient.load_adapter and unload_adapter; every ingress replica is told. None: it ends."""
+        """See EngineClient.load_adapter and unload_adapter; broadcast to every ingress replica. None means unloaded."""
         if adapter is None:
             self._adapters.remove(name)
         else:
             self._adapters.put(adapter)
 
     async def set_draining(self, draining: bool) -> None:
-        """See EngineClient.drain_all; every ingress replica is told."""
+        """See EngineClient.drain_all; broadcast to every ingress replica."""
         if draining:
             self._gate.close()
         else:
             self._gate.reopen()
 
     async def drain(self) -> int:
-        """Called before a shutdown: let what is inside finish, end the rest with an error each, and say how many."""
+        """Drain before a shutdown: let requests finish, end the rest with errors, and return how many those were."""
         num_late = await self._gate.drain(self._settings.drain_timeout_s)
         self._client.end()
         if self._tracer is not None:
@@ -322,7 +323,8 @@ class IngressReplica:
         return num_late
 
     def __del__(self) -> None:
-        """Serve calls this when the replica stops. The constructor may have failed before there was a tracer."""
+        """Stop the tracer; called by Serve when the replica stops. The constructor may have failed before it
+        existed."""
         if tracer := getattr(self, "_tracer", None):
             tracer.shutdown()
 
@@ -335,7 +337,7 @@ def _image_intake(settings: AppSettings, resolved: ResolvedConfig) -> ImageIntak
 
 
 def _load_tokenizer(settings: AppSettings) -> tuple[Tokenizer, int]:
-    """The model's tokenizer, and when the model was made: the same time in every replica."""
+    """Load the model's tokenizer, and return it with the model's creation time, which is the same in every replica."""
     if settings.engine.executor == "fake":
         return Tokenizer.byte_level(images=settings.engine.fake.images), 0
     path = prepare_model(settings.model, weights=settings.engine.load_format != "dummy")

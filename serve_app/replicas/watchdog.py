@@ -1,5 +1,5 @@
-"""Owns the watchdog of a replica: it starts the process, and feeds it from the event loop that serves.
-Never decides that a replica hangs: the other process does, when nothing comes."""
+"""Starts a replica's watchdog process, and feeds it from the event loop that serves.
+Never decides that a replica hangs: the other process does, when it gets nothing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FEED_S = 0.5
 
 
 class Watchdog:
-    """Belongs to the event loop it was made on. A replica whose loop stands still, or which is stopped, or holds its
-    interpreter lock, does not feed it, and is killed."""
+    """Feeds the process; must be used on the event loop on which it was made. A replica does not feed it, and is
+    killed, if its loop stands still, if the process is stopped, or if the interpreter lock is held."""
 
     def __init__(self, most_silent_s: float, is_well: Callable[[], bool] = lambda: True) -> None:
-        """`is_well`: while this says no, the watchdog is not fed. It must not block."""
+        """`is_well`: the watchdog is only fed while this returns true. It must not block."""
         self._is_well = is_well
         script = str(Path(watchdog_process.__file__))
         command = [sys.executable, "-I", "-S", script, str(os.getpid()), str(most_silent_s)]
@@ -38,14 +38,14 @@ class Watchdog:
         try:
             while True:
                 if self._is_well():
-                    with suppress(BlockingIOError):  # it is stopped, and has enough to read
+                    with suppress(BlockingIOError):  # the process is stopped, and its pipe is full
                         os.write(self._pipe, b".")
                 await asyncio.sleep(FEED_S)
         except BrokenPipeError:
-            logger.warning("the watchdog of this process has ended: if the process hangs, nobody kills it")
+            logger.warning("the watchdog of this process has ended: if the process hangs, it will not be killed")
 
     def end(self) -> None:
-        """To be called where the process goes on without it: the watchdog ends as soon as it sees that. Idempotent."""
+        """End the watchdog, for a process that continues without it. Idempotent."""
         self._feeding.cancel()
         assert self._process.stdin is not None
         self._process.stdin.close()

@@ -1,6 +1,6 @@
-"""Owns the end of a replica process that hangs: a process of its own, which hears from the replica through a pipe and
-kills it after too long a silence. `python -I -S` this file, with the replica's process id and the most silent seconds.
-Never outlives the replica, never imports anything of ours or of Ray's, and never kills another process."""
+"""Kills a replica process that hangs: a process of its own, which the replica feeds through a pipe, and which kills the
+replica after too long a silence. Run it by `python -I -S` with the replica's process id and the limit in seconds.
+Never outlives the replica, never imports modules of this project or of Ray, and never kills another process."""
 
 import argparse
 import os
@@ -12,9 +12,9 @@ LOOK_MS = 1000
 
 
 def watch(parent: int, beats: int, most_silent_looks: int) -> bool:
-    """Return when the parent has ended (False), or has said nothing in so many looks one after another (True).
+    """Return False when the parent has ended, or True when it was silent in `most_silent_looks` consecutive looks.
 
-    Looks are counted, not time: where the machine or the container stood still, both processes did.
+    Looks are counted instead of time, because if the machine or the container is suspended, both processes are.
     """
     poll = select.poll()
     poll.register(beats, select.POLLIN)
@@ -26,25 +26,25 @@ def watch(parent: int, beats: int, most_silent_looks: int) -> bool:
             num_silent = 0
         else:
             num_silent += 1
-        if os.getppid() != parent:  # some child of the parent may hold the pipe open
+        if os.getppid() != parent:  # checked because a child of the parent may hold the pipe open
             return False
     return True
 
 
 def kill(parent: int) -> None:
-    """A process that outlives its parent is given another. So while this is the parent, the id is still its own, and
-    not that of a later process."""
+    """Kill the parent. A process that outlives its parent gets another one, so while this is the parent, the id cannot
+    belong to a later process."""
     if os.getppid() == parent:
         os.kill(parent, signal.SIGKILL)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Kill the parent once it has fed standard input nothing for too long.")
-    parser.add_argument("parent", type=int, help="its process id")
-    parser.add_argument("most_silent_s", type=float, help="seconds")
+    parser = argparse.ArgumentParser(description="Kill the parent when standard input has been silent for too long.")
+    parser.add_argument("parent", type=int, help="the parent's process id")
+    parser.add_argument("most_silent_s", type=float, help="how long the parent may be silent, in seconds")
     options = parser.parse_args()
     parent, most_silent_s = options.parent, options.most_silent_s
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent may take its time to end; then so do we
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent is watched until its end
         signal.signal(ignored, signal.SIG_IGN)
     if watch(parent, sys.stdin.fileno(), max(1, round(most_silent_s * 1000 / LOOK_MS))):
         print(f"process {parent} has hung for {most_silent_s:g} s and is killed", file=sys.stderr, flush=True)

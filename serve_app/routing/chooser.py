@@ -1,5 +1,5 @@
-"""Owns a router's way from one request to the replicas that it is to try: what is known of each now, and their ranks.
-Never learns anything but what it places itself; the fleet takes the reports."""
+"""Ranks the replicas for one request by what the router knows about each.
+Never learns anything except its own placements: the fleet takes the reports."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _NOBODY: frozenset[str] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where one request is to go."""
+    """The ranking of replicas for one request."""
 
     ranks: list[list[str]]
     """Replica ids; see placement.rank."""
     num_cached_tokens: dict[str, int]
-    """Of its prompt, those that are expected in a replica's cache; replicas where it is none are left out."""
+    """How many of the prompt's tokens are expected in each replica's cache; replicas with none are left out."""
 
 
 class Chooser:
-    """Chooses for one router. Its time grows with the replicas: a millisecond or two for a thousand."""
+    """Chooses for one router. The time grows with the number of replicas: one or two milliseconds for a thousand."""
 
     def __init__(self, routing: RoutingSettings, block_size: int, random: Random) -> None:
-        """`block_size` is the engines', in tokens."""
+        """`block_size`: that of the engines, in tokens."""
         self._routing = routing
         self._block_size = block_size
         self._bound = Bound(routing.load_factor, routing.slack_tokens)
@@ -49,10 +49,11 @@ class Chooser:
         avoid: Iterable[str] = (),
         full: Container[str] = (),
     ) -> Choice:
-        """Rank the replicas of these names, and count the request where it goes if nothing comes between: requests that
-        are placed before it gets there must see it.
+        """Rank the replicas of these names, and count the request at the first of them, so that requests that are
+        placed before it arrives there take it into account.
 
-        `now`: wall clock, in seconds. `full`: those that take no request now. `attempt` was opened in the fleet.
+        `now`: wall clock, in seconds. `full`: the replicas that take no request now. `attempt` must be open in the
+        fleet.
         """
         prompt = submission.prompt_token_ids
         adapter = "" if submission.adapter is None else submission.adapter.digest

@@ -1,5 +1,5 @@
-"""Owns what a router knows of the engine replicas: their last reports, and what was sent to them since.
-Never decides where a request goes, and never asks a replica; for one thread."""
+"""Holds what a router knows about the engine replicas: their last reports, and what was sent to them since.
+Never decides where a request goes, and never asks a replica. For use by a single thread."""
 
 from __future__ import annotations
 
@@ -12,56 +12,56 @@ from serve_app.routing.prefix_index import PrefixIndex
 from serve_app.routing.stats import RoutingReport, decode, taken_at_s
 
 FLIGHT_S = 0.1
-"""A report is not trusted to count what was sent less than this before it: the request may have been on its way, or the
-two machines' clocks apart. To count a request twice spreads load; to miss it would pile up load."""
+"""A report is assumed not to count requests that were sent less than this before it: they may have been under way, or
+the machines' clocks may differ. Counting a request twice spreads load; missing it would pile up load."""
 
 
 class ReplicaLoad(NamedTuple):
-    """What a replica has to do. A tuple, for the same reason as a Candidate."""
+    """A replica's work. A tuple for the same reason as a Candidate."""
 
     num_requests: int = 0
-    """Running and waiting."""
+    """Running and waiting requests."""
     num_queued_tokens: int = 0
-    """Prompt tokens still to compute."""
+    """Prompt tokens that are still to be computed."""
     num_free_tokens: int | None = None
-    """That its KV cache has room for; None if unknown."""
+    """Tokens for which the KV cache has room; None if unknown."""
 
 
 @dataclass(slots=True)
 class _Sent:
-    """A request that was sent, or is about to be, and has not ended."""
+    """A request that was sent, or is about to be sent, and has not ended."""
 
     replica_id: str
     num_tokens: int
     keys: tuple[bytes, ...]
     at: float
     adapter: bytes = b""
-    """The key of its adapter; b"" if it has none."""
+    """The key of the request's adapter; b"" without an adapter."""
 
 
 @dataclass(slots=True)
 class _Replica:
     report: RoutingReport | None = None
     fresh: dict[str, _Sent] = field(default_factory=dict)
-    """Open attempts that the report does not count, in order of time."""
+    """Open attempts that the report does not count yet, in order of time."""
     counted: dict[str, _Sent] = field(default_factory=dict)
-    """Those that it does."""
+    """Open attempts that the report counts."""
     num_ended: int = 0
-    """Requests that the report counts and that have ended since."""
-    # The sum of the report and of the fresh ones: kept, because each request asks it of every replica.
+    """How many requests that the report counts have ended since."""
+    # The sums of the report and the fresh attempts. They are kept, because each request needs them for every replica.
     num_requests: int = 0
     num_promised_tokens: int = 0
-    """Of the fresh ones."""
+    """The tokens of the fresh attempts."""
     num_free_tokens: int | None = None
-    """As the report has it."""
+    """The number from the report."""
     left: float = 0.0
-    """Prompt tokens that were still to compute at `at`: the report's and the fresh ones, less what the engine computed
-    between them."""
+    """Prompt tokens that were still to be computed at `at`: those of the report and of the fresh attempts, less what
+    the engine computed in between."""
     at: float = 0.0
     rate: float = 0.0
 
     def sum_up(self, block_size: int) -> None:
-        """After a change of the report, or the end of an attempt."""
+        """Compute the sums anew, after a new report or the end of an attempt."""
         self.num_promised_tokens, self.num_requests = 0, 0
         self.left, self.at, self.rate, self.num_free_tokens = 0.0, 0.0, 0.0, None
         if report := self.report:
@@ -72,46 +72,46 @@ class _Replica:
             self.add(sent)
 
     def add(self, sent: _Sent) -> None:
-        """One more fresh attempt, to the sum."""
+        """Add a fresh attempt to the sums."""
         self.num_requests += 1
         self.num_promised_tokens += sent.num_tokens
         self.left = self.num_queued_tokens(sent.at) + sent.num_tokens
         self.at = max(self.at, sent.at)
 
     def holds(self, adapter: bytes) -> bool:
-        """Whether it has the adapter, or is about to for a request that was sent there."""
+        """Whether the replica has the adapter, or will load it for a request that was sent there."""
         sent = (*self.fresh.values(), *self.counted.values())
         reported = self.report is not None and adapter in self.report.adapter_keys
         return reported or any(one.adapter == adapter for one in sent)
 
     def num_queued_tokens(self, now: float) -> float:
-        """Prompt tokens still to compute: `left`, less what the engine has computed since."""
+        """Estimate the prompt tokens still to be computed: `left`, less what the engine has computed since."""
         left = self.left - self.rate * (now - self.at) if now > self.at else self.left
         return left if left > 0 else 0.0
 
 
 _NOBODY = _Replica()
-"""What is known of a replica of which nothing is known."""
+"""Stands for a replica about which nothing is known."""
 
 
 class Fleet:
     """Merges two views of each replica.
 
-    A report counts everybody's requests, but it is as old as the period of reports. This router's own record counts
-    its own requests only, but at once. A replica's load is its last report, plus what this router sent there since,
-    less what it knows to have ended since, and less the prompt tokens that the engine has computed since if it is as
-    fast as it says. Without a report it is what this router sent there and has not seen end.
+    A report counts everybody's requests, but may be as old as the period of reports. This router's own record counts
+    only its own requests, but immediately. A replica's load is its last report, plus what this router has sent there
+    since, less what it knows to have ended since, and less the prompt tokens that the engine has computed since at the
+    speed that it reported. Without a report, it is what this router has sent there and has not seen end.
     """
 
     def __init__(self, block_size: int, max_index_blocks: int) -> None:
-        """`max_index_blocks` bounds the prefixes remembered of each replica, in KV blocks."""
+        """`max_index_blocks`: the limit of the prefixes that are remembered for each replica, in KV blocks."""
         self._block_size = block_size
         self._index = PrefixIndex(max_index_blocks)
         self._replicas: dict[str, _Replica] = {}
         self._attempts: dict[str, _Sent | None] = {}  # None: opened, not placed yet
 
     def update(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
-        """The replicas that live, and the routing stats of each. The others are forgotten."""
+        """Take the live replicas with the routing stats of each, and forget all others."""
         for replica_id in [known for known in self._replicas if known not in stats]:
             self.forget(replica_id)
         for replica_id, packed in stats.items():
@@ -137,7 +137,7 @@ class Fleet:
         )
 
     def engine_load(self) -> EngineLoad | None:
-        """Of all replicas that have reported, by their last reports; None if none has."""
+        """Compute the load of all replicas that have reported, by their last reports; None if none has."""
         reports = [replica.report for replica in self._replicas.values() if replica.report is not None]
         num_blocks = sum(report.num_blocks for report in reports)
         if not num_blocks:
@@ -146,18 +146,18 @@ class Fleet:
         return EngineLoad(held / num_blocks, sum(report.num_waiting for report in reports))
 
     def forget(self, replica_id: str) -> None:
-        """The replica is gone, with its cache and with what was sent there."""
+        """Forget a replica that is gone, with its cache and what was sent there."""
         self._index.forget(replica_id)
         if replica := self._replicas.pop(replica_id, None):
             for attempt in (*replica.fresh, *replica.counted):
                 self._attempts[attempt] = None
 
     def load(self, replica_id: str, now: float) -> ReplicaLoad:
-        """`now` is wall clock, in seconds, as are all times here."""
+        """Return a replica's load. `now`: wall clock in seconds, like all times here."""
         return self.loads((replica_id,), now)[0]
 
     def loads(self, replica_ids: Iterable[str], now: float) -> list[ReplicaLoad]:
-        """Of each, in that order."""
+        """Return the load of each replica, in the given order."""
         replicas = [self._replicas.get(replica_id, _NOBODY) for replica_id in replica_ids]
         return [
             ReplicaLoad(
@@ -169,21 +169,21 @@ class Fleet:
         ]
 
     def num_cached_tokens(self, replica_id: str, keys: Sequence[bytes]) -> int:
-        """Leading tokens of a prompt that the replica is believed to have computed."""
+        """Estimate how many leading tokens of a prompt the replica has in its cache."""
         return self._index.match(replica_id, keys) * self._block_size
 
     def holders(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """The replicas of which `num_cached_tokens` is not 0, and what it is."""
+        """Return the replicas with a `num_cached_tokens` above 0, and the number."""
         return {name: count * self._block_size for name, count in self._index.holders(keys).items()}
 
     def holds_adapter(self, replica_id: str, adapter: bytes) -> bool:
-        """Whether the replica is believed to have the adapter of that key in memory."""
+        """Whether the replica probably has the adapter with that key in memory."""
         return self._replicas.get(replica_id, _NOBODY).holds(adapter)
 
-    # --- what this router sends: open, place as often as it takes, close ----------------------------------------------
+    # --- what this router sends: open, place as often as necessary, close ---------------------------------------------
 
     def open(self, attempt: str) -> None:
-        """A request is looking for a replica."""
+        """Begin an attempt: a request that looks for a replica."""
         self._attempts[attempt] = None
 
     def place(
@@ -195,9 +195,9 @@ class Fleet:
         now: float,
         adapter: bytes = b"",
     ) -> None:
-        """It goes to this replica, to compute `num_tokens`: from now on, other requests see it there.
+        """Count an attempt at a replica, with `num_tokens` to compute, so that other requests take it into account.
 
-        Ignored for an attempt that is not open, of whose end nobody would tell.
+        Ignored for an attempt that is not open, because its end would not be reported.
         """
         if attempt not in self._attempts:
             return
@@ -209,13 +209,13 @@ class Fleet:
         self._index.add(replica_id, keys, now)
 
     def confirm(self, attempt: str, replica_id: str, now: float) -> None:
-        """It was sent to this replica, wherever it was placed."""
+        """Note to which replica an attempt was really sent."""
         sent = self._attempts.get(attempt)
         if sent is not None and sent.replica_id != replica_id:
             self.place(attempt, replica_id, sent.num_tokens, sent.keys, now, sent.adapter)
 
     def close(self, attempt: str) -> None:
-        """It has ended in any way. Ignored for an unknown one."""
+        """End an attempt, whatever its outcome. Ignored for an unknown one."""
         if attempt in self._attempts:
             self._withdraw(attempt)
             del self._attempts[attempt]

@@ -1,5 +1,5 @@
-"""Owns the decision where a request goes, given what is known of each engine replica.
-Never learns anything by itself and never keeps state; the same knowledge and random source give the same decision."""
+"""Decides where a request goes, given what is known about each engine replica.
+Never keeps state: the same knowledge and random source give the same decision."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from random import Random
 from typing import NamedTuple
 
 NUM_DRAWN = 2
-"""Replicas drawn at random where nothing speaks for one of them: the power of two choices."""
+"""How many replicas are drawn at random if no cache or session speaks for one: the power of two choices."""
 
 
 class Candidate(NamedTuple):
-    """A replica as one request sees it. A tuple, because a request sees each of a thousand replicas so."""
+    """A replica from one request's point of view. A tuple, because a request may make a thousand of them."""
 
     replica_id: str
     load_tokens: int = 0
-    """What is to be done there, in prompt tokens to compute."""
+    """The replica's pending work, in prompt tokens to compute."""
     num_cached_tokens: int = 0
-    """Leading tokens of this prompt that are computed there."""
+    """Leading tokens of this prompt in the replica's cache."""
     num_free_tokens: int | None = None
-    """That its KV cache has room for; None if unknown."""
+    """Tokens for which the KV cache has room; None if unknown."""
     adapter_tokens: int = 0
-    """What reading the request's adapter counts there, in prompt tokens to compute; 0 where it is or none is needed."""
+    """The cost of loading the request's adapter, in prompt tokens to compute; 0 if it is loaded or not needed."""
     full: bool = False
-    """It takes no request now."""
+    """Whether the replica takes no request now."""
 
 
 _load = attrgetter("load_tokens")
@@ -35,50 +35,50 @@ _load = attrgetter("load_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a request wants from its replica."""
+    """What matters about a request for its placement."""
 
     num_tokens: int
-    """Of its prompt."""
+    """The length of the prompt."""
     session: str | None = None
     avoid: frozenset[str] = frozenset()
-    """Replica ids to keep away from while there is another."""
+    """The ids of replicas to avoid as long as there is another."""
 
     def num_new_tokens(self, num_cached_tokens: int) -> int:
-        """Of the prompt, those to be computed where so many are: the last one always is."""
+        """Return how many of the prompt's tokens must be computed if so many are cached; at least the last one."""
         return max(self.num_tokens - num_cached_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How much more than the mean a replica may have to do and still be chosen for its cache or its session."""
+    """Limits by how much a replica's load may exceed the mean if it is chosen for its cache or its session."""
 
     load_factor: float
     slack_tokens: int
 
-    def of(self, candidates: Sequence[Candidate]) -> float:
+    def load_limit(self, candidates: Sequence[Candidate]) -> float:
         mean: float = sum(map(_load, candidates)) / len(candidates)
         return self.load_factor * mean + self.slack_tokens
 
 
 def rank(ask: Ask, candidates: Sequence[Candidate], bound: Bound, random: Random) -> list[list[str]]:
-    """Replica ids in the order in which they are to be tried; the first that takes the request gets it.
+    """Return replica ids in the order in which to try them; the first that takes the request gets it.
 
     1. Replicas to avoid are left out, unless there is no other.
-    2. Full ones come last, in one rank, and so are looked at again before the request waits.
-    3. Those above the bound come after those within it. Whoever has least to do is always within it.
-    4. Those whose KV cache has no room come after those that have it: the request would wait there.
-    5. With a session, the order of the session's own hash decides: when a replica goes, only its sessions move.
-    6. Without, the fewest tokens before the first answer token decide: what is to be done there already, and what
-       is to be computed of this prompt. So a cached prefix counts exactly the tokens that it saves, and an adapter that
-       has to be read what that is said to cost: its holders come first while they have little more to do. Replicas that
-       have nothing of either are represented by two drawn at random: every ingress replica has the same reports, and
-       all would send to the same one until the next.
+    2. Full replicas come last, in one rank, so that they are checked again before the request waits.
+    3. Replicas above the bound come after those within it. The least loaded one is always within it.
+    4. Replicas with no room in their KV cache come after those that have room, because the request would wait there.
+    5. With a session, the session's hash decides the order, so that only its sessions move when a replica goes.
+    6. Without a session, the fewest tokens before the first answer token decide: the replica's pending work, and what
+       must be computed of this prompt. So a cached prefix counts exactly the tokens that it saves, and an adapter that
+       must be loaded counts its configured cost: replicas that have it come first as long as they have little more to
+       do. Of replicas that have neither, two drawn at random come first: all ingress replicas have the same reports,
+       and would otherwise all send to the same replica until the next report.
     """
     if not candidates:
         return []
     allowed = [candidate for candidate in candidates if candidate.replica_id not in ask.avoid] or list(candidates)
     allowed.sort(key=lambda _: random.random())  # the order among equals; a shuffle takes three times as long
-    most = bound.of(allowed)
+    most = bound.load_limit(allowed)
     ready = [candidate for candidate in allowed if not candidate.full]
     light = [candidate for candidate in ready if candidate.load_tokens <= most]
     heavy = sorted((candidate for candidate in ready if candidate.load_tokens > most), key=_load)
@@ -103,24 +103,27 @@ def _in_order(ask: Ask, candidates: list[Candidate]) -> list[Candidate]:
     tight = [candidate for candidate in others if _lacks_room(candidate, everything)]
     drawn = [*roomy[:NUM_DRAWN], *tight][:NUM_DRAWN]
     rest = [roomy[NUM_DRAWN:], tight[max(NUM_DRAWN - len(roomy), 0) :]]
-    # All of the prompt is new to each of the rest, and so is its adapter: their loads alone tell which costs less.
+    # The rest have neither the prompt nor its adapter, so only their loads decide.
     return sorted([*holders, *drawn], key=cost) + [one for group in rest for one in sorted(group, key=_load)]
 
 
 def _lacks_room(candidate: Candidate, num_tokens: int) -> bool:
-    """The cache of the replica has no room for so many more."""
+    """Whether the replica's cache has no room for `num_tokens` more."""
     free = candidate.num_free_tokens
     return free is not None and free < num_tokens
 
 
 def session_weight(session: str, replica_id: str) -> int:
-    """Rendezvous hashing: the replica with the highest weight is the session's home, the next one its second."""
-    text = f"{replica_id}\0{session}".encode("utf-8", "surrogatepass")  # a client's JSON may hold half a character
+    """Rate a replica for a session by rendezvous hashing: the one with the highest weight is the session's first
+    choice.
+    """
+    text = f"{replica_id}\0{session}".encode("utf-8", "surrogatepass")  # a client's JSON may have half a surrogate pair
     return int.from_bytes(blake2b(text, digest_size=8).digest())
 
 
 def two_choices(candidates: Sequence[Candidate], random: Random) -> list[list[str]]:
-    """For calls that compute nothing: two drawn at random in one rank, where Serve takes the shorter queue."""
+    """Rank replicas for a call that computes nothing: two drawn at random form the first rank, and Serve takes the one
+    with the shorter queue."""
     ready = [candidate.replica_id for candidate in candidates if not candidate.full]
     full = [candidate.replica_id for candidate in candidates if candidate.full]
     random.shuffle(ready)

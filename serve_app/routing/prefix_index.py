@@ -1,5 +1,5 @@
-"""Owns what a router believes about prefix caches: which engine replica holds which blocks of which prompts.
-Never holds tokens, and is never certain: a wrong belief costs a recomputed prefix, not a wrong answer."""
+"""Holds what a router assumes about prefix caches: which engine replica has which blocks of which prompts.
+Never holds tokens, and is never certain: a wrong assumption costs a recomputed prefix, not a wrong answer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from engine.multimodal_inputs import SpanInput
 from engine.prefix import extend_chain, root_of
 
 KEY_BYTES = 8
-"""Of a block's digest. An engine shares KV by the whole digest; a collision of these sends a request to a replica
-that turns out to lack its prefix."""
+"""How many bytes of a block's digest are its key. Engines share KV by the whole digest, so a collision of keys only
+sends a request to a replica that turns out to lack its prefix."""
 
 
 def prefix_keys(
@@ -22,8 +22,8 @@ def prefix_keys(
     inputs: Sequence[SpanInput] = (),
     adapter: str = "",
 ) -> tuple[bytes, ...]:
-    """Keys of the first full blocks of a prompt, at most `max_blocks`: what an engine would name them. adapter: the
-    digest of what computes them."""
+    """Compute the keys of a prompt's first full blocks, at most `max_blocks`, as an engine names them. `adapter`: the
+    digest of the adapter that computes them."""
     chain: list[bytes] = []
     num_blocks = min(len(token_ids) // block_size, max_blocks)
     extend_chain(chain, token_ids, num_blocks, block_size, root_of(salt, adapter), inputs)
@@ -31,14 +31,14 @@ def prefix_keys(
 
 
 class PrefixIndex:
-    """For each replica the blocks it is believed to hold, and when that was last known.
+    """Holds for each replica the blocks that it probably has, and when that was last known.
 
-    Two sources are merged: a request that is sent somewhere brings its prefix there, and an engine's report says what
-    is there. The later one counts: what a report lacks goes, unless it was sent after the report was taken.
+    Two sources are merged: a request brings its prefix to the replica to which it is sent, and an engine reports what
+    it has. The later one counts: blocks that a report lacks are removed, unless they were sent after the report.
     """
 
     def __init__(self, max_blocks: int) -> None:
-        """`max_blocks` are kept for a replica; the least recently known go first."""
+        """`max_blocks`: how many blocks are kept for a replica; the least recently known are removed first."""
         self._max_blocks = max_blocks
         self._known: defaultdict[str, OrderedDict[bytes, float]] = defaultdict(OrderedDict)  # key -> seconds
 
@@ -46,18 +46,18 @@ class PrefixIndex:
         return len(self._known.get(replica_id, ()))
 
     def match(self, replica_id: str, keys: Sequence[bytes]) -> int:
-        """How many leading blocks of a prompt the replica holds."""
+        """Return how many leading blocks of a prompt the replica has."""
         return _depth(self._known.get(replica_id, {}), keys)
 
     def holders(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """The replicas that hold leading blocks of a prompt, and how many: few of a thousand hold even the first."""
+        """Return the replicas that have leading blocks of a prompt, and how many each has."""
         if not keys:
             return {}
         first = keys[0]
         return {replica_id: _depth(known, keys) for replica_id, known in self._known.items() if first in known}
 
     def add(self, replica_id: str, keys: Sequence[bytes], now: float) -> None:
-        """A prompt was sent to the replica at `now`, in seconds."""
+        """Note that a prompt was sent to the replica at `now`, in seconds."""
         known = self._known[replica_id]
         _refresh(known, keys, now)
         _trim(known, self._max_blocks)
@@ -65,9 +65,8 @@ class PrefixIndex:
     def report(
         self, replica_id: str, keys: Sequence[bytes], taken_at: float, *, complete: bool, max_cached: int
     ) -> None:
-        """The replica's engine held `keys` at `taken_at`, heads of prefixes first; nothing else if `complete`.
-
-        An engine that holds more than it reports holds at most `max_cached` blocks: what is older goes beyond that.
+        """Note that the replica's engine had `keys` at `taken_at`, heads of prefixes first, and nothing else if
+        `complete`. Otherwise it had at most `max_cached` blocks, so older ones beyond that number are removed.
         """
         known = self._known[replica_id]
         later = [(key, at) for key, at in known.items() if at > taken_at]
@@ -89,7 +88,7 @@ def _depth(known: Container[bytes], keys: Sequence[bytes]) -> int:
 
 
 def _refresh(known: OrderedDict[bytes, float], keys: Sequence[bytes], at: float) -> None:
-    for key in reversed(keys):  # a head outlives its tail, which is of no use without it
+    for key in reversed(keys):  # a head must outlive its tail, which is useless without it
         known[key] = at
         known.move_to_end(key)
 

@@ -1,5 +1,5 @@
-"""Owns the seam between Ray Serve's routing and ours: the class that Serve loads into every process that calls engines.
-Never decides; placement does. Its module is pickled by value, so all that it shares with others lives in theirs."""
+"""Connects Ray Serve's routing to ours: has the class that Serve loads into every process that calls engines.
+Never decides: placement does. Serve pickles this module by value, so state that it shares with others is in theirs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["EngineRouter", "num_engines", "router_config"]
 
 
 def router_config(routing: RoutingSettings, engine: EngineConfig) -> RequestRouterConfig:
-    """How Serve routes calls to the engine deployment."""
+    """Make Serve's configuration for routing calls to the engine deployment."""
     if not engine.enable_prefix_caching:
         routing = routing.model_copy(update={"prefix_blocks": 0})
     return RequestRouterConfig(
@@ -38,7 +38,7 @@ def router_config(routing: RoutingSettings, engine: EngineConfig) -> RequestRout
 
 
 class EngineRouter(RequestRouter):  # type: ignore[misc]
-    """Places engine calls by session, cached prefix and load, and any other call by the shorter of two queues.
+    """Places engine calls by session, cached prefix and load, and all other calls by the shorter of two queues.
 
     All of it runs on the router's event loop, and nothing in it waits for another process.
     """
@@ -46,7 +46,8 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(
         self, *, block_size: int, routing: Mapping[str, Any] | None = None, random: Random | None = None
     ) -> None:
-        """Called by Serve with the `request_router_kwargs`. `block_size` is the engines', in tokens."""
+        """Initialize; called by Serve with the `request_router_kwargs`. `block_size`: that of the engines, in
+        tokens."""
         self._random = random or Random()
         self._chooser = Chooser(RoutingSettings(**(routing or {})), block_size, self._random)
         self._fleet = self._chooser.fleet
@@ -55,14 +56,14 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         self._fleet.update({replica.replica_id.unique_id: replica.routing_stats for replica in replicas})
-        self._tell_of_fleet()
+        self._publish_fleet()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._fleet.forget(replica_id.unique_id)
-        self._tell_of_fleet()
+        self._publish_fleet()
 
-    def _tell_of_fleet(self) -> None:
+    def _publish_fleet(self) -> None:
         liveness.set_engines(frozenset(replica_id.unique_id for replica_id in self.curr_replicas))
         set_num_engines(len(self.curr_replicas))
         set_engine_load(self._fleet.engine_load())
@@ -70,10 +71,10 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Ranks of replicas; Serve goes through them until one takes the request, and then waits and asks again."""
-        if pending_request is not None:  # else Serve would ask again at once, for as long as all are full
+        """Rank the replicas. Serve tries them until one takes the request; if none does, it waits and asks again."""
+        if pending_request is not None:  # otherwise Serve would ask again at once, as long as all are full
             pending_request.routing_context.should_backoff = True
-        silent = liveness.silent_engines()  # if there are no others, it waits here until there are
+        silent = liveness.silent_engines()  # if there are no others, the request waits here
         candidate_replicas = [one for one in candidate_replicas if one.replica_id.unique_id not in silent]
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         ready = {replica.replica_id.unique_id for replica in self.select_available_replicas(candidate_replicas)}
@@ -94,11 +95,11 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Serve's way through the routing of one attempt, from its begin to its end.
+        """Route one attempt, from its beginning to its end, with Serve's own method.
 
-        Each attempt gets an id of its own. Serve gives all calls of one HTTP request the same one, and its base class
-        looks up by it whom a routed replica is for: of two such calls that wait at once, one would wait for ever (seen
-        with 2.60). The end of a rejected attempt must not be taken for that of its retry, either.
+        Each attempt gets an id of its own. Serve gives all calls of one HTTP request the same id, by which its base
+        class finds the call for a routed replica: of two such calls that wait at the same time, one would wait forever
+        (seen with 2.60). Also, the end of a rejected attempt must not be taken for the end of its retry.
         """
         attempt = uuid.uuid4().hex
         pending_request.metadata = replace(pending_request.metadata, internal_request_id=attempt)
@@ -110,7 +111,7 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
             raise
         finally:
             expected = self._expected.pop(attempt, None)
-        if expected is not None and not is_retry:  # a retry was counted before it was turned away
+        if expected is not None and not is_retry:  # a retry was already counted
             num_tokens = len(pending_request.args[0].submission.prompt_token_ids)
             overlap.add(num_tokens, expected.get(chosen.replica_id.unique_id, 0))
         self._fleet.confirm(attempt, chosen.replica_id.unique_id, time.time())
@@ -119,5 +120,5 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         return chosen
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Called by Serve once for each attempt that got a replica, however it ended."""
+        """Close an attempt; called by Serve once for each attempt that got a replica, whatever its outcome."""
         self._fleet.close(internal_request_id)

@@ -1,5 +1,5 @@
-"""Owns what an engine replica tells the routers: its load and its cached prefixes, packed for Serve and unpacked.
-Never measures: the numbers are the engine's, taken between two steps."""
+"""Packs and unpacks what an engine replica reports to the routers through Serve: its load and its cached prefixes.
+Never measures: the numbers come from the engine, between two steps."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from engine.protocol import EngineError, LoadSnapshot
 from serve_app.routing.prefix_index import KEY_BYTES
 
 _FORMAT = 1
-"""Raised when the meaning changes: in a rolling update, routers and engines of two versions meet."""
+"""Increased when the meaning changes, because routers and engines of two versions meet in a rolling update."""
 
-_NEWS = ("requests", "queued_tokens", "free_blocks", "cached_blocks", "prefixes", "adapters")
-"""What makes an idle engine's stats new. A queue is always news: routers expect it to become shorter."""
+_CHANGES = ("requests", "queued_tokens", "free_blocks", "cached_blocks", "prefixes", "adapters")
+"""Changes in these fields are published. With a queue every report is, because routers expect it to become shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingReport:
-    """One engine at one moment. Counts are of requests, tokens or KV blocks."""
+    """The state of one engine at one moment. Counts are of requests, tokens or KV blocks."""
 
     taken_at_s: float
-    """Wall clock of the engine's machine, in seconds."""
+    """The wall clock of the engine's machine, in seconds."""
     num_requests: int
-    """Running and waiting."""
+    """Running and waiting requests."""
     num_queued_tokens: int
-    """Prompt tokens still to compute."""
+    """Prompt tokens that are still to be computed."""
     prefill_tokens_per_s: float
-    """How fast those become fewer."""
+    """The rate at which the engine computes them."""
     num_waiting: int
-    """Of those, requests that wait."""
+    """How many of the requests wait."""
     num_blocks: int
-    """Of the KV cache; 0 from an engine of an earlier version, which does not say."""
+    """The size of the KV cache; 0 from an engine of an earlier version, which does not report it."""
     num_held_blocks: int
     num_free_blocks: int
-    """Neither held nor reserved for what running requests will need; blocks of unused prefixes count as free."""
+    """Blocks neither held nor reserved for running requests; blocks of unused prefixes count as free."""
     max_cached_blocks: int
-    """The engine caches no more than these."""
+    """The engine caches at most this many blocks."""
     prefix_keys: tuple[bytes, ...]
-    """Of cached blocks, heads of prefixes first."""
+    """The keys of cached blocks, heads of prefixes first."""
     all_prefixes: bool
-    """Whether those are all that are cached."""
+    """Whether those are all cached blocks."""
     adapter_keys: frozenset[bytes] = frozenset()
-    """Of the LoRA adapters in memory; see adapter_key."""
+    """The keys of the LoRA adapters in memory; see adapter_key."""
 
 
 def adapter_key(digest: str) -> bytes:
-    """What stands for an adapter's digest in reports."""
+    """Shorten an adapter's digest to its key in reports."""
     return bytes.fromhex(digest)[:KEY_BYTES]
 
 
@@ -62,11 +62,11 @@ def encode(
     taken_at_s: float,
     adapters: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The return value of `record_routing_stats`. `digests` are those of `AsyncEngine.cached_digests(limit)`, and
-    `adapters` the digests of its adapters.
+    """Pack the return value of `record_routing_stats`. `digests`: from `AsyncEngine.cached_digests(limit)`. `adapters`:
+    the digests of the engine's adapters.
 
-    Serve pickles it, keeps it in its controller and sends it, with those of all other replicas, to every router each
-    time that one of them changes: hence bytes, and few of them.
+    Serve pickles the value, keeps it in its controller, and sends it with those of all other replicas to every router
+    each time that one of them changes. Therefore it consists of few bytes.
     """
     return {
         "format": _FORMAT,
@@ -86,7 +86,7 @@ def encode(
 
 
 class RoutingReporter:
-    """Answers for one engine what Serve's controller asks of it each `stats_period_s`."""
+    """Reports one engine's stats, for which Serve's controller asks every `stats_period_s`."""
 
     def __init__(self, engine: AsyncEngine, published_blocks: int, prefill_tokens_per_s: Callable[[], float]) -> None:
         self._engine = engine
@@ -95,11 +95,11 @@ class RoutingReporter:
         self._last: dict[str, Any] = {}
 
     async def report(self) -> dict[str, Any]:
-        """The engine's stats; the same as before while nothing changes and nothing should, since Serve broadcasts each
-        change."""
+        """Return the engine's stats. As long as nothing changes, and no queue should have, return the previous ones,
+        because Serve broadcasts each change."""
         try:
             digests = await self._engine.cached_digests(self._limit)
-        except EngineError:  # dead, which the health check tells
+        except EngineError:  # the engine is dead, which the health check reports
             return self._last
         load = self._engine.load()
         rate = self._prefill_tokens_per_s()
@@ -111,18 +111,18 @@ class RoutingReporter:
             taken_at_s=time.time(),
             adapters=self._engine.adapters.loaded,
         )
-        if fresh["queued_tokens"] or any(fresh[name] != self._last.get(name) for name in _NEWS):
+        if fresh["queued_tokens"] or any(fresh[name] != self._last.get(name) for name in _CHANGES):
             self._last = fresh
         return self._last
 
 
 def taken_at_s(stats: Mapping[str, Any]) -> float | None:
-    """When the stats were taken; None if there are none that this version understands."""
+    """Return when the stats were taken; None if there are none in a format of this version."""
     return stats["taken_at_s"] if stats.get("format") == _FORMAT else None
 
 
 def decode(stats: Mapping[str, Any]) -> RoutingReport | None:
-    """What `encode` packed; None for a replica that has reported nothing yet, or in another version's format."""
+    """Unpack stats; None for a replica that has reported nothing yet, or in another version's format."""
     if stats.get("format") != _FORMAT:
         return None
     return RoutingReport(

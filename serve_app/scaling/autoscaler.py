@@ -1,5 +1,5 @@
-"""Owns how many engine replicas a load needs, with the hysteresis that keeps that number still.
-Never reads a clock or speaks to Ray: a moment's reports come in, a number and its reason go out."""
+"""Computes how many engine replicas a load needs, with hysteresis that keeps the number stable.
+Never reads a clock or calls Ray: it gets one moment's reports, and returns a number and its reason."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from serve_app.scaling.signals import ATTAINMENT_WINDOW_S, OFFERED_WINDOW_S, Eng
 from serve_app.settings.scaling import ScalingSettings
 
 _ROUNDING = 1e-9
-"""Sums of floats that should be whole are not rounded up to the next number."""
+"""A tolerance, so that sums of floats that should be whole numbers are not rounded up to the next one."""
 RUNNING, OFFERED, KV = "running requests", "offered prefill", "KV blocks in use"
 _FULL = 0.9
-"""From this share on, seats or blocks are what requests wait for: some are free at any moment, between two of them."""
+"""From this share on, seats or blocks count as what requests wait for; some are always free between two requests."""
 _FORECAST_GROWTH = 2.0
-"""A forecast is at most this multiple of the present load."""
+"""A forecast is limited to this multiple of the present load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What is known at one moment."""
+    """Everything that is known at one moment."""
 
     now_s: float
-    """Of a clock that never goes back."""
+    """The time on a monotonic clock."""
     running: Mapping[str, StampedReport | None]
-    """Every running replica, with its last report if there is one."""
+    """All running replicas, each with its last report if there is one."""
     target: int
-    """Replicas that were asked for, running or starting."""
+    """The number of replicas requested so far, running or starting."""
     router_queued: float
-    """Requests that have not reached an engine."""
+    """How many requests have not reached an engine."""
     min_replicas: int
     max_replicas: int
 
@@ -40,18 +40,18 @@ class Observation:
 class Decision:
     num_replicas: int
     reason: str
-    """The term that needs the most replicas."""
+    """The term that requires the most replicas."""
     need: float
-    """Replicas that the load needs, before rounding and hysteresis."""
+    """The replicas that the load requires, before rounding and hysteresis."""
     num_stale: int
-    """Running replicas without a recent report."""
+    """The number of running replicas without a recent report."""
 
 
 class Autoscaler:
-    """The state of one deployment's scaling. Call `decide` several times a second.
+    """Holds the state of one deployment's scaling. Call `decide` several times a second.
 
-    A need is a number of replicas, in parts: the whole load divided by the share of it that one replica is to have.
-    It does not depend on how many run, so replicas that are still starting are not asked for again.
+    A need is a fractional number of replicas: the whole load divided by the load that one replica should have. It does
+    not depend on how many are running, so replicas that are still starting are not requested again.
     """
 
     def __init__(self, settings: ScalingSettings) -> None:
@@ -67,43 +67,43 @@ class Autoscaler:
         self._recovering, self._calm_since_s = True, -math.inf
 
     def decide(self, seen: Observation) -> Decision:
-        """The number of replicas to run from now on, within the bounds. More load never gives a smaller one."""
+        """Decide the number of replicas, within the bounds. More load never leads to a smaller number."""
         self._note_time(seen)
         known = self._freshness.sort(seen.now_s, seen.running)
         need, reason = self._need(seen, known)
-        # With none running, all are starting, or there is none: nothing is measured, and nothing is taken away.
+        # If none is running, there are no measurements, and no replica is removed.
         wanted = self._settled(seen, need, known) if seen.running else max(seen.target, int(seen.router_queued > 0))
         return Decision(min(seen.max_replicas, max(seen.min_replicas, wanted)), reason, need, known.num_stale)
 
     def _note_time(self, seen: Observation) -> None:
         unseen = seen.now_s - self._last_s > self._settings.stale_after_s
-        if unseen or not seen.running:  # nobody knows whether it lasted
+        if unseen or not seen.running:  # it is unknown whether the need lasted
             for lasting in (self._more, self._fewer, self._none):
                 lasting.end()
         self._last_s = seen.now_s
 
     def _need(self, seen: Observation, known: Sorted) -> tuple[float, str]:
-        """Replicas that the load needs, and the term that says so. One without news is assumed to be full."""
+        """Compute the need and the term that determines it. A replica without a recent report is assumed to be full."""
         terms = steady_terms(self._settings, known.reports)
         steady = max(terms.values())
         if known.reports and len(known.reports) == len(seen.running):
             self._trend.add(seen.now_s, steady)
         limit = self._settings.max_growth * len(seen.running)
-        # What waits before the engines may go to any of them, so each of them knows of all of it.
+        # Requests that wait in front of the engines may go to any of them, so each engine reports all of them.
         outside = seen.router_queued + max((report.num_waiting_outside for report in known.reports), default=0.0)
         waiting = waiting_terms(self._settings, known.reports, outside)
         terms |= {name: min(need, limit) for name, need in waiting.items()}
         reason = max(terms, key=terms.__getitem__)
         present = terms[reason] + known.num_stale
-        # What this moment teaches, it teaches of its own load: a forecast is of another.
+        # The share is learned only from the present load, because a forecast concerns another load.
         forecast = (min(self._trend.forecast(), _FORECAST_GROWTH * steady) + known.num_stale) / self._share.value
         share = self._share.update(seen.now_s, present, len(seen.running), self._attainment(seen, known.reports))
         self._note_calm(seen, known, present)
         return max((present / share, reason), (forecast, "forecast"))
 
     def _note_calm(self, seen: Observation, known: Sorted, present: float) -> None:
-        """From a change of the fleet, or a need for one, until what waited is worked off, times to first token say
-        nothing of the load that engines have: they are missed by requests that came before."""
+        """Note since when the fleet has been stable. From a change of the fleet, or the need for one, until the backlog
+        is worked off, times to first token are missed by earlier requests, and say nothing about the engines' load."""
         running, self._num_running = self._num_running, len(seen.running)
         if len(seen.running) != running or max(seen.target, present) > len(seen.running):
             self._recovering = True
@@ -112,7 +112,7 @@ class Autoscaler:
             self._recovering = any(_has_backlog(self._settings, report) for report in known.reports)
 
     def _attainment(self, seen: Observation, reports: Sequence[EngineReport]) -> float | None:
-        """Of requests that came while the fleet was as it is; else None."""
+        """Return the attainment if all judged requests came while the fleet was stable; otherwise None."""
         if seen.now_s - self._calm_since_s < ATTAINMENT_WINDOW_S:
             return None
         judged = sum(report.num_judged for report in reports)
@@ -120,11 +120,11 @@ class Autoscaler:
         return in_time / judged if judged else 1.0
 
     def _settled(self, seen: Observation, need: float, known: Sorted) -> int:
-        """The target, or another number that has been called for long enough."""
+        """Return the target, or another number that was needed for long enough."""
         settings, target = self._settings, seen.target
         wanted = min(seen.max_replicas, _whole(need))
         enough = max(1, seen.min_replicas, _whole(need / (1 - settings.downscale_margin)))
-        # Engines that have more than they can do show no more than that: then those that are starting are needed.
+        # Overloaded engines cannot show how much more load there is, so replicas that are starting are kept.
         may_shrink = len(known.reports) == len(seen.running) >= enough
         may_end = may_shrink and target == 1 and seen.min_replicas == 0 and _is_idle(seen, known.reports)
         more = self._more.update(seen.now_s, target, wanted if wanted > target else None)
@@ -136,7 +136,7 @@ class Autoscaler:
 
 
 def steady_terms(settings: ScalingSettings, reports: Sequence[EngineReport]) -> dict[str, float]:
-    """Replicas needed by what runs and arrives. Requests that pile up at too few replicas do not raise these."""
+    """Compute the replicas for running and arriving requests. A backlog at too few replicas does not increase these."""
     seats = sum(report.num_running / report.max_num_seqs for report in reports)
     prefill = sum(report.offered_prefill_tokens_per_s / report.prefill_tokens_per_s for report in reports)
     return {
@@ -147,7 +147,8 @@ def steady_terms(settings: ScalingSettings, reports: Sequence[EngineReport]) -> 
 
 
 def waiting_terms(settings: ScalingSettings, reports: Sequence[EngineReport], outside: float) -> dict[str, float]:
-    """Replicas needed by what runs, arrives and waits. What waits may be gone before another replica has started."""
+    """Compute the replicas for running, arriving and waiting requests. The latter may be done before a replica
+    starts."""
     steady = steady_terms(settings, reports)
     seats = sum(report.max_num_seqs for report in reports)
     waiting = outside + sum(report.num_waiting for report in reports if _is_seated(report))
@@ -162,7 +163,8 @@ def waiting_terms(settings: ScalingSettings, reports: Sequence[EngineReport], ou
 
 
 def _is_seated(report: EngineReport) -> bool:
-    """Else what waits there waits for its turn to be computed, and queued tokens say how much that is."""
+    """Whether an engine's seats are taken. Otherwise its waiting requests only wait to be computed, and are part of its
+    queued tokens."""
     return report.num_running >= _FULL * report.max_num_seqs
 
 
@@ -176,7 +178,7 @@ def _whole(need: float) -> int:
 
 
 def _is_idle(seen: Observation, reports: Sequence[EngineReport]) -> bool:
-    """Nothing runs or waits, and nothing came and went between two reports."""
+    """Whether no request runs or waits, and none came and went between two reports."""
     busy = (
         one.num_running or one.num_waiting or one.num_waiting_outside or one.offered_prefill_tokens_per_s
         for one in reports

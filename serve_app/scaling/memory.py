@@ -1,5 +1,5 @@
-"""Owns what scaling remembers between two moments: which reports are news, trends, lessons, how long a thing lasts.
-Never decides on replicas, and keeps a few numbers for each, however long it runs."""
+"""Holds what the autoscaler remembers between two moments: which reports are new, trends, the load share, durations.
+Never decides on replicas, and keeps only a few numbers for each, however long it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TREND_BUCKETS = 4
 
 @dataclass(frozen=True, slots=True)
 class StampedReport:
-    """A report, and a number that is another for each new one. It is never compared with a clock of ours."""
+    """A report with a number that differs for each new report. The number is never compared with a local clock."""
 
     stamp: float
     report: EngineReport
@@ -27,25 +27,26 @@ class StampedReport:
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """The running replicas by what is known of them."""
+    """The running replicas, sorted by what is known about them."""
 
     reports: tuple[EngineReport, ...]
-    """Recent ones."""
+    """The recent reports."""
     num_new: int
-    """Replicas that began to run just now and have not reported yet."""
+    """The number of replicas that have just started and not reported yet."""
     num_stale: int
-    """Replicas without a recent report: whatever they do, they may be full."""
+    """The number of replicas without a recent report, which may be full."""
 
 
 class Freshness:
-    """Tells reports that are renewed from those that are not, whatever the clocks of other machines say."""
+    """Recognizes reports that are no longer renewed, independently of other machines' clocks."""
 
     def __init__(self, stale_after_s: float) -> None:
         self._stale_after_s = stale_after_s
-        self._news: dict[str, tuple[float | None, float]] = {}  # replica: stamp, and when it was seen first
+        self._news: dict[str, tuple[float | None, float]] = {}  # replica: its stamp, and when that was first seen
 
     def sort(self, now_s: float, running: Mapping[str, StampedReport | None]) -> Sorted:
-        """A report is recent if its stamp was seen first within `stale_after_s`. Forgets replicas that do not run."""
+        """Sort replicas. A report is recent if its stamp was first seen within `stale_after_s`. Forgets other
+        replicas."""
         self._news = {replica: news for replica, news in self._news.items() if replica in running}
         reports, num_new, num_stale = [], 0, 0
         for replica, stamped in running.items():
@@ -66,14 +67,15 @@ class Freshness:
 
 
 class Trend:
-    """A load, extrapolated by `horizon_s` if its mean rose three times in a row, from quarter to quarter of that time.
+    """Extrapolates a load by `horizon_s`, if its mean rose three times in a row, from quarter to quarter of that time.
 
-    The least of the three rises counts. A step makes two at most, so it is not taken for a ramp, as smoothing would:
-    Holt's, with times like these, shoots over a step by three quarters of it. Noise seldom rises three times.
+    The least of the three rises counts. A step causes two rises at most, so it is not taken for a ramp; with smoothing
+    it would be: Holt's method, with such times, overshoots a step by three quarters. Noise seldom rises three times.
     """
 
     def __init__(self, horizon_s: float, least_bucket_s: float) -> None:
-        """`least_bucket_s`: what the load itself is averaged over; in shorter buckets a step would look like a ramp."""
+        """`least_bucket_s`: the window over which the load itself is averaged. With shorter buckets, a step would look
+        like a ramp."""
         self._horizon_s = horizon_s
         self._bucket_s = max(horizon_s / _TREND_BUCKETS, least_bucket_s)
         self._means: deque[float] = deque(maxlen=_TREND_BUCKETS)
@@ -81,7 +83,7 @@ class Trend:
         self._sum, self._count = 0.0, 0
 
     def add(self, now_s: float, load: float) -> None:
-        if now_s - self._since_s > 2 * self._bucket_s:  # not seen for a while: no trend goes across
+        if now_s - self._since_s > 2 * self._bucket_s:  # a gap in the observations ends the trend
             self._means.clear()
             self._since_s, self._sum, self._count = now_s, 0.0, 0
         elif now_s - self._since_s >= self._bucket_s and self._count:
@@ -91,18 +93,19 @@ class Trend:
         self._count += 1
 
     def forecast(self) -> float:
-        """The load after `horizon_s`, or 0 where there is no trend upwards."""
+        """Return the load after `horizon_s`, or 0 without an upward trend."""
         if len(self._means) < _TREND_BUCKETS or not self._horizon_s:
             return 0.0
         rise = min(after - before for before, after in pairwise(self._means))
-        # The last mean is the load of its bucket's middle, half a bucket to one and a half ago.
+        # The last mean is the load in the middle of its bucket, which was half a bucket to one and a half ago.
         return self._means[-1] + rise * (self._horizon_s / self._bucket_s + 1) if rise > 0 else 0.0
 
 
 class LoadShare:
-    """The share of the targets that engines are loaded to, lowered where times to first token are missed at less.
+    """Learns the share of the targets to which engines may be loaded: lowered when first tokens are late at less load.
 
-    Adding replicas for as long as they are missed would go up and down for ever: the lesson must outlast the cure.
+    Merely adding replicas as long as first tokens are late would oscillate forever, so the lowered share must last
+    longer than the lateness.
     """
 
     def __init__(self, objective: float) -> None:
@@ -111,11 +114,11 @@ class LoadShare:
         self._last_s: float | None = None
 
     def update(self, now_s: float, need: float, running: int, attainment: float | None) -> float:
-        """The share from now on, 0.5 to 1. `need`: replicas for the load as the targets are. `attainment`: of the
-        requests that `running` replicas served, None while that cannot be said.
+        """Return the share from now on, 0.5 to 1. `need`: replicas for the load by the targets. `attainment`: that of
+        the requests that `running` replicas served; None while it is unknown.
 
-        A miss asks for up to twice the replicas. It teaches nothing where engines have less than half the load that
-        they are meant for: then it is not for want of replicas.
+        A low attainment requests up to twice the replicas. It is ignored if engines have less than half of their target
+        load, because then the cause is not a lack of replicas.
         """
         if self._last_s is not None:
             self.value = 1 - (1 - self.value) * math.exp((self._last_s - now_s) / _SHARE_RECOVERY_S)
@@ -127,10 +130,10 @@ class LoadShare:
 
 
 class Lasting:
-    """A number that is called for at one target, and counts once it was for `delay_s` without a break."""
+    """Delays a requested number: it counts when it was requested at the same target for `delay_s` without a break."""
 
     def __init__(self, delay_s: float, choose: Callable[[int, int], int]) -> None:
-        """`choose` is min or max: which of the numbers called for in that time counts."""
+        """`choose`: min or max of the numbers requested in that time."""
         self._delay_s = delay_s
         self._choose = choose
         self._since_s: float | None = None
@@ -140,7 +143,7 @@ class Lasting:
         self._since_s = None
 
     def update(self, now_s: float, target: int, number: int | None) -> int | None:
-        """Call for a number, or for none, which ends it. Returns the number that counts, if one does."""
+        """Request a number; None ends the request. Return the number that counts now, if one does."""
         if number is None or target != self._target:
             self.end()
         if number is None:

@@ -1,5 +1,5 @@
-"""Owns what joins our scaling to Ray Serve's: the policy class that its controller calls, the deployment's options.
-Never decides on replicas; serve_app.scaling.autoscaler does."""
+"""Connects our scaling to Ray Serve's: the policy class that its controller calls, and the deployment's options.
+Never decides on replicas: serve_app.scaling.autoscaler does."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from serve_app.settings.scaling import AutoscalingSettings, ScalingSettings
 POLICY = "serve_app.scaling.policy:EngineLoadPolicy"
 
 _METRICS_INTERVAL_S = 1.0
-"""How often replicas and handles report. Serve's default of 10 s would make every report stale when it is read."""
+"""How often replicas and handles report. With Serve's default of 10 s, every report would be stale when it is read."""
 _LOOK_BACK_S = 2.0
-"""Over which Serve averages requests that wait at handles; it must be longer than the interval."""
+"""The window in which Serve averages requests that wait at handles; it must be longer than the interval."""
 
-# Serve's own logger: this runs in its controller, whose log file has no other.
+# Serve's own logger, because this runs in its controller, and only that logger writes to the controller's log file.
 logger = logging.getLogger("ray.serve")
 
 
 class EngineLoadPolicy:
-    """Scales the engine deployment by what its engines report; `policy_kwargs` are the fields of ScalingSettings.
+    """Scales the engine deployment by its engines' reports. `policy_kwargs` are the fields of ScalingSettings.
 
-    Serve makes one for each deployment, anew when the deployment changes, and calls it every tenth of a second. It
-    then applies factors, delays and bounds of its own: see `_serve_config` for what leaves the decision to us. While no
-    replica runs and requests wait, it does not ask: it keeps the target, and makes it one where it is zero.
+    Serve makes one object for each deployment, and a new one when the deployment changes. It calls the object every
+    tenth of a second, and then applies factors, delays and bounds of its own, which `_serve_config` turns off. While no
+    replica runs and requests wait, Serve does not call it, but keeps the target, or makes it one if it is zero.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, **settings: Any) -> None:
@@ -51,13 +51,13 @@ class EngineLoadPolicy:
             logger.info(f"{ctx.deployment_id}: {change}; {decision.reason} needs {decision.need:.2f}.")
         if decision.num_stale > self._num_stale:
             logger.warning(
-                f"{ctx.deployment_id}: {decision.num_stale} replicas do not report their load; none is removed."
+                f"{ctx.deployment_id}: {decision.num_stale} replicas do not report their load; no replica is removed."
             )
         self._num_stale = decision.num_stale
 
 
 def observation(ctx: AutoscalingContext, now_s: float) -> Observation:
-    """What Serve's context says, in our words. The newest sample of each metric counts, not Serve's average."""
+    """Convert Serve's context to an Observation, with the newest sample of each metric instead of Serve's average."""
     metrics = ctx.raw_metrics or {}
     return Observation(
         now_s=now_s,
@@ -70,28 +70,28 @@ def observation(ctx: AutoscalingContext, now_s: float) -> Observation:
 
 
 def _newest(metrics: dict[str, dict[Any, Any]], replica: Any) -> StampedReport | None:
-    """A replica's last report; None if it has sent none, or reports other things than ours."""
+    """Return a replica's last report; None if it has sent none, or has other metrics than ours."""
     samples = {name: series[replica][-1] for name, series in metrics.items() if series.get(replica)}
     report = EngineReport.from_stats({name: sample.value for name, sample in samples.items()})
     return StampedReport(max(sample.timestamp for sample in samples.values()), report) if report else None
 
 
 def deployment_options(settings: AppSettings) -> dict[str, Any]:
-    """The keyword of serve.deployment that says how many engine replicas there are."""
+    """Return the keyword of serve.deployment that sets the number of engine replicas."""
     if settings.autoscaling is None:
         return {"num_replicas": settings.engine_replicas}
-    # A number to start with is taken again at each deployment of a change, however many replicas the load needs then:
-    # it is given only where the user gives one.
+    # Serve applies the initial number at each deployment of a change, however many replicas the load needs then. So it
+    # is only set if the user sets it.
     initial = settings.engine_replicas if "engine_replicas" in settings.model_fields_set else None
     return {"autoscaling_config": _serve_config(settings.autoscaling, initial)}
 
 
 def _serve_config(scaling: AutoscalingSettings, initial_replicas: int | None) -> AutoscalingConfig:
-    """Serve's config with all that it does to a policy's number turned off, but for the bounds.
+    """Make Serve's config, with everything that it does to a policy's number turned off except the bounds.
 
-    It would multiply the change by a factor, hold it until it was wanted for `upscale_delay_s` (30 by default) or
-    `downscale_delay_s` (600), and let the last replica go after `downscale_to_zero_delay_s`, on top of our own delays.
-    `target_ongoing_requests` is its own policy's: ours does not read it.
+    Otherwise Serve would multiply the change by a factor, delay it by `upscale_delay_s` (30 by default) or
+    `downscale_delay_s` (600), and remove the last replica after `downscale_to_zero_delay_s`, in addition to our own
+    delays. `target_ongoing_requests` belongs to Serve's own policy; ours does not read it.
     """
     kwargs = {name: getattr(scaling, name) for name in ScalingSettings.model_fields}
     config = AutoscalingConfig(
@@ -105,5 +105,5 @@ def _serve_config(scaling: AutoscalingSettings, initial_replicas: int | None) ->
         downscale_to_zero_delay_s=0,
         policy=AutoscalingPolicy(policy_function=POLICY, policy_kwargs=kwargs),
     )
-    # Copied in, not validated: Serve warns that this interval is deprecated, and reads no other one in this release.
+    # Set without validation, because Serve warns that this interval is deprecated, but reads no other in this release.
     return config.model_copy(update={"metrics_interval_s": _METRICS_INTERVAL_S, "look_back_period_s": _LOOK_BACK_S})

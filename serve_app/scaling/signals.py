@@ -1,5 +1,5 @@
-"""Owns what an engine replica tells the autoscaler: its load, its prefill throughput, and how its first tokens do.
-Never decides on replicas, and keeps nothing of a request beyond its first token but counts per second."""
+"""Measures what an engine replica reports to the autoscaler: load, prefill throughput, and times to first token.
+Never decides on replicas, and keeps only counts per second of requests that have their first token."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from serve_app.settings.scaling import SignalSettings
 ATTAINMENT_WINDOW_S = 30
 """How long a request's time to first token counts in the attainment."""
 OFFERED_WINDOW_S = 20
-"""Over which offered prefill tokens are averaged."""
+"""The window in which offered prefill tokens are averaged."""
 _THROUGHPUT_MEMORY_S = 60.0
-"""After this much time with prefill work, what was measured before counts for 1/e."""
+"""After this much time with prefill work, the weight of earlier measurements is 1/e."""
 _BEST_MEMORY_S = 3600.0
-"""The same, of how much better than now it was."""
+"""The same for the excess of the best throughput over the present one."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What one engine reports. Field names are the keys of the deployment's autoscaling metrics, on both sides."""
+    """One engine's report. The field names are the keys of the deployment's autoscaling metrics, on both sides."""
 
     num_running: float
     num_waiting: float
@@ -32,27 +32,27 @@ class EngineReport:
     queued_prefill_tokens: float
     """Prompt tokens that are still to be computed, of waiting and of partly computed requests."""
     prefill_tokens_per_s: float
-    """Measured rate at which prompts are computed while any waits for it; see EngineSignals."""
+    """The measured rate at which prompts are computed while any waits for it; see EngineSignals."""
     offered_prefill_tokens_per_s: float
-    """Prompt tokens that arrived, less those found in the prefix cache, over OFFERED_WINDOW_S."""
+    """The rate of arriving prompt tokens, without those found in the prefix cache, over OFFERED_WINDOW_S."""
     kv_pressure: float
-    """Share of KV blocks that requests hold or admission reserves; evictable blocks are free. 0 to 1."""
+    """The share of KV blocks that requests hold or admission reserves, 0 to 1; evictable blocks count as free."""
     kv_capacity_tokens: float
-    """Tokens that all KV blocks hold together."""
+    """The capacity of all KV blocks, in tokens."""
     num_judged: float
-    """Requests of the last ATTAINMENT_WINDOW_S that `ttft_attainment` judges."""
+    """The number of requests of the last ATTAINMENT_WINDOW_S that `ttft_attainment` judges."""
     ttft_attainment: float
-    """Share of those whose first token was in time; 1 if there are none. See EngineSignals."""
+    """The share of those with a first token in time; 1 if there are none. See EngineSignals."""
     num_waiting_outside: float = 0.0
-    """Requests that wait in ingress replicas for a place with any engine, as this engine last heard of each."""
+    """Requests that wait in ingress replicas for a place with any engine, by what this engine last heard from each."""
 
     def as_stats(self) -> dict[str, float]:
-        """What a deployment's `record_autoscaling_stats` returns."""
+        """Return the value for a deployment's `record_autoscaling_stats`."""
         return asdict(self)
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, float]) -> EngineReport | None:
-        """The report that these metrics carry; None if one of them is missing or not a number."""
+        """Read the report from metrics; None if one of them is missing or not a number."""
         values = [stats.get(spec.name, math.nan) for spec in fields(cls)]
         return cls(*values) if all(math.isfinite(value) for value in values) else None
 
@@ -67,7 +67,7 @@ class _Waiting:
 
 
 class _Window:
-    """The sum of what was counted in the last `seconds`, to a second; holds one number for each second."""
+    """Sums what was counted in the last `seconds`, with one number per second."""
 
     def __init__(self, seconds: int) -> None:
         self._seconds = seconds
@@ -90,9 +90,10 @@ class _Window:
 
 
 class _Throughput:
-    """Prefill tokens per second, of stretches in which some prompt waits, recent ones counting more.
+    """Measures prefill tokens per second while some prompt waits; recent measurements count more.
 
-    A stretch with less than a step's tokens is not measured: it is a lone short prompt, and says how long a step takes.
+    A stretch with less than one step's tokens is not measured: for a single short prompt it would only be the duration
+    of a step.
     """
 
     def __init__(self, step_tokens: int) -> None:
@@ -100,10 +101,10 @@ class _Throughput:
         self._since_s, self._stretch_tokens = 0.0, 0
         self._tokens, self._seconds = 0.0, 0.0
         self.best_tokens_per_s = 0.0
-        """The highest that the mean was, of late: that of the engine when it had little else to do. 0 at first."""
+        """The highest recent mean, which is that of an engine with little other work; 0 at first."""
 
     def begin(self, now_s: float) -> None:
-        """A prompt waits, and none did before."""
+        """Begin a stretch: a prompt waits, and none did before."""
         self._since_s, self._stretch_tokens = now_s, 0
 
     def computed(self, now_s: float, tokens: int) -> None:
@@ -119,19 +120,19 @@ class _Throughput:
         self.begin(now_s)
 
     def tokens_per_s(self, default: float) -> float:
-        """Never less than one: queued tokens are divided by it."""
+        """Return the rate, at least one, because queued tokens are divided by it."""
         return max(1.0, self._tokens / self._seconds) if self._seconds > 0 else default
 
 
 class EngineSignals:
-    """Follows every request of one engine up to its first token. All methods are called on one event loop.
+    """Follows every request of one engine up to its first token. All methods must be called on one event loop.
 
-    Time to first token runs from `submitted` to the first token, or to the end of an answer without one. A request is
-    judged when it gets there, once it has waited for longer than it may, or when it is refused for want of room:
-    the last two are misses. A request that ends before and without an answer is not judged.
+    Time to first token runs from `submitted` to the first token, or to the end of an answer without tokens. A request
+    is judged when it gets there, when it has waited longer than allowed, or when it is refused for lack of room; the
+    last two count as misses. A request that ends earlier without an answer is not judged.
 
-    Prefill throughput is that of the engine as it is: decoding beside it, waiting for memory or a seat all lower it, so
-    that queued tokens divided by it are the seconds until they are computed.
+    Prefill throughput is that of the engine under its present load: concurrent decoding, and waiting for memory or a
+    seat, lower it. So queued tokens divided by it are the seconds until they are computed.
     """
 
     def __init__(
@@ -143,20 +144,20 @@ class EngineSignals:
         block_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`step_tokens`: most tokens of a step; `block_size`: tokens of a KV block."""
+        """`step_tokens`: the most tokens of a step. `block_size`: the tokens of a KV block."""
         self._settings = settings
         self._max_num_seqs = max_num_seqs
         self._block_size = block_size
         self._clock = clock
-        self._waiting: dict[str, _Waiting] = {}  # as many as the engine takes
+        self._waiting: dict[str, _Waiting] = {}  # bounded by the engine's own limit
         self._throughput = _Throughput(step_tokens)
         self._offered = _Window(OFFERED_WINDOW_S)
         self._judged = _Window(ATTAINMENT_WINDOW_S)
         self._in_time = _Window(ATTAINMENT_WINDOW_S)
-        self._outside: dict[str, tuple[float, int]] = {}  # ingress replica: when it was heard of, how many wait there
+        self._outside: dict[str, tuple[float, int]] = {}  # ingress replica: (when heard of, waiting there)
 
     def submitted(self, request_id: str, prompt_tokens: int, ingress: str = "", num_waiting_outside: int = 0) -> None:
-        """A request is about to be given to the engine; `num_waiting_outside` others wait in its ingress replica."""
+        """Note a request that is about to be submitted; `num_waiting_outside` others wait in its ingress replica."""
         now_s = self._clock()
         self._outside[ingress] = (now_s, num_waiting_outside)
         if not self._waiting:
@@ -165,7 +166,7 @@ class EngineSignals:
         self._offered.add(now_s, prompt_tokens)
 
     def refused(self, request_id: str) -> None:
-        """The engine had no room for it: offered load that nobody served."""
+        """Count a request that the engine refused for lack of room: offered load that was not served."""
         if self._waiting.pop(request_id, None) is not None:
             self._judge(self._clock(), in_time=False)
 
@@ -173,7 +174,7 @@ class EngineSignals:
         """Take a batch of the engine's events, of any requests."""
         for event in events:
             waiting = self._waiting.get(event.request_id)
-            if waiting is None:  # it has its first token: all that follows is of no interest here
+            if waiting is None:  # it has its first token already
                 continue
             if isinstance(event, Scheduled):
                 self._scheduled(waiting, event.cached_tokens)
@@ -183,7 +184,7 @@ class EngineSignals:
                 self._first_token(event.request_id, waiting)
 
     def ended(self, request_id: str) -> None:
-        """The request is over, for whatever reason. Idempotent, and nothing to one that has its first token."""
+        """Note that a request is over, for any reason. Idempotent; no effect after the first token."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None and self._is_late(waiting, self._clock()):
             self._judge(self._clock(), in_time=False)
@@ -211,7 +212,7 @@ class EngineSignals:
         )
 
     def _waiting_outside(self, now_s: float) -> int:
-        """Of ingress replicas that were heard of lately: one where requests wait sends the next as soon as it may."""
+        """Sum the waiting requests of ingress replicas that were recently heard of: one with a queue sends often."""
         self._outside = {name: news for name, news in self._outside.items() if now_s - news[0] < ATTAINMENT_WINDOW_S}
         return sum(count for _, count in self._outside.values())
 
@@ -221,7 +222,7 @@ class EngineSignals:
 
     def _first_token(self, request_id: str, waiting: _Waiting) -> None:
         now_s = self._clock()
-        self._judge(now_s, in_time=not self._is_late(waiting, now_s))  # by what others took, not by its own time
+        self._judge(now_s, in_time=not self._is_late(waiting, now_s))  # judged by the throughput before this request
         self._throughput.computed(now_s, waiting.prompt_tokens - waiting.cached_tokens)
         del self._waiting[request_id]
 
@@ -233,8 +234,8 @@ class EngineSignals:
         return now_s - waiting.since_s > self._allowed_s(waiting)
 
     def _allowed_s(self, waiting: _Waiting) -> float:
-        """The target; twice its own time for a prompt that an idle engine could not compute by then: more replicas
-        shorten its wait and nothing else."""
+        """Return the allowed time: the target, or for a prompt that even an idle engine could not compute in time,
+        twice its own computing time, because more replicas can only shorten its wait."""
         target_s, best = self._settings.ttft_target_ms / 1000, self._throughput.best_tokens_per_s
         alone_s = (waiting.prompt_tokens - waiting.cached_tokens) / best if best else 0.0
         return 2 * alone_s if alone_s > target_s else target_s
@@ -246,6 +247,6 @@ class EngineSignals:
 
 
 def _gave_up(event: Event) -> bool:
-    """It ended without an answer. A score of a prompt, or an answer that is empty, ends with neither."""
+    """Whether the request ended without an answer. An empty answer, or the scores of a prompt, count as an answer."""
     answered = isinstance(event, Finished) and event.reason is not FinishReason.ABORT
     return isinstance(event, TERMINAL) and not answered

@@ -1,4 +1,4 @@
-"""The settings of one application: `args:` in config.yaml, as pydantic models.
+"""Defines the settings of one application, `args:` in config.yaml, as pydantic models.
 
 `application` is the whole, and each other module one group of it. `features` says what goes with what; `limits` and
 `instance` are what is derived or inherited, and not written in a config. An engine's own settings are `engine.config`.

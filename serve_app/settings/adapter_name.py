@@ -1,5 +1,5 @@
-"""Owns what an adapter may be called.
-Never knows which there are: `serve_app.adapters.names` does."""
+"""Defines the names that an adapter may have.
+Never knows which adapters there are: `serve_app.adapters.names` does."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from typing import Annotated
 from pydantic import Field
 
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
-"""Without the colon, which stands between a model's name and its adapter's."""
+"""A name has no colon, because the colon separates a model's name from its adapter's."""

@@ -1,5 +1,5 @@
-"""Owns the settings of admission: how many requests and tokens a deployment and its tenants may have.
-Never lets anything in; `serve_app.admission.gate` does."""
+"""Defines the settings of admission: how many requests and tokens a deployment and its tenants may have.
+Never lets a request in: `serve_app.admission.gate` does."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class AdmissionSettings(BaseModel):
-    """What is let in, and what waits in the ingress; serve_app.admission.gate has the rules. With several ingress
-    replicas each keeps its share of every limit, rounded up."""
+    """How many requests are let in, and how many wait in the ingress; serve_app.admission.gate has the rules. With
+    several ingress replicas, each enforces its share of every limit, rounded up."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

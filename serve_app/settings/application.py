@@ -1,4 +1,4 @@
-"""Owns the settings of one application: the `args:` of serve_app.app:build in config.yaml.
+"""Defines the settings of one application: the `args:` of serve_app.app:build in config.yaml.
 Never holds a default twice: the engine's own settings are engine.config.EngineConfig, validated here by pydantic."""
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from serve_app.settings.scaling import AutoscalingSettings, SignalSettings
 from serve_app.settings.tracing import TracingSettings
 
 CONTROL_CALLS = 8
-"""Calls besides requests (health, load, drain) that a replica answers while it is full."""
+"""How many calls besides requests (health, load, drain) a replica answers while it is full."""
 
 
 FernetKey = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{43}=$")]
 
 
 class AppSettings(NameSettings):
-    """What one application serves, on how many replicas, with which share of the machine."""
+    """The model that an application serves, its replicas, and their share of the machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -207,25 +207,25 @@ class AppSettings(NameSettings):
 
     @property
     def signals(self) -> SignalSettings:
-        """What engines measure their reports against. They report without `autoscaling`, too: Serve's own config may
-        scale them."""
+        """The settings of the engines' reports. Engines report even without `autoscaling`, because Serve's own config
+        may scale them."""
         return self.autoscaling or SignalSettings()
 
     @property
     def replica_engine(self) -> EngineConfig:
-        """`engine`, where a replica that holds a GPU does not fall back to the CPU."""
+        """`engine`, changed so that a replica with a GPU does not fall back to the CPU."""
         return dataclasses.replace(self.engine, device="cuda") if self.engine_num_gpus else self.engine
 
     @property
     def engine_resources(self) -> dict[str, float | str]:
-        """What Ray reserves for an engine replica, as its `ray_actor_options`."""
+        """The resources that Ray reserves for an engine replica, as its `ray_actor_options`."""
         options: dict[str, float | str] = {"num_cpus": self.engine_num_cpus, "num_gpus": self.engine_num_gpus}
         kind = self.engine_accelerator_type
         return options if kind is None else options | {"accelerator_type": kind}
 
     @property
     def engine_capacity(self) -> int:
-        """Requests that one engine holds, running and waiting; it refuses more by itself, with a reason."""
+        """The most requests that one engine holds, running and waiting; it refuses more by itself, with a reason."""
         return self.engine.max_num_seqs + self.engine.max_queued_requests
 
     @property
@@ -246,8 +246,8 @@ class AppSettings(NameSettings):
 
     @property
     def ingress_capacity(self) -> int:
-        """Requests that Serve may hand to an ingress replica: what its gate lets in, and as many again to refuse. More
-        would wait before the replica, where nobody tells them."""
+        """The most requests that Serve may pass to an ingress replica: those that its gate lets in, and as many again
+        to refuse. More would wait in front of the replica without an answer."""
         most = self.gate_policy.of_deployment(self.most_engines).max_concurrent_requests
-        assert most is not None, "derived where it is not set"
+        assert most is not None, "derived if it is not set"
         return 2 * most

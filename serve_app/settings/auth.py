@@ -1,5 +1,5 @@
-"""Owns the settings of access: API keys, by their digests, and the admin key.
-Never checks one; `serve_app.auth` does."""
+"""Defines the settings of access: the digests of API keys and of the admin key.
+Never checks a key: `serve_app.auth` does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class ApiKey(BaseModel):
-    """One API key, and whose it is."""
+    """One API key, and the tenant to which it belongs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 

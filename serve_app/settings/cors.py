@@ -1,5 +1,5 @@
-"""Owns the settings of CORS: which web pages may use the API from a browser.
-Never answers one; `serve_app.api.http.cors` does."""
+"""Defines the settings of CORS: which web pages may use the API from a browser.
+Never answers a preflight: `serve_app.api.http.cors` does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOOPBACK = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
 
 
 class CorsSettings(BaseModel):
-    """Which pages may use the API, as Starlette's CORSMiddleware names it."""
+    """Which pages may use the API. The fields are named as in Starlette's CORSMiddleware."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,7 +33,7 @@ class CorsSettings(BaseModel):
         try:
             re.compile(text or "")
         except re.error as error:
-            raise ValueError(f"it is no regular expression: {error}") from error
+            raise ValueError(f"it is not a regular expression: {error}") from error
         return text
 
 

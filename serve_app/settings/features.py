@@ -1,5 +1,5 @@
-"""Says which settings of an application go with which others: what engine.features is for an engine.
-Never raises: whoever refuses takes the text from here."""
+"""Lists which settings of an application exclude which others, as engine.features does for an engine.
+Never raises: the code that refuses takes the text from here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ APP_RULES = (
 
 
 def refused_images(images: ImageSettings, model_id: str) -> str | None:
-    """Why these settings cannot stand beside a model that takes text alone; None: they are the default."""
+    """Say why these settings exclude a model that only takes text; None if they are the default."""
     on = {TEXT: f"{model_id} takes text alone"}
     if images != ImageSettings():
         on[IMAGES] = "images is set"

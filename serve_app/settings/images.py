@@ -1,5 +1,5 @@
-"""Owns the settings of images: how many, how large, and from where.
-Never reads one."""
+"""Defines the settings of images: how many, how large, and from where.
+Never reads an image."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class ImageSettings(BaseModel):
-    """What is taken of requests to a model that takes images; other models take none."""
+    """The limits of images in requests, for a model that takes images; other models take none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,5 +1,5 @@
-"""Owns how much of a deployment, and of each tenant, is let in: the limits, and an ingress replica's share of them.
-Never counts anything; that is the gate's."""
+"""Holds the limits of a deployment and of each tenant, and computes an ingress replica's share of them.
+Never counts anything: the gate does."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """None: no limit."""
+    """Limits of a deployment or a tenant; None means no limit."""
 
     max_concurrent_requests: int | None = None
     max_queued_tokens: int | None = None
-    """Prompt tokens of requests that wait, or have not had their first event. One request alone may exceed it."""
+    """The most prompt tokens of requests without a first event. A single request may exceed it."""
 
 
 UNLIMITED = Limits()
@@ -20,7 +20,7 @@ UNLIMITED = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Who sends a request. Limits that are None here are those of every tenant."""
+    """The sender of a request. For limits that are None, the default of all tenants applies."""
 
     name: str = ""
     limits: Limits = UNLIMITED
@@ -32,19 +32,19 @@ ANYBODY = Tenant()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatePolicy:
-    """The limits of a deployment. Each of its ingress replicas has a gate of its own and keeps its share, rounded up:
-    of n replicas, together they may let in up to n - 1 beyond a limit."""
+    """The limits of a deployment. Each ingress replica has a gate of its own and enforces its share, rounded up, so n
+    replicas together may let in up to n - 1 requests beyond a limit."""
 
     dispatch_per_engine: int | None = None
-    """Most requests that are with an engine at a time; None: no limit, nobody waits at the gate."""
+    """The most requests that are with an engine at a time; None means no limit, so that none waits at the gate."""
     concurrent_per_engine: int | None = None
-    """Times the number of engines, the limit on concurrent requests where `deployment` has none."""
+    """Multiplied by the number of engines, this is the limit on concurrent requests if `deployment` has none."""
     deployment: Limits = UNLIMITED
     tenant: Limits = UNLIMITED
     ingress_replicas: int = 1
 
     def capacity(self, num_engines: int) -> int | None:
-        """Most requests that an ingress replica may have with the engines."""
+        """Return the most requests that an ingress replica may have with the engines."""
         return self._share(None if self.dispatch_per_engine is None else self.dispatch_per_engine * num_engines)
 
     def of_deployment(self, num_engines: int) -> Limits:

@@ -1,5 +1,5 @@
-"""Owns the settings of what is served, and of the names that clients ask for it by.
-Never knows what runs: an engine's own settings are checked beside these in `serve_app.settings.application`."""
+"""Defines the settings of what is served, and of the names by which clients ask for it.
+Never knows an engine's settings: `serve_app.settings.application` checks them together with these."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class NameSettings(BaseModel):
 
     @property
     def model_id(self) -> str:
-        """What answers are from."""
+        """The name that answers, metrics and traces show."""
         return self.model_names[0]
 
     @property

@@ -1,5 +1,5 @@
-"""Owns the settings of routing: how much is remembered of the engines, and how load outweighs a cached prefix.
-Never places a request; `serve_app.routing.placement` does."""
+"""Defines the settings of routing: how much is remembered about the engines, and how load outweighs a cached prefix.
+Never places a request: `serve_app.routing.placement` does."""
 
 from __future__ import annotations
 

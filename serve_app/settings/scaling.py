@@ -1,5 +1,5 @@
-"""Owns the settings of autoscaling: what an engine's signals are measured against, and what they call for.
-Never counts replicas; `serve_app.scaling.autoscaler` does."""
+"""Defines the settings of autoscaling: the targets of an engine's signals, and the reaction to them.
+Never counts replicas: `serve_app.scaling.autoscaler` does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class SignalSettings(BaseModel):
-    """What the signals of an engine are measured against."""
+    """The targets of an engine's signals."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -27,7 +27,7 @@ class SignalSettings(BaseModel):
 
 
 class ScalingSettings(BaseModel):
-    """Targets that a replica is loaded to, and how fast the number of replicas follows."""
+    """The target load of a replica, and how fast the number of replicas follows the load."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,5 +1,5 @@
-"""Owns the settings of tracing: where spans are sent, and which are.
-Never makes a span; `serve_app.tracing` does."""
+"""Defines the settings of tracing: where spans are sent, and which.
+Never makes a span: `serve_app.tracing` does."""
 
 from __future__ import annotations
 

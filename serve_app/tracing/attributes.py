@@ -1,4 +1,4 @@
-"""Owns the attributes of a request's span, by OpenTelemetry's conventions for generative AI, HTTP and errors.
+"""Collects the attributes of a request's span, by OpenTelemetry's conventions for generative AI, HTTP and errors.
 Never records a prompt or an answer."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Attributes = dict[str, Value]
 
 PROVIDER = "chunkserve"
 _MAX_CHARS = 200
-"""Of a name that a client chose."""
+"""The length limit of a name that a client chose."""
 
 
 _OPERATIONS = {"/completions": "text_completion", "/embeddings": "embeddings"}
@@ -39,13 +39,13 @@ def span_name(path: str, facts: RequestFacts) -> str:
 
 
 def attributes_of(ended: EndedRequest, path: str, model: str) -> Attributes:
-    """All that is known of it. `model`: the one that is served."""
-    found: Attributes = {"gen_ai.operation.name": operation_of(path), "gen_ai.provider.name": PROVIDER}
-    return found | _of_http(ended, path) | _of_request(ended.facts) | _of_answer(ended, model) | _of_error(ended)
+    """Collect all attributes of a request. `model`: the name of the served model."""
+    common: Attributes = {"gen_ai.operation.name": operation_of(path), "gen_ai.provider.name": PROVIDER}
+    return common | _of_http(ended, path) | _of_request(ended.facts) | _of_answer(ended, model) | _of_error(ended)
 
 
 def error_type(ended: EndedRequest) -> str | None:
-    """The code of the error that the client got, in place of an answer or in the middle of it."""
+    """Return the code of the error that the client got, instead of an answer or in the middle of it."""
     choices = ended.facts.choices
     error = ended.error or (None if choices is None else choices.error)
     if isinstance(error, ApiError):
@@ -56,7 +56,7 @@ def error_type(ended: EndedRequest) -> str | None:
 
 
 def status_code(ended: EndedRequest) -> int | None:
-    """None: the client left, and nobody knows what it saw."""
+    """Return the response's status; None if the client left, because it may not have seen one."""
     if ended.outcome == "client_gone":
         return None
     if ended.error is None:
@@ -65,21 +65,21 @@ def status_code(ended: EndedRequest) -> int | None:
 
 
 def _of_http(ended: EndedRequest, path: str) -> Attributes:
-    found: Attributes = {"http.request.method": ended.scope["method"], "http.route": path, "url.path": path}
-    found["url.scheme"] = ended.scope.get("scheme", "http")
+    attributes: Attributes = {"http.request.method": ended.scope["method"], "http.route": path, "url.path": path}
+    attributes["url.scheme"] = ended.scope.get("scheme", "http")
     if (status := status_code(ended)) is not None:
-        found["http.response.status_code"] = status
+        attributes["http.response.status_code"] = status
     address, port = _server(ended.scope)
-    return found | _given({"server.address": address, "server.port": port})
+    return attributes | _given({"server.address": address, "server.port": port})
 
 
 def _server(scope: Scope) -> tuple[str | None, int | None]:
-    """As the client named it; where it did not, as this process is bound."""
+    """Return the address and port as in the client's Host header, or else those to which this process is bound."""
     try:
         named = urlsplit(f"//{Headers(scope=scope).get('host', '')}")
         if named.hostname:
             return named.hostname, named.port
-    except ValueError:  # a header that is no host and port
+    except ValueError:  # the header is not a host and a port
         pass
     address, port = scope.get("server") or (None, None)
     return address, port
@@ -117,14 +117,14 @@ def _of_answer(ended: EndedRequest, model: str) -> Attributes:
     facts, times = ended.facts, ended.times
     if facts.choices is None or facts.answer_id is None:
         return {}
-    found: Attributes = {"gen_ai.response.id": facts.answer_id, "gen_ai.response.model": model}
+    attributes: Attributes = {"gen_ai.response.id": facts.answer_id, "gen_ai.response.model": model}
     if facts.request is not None and facts.request.stream and times.first_token is not None:
-        found["gen_ai.response.time_to_first_chunk"] = times.first_token - times.arrived
-    return found | _of_usage(facts.choices)
+        attributes["gen_ai.response.time_to_first_chunk"] = times.first_token - times.arrived
+    return attributes | _of_usage(facts.choices)
 
 
 def _of_usage(choices: Choices) -> Attributes:
-    """Up to where it went, if it did not go to its end."""
+    """Collect the usage, of an incomplete answer as far as it came."""
     usage = choices.usage
     reasons = [reason for reason in choices.finish_reasons if reason is not None]
     return _given(

@@ -1,4 +1,4 @@
-"""Owns where spans are sent, and which are: the one place that imports OpenTelemetry's SDK, once it is wanted.
+"""Sends spans, and is the only module that imports OpenTelemetry's SDK, when tracing is on.
 Never touches the process's global tracer, which is Ray's."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OTLP = "opentelemetry.exporter.otlp.proto.http"
 
 
 class MissingExporter(RuntimeError):
-    """The message says what to install."""
+    """The exporter is not installed. The message says what to install."""
 
 
 def check_exporter(settings: TracingSettings) -> None:
@@ -33,7 +33,7 @@ def check_exporter(settings: TracingSettings) -> None:
 
 
 def make_tracer(settings: TracingSettings, model: str, replica_id: str) -> RequestTracer | None:
-    """None where tracing is off.
+    """Make the tracer; None if tracing is off.
 
     Raises:
         MissingExporter: see `check_exporter`.
@@ -51,11 +51,11 @@ def make_tracer(settings: TracingSettings, model: str, replica_id: str) -> Reque
 
     named = {"service.name": "chunkserve", "service.version": package_version(), "service.instance.id": replica_id}
     if "OTEL_SERVICE_NAME" in os.environ:
-        del named["service.name"]  # what is given here would win
+        del named["service.name"]  # a value set here would win over the environment's
     provider = TracerProvider(
         sampler=ParentBasedTraceIdRatio(settings.sample_ratio),
         resource=Resource.create(named),
-        shutdown_on_exit=False,  # the replica does it
+        shutdown_on_exit=False,  # the replica shuts it down
     )
     provider.add_span_processor(BatchSpanProcessor(_exporter(settings)))
     return RequestTracer(provider, model)
@@ -79,5 +79,5 @@ def _line(span: ReadableSpan) -> str:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package above it is missing
+    except ModuleNotFoundError:  # a parent package is missing
         return False

@@ -1,5 +1,5 @@
-"""Owns the span of one request and those inside it: the gate, and the engine's queue, prefill and decoding.
-Never does anything before the request is over: its times are measured already, and spans take them as they are."""
+"""Makes the span of one request and its child spans: the gate, and the engine's queue, prefill and decoding.
+Never does anything before the request is over: spans use the times that were measured anyway."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _propagator = TraceContextTextMapPropagator()
 FLUSH_MS = 5000
 
 Interval = tuple[str, float, float]
-"""A name, and from when to when by the event loop's clock."""
+"""A name with a start and an end on the event loop's clock."""
 
 
 class RequestTracer:
-    """A Trace. `model`: the one that is served."""
+    """Implements Trace. `model`: the name of the served model."""
 
     def __init__(self, provider: TracerProvider, model: str) -> None:
         self._provider = provider
@@ -46,8 +46,8 @@ class RequestTracer:
         if ended.outcome == "incomplete" or (code is not None and code >= 500):
             span.set_status(Status(StatusCode.ERROR, error_type(ended)))
         for move in () if ended.facts.choices is None else ended.facts.choices.moves:
-            told = {"error.type": str(move.code), "chunkserve.engine.replica_id": move.replica_id or "unknown"}
-            span.add_event("migration", told, clock.ns(move.at))
+            attributes = {"error.type": str(move.code), "chunkserve.engine.replica_id": move.replica_id or "unknown"}
+            span.add_event("migration", attributes, clock.ns(move.at))
         within = set_span_in_context(span)
         for part, start, end in _parts(ended.times):
             self._tracer.start_span(part, within, start_time=clock.ns(start)).end(clock.ns(end))
@@ -55,11 +55,11 @@ class RequestTracer:
 
     @property
     def resource(self) -> Resource:
-        """What every span says of where it comes from."""
+        """The resource in every span, which describes this replica."""
         return self._provider.resource
 
     def flush(self) -> None:
-        """Send what waits to be sent, for some seconds at most."""
+        """Send the waiting spans, for at most FLUSH_MS."""
         self._provider.force_flush(FLUSH_MS)
 
     def shutdown(self) -> None:
@@ -67,14 +67,15 @@ class RequestTracer:
 
 
 def _parent(scope: Scope) -> Context:
-    """The caller's span, by W3C Trace Context; none if its header is not well formed."""
+    """Return the caller's span by W3C Trace Context; an empty context if its header is not well formed."""
     headers = Headers(scope=scope)
     carrier = {name: ",".join(headers.getlist(name)) for name in ("traceparent", "tracestate") if name in headers}
     return _propagator.extract(carrier, Context())
 
 
 def _parts(times: RequestTimes) -> Iterator[Interval]:
-    """Where the time went. Of several answers: to the first one's first token, and from there to the last one's end."""
+    """Yield the parts of a request's time. With several answers, decoding begins with the first token of the first and
+    ends with the last."""
     if times.gate_begun is not None:
         yield "gate", times.gate_begun, times.gate_begun + times.gate_s
     marks = [("engine.queue", times.given), ("engine.prefill", times.scheduled), ("engine.decode", times.first_token)]
@@ -83,13 +84,13 @@ def _parts(times: RequestTimes) -> Iterator[Interval]:
         return
     over = times.returned_at if times.is_answered and times.returned_at is not None else times.now()
     for (name, begun), (_, done) in pairwise([*reached, ("", over)]):
-        # An answer that comes whole in its first piece has been returned before its first token is sent.
+        # An answer that is complete in its first piece was returned before its first token is sent.
         if begun < over:
             yield name, begun, min(done, over)
 
 
 class _Clock:
-    """The event loop's clock as nanoseconds since 1970."""
+    """Converts times on the event loop's clock to nanoseconds since 1970."""
 
     def __init__(self, times: RequestTimes) -> None:
         self.now = times.now()

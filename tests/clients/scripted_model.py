@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from engine.protocol import Event, Finished, FinishReason, Scheduled, Submission, Token, Usage
 from serve_app.api.text.chat_template import ChatTemplate
 from serve_app.api.text.tokenizer import Tokenizer
-from serve_app.engines.engine_client import Course
+from serve_app.engines.engine_client import StreamRecord
 from serve_app.engines.lone_engine import LoneEngine
 
 TOKENS_AN_ITEM = 3
@@ -169,7 +169,7 @@ class ScriptedModel(LoneEngine):
     prompts: list[str] = field(default_factory=list)
 
     async def stream(
-        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+        self, submission: Submission, *, session: str | None = None, record: StreamRecord | None = None
     ) -> AsyncGenerator[list[Event], None]:
         name, prompt = submission.request_id, self.tokenizer.decode(submission.prompt_token_ids)
         self.prompts.append(prompt)

@@ -28,7 +28,7 @@ from engine.protocol import (
 from serve_app.adapters.shelf import NamedAdapters
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
-from serve_app.engines.engine_client import Course, ServedModel
+from serve_app.engines.engine_client import ServedModel, StreamRecord
 from serve_app.metrics.activity import FleetActivity, IngressActivity
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.exposition import Scrape
@@ -83,7 +83,7 @@ class ScriptedClient:
         self.closed = asyncio.Event()
 
     async def stream(
-        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+        self, submission: Submission, *, session: str | None = None, record: StreamRecord | None = None
     ) -> AsyncGenerator[list[Event], None]:
         self.submissions.append(submission)
         self.sessions.append(session)
@@ -160,17 +160,17 @@ class LocalClient:
         engine.observe(self._recorder)
 
     def stream(
-        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+        self, submission: Submission, *, session: str | None = None, record: StreamRecord | None = None
     ) -> AsyncGenerator[list[Event], None]:
-        return self._stream(submission, course or Course())
+        return self._stream(submission, record or StreamRecord())
 
-    async def _stream(self, submission: Submission, course: Course) -> AsyncGenerator[list[Event], None]:
+    async def _stream(self, submission: Submission, record: StreamRecord) -> AsyncGenerator[list[Event], None]:
         async with aclosing(self._engine.stream(submission)) as items:
             try:
                 async for events in items:
                     yield events
             finally:
-                if course.is_complete:
+                if record.is_complete:
                     self._engine.abort(submission.request_id, FinishReason.STOP)
 
     async def metrics(self) -> Scrape:

@@ -1,5 +1,5 @@
-"""Owns the route that shows what the replicas do just now, for the page and for whoever else looks on.
-Never wakes an engine, and shows no text, tenant or key."""
+"""Serves the route that shows what the replicas are doing now, for the playground page and for other monitors.
+Never wakes an engine, and never shows a text, tenant or key."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _MOST_ENGINES = 1000
 PARAMETER: Mapping[str, Any] = {
     "name": _AFTER,
     "in": "query",
-    "description": "`<engine>:<id of a step>`, for each engine of which that step is known: only later ones are told.",
+    "description": "`<engine>:<id of a step>`, the last step seen of each engine: only later ones are returned.",
     "schema": {"type": "array", "items": {"type": "string", "pattern": f"^{_PATTERN}$"}, "maxItems": _MOST_ENGINES},
 }
 
 
 def activity_route(client: EngineClient, model_id: str) -> Route:
     async def get_activity(request: Request) -> Response:
-        told = await client.activity(_read_after(request))
-        return JSONResponse({"model": model_id, **asdict(told)}, headers={"Cache-Control": "no-store"})
+        activity = await client.activity(_read_after(request))
+        return JSONResponse({"model": model_id, **asdict(activity)}, headers={"Cache-Control": "no-store"})
 
     return Route(PATH, get_activity)
 
 
 def _read_after(request: Request) -> dict[str, int]:
-    """Raises ApiError: 400 for what is no such parameter, or has no such value."""
+    """Raises ApiError: 400 for an unknown parameter or an invalid value."""
     for name in request.query_params:
         if name != _AFTER:
             text = f"{clip(name, 100)}: is no parameter of {PATH}; there is `{_AFTER}`."

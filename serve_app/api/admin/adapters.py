@@ -1,5 +1,5 @@
-"""Owns vLLM's two routes that load and unload adapters while the server runs.
-Never decides who may use them; they stand behind the admin key, see serve_app.auth."""
+"""Serves vLLM's two routes that load and unload adapters while the server runs.
+Never decides who may use them: they need the admin key, see serve_app.auth."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 class LoadAdapterRequest(StrictModel):
     lora_name: AdapterName
-    """What clients are to ask for as `model`."""
+    """The name by which clients ask for the adapter, as `model`."""
     lora_path: str = Field(min_length=1, max_length=1024)
-    """A directory as PEFT writes it, which every engine replica can read and which stays as it is."""
+    """A directory as PEFT writes it, which every engine replica can read and which must not change."""
     load_inplace: bool = False
-    """The name may mean another adapter until now, which requests that run keep until they end."""
+    """Replace an adapter that already has the name. Running requests keep the old one until they end."""
 
 
 class UnloadAdapterRequest(StrictModel):

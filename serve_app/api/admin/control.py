@@ -1,5 +1,5 @@
-"""Owns the admin routes: ending a request, refusing new ones, emptying the prefix caches.
-Never decides who may use them; they stand behind a key of their own, see serve_app.auth."""
+"""Serves the admin routes: end a request, refuse new ones, empty the prefix caches.
+Never decides who may use them: they need a key of their own, see serve_app.auth."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MAX_BODY_BYTES = 4096
 
 class AbortRequest(StrictModel):
     request_id: str = Field(min_length=1, max_length=128)
-    """The `id` of an answer, or the X-Request-Id of a request; several may have the same of the latter."""
+    """The `id` of an answer, or the X-Request-Id of a request, which several requests may share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admin:
-    """The routes of one ingress replica; what concerns the deployment is asked of the others through the client."""
+    """The routes of one ingress replica. Operations on the whole deployment reach the others through the client."""
 
     client: EngineClient
     gate: Gate

@@ -1,4 +1,4 @@
-"""Owns what Anthropic's answers look like, for the OpenAPI document; tests hold real answers against it.
+"""Describes the JSON of Anthropic's answers for the OpenAPI document; tests check real answers against it.
 Never makes an answer."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ AnswerBlock = Annotated[Text | Thoughts | ToolUse, Field(discriminator="type")]
 
 class MessageUsage(Shape):
     input_tokens: int
-    """Without those that were cached."""
+    """The prompt's tokens without the cached ones."""
     cache_creation_input_tokens: Literal[0]
     cache_creation: None
     cache_read_input_tokens: int
@@ -63,13 +63,13 @@ class MessageAnswer(Shape):
     content: list[AnswerBlock]
     container: None
     context_management: None
-    """No edit is ever applied."""
+    """Always null: no edit is ever applied."""
     diagnostics: None
     stop_details: None
     stop_reason: StopReason | None
-    """Null where a stream begins."""
+    """Null at the beginning of a stream."""
     stop_sequence: str | None
-    """The one of `stop_sequences` that ended the answer."""
+    """The stop sequence that ended the answer, if one did."""
     usage: MessageUsage
 
 
@@ -137,15 +137,15 @@ class MessageStop(Shape):
     type: Literal["message_stop"]
 
 
-class Told(Shape):
+class ErrorDetails(Shape):
     type: str
     message: str
-    """Names the field that is wrong."""
+    """Names the field at fault."""
 
 
 class ErrorAnswer(Shape):
     type: Literal["error"]
-    error: Told
+    error: ErrorDetails
     request_id: str | None
 
 
@@ -157,7 +157,7 @@ class Event(
         ]
     ]
 ):
-    """One of a stream; an error is the last."""
+    """An event of a stream. An error is always the last one."""
 
 
 class TokenCount(Shape):

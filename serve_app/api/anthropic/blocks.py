@@ -1,4 +1,4 @@
-"""Owns the blocks of an Anthropic request that a chat has in other words: texts, images, thoughts and calls.
+"""Defines the blocks of an Anthropic request that a chat has in another form: texts, images, thoughts and calls.
 Never translates them; `turns` does."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from serve_app.api.requests.unions import by_type, of_types, text_or_list_of
 
 
 class CacheControl(StrictModel):
-    """A hint, which changes no answer: every prefix is cached while there is room."""
+    """A hint that changes no answer: every prefix is cached as long as there is room."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -42,7 +42,7 @@ class Base64Source(StrictModel):
 class UrlSource(StrictModel):
     type: Literal["url"]
     url: str = Field(min_length=1)
-    """http or https, of a host that the server's settings list."""
+    """An http or https URL of a host that the server's settings list."""
 
 
 Source = Annotated[
@@ -53,14 +53,14 @@ Source = Annotated[
 
 
 class ImageBlock(MarkedBlock):
-    """An image, for models that take any, in a message of the user."""
+    """An image in a user message, for models that take images."""
 
     type: Literal["image"]
     source: Source
 
 
 class ThinkingBlock(MarkedBlock):
-    """What the assistant thought."""
+    """Thoughts of the assistant."""
 
     type: Literal["thinking"]
     thinking: str
@@ -84,5 +84,5 @@ TextOrBlocks = Annotated[
 
 
 def joined(content: str | list[TextBlock]) -> str:
-    """A line each; what is empty adds none."""
+    """Join the texts, one per line; empty ones add no line."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content if block.text)

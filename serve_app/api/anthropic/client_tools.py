@@ -1,5 +1,5 @@
-"""Owns the tools that clients run by schemas that Anthropic publishes: their names, and what they take.
-Never runs one. A computer's is not among them: it answers in images, which no template shows in a result."""
+"""Holds the names and parameters of the tools that clients run and whose schemas Anthropic publishes.
+Never runs one. The computer tool is not among them: it answers with images, which no template shows in a result."""
 
 from __future__ import annotations
 
@@ -82,4 +82,4 @@ CLIENT_TOOLS = {
     "text_editor_20250728": _EDITOR,
     "memory_20250818": _MEMORY,
 }
-"""By their types. Other versions take something else."""
+"""Maps types to tools. Versions that are not listed take other parameters."""

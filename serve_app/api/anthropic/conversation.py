@@ -1,5 +1,5 @@
-"""Owns what an Anthropic request means as a chat request.
-Never renders it, and knows no model but for how it thinks."""
+"""Translates an Anthropic request to a chat request.
+Never renders it, and knows nothing about the model except how it thinks."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Json = dict[str, Any]
 def as_chat(
     request: CountTokensRequest, tokenizer: Tokenizer, model: ServedModel, *, drop_billing_header: bool
 ) -> ChatRequest:
-    """The chat with the same answer.
+    """Build the chat request that has the same answer.
 
     Raises:
-        ApiError: there is none.
+        ApiError: no chat request has the same answer.
     """
     template = tokenizer.chat_template
     fields = _conversation(request, drop_billing_header) | _thinking(request, template, model)
@@ -56,7 +56,7 @@ def _conversation(request: CountTokensRequest, drop_billing_header: bool) -> Jso
     if not turns:
         text = "No message has any content: there is nothing to answer."
         raise ApiError(400, text, param="messages", code="invalid_value")
-    tools = [tool for _, tool in _told_tools(request)]
+    tools = [tool for _, tool in _offered_tools(request)]
     choice = request.tool_choice
     if choice is not None:
         _check_forced(choice, request, [tool.name for tool in tools])
@@ -71,20 +71,20 @@ def _conversation(request: CountTokensRequest, drop_billing_header: bool) -> Jso
     }
 
 
-def _told_tools(request: CountTokensRequest) -> list[tuple[int, Tool | ClientTool]]:
-    """Those that the model may call, with their places in the request."""
+def _offered_tools(request: CountTokensRequest) -> list[tuple[int, Tool | ClientTool]]:
+    """List the tools that the model may call, with their places in the request."""
     numbered = enumerate(request.tools or ())
-    return [(number, tool) for number, tool in numbered if not isinstance(tool, AbsentTool) and tool.is_told]
+    return [(number, tool) for number, tool in numbered if not isinstance(tool, AbsentTool) and tool.is_offered]
 
 
 def _moved_tools(request: CountTokensRequest) -> dict[str, str]:
-    """What the chat calls tools that have other places in it."""
-    found = {}
-    for place, (number, _) in enumerate(_told_tools(request)):
+    """Map the chat's names of tools to the request's, for tools whose places differ."""
+    names = {}
+    for place, (number, _) in enumerate(_offered_tools(request)):
         if place != number:
-            found[f"tools.{place}.function.parameters"] = f"tools.{number}.input_schema"
-            found[f"tools.{place}.function.name"] = f"tools.{number}.name"
-    return found
+            names[f"tools.{place}.function.parameters"] = f"tools.{number}.input_schema"
+            names[f"tools.{place}.function.name"] = f"tools.{number}.name"
+    return names
 
 
 def _system(request: CountTokensRequest, drop_billing_header: bool) -> list[Json]:
@@ -94,10 +94,10 @@ def _system(request: CountTokensRequest, drop_billing_header: bool) -> list[Json
 
 
 def _thinking(request: CountTokensRequest, template: ChatTemplate | None, model: ServedModel) -> Json:
-    """How the answer is thought about, and whether that is shown."""
+    """Translate how the model is to think, and whether its thoughts are shown."""
     thinking, thinks = request.thinking, model.reasoning_parser is not None
-    told = thinking_options(request.asked_thinking, template, (), thinks=thinks)
-    shown: Json = {"chat_template_kwargs": told.options} if told.options else {}
+    translated = thinking_options(request.asked_thinking, template, (), thinks=thinks)
+    shown: Json = {"chat_template_kwargs": translated.options} if translated.options else {}
     if thinking is None or (thinking.wanted and not thinks):
         return shown
     if thinking.display == "updates":
@@ -111,15 +111,15 @@ def _tool(tool: Tool | ClientTool) -> Json:
     return {"type": "function", "function": function | {"strict": tool.strict}}
 
 
-def _check_forced(choice: ToolChoice, request: CountTokensRequest, told: Sequence[str]) -> None:
+def _check_forced(choice: ToolChoice, request: CountTokensRequest, offered: Sequence[str]) -> None:
     """Raises:
-    ApiError: the answer must be a call of a tool that the model is not told of.
+    ApiError: the answer must be a call of a tool that the model does not get.
     """
     given = [tool.name for tool in request.tools or ()]
-    if choice.type == "tool" and choice.name in given and choice.name not in told:
+    if choice.type == "tool" and choice.name in given and choice.name not in offered:
         text = f"The tool {choice.name} cannot be used here: this server does not run it."
         raise ApiError(400, text, param="tool_choice.name", code=UNSUPPORTED)
-    if choice.type == "any" and given and not told:
+    if choice.type == "any" and given and not offered:
         text = "None of the tools can be used here: this server does not run them."
         raise ApiError(400, text, param="tool_choice", code=UNSUPPORTED)
 
@@ -135,7 +135,7 @@ def _format(given: OutputFormat) -> Json:
 
 
 def names_of(request: CountTokensRequest, chat: ChatRequest) -> dict[str, str]:
-    """What the chat with the same answer calls otherwise."""
+    """Map the chat's names of fields to the request's, where they differ."""
     output = "output_config.format" if request.output_format is None else "output_format"
     return {
         "response_format.json_schema.schema": f"{output}.schema",

@@ -1,5 +1,5 @@
-"""Owns the route that counts the tokens of a conversation's prompt.
-Never asks an engine, and takes no place at the gate."""
+"""Serves the route that counts the tokens of a conversation's prompt.
+Never asks an engine, and never waits at the gate."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Owns how a message is answered in Anthropic's form, whole or streamed.
-Never reads the model's text; a reader of blocks does."""
+"""Writes the answer to a message in Anthropic's form, whole or streamed.
+Never parses the model's text: a BlockReader does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the events of a streamed message: their order, and their names.
+"""Writes the events of a streamed message, in their order and with their names.
 Never sends one; `sse` does."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MessageFrames:
         self._has_begun = False
         self._last = Piece("")
         self._repair = ArgumentRepair()
-        """Repairs the arguments of the call that is open."""
+        """Repairs the arguments of the call block that is open."""
 
     def opening(self, index: int) -> bytes:
         if self._has_begun:
@@ -75,9 +75,9 @@ def _delta(block: Block, text: str) -> bytes:
 
 
 def _empty(block: Block) -> Json:
-    """A block before its first delta; its signature comes last."""
-    told = block_json(replace(block, text=""))
-    return told | {"signature": ""} if "signature" in told else told
+    """Write a block as it is before its first delta. Its signature is empty, because it comes last."""
+    opened = block_json(replace(block, text=""))
+    return opened | {"signature": ""} if "signature" in opened else opened
 
 
 def _signed(index: int) -> bytes:

@@ -1,5 +1,5 @@
-"""Owns how a hint of these schemas is taken or, by a strict server, refused.
-Never decides what is a hint; the schemas do, and whoever finds that a model cannot do with one."""
+"""Accepts the hints of these schemas, or refuses them if the server is strict.
+Never decides what is a hint: the schemas do, and the code that finds a hint useless for the model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from serve_app.api.requests.strict_model import UNSUPPORTED
 
 
 def ignore_hint_in_schema(name: str, why: str, field: str | None = None) -> None:
-    """As `ignore_or_refuse`, while the body is read. `field`: below the object that is validated."""
+    """Do what `ignore_or_refuse` does, while the body is validated. `field`: relative to the object validated."""
     if hints().strict:
         raise PydanticCustomError(UNSUPPORTED, "{text}", _context(why) | ({"field": field} if field else {}))
     hints().ignore(name)
 
 
 def hint_where_refused(name: str) -> WrapValidator:
-    """An object that its model refuses is a hint of this name, and is read as null."""
+    """Read an object that does not validate as null, and count it as an ignored hint of this name."""
 
     def take(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:

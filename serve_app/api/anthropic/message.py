@@ -1,4 +1,4 @@
-"""Owns the JSON of an answer in Anthropic's words: a message, its blocks, why it stopped, and what it took.
+"""Writes the JSON of an answer in Anthropic's form: a message, its blocks, why it stopped, and its usage.
 Never decides what an answer says."""
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ Json = dict[str, Any]
 
 
 def message_json(message_id: str, model: str, usage: Json) -> Json:
-    """One that has said nothing yet."""
+    """Write a message that has no content yet."""
     named = {"id": message_id, "type": "message", "role": "assistant", "model": model}
     stop = {"stop_reason": None, "stop_sequence": None, "stop_details": None, "container": None}
     return named | {"content": [], "context_management": None, "diagnostics": None, "usage": usage} | stop
 
 
 def usage_json(usage: Usage) -> Json:
-    """Tokens that were cached are not counted as input."""
+    """Write the usage. Cached tokens are not counted as input."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -40,7 +40,7 @@ def usage_json(usage: Usage) -> Json:
 
 
 SIGNATURE = "chunkserve"
-"""Nothing is checked by it, but clients drop thoughts that are not signed, or send them back as text."""
+"""Never checked. Without a signature clients drop thoughts, or send them back as text."""
 
 
 def stop_json(last: Piece, *, has_called: bool) -> Json:
@@ -55,7 +55,7 @@ def stop_json(last: Piece, *, has_called: bool) -> Json:
 
 
 def block_json(block: Block, *, is_cut: bool = False) -> Json:
-    """`is_cut`: the answer's length ended it inside this block."""
+    """`is_cut`: the length limit ended the answer inside this block."""
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
     if block.kind == "text":
@@ -65,13 +65,13 @@ def block_json(block: Block, *, is_cut: bool = False) -> Json:
 
 
 def _input(arguments: str, *, is_cut: bool) -> Json:
-    """An object, as clients need it: what is none is in one, as the text that it is."""
-    found = read_arguments(arguments, is_cut=is_cut)
-    return {UNREADABLE: arguments} if found is None else _finite(found)
+    """Return the arguments as an object, which clients need; wrap unreadable text in an object."""
+    parsed = read_arguments(arguments, is_cut=is_cut)
+    return {UNREADABLE: arguments} if parsed is None else _finite(parsed)
 
 
 def _finite(value: Any) -> Any:
-    """`1e999` is read as infinite, which JSON cannot write: it is null, as where a client in JavaScript writes it."""
+    """Replace infinite numbers by null, as JavaScript does: `1e999` is read as infinite, which JSON cannot write."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Owns the messages of an Anthropic request: which blocks stand in whose turn.
+"""Defines the messages of an Anthropic request, and which blocks are allowed in which role's messages.
 Never translates them; `turns` does."""
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class ToolResultBlock(MarkedBlock):
     type: Literal["tool_result"]
     tool_use_id: str
     content: ResultContent | None = None
-    """Its images follow in the user's words: no template shows any in a result."""
+    """Images follow it in the user's message, because no template shows images in a result."""
     is_error: bool | None = None
-    """The model reads `Error: ` before the content."""
+    """If true, the model reads `Error: ` before the content."""
 
 
 _CLASSES = {
@@ -98,9 +98,9 @@ AnyBlock = TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlo
 
 class AnthropicMessage(StrictModel):
     role: Literal["user", "assistant", "system"]
-    """A turn of the system's has text alone, and may stand anywhere."""
+    """A system message has only text, and may stand anywhere."""
     content: Content
-    """A message without any changes nothing."""
+    """A message without content has no effect."""
 
     @model_validator(mode="after")
     def _blocks_are_in_their_place(self) -> AnthropicMessage:
@@ -109,7 +109,7 @@ class AnthropicMessage(StrictModel):
                 text = f"a block of type {block.type} is only allowed in a message of the {_ONLY_IN[block.type]}"
                 raise PydanticCustomError("role", "{text}", {"text": text, "field": "content"})
             if self.role == "system" and not isinstance(block, TextBlock):
-                text = f"a block of type {block.type} is not allowed in a message of the system, which has text alone"
+                text = f"a block of type {block.type} is not allowed in a message of the system, which has only text"
                 raise PydanticCustomError("role", "{text}", {"text": text, "field": "content"})
         return self
 

@@ -1,6 +1,6 @@
-"""Owns the blocks of an Anthropic request that no chat has, and that a model reads as text: documents, search results,
-and what tools did that another server ran.
-Never shows a block that has no text: it is a hint where it says nothing, and refused where it holds something."""
+"""Defines the blocks of an Anthropic request that have no counterpart in a chat, and that a model reads as text:
+documents, search results, and the calls and results of tools that another server ran.
+Never shows a block without text: it is a hint if it is empty, and refused if it has other contents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serve_app.api.requests.strict_model import UNSUPPORTED, StrictModel, Unsupp
 from serve_app.api.requests.unions import by_type, of_types
 
 _NO_CITATIONS: Unsupported = {"citations": ({"enabled": False},)}
-"""Answers cite nothing."""
+"""Answers have no citations."""
 
 
 class TextSource(StrictModel):
@@ -39,7 +39,7 @@ DocumentSource = Annotated[
 
 
 class DocumentBlock(MarkedBlock):
-    """A document with text."""
+    """A document that has text."""
 
     unsupported: ClassVar[Unsupported] = _NO_CITATIONS
     type: Literal["document"]
@@ -67,7 +67,7 @@ class SearchResultBlock(MarkedBlock):
 
 
 class ToolReferenceBlock(MarkedBlock):
-    """A tool that was found: the model knows all of them."""
+    """A tool that a search found. It adds only its name: the model knows all tools already."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -113,10 +113,10 @@ RESULTS = (
 
 
 class ServerToolResultBlock(MarkedBlock):
-    """What such a call gave: its text, and no more."""
+    """The result of such a call, reduced to its text."""
 
     hints: ClassVar[Unsupported] = {"caller": ({"type": "direct"},)}
-    type: Literal[RESULTS]  # type: ignore[valid-type]  # the names are told apart elsewhere, too
+    type: Literal[RESULTS]  # type: ignore[valid-type]  # the discriminator uses the names, too
     tool_use_id: str
     content: Annotated[Any, AfterValidator(_is_readable)] = Field(default="")
     is_error: bool | None = None
@@ -127,7 +127,7 @@ class ServerToolResultBlock(MarkedBlock):
 
 
 class CompactionBlock(MarkedBlock):
-    """A summary of what was said before; null where there is none."""
+    """A summary of the conversation so far; null if there is none."""
 
     hints: ClassVar[Unsupported] = dict.fromkeys(("encrypted_content", "signature", "tool_changes"), ())
     type: Literal["compaction"]
@@ -142,7 +142,7 @@ Silent = Literal["redacted_thinking", "fallback"]
 
 
 class SilentBlock(MarkedBlock):
-    """One of which a model reads nothing: thoughts that only another server can open, or its note of a fallback."""
+    """A block that adds nothing to the prompt: thoughts that only another server can decrypt, or a fallback's note."""
 
     is_hint: ClassVar[bool] = True
     type: Silent
@@ -170,4 +170,4 @@ ReadBlock = (
     | CompactionBlock
     | SilentBlock
 )
-"""Each has its text; an empty one adds nothing."""
+"""Each gives its text with `as_text`; an empty text adds nothing."""

@@ -1,5 +1,5 @@
-"""Owns what a model reads of the results of tools that another server ran.
-Never runs a tool; what is encrypted, or no text, is not guessed at."""
+"""Extracts the text that a model reads from the results of tools that another server ran.
+Never runs a tool, and never guesses at encrypted or other contents."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _MAX_NAME_CHARS = 50
 
 
 class Unreadable(ValueError):
-    """There is no text in it."""
+    """The content has no text."""
 
 
 def tagged(kind: str, text: str) -> str:
-    """A text in the tag of the block that it is from."""
+    """Wrap a text in a tag named after the type of its block."""
     return f"<{kind}>\n{text}\n</{kind}>"
 
 
@@ -23,10 +23,10 @@ def call_text(name: str, given: dict[str, Any]) -> str:
 
 
 def readable(content: Any) -> str:
-    """The text of a result's content: a string, an object of a known form, or a list of these.
+    """Return the text of a result's content: a string, an object of a known form, or a list of these.
 
     Raises:
-        Unreadable: it has none; the message names the type.
+        Unreadable: the content has no text; the message names its type.
     """
     match content:
         case str(text):
@@ -63,5 +63,7 @@ def _kind(content: Any) -> str:
     if not isinstance(kind, str):
         return "this content"
     source = content.get("source")
-    of = f" with a source of the type {str(source.get('type'))[:_MAX_NAME_CHARS]!r}" if isinstance(source, dict) else ""
-    return f"a part of the type {kind[:_MAX_NAME_CHARS]!r}{of}"
+    part = f"a part of the type {kind[:_MAX_NAME_CHARS]!r}"
+    if not isinstance(source, dict):
+        return part
+    return f"{part} with a source of the type {str(source.get('type'))[:_MAX_NAME_CHARS]!r}"

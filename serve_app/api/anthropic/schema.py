@@ -1,5 +1,5 @@
-"""Owns the requests of /v1/messages and /v1/messages/count_tokens: fields, types, ranges.
-Never reads text; a field is honoured, a hint, or refused by name."""
+"""Defines the requests of /v1/messages and /v1/messages/count_tokens: fields, types, ranges.
+Never reads text. Each field is honoured, taken as a hint, or refused by name."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from serve_app.errors.refusal import THREAD
 
 _NEVER: tuple[Any, ...] = ()
 MIN_BUDGET = 1024
-"""Tokens of thoughts, as Anthropic has it."""
+"""The least budget of thoughts in tokens, as in Anthropic's API."""
 
 
 class ToolChoice(StrictModel):
-    """With `any` the answer uses a tool, with `tool` the one that is named, once."""
+    """With `any` the answer must use a tool; with `tool` it must use the named one, once."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, pattern=FUNCTION_NAME)
     disable_parallel_tool_use: bool | None = None
-    """True: at most one tool is used, once."""
+    """If true, at most one tool is used, once."""
 
     @model_validator(mode="after")
     def _names_a_tool(self) -> ToolChoice:
@@ -44,7 +44,7 @@ class ToolChoice(StrictModel):
 
 
 class OutputFormat(StrictModel):
-    """JSON that the schema allows, on one line. The model is not told of it; the prompt should say what is wanted."""
+    """The answer is JSON that the schema allows, on one line. The prompt must describe it: the model gets no schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
@@ -56,7 +56,7 @@ class OutputConfig(StrictModel):
     hints: ClassVar[Unsupported] = {"task_budget": _NEVER}
     format: OutputFormat | None = None
     effort: Annotated[Effort | None, USED_IF_POSSIBLE] = None
-    """As a chat's `reasoning_effort`."""
+    """Like a chat's `reasoning_effort`."""
 
 
 _THINKING = ("disabled", "adaptive", "enabled")
@@ -66,12 +66,12 @@ class Thinking(StrictModel):
     hint_path: ClassVar[str] = "thinking."
     hints: ClassVar[Unsupported] = {"block_binding": ({},)}
     type: Annotated[Literal["disabled", "adaptive", "enabled"], USED_IF_POSSIBLE]
-    """As a chat's `enable_thinking`: a hint for a model that does not think, and `disabled` for one that does in any
-    case."""
+    """Like a chat's `enable_thinking`. It is a hint for a model that does not think, and so is `disabled` for one that
+    always thinks."""
     budget_tokens: Annotated[int | None, Field(ge=MIN_BUDGET), USED_IF_POSSIBLE] = None
-    """As a chat's `thinking_budget`."""
+    """Like a chat's `thinking_budget`."""
     display: Literal["summarized", "omitted", "updates"] | None = None
-    """With `omitted` no thoughts are shown; `updates` is a hint."""
+    """With `omitted`, thoughts are not shown; `updates` is a hint."""
 
     @property
     def wanted(self) -> bool:
@@ -86,7 +86,7 @@ class Thinking(StrictModel):
 
 
 class Metadata(StrictModel):
-    """Accepted and without effect."""
+    """Accepted, without effect."""
 
     user_id: str | None = None
 
@@ -95,23 +95,23 @@ class CountTokensRequest(StrictModel):
     """A conversation."""
 
     hints: ClassVar[Unsupported] = {
-        "context_management": _NEVER,  # nothing is taken out of the prompt
+        "context_management": _NEVER,  # nothing is removed from the prompt
         "mcp_servers": ([],),
         "speed": ("standard",),
     }
     value_hints: ClassVar[Mapping[str, str]] = {
-        "cache_control": "Where it has more, or other values, than this table says; wherever it stands.",
+        "cache_control": "With other fields or values than this table lists, wherever it stands.",
         **{
-            f"tools.{name}": "This server runs no such tool, or not of that version. One that is forced is refused."
+            f"tools.{name}": "This server does not run this tool, or not this version. Forcing its use is refused."
             for name in dict.fromkeys(FAMILIES.values())
         },
-        "tools.allowed_callers": "Where others than `direct` are among them.",
-        **{f"messages.{kind}": "The model reads nothing of such a block." for kind in get_args(Silent)},
-        "thinking.display": "With `updates`: thoughts are shown as they are.",
+        "tools.allowed_callers": "With callers other than `direct`.",
+        **{f"messages.{kind}": "Such a block adds nothing to the prompt." for kind in get_args(Silent)},
+        "thinking.display": "With `updates`: thoughts are shown in full.",
     }
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
-    """Where the last is the assistant's, the answer goes on with it."""
+    """A trailing assistant message is continued by the answer."""
     system: TextOrBlocks | None = None
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
@@ -167,7 +167,7 @@ class MessagesRequest(CountTokensRequest):
     value_hints: ClassVar[Mapping[str, str]] = {
         **CountTokensRequest.value_hints,
         "max_tokens": LONGER_THAN_THE_CONTEXT,
-        "metadata": "Where it has more than this table says.",
+        "metadata": "With other fields than this table lists.",
     }
     max_tokens: int = Field(ge=1)
     temperature: float | None = Field(None, ge=0, le=1)
@@ -180,7 +180,7 @@ class MessagesRequest(CountTokensRequest):
     @model_validator(mode="before")
     @classmethod
     def _never_pauses(cls, data: Any) -> Any:
-        """`context_management` is a hint but for this, which would end an answer early."""
+        """Refuse the one field of `context_management` that is no hint, because it would end an answer early."""
         given = data.get("context_management") if isinstance(data, dict) else None
         edits = given.get("edits") if isinstance(given, dict) else None
         for place, edit in enumerate(edits if isinstance(edits, list) else ()):
@@ -192,7 +192,7 @@ class MessagesRequest(CountTokensRequest):
 
     @model_validator(mode="after")
     def _thoughts_leave_room(self) -> MessagesRequest:
-        """With tools the budget is that of all the turns between a user's words and the answer to them."""
+        """Check the budget only without tools: with them it covers all turns from the user's message to its answer."""
         budget = None if self.thinking is None else self.thinking.budget_tokens
         if budget is not None and budget >= self.max_tokens and not self.tools:
             text = f"should be less than max_tokens, which is {self.max_tokens}, but it is {budget}"

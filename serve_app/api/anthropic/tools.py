@@ -1,6 +1,5 @@
-"""Owns the tools of an Anthropic request: the client's own, those of published schemas, and those that only Anthropic
-runs.
-Never says what a model reads of one; `conversation` does."""
+"""Defines the tools of an Anthropic request: the client's own, those with published schemas, and those that only
+Anthropic runs. Never decides how a model sees one: `conversation` does."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ FAMILIES = {
     **dict.fromkeys(("tool_search_tool_bm25", "tool_search_tool_regex"), "tool_search"),
     **{name: name for name in ("bash", "text_editor", "memory", "computer", "computer_toolset", "browser_toolset")},
 }
-"""Maps types that are no tool here to what their hint is called; those of known schemas are of other versions."""
+"""Maps types of tools that do not exist here to their hints' names. Types with known schemas are other versions."""
 _UNDATED = ("mcp_toolset", "tool_search_tool_bm25", "tool_search_tool_regex")
 _ABSENT = rf"^(?:(?:{'|'.join(FAMILIES)})_[0-9]{{8}}|{'|'.join(_UNDATED)})$"
 
@@ -38,12 +37,12 @@ class _OfferedTool(StrictModel):
     hint_path: ClassVar[str] = "tools."
     hints: ClassVar[Unsupported] = {"defer_loading": (False,), "input_examples": ([],)}
     unsupported: ClassVar[Unsupported] = {
-        "eager_input_streaming": (False, True),  # arguments are streamed as they are written in any case
+        "eager_input_streaming": (False, True),  # arguments are always streamed as they are written
     }
     allowed_callers: list[str] | None = Field(None, min_length=1, max_length=16)
-    """The model is told of the tool if `direct` is among them, and nobody else calls it."""
+    """The model gets the tool if `direct` is among them. Nobody but the model calls it."""
     strict: bool | None = None
-    """Inputs are what the schema allows, wherever the model uses this tool."""
+    """If true, the inputs of every use of this tool follow its schema."""
     cache_control: CacheMark | None = None
 
     @model_validator(mode="after")
@@ -54,7 +53,7 @@ class _OfferedTool(StrictModel):
         return self
 
     @property
-    def is_told(self) -> bool:
+    def is_offered(self) -> bool:
         """Whether the model may call it."""
         return self.allowed_callers is None or "direct" in self.allowed_callers
 
@@ -68,10 +67,10 @@ class Tool(_OfferedTool):
 
 
 class ClientTool(_OfferedTool):
-    """A tool of Anthropic's that the client runs: the model is told of a function of its published schema."""
+    """A tool of Anthropic's that the client runs. The model gets it as a function with its published schema."""
 
     hints: ClassVar[Unsupported] = {**_OfferedTool.hints, "max_characters": ()}
-    type: Literal[tuple(CLIENT_TOOLS)]  # type: ignore[valid-type]  # one list of them
+    type: Literal[tuple(CLIENT_TOOLS)]  # type: ignore[valid-type]  # a single list of the types
     name: str
 
     @model_validator(mode="after")
@@ -87,8 +86,8 @@ class ClientTool(_OfferedTool):
 
 
 class AbsentTool(BaseModel):
-    """A tool that only Anthropic runs, or that no model here knows: the model is not told of it. Whatever else it holds
-    is not read."""
+    """A tool that only Anthropic runs, or that no model here knows. The model does not get it, and its other fields are
+    not read."""
 
     model_config = ConfigDict(strict=True, frozen=True)
     is_hint: ClassVar[bool] = True

@@ -1,5 +1,5 @@
-"""Owns what each message of an Anthropic request is in a chat.
-Never decides where a template shows it."""
+"""Translates each message of an Anthropic request to messages of a chat.
+Never decides where a template shows them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Shown = str | ImageBlock
 
 
 def chat_turns(message: AnthropicMessage) -> list[Json]:
-    """None where the message says nothing."""
+    """Translate one message; the list is empty if the message is."""
     if message.role == "assistant":
         return _of_assistant(message)
     if message.role == "system":
@@ -41,25 +41,25 @@ def _of_assistant(message: AnthropicMessage) -> list[Json]:
     if not (content or reasoning or calls):
         return []
     content_or_null = None if calls and not content else content
-    told = {"content": content_or_null, "reasoning_content": reasoning or None, "tool_calls": calls or None}
-    return [{"role": "assistant", **told}]
+    fields = {"content": content_or_null, "reasoning_content": reasoning or None, "tool_calls": calls or None}
+    return [{"role": "assistant", **fields}]
 
 
 def _of_user(message: AnthropicMessage) -> list[Json]:
-    """A chat has a message for each result of a tool, and others for what stands around them. Images of results follow
-    the last result of a row."""
-    told: list[Json] = []
+    """Make one message per tool result, and others for the blocks between them. Images within results follow the last
+    of consecutive results."""
+    turns: list[Json] = []
     shown: list[_Shown] = []
     images: list[_Shown] = []
     for block in message.blocks:
         if isinstance(block, ToolResultBlock):
-            told += [*_user(shown), _result(block)]
+            turns += [*_user(shown), _result(block)]
             images += images_of(block)
             shown = []
         elif one := _shown(block):
             shown += [*images, one]
             images = []
-    return told + _user([*images, *shown])
+    return turns + _user([*images, *shown])
 
 
 def _shown(block: Any) -> _Shown:
@@ -93,14 +93,14 @@ def _result(block: ToolResultBlock) -> Json:
 
 
 def images_of(block: Any) -> list[ImageBlock]:
-    """Those that a block is, or has."""
+    """List the images that a block is or contains."""
     if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
         return [part for part in block.content if isinstance(part, ImageBlock)]
     return [block] if isinstance(block, ImageBlock) else []
 
 
 def image_paths(messages: Sequence[AnthropicMessage]) -> list[str]:
-    """What the request calls its images, in the order in which the chat has them."""
+    """List the request's names of its images, in the order in which the chat has the images."""
     paths: list[str] = []
     for number, message in enumerate(messages):
         for place, block in enumerate(message.blocks):
@@ -119,6 +119,6 @@ def _call(block: ToolUseBlock) -> Json:
 
 
 def _arguments(given: Json) -> str:
-    """What stands for arguments that were no JSON is the text that they were."""
+    """Write a call's arguments as JSON. An object that wraps unreadable arguments becomes their original text."""
     text = given.get(UNREADABLE)
     return text if len(given) == 1 and isinstance(text, str) else json.dumps(given, ensure_ascii=False)

@@ -1,5 +1,5 @@
-"""Owns an answer as blocks, one after the other: thoughts, text and calls, as they open, grow and close.
-Never writes JSON; whoever answers in blocks, or items, gives them a form."""
+"""Splits an answer into consecutive blocks of thoughts, text and calls, and reports each as it opens, grows and closes.
+Never writes JSON: the APIs that answer in blocks or items do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """`text`: what it says so far; of a call, the JSON of its arguments."""
+    """`text`: the block's text so far; for a call, the JSON of its arguments so far."""
 
     index: int
     kind: Kind
@@ -23,7 +23,7 @@ class Block:
     call_id: str = ""
     name: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    """Of the tokens of a text, where they are asked for."""
+    """The scores of a text block's tokens, if the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ Step: TypeAlias = Opened | Grown | Closed
 
 
 class BlockReader:
-    """Reads one answer. One block is open at a time, and each step is told once."""
+    """Reads one answer. One block is open at a time, and each step is returned once."""
 
     def __init__(self, reader: ChatReader) -> None:
         self._reader = reader
-        self._space = ""  # between blocks: it begins a text, or is nothing
+        self._space = ""  # white space between blocks: dropped, unless a text follows, which it then begins
         self._is_open = False
         self.blocks: list[Block] = []
 
@@ -60,10 +60,10 @@ class BlockReader:
         return self._reader.has_called
 
     def read(self, text: str, *, last: bool) -> list[Step]:
-        """`last`: no text follows."""
+        """Read the next text of the answer. `last`: no text follows."""
         steps = [*self._steps(*self._reader.read_in_order(text, last=last))]
         if last and self._space and all(block.kind == "reasoning" for block in self.blocks):
-            steps += self._grow("text", self._space)  # there is nothing else
+            steps += self._grow("text", self._space)  # the answer has no other content
         return [*steps, *(self._close() if last else ())]
 
     def _steps(self, reasoning: str, deltas: Sequence[Delta]) -> Iterator[Step]:

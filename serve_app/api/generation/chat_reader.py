@@ -1,5 +1,5 @@
-"""Owns how one chat answer is read: its reasoning, its tool calls, and the content between them.
-Never knows a model's grammar, nor how a response writes what was found."""
+"""Separates the reasoning, the tool calls and the content of one chat answer.
+Never knows a model's grammar, nor how a response writes them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from serve_app.parsing.reasoning_parsers import REASONING_PARSERS, reasoning_par
 from serve_app.parsing.tool_parser import ToolParser
 from serve_app.parsing.tools import TOOL_PARSERS
 
-_PROMPT_END = 16  # tokens: as many as the tag takes that a template may end with
+_PROMPT_END = 16  # tokens: enough for the longest tag that a template may end with
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a piece of an answer says."""
+    """A piece of an answer, separated into its parts."""
 
     reasoning: str = ""
     content: str = ""
@@ -40,8 +40,8 @@ class ChatReader:
         parallel: bool = True,
         is_either: bool = False,
     ) -> None:
-        """`parallel`: more than one call may be made; the others are not shown, as in vLLM. `is_either`: the answer is
-        text or calls, and not text with calls in it: what JSON quotes is no call."""
+        """`parallel`: show every call; without it, only the first, as in vLLM. `is_either`: the answer is either
+        text or calls, never text with calls in it: a call that is quoted within JSON is text."""
         self._reasoning = reasoning
         self._tools = tools
         self._shows_reasoning = shows_reasoning
@@ -54,13 +54,13 @@ class ChatReader:
         return self._tools is not None and self._tools.calls > 0
 
     def read(self, text: str, *, last: bool) -> Read:
-        """`last`: no text follows."""
+        """Read the next text of the answer. `last`: no text follows."""
         reasoning, deltas = self.read_in_order(text, last=last)
         content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
         return Read(reasoning, content, tuple(delta for delta in deltas if not isinstance(delta, Content)))
 
     def read_in_order(self, text: str, *, last: bool) -> tuple[str, list[Delta]]:
-        """The same: reasoning, and what follows it, with calls where they are in the text."""
+        """Like `read`, but return content and calls in the order in which the text has them."""
         split = self._split(text, last)
         reasoning = split.reasoning if self._shows_reasoning else ""
         if self._tools is None:
@@ -71,7 +71,7 @@ class ChatReader:
         return reasoning, [delta for delta in deltas if self._is_shown(delta)]
 
     def _decided(self, text: str, deltas: list[Delta], last: bool) -> list[Delta]:
-        """What comes first, text or a call, is all that comes; nothing as long as there is only white space."""
+        """Hold everything back while there is only white space; then keep to what comes first, text or calls."""
         self._undecided.append(text)
         first = next((delta for delta in deltas if not isinstance(delta, Content) or delta.text.strip()), None)
         if first is None and not last:
@@ -80,8 +80,8 @@ class ChatReader:
         if first is not None and not isinstance(first, Content):
             return deltas
         self._tools = None
-        told = "".join(self._undecided)
-        return [Content(told)] if told else []
+        undecided = "".join(self._undecided)
+        return [Content(undecided)] if undecided else []
 
     def _split(self, text: str, last: bool) -> Split:
         if self._reasoning is None:
@@ -101,7 +101,7 @@ def needs_reader(request: ChatRequest, model: ServedModel) -> bool:
 
 
 def make_reader(request: ChatRequest, model: ServedModel, prompt_end: str) -> ChatReader:
-    """A reader for one answer to a prompt that ends so."""
+    """Make a reader for one answer to a prompt that ends with `prompt_end`."""
     reasoning, tools = make_parsers(request, model, prompt_end)
     return ChatReader(
         reasoning,
@@ -115,7 +115,7 @@ def make_reader(request: ChatRequest, model: ServedModel, prompt_end: str) -> Ch
 def make_parsers(
     request: ChatRequest, model: ServedModel, prompt_end: str
 ) -> tuple[ReasoningParser | None, ToolParser | None]:
-    """Fresh ones, for one answer to a prompt that ends so."""
+    """Make fresh parsers for one answer to a prompt that ends with `prompt_end`."""
     tools = None
     if request.may_call:
         assert model.tool_parser is not None, "checked when the request was prepared"
@@ -125,7 +125,7 @@ def make_parsers(
 
 
 def _asks_for_json(request: ChatRequest) -> bool:
-    """Whether the answer's text is JSON and nothing else."""
+    """Whether the answer's text is to be JSON and nothing else."""
     outputs = request.structured_outputs
     return (
         isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
@@ -135,12 +135,12 @@ def _asks_for_json(request: ChatRequest) -> bool:
 
 
 def prompt_end(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """The text that says whether an answer begins inside a block of thoughts."""
+    """The end of the prompt's text, which shows whether the answer begins inside a block of thoughts."""
     return tokenizer.decode(token_ids[-_PROMPT_END:])
 
 
 def markers(request: ChatRequest, model: ServedModel) -> tuple[str, ...]:
-    """Texts of special tokens that a reader must see."""
+    """The texts of the special tokens that a reader must see."""
     reasoning = REASONING_PARSERS[model.reasoning_parser].markers if model.reasoning_parser else ()
     calls = TOOL_PARSERS[model.tool_parser].markers if request.may_call and model.tool_parser else ()
     return (*reasoning, *calls)

@@ -1,5 +1,5 @@
-"""Owns one answer: the engine's events in, pieces of final text out, with the finish reason and the usage.
-Never writes a byte of HTTP; streamed and whole answers come from the same pieces."""
+"""Turns the engine's events of one answer into pieces of final text, with the finish reason and the usage.
+Never writes a byte of HTTP; streamed and whole answers are made from the same pieces."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from engine.protocol import (
     TokenLogprobs,
     Usage,
 )
-from serve_app.admission.gate import Visit
-from serve_app.api.generation.live import Life
+from serve_app.admission.gate import AdmissionTicket
+from serve_app.api.generation.live import Lifecycle
 from serve_app.api.generation.logprobs import ScoredToken, TokenQueue
 from serve_app.api.generation.submission import Prepared
 from serve_app.api.generation.thoughts import ThoughtCounter
 from serve_app.api.text.content_stops import ContentStops
 from serve_app.api.text.stop_strings import StopStrings
-from serve_app.engines.engine_client import Course, EngineClient
+from serve_app.engines.engine_client import EngineClient, StreamRecord
 from serve_app.errors.api_error import ApiError
 from serve_app.metrics.request_times import RequestTimes
 
@@ -40,7 +40,7 @@ _REASONS: dict[FinishReason, Literal["stop", "length"]] = {FinishReason.STOP: "s
 class Piece:
     """Text that is final. `finish_reason` is set on the last piece, and only there.
 
-    `tokens` are those whose text this piece completes, and None if nobody wants to see tokens.
+    `tokens` are the tokens whose text this piece completes; None if the response shows no tokens.
     """
 
     text: str
@@ -53,27 +53,27 @@ class Piece:
 
     @property
     def matched_stop(self) -> str | int | None:
-        """What ended the answer; None where that was its length."""
+        """The stop string or the stop token that ended the answer; None if its length did."""
         return self.stop_token_id if self.stop_string is None else self.stop_string
 
 
 class Completion:
-    """One request, from its submission to its last piece. Used once."""
+    """Runs one submission, until its last piece. Used once."""
 
     def __init__(
         self,
         client: EngineClient,
         prepared: Prepared,
-        life: Life,
-        visit: Visit,
+        lifecycle: Lifecycle,
+        ticket: AdmissionTicket,
         times: RequestTimes,
         session: str | None,
         thoughts: ThoughtCounter | None = None,
         stops: ContentStops | None = None,
     ) -> None:
-        """`life`: its deadline is that of the submission, for an engine that does not keep it.
-        `thoughts`: of an answer whose thoughts are told apart. `stops`: of one that may think or call tools.
-        `visit`: one that was dispatched; it is told how far the engine has come, as are the `times`."""
+        """`lifecycle`: has the submission's deadline, for the case that the engine does not keep it.
+        `thoughts`: given if the model marks its thoughts. `stops`: given if the answer may have thoughts or calls.
+        `ticket`: has been dispatched. Both it and `times` are informed of the engine's progress."""
         self.submission = prepared.submission
         self.constrained_by = prepared.constrained_by
         self._client = client
@@ -81,9 +81,9 @@ class Completion:
         self._stops = stops or StopStrings(prepared.stops, shown=prepared.shows_stop)
         self._shows_stop = prepared.shows_stop
         self._echo = prepared.echo
-        self._life = life
-        self._bound = life.bound()
-        self._visit = visit
+        self._lifecycle = lifecycle
+        self._bound = lifecycle.bound()
+        self._ticket = ticket
         self._times = times
         times.expects()
         self._session = session
@@ -93,22 +93,22 @@ class Completion:
         self._generated = 0
         self._cached = 0
         self._final_usage: Usage | None = None
-        self.course = Course()
+        self.record = StreamRecord()
         self.finish_reason: Literal["stop", "length"] | None = None
-        """Once the answer is whole."""
+        """Set once the answer is complete."""
         self.prompt_scores: tuple[TokenLogprobs, ...] | None = None
-        """Of the prompt's tokens from the second on, once they are known."""
+        """The scores of the prompt's tokens from the second on, once they are known."""
         self.vector: tuple[float, ...] = ()
-        """Of a prompt that is pooled, once it is known."""
+        """The vector of a pooled prompt, once it is known."""
 
     @property
     def usage(self) -> Usage:
-        """Up to what was yielded; exact after the last piece. A token that a stop string cut off counts."""
+        """The usage of what was yielded so far; exact after the last piece. Tokens that a stop string cut off count."""
         return self._final_usage or Usage(len(self.submission.prompt_token_ids), self._generated, self._cached)
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Of those in `usage`; None where thoughts are not told apart."""
+        """How many of the tokens in `usage` are thoughts; None if the model does not mark its thoughts."""
         return None if self._thoughts is None else self._thoughts.count
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
@@ -121,20 +121,20 @@ class Completion:
             EngineError, ApiError: before the first piece, or between two.
         """
         last: Piece | None = None
-        self._life.given_to_engine()
+        self._lifecycle.given_to_engine()
         self._times.given_to_engine()
         async with aclosing(self._stream()) as items:
             while (events := await self._next(items)) is not None:
-                self._visit.started()
+                self._ticket.started()
                 piece = self._apply(events)
                 if piece.finish_reason is not None:
-                    last, self.finish_reason, self.course.is_complete = piece, piece.finish_reason, True
+                    last, self.finish_reason, self.record.is_complete = piece, piece.finish_reason, True
                     break
                 yield piece
                 if self._generated:
                     self._times.has_token()
-        # The engine's stream is closed by now: a stop string frees its blocks before a slow client has read the end,
-        self._visit.finished()  # and another request takes its place.
+        # The engine's stream is closed by now: after a stop string, the request's blocks and its place are free even
+        self._ticket.finished()  # while a slow client still reads the end.
         if last is None:
             raise EngineError(ErrorCode.STEP_FAILED, "the engine's stream ended without a terminal event")
         self._times.returned()
@@ -143,11 +143,11 @@ class Completion:
             self._times.has_token()
 
     def _stream(self) -> AsyncGenerator[list[Event], None]:
-        return self._client.stream(self.submission, session=self._session, course=self.course)
+        return self._client.stream(self.submission, session=self._session, record=self.record)
 
     async def _next(self, items: AsyncGenerator[list[Event], None]) -> list[Event] | None:
-        """The engine's next item; None at the end. Never waits long past the deadline: a request that is queued before
-        the engine, or held by one that hangs, is not ended there."""
+        """Return the engine's next item; None at the end. Never waits long past the deadline: the engine cannot end a
+        request that is still queued in front of it, nor one that hangs with it."""
         with self._bound:
             return await anext(items, None)
 
@@ -173,8 +173,8 @@ class Completion:
                     reason = self._finish(event)
                     return self._last(texts + self._end(event), reason, event)
                 case Failed():
-                    if event.code is ErrorCode.DEADLINE_EXCEEDED and (deadline := self._life.deadline) is not None:
-                        raise deadline.exceeded()  # the engine knows only what was left for it
+                    if event.code is ErrorCode.DEADLINE_EXCEEDED and (deadline := self._lifecycle.deadline) is not None:
+                        raise deadline.exceeded()  # the engine only knows the time that was left at submission
                     raise EngineError(event.code, event.message)
         return self._piece(texts)
 
@@ -186,7 +186,7 @@ class Completion:
         return Piece(text, reason, tokens, self._stops.matched)
 
     def _last(self, texts: list[str], reason: Literal["stop", "length"], event: Finished) -> Piece:
-        """A stop string may be found as late as in the text that the end completes."""
+        """Make the last piece. The text that the end completes may still contain a stop string."""
         piece = self._piece(texts, "stop" if self._stops.matched else reason)
         return piece if self._stops.matched else replace(piece, stop_token_id=event.stop_token_id)
 
@@ -208,12 +208,12 @@ class Completion:
         return self._search(text)
 
     def _search(self, text: str) -> str:
-        """What of the text is safe to show, with regard to stop strings."""
+        """Return the part of the text that no stop string can cut off any more."""
         return self._stops.push(text) if self._generated >= self._min_tokens else self._stops.skip(text)
 
     def _end(self, event: Finished) -> list[str]:
-        """What the end completes: text that waited for more, and the text of the token that ended the answer, where it
-        is shown; that token is counted in usage in any case."""
+        """Return the texts that the end completes: text that waited for more, and the text of the token that ended the
+        answer, if it is shown. Usage counts that token in any case."""
         shown = event.stop_token_id is not None and self._shows_stop
         waited = "" if shown else self._detokenizer.finish()
         if self._tokens is not None:
@@ -227,13 +227,13 @@ class Completion:
             self._thoughts.push("")
         text = self._detokenizer.push(event.stop_token_id) + self._detokenizer.finish() if shown else ""
         if self._tokens is not None:
-            # Clients that asked for one token cut the last entry off, so there is one.
+            # Clients that asked for one token cut the last entry off, so the stop token needs an entry.
             self._tokens.add(event.stop_token_id, event.stop_logprobs, len(text))
         return text
 
     def _finish(self, event: Finished) -> Literal["stop", "length"]:
         if event.reason not in _REASONS:
-            # Nobody here asked for it, so the answer is incomplete, which no finish reason of OpenAI's can say.
+            # The ingress did not abort it, so the answer is incomplete, and OpenAI has no finish reason for that.
             text = "The request was aborted by the server."
             raise ApiError(503, text, type="server_error", code="aborted", headers={"Retry-After": "1"})
         self._final_usage = event.usage

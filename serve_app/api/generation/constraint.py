@@ -1,5 +1,5 @@
-"""Owns the grammar of a request's answer: what its fields and tools ask for, checked before an engine is asked.
-Never samples; whatever stands before a constrained answer, such as thoughts, is free."""
+"""Builds the grammar of a request's answer from its fields and tools, and checks it before an engine is asked.
+Never samples; what precedes a constrained answer, such as thoughts, is free."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serve_app.parsing.thinking_grammar import after_thoughts, as_content
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """`field`: of the request, that asked for it."""
+    """The grammar of an answer. `field`: the request's field that asked for it."""
 
     field: str
     grammar: Grammar
@@ -27,7 +27,7 @@ class Constraint:
     reasoning_parser: str | None
 
     def text(self, prompt_end: str) -> str:
-        """For the engine, of an answer to a prompt that ends so."""
+        """Write the grammar for the engine, for an answer to a prompt that ends with `prompt_end`."""
         grammar = self.grammar
         if self.reasoning_parser is not None:
             grammar = after_thoughts(grammar, self.reasoning_parser, prompt_end, self.specials)
@@ -37,10 +37,11 @@ class Constraint:
 async def constraint_of(
     request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, model: ServedModel
 ) -> Constraint | None:
-    """What the answer may be; None: anything. In a thread: schemas and grammars are of any size that is allowed.
+    """Build and check the constraint of the answer; None if anything is allowed. Works in a thread, because schemas and
+    grammars can be as large as a body.
 
     Raises:
-        ApiError: it cannot be kept, or is no schema or grammar; the error names the field.
+        ApiError: the constraint cannot be enforced, or is not a valid schema or grammar; the error names the field.
     """
     if request.constrained_by is None:
         return None
@@ -67,18 +68,18 @@ def _check(field: str, grammar: Grammar) -> None:
 
 
 def _grammar(request: ChatRequest | CompletionRequest, specials: Specials, model: ServedModel) -> tuple[str, Grammar]:
-    """The field that asked for it, and what it allows. Where tools may be called, an answer is as a field says, or
-    calls."""
-    asked = field_grammar(request, specials)
-    if asked is not None and isinstance(request, ChatRequest):
-        asked = asked[0], as_content(asked[1], model.reasoning_parser, specials)
+    """Return the field that asked for a grammar, and the grammar. If tools may be called, the answer may be either what
+    the field allows, or calls."""
+    content = field_grammar(request, specials)
+    if content is not None and isinstance(request, ChatRequest):
+        content = content[0], as_content(content[1], model.reasoning_parser, specials)
     if not isinstance(request, ChatRequest) or not request.may_call or model.tool_parser is None:
-        assert asked is not None, "nothing is constrained"
-        return asked
-    calls = call_grammar(request, model.tool_parser, specials, or_else=asked is not None)
-    if asked is None:
+        assert content is not None, "nothing is constrained"
+        return content
+    calls = call_grammar(request, model.tool_parser, specials, or_else=content is not None)
+    if content is None:
         return calls
     if request.must_call:
-        _check(*asked)  # there is no text that it could be of, but a client learns that it is none
+        _check(*content)  # the answer will have no text to constrain, but an invalid grammar is still refused
         return calls
-    return asked[0], asked[1].or_else(calls[1])
+    return content[0], content[1].or_else(calls[1])

@@ -1,4 +1,4 @@
-"""Owns the grammars that a request's own fields ask for, and the refusals of those that cannot be.
+"""Builds the grammars that a request's own fields ask for, and refuses those that cannot be built.
 Never looks at tools."""
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def refused(field: str, text: str) -> ApiError:
 
 
 def field_grammar(request: GenerationRequest, specials: Specials) -> tuple[str, Grammar] | None:
-    """The field that constrains the answer, by its dotted name, and its grammar; None if there is none.
+    """Return the dotted name of the field that constrains the answer, and its grammar; None if no field does.
 
     Raises:
-        ApiError: it has no grammar.
+        ApiError: no grammar can be built from the field.
     """
     if request.response_format is not None and request.response_format.type != "text":
         return _of_format(request.response_format, specials)

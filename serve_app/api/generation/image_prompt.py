@@ -1,4 +1,4 @@
-"""Owns a conversation's images: those that its messages ask for, and where they stand in the prompt's tokens.
+"""Collects the images of a conversation, and places them in the prompt's tokens.
 Never decodes one: `serve_app.images` does."""
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from serve_app.images.pixels import Pixels
 
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
-    """A prompt, and what stands in it besides text."""
+    """A prompt's tokens, and the inputs besides text that stand in it."""
 
     token_ids: list[int]
     inputs: tuple[SpanInput, ...] = ()
 
 
 async def read_images(messages: Sequence[Message], model: ServedModel) -> list[Pixels]:
-    """Those of all messages, in order.
+    """Read the images of all messages, in order.
 
     Raises:
-        ApiError: the model takes none, or one is refused.
+        ApiError: the model takes no images, or one of them is refused.
     """
     images = await run_sized(len(messages), lambda: _images(messages))
     asked = [AskedImage(part.url, name, part.detail or "auto") for name, part in images]
@@ -42,7 +42,8 @@ async def read_images(messages: Sequence[Message], model: ServedModel) -> list[P
 
 
 def image_names(messages: Sequence[Message], theirs: Sequence[str]) -> dict[str, str]:
-    """What each image is called in a conversation, and by whoever wrote it in another form: `theirs`, in order."""
+    """Map each image's name in the conversation to its name in the request as the client wrote it.
+    `theirs`: the client's names, in order."""
     return dict(zip((name for name, _ in _images(messages)), theirs, strict=True))
 
 
@@ -55,15 +56,16 @@ def _images(messages: Sequence[Message]) -> list[tuple[str, ImageUrl]]:
 
 
 def place_images(token_ids: Sequence[int], images: Sequence[Pixels], kind: InputKind) -> EncodedChat:
-    """The prompt in which each token that stands for an image is as many as the image has.
+    """Repeat each placeholder token as often as its image has tokens.
 
     Raises:
-        ApiError: there are not as many as images.
+        ApiError: the number of placeholders is not the number of images.
     """
-    if (found := token_ids.count(kind.token_id)) != len(images):
-        text = f"The prompt has {found} places for the conversation's {len(images)} images: "
-        why = "a message's text has the model's own mark of one" if found > len(images) else "its template shows none"
-        raise ApiError(400, f"{text}{why}.", param="messages", code="invalid_value")
+    if (num_places := token_ids.count(kind.token_id)) != len(images):
+        text = f"The prompt has {num_places} places for the conversation's {len(images)} images"
+        too_many, too_few = "a message's text contains the model's image token", "its template shows no images"
+        why = too_many if num_places > len(images) else too_few
+        raise ApiError(400, f"{text}: {why}.", param="messages", code="invalid_value")
     waiting = iter(images)
     expanded: list[int] = []
     inputs: list[SpanInput] = []

@@ -1,5 +1,5 @@
-"""Owns how long each request of this ingress replica may go on: until its deadline, or until somebody aborts it.
-Never asks an engine: whoever waits on behalf of a request learns it here, and lets go of the engine."""
+"""Ends the requests of this ingress replica at their deadlines, or when somebody aborts them.
+Never asks an engine: it ends the wait of the request's own task, which then lets go of the engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from serve_app.api.requests.deadline import GRACE_S, Deadline, now
 from serve_app.errors.api_error import aborted
 
 
-class Life:
-    """One request's. There is one timer for all of its waits."""
+class Lifecycle:
+    """Decides when one request is over. One timer serves all of its waits."""
 
     def __init__(self) -> None:
         self.deadline: Deadline | None = None
@@ -30,17 +30,17 @@ class Life:
             self._timer = asyncio.get_running_loop().call_at(deadline.at, self._look)
 
     def given_to_engine(self) -> None:
-        """From now on the engine ends it at its deadline, and has a little longer for that."""
+        """From now on the engine ends the request at its deadline, and gets GRACE_S longer to do so."""
         self._with_engine = True
 
     def bound(self) -> Bound:
-        """What bounds the waits of one task."""
+        """Make the context manager that bounds the waits of one task."""
         wait = Wait()
         self._waits.append(wait)
         return Bound(self, wait)
 
     def abort(self) -> None:
-        """End the waits that are going on, and those that come. Idempotent."""
+        """End the current waits, and every later one as it begins. Idempotent."""
         self._aborted = True
         self._end_waits()
 
@@ -58,7 +58,7 @@ class Life:
         return self._aborted or now() >= self.deadline.at + (GRACE_S if self._with_engine else 0)
 
     def _look(self) -> None:
-        """The time may be up: at the deadline, and again when the engine's little longer has passed."""
+        """Check whether the time is up: runs at the deadline, and again when the engine's grace period has passed."""
         assert self.deadline is not None
         if self.is_over():
             self._end_waits()
@@ -66,18 +66,18 @@ class Life:
             self._timer = asyncio.get_running_loop().call_at(self.deadline.at + GRACE_S, self._look)
 
     def reason(self) -> Exception:
-        """Why it is over."""
+        """The error that says why the request is over."""
         if self._aborted:
             return aborted()
-        assert self.deadline is not None, "nobody else ends a wait"
+        assert self.deadline is not None, "only an abort or a deadline ends a wait"
         return self.deadline.exceeded()
 
 
 class Bound:
-    """`with bound:` around each wait of one task ends it with its life."""
+    """Ends the waits of one task when its request is over: put `with bound:` around each."""
 
-    def __init__(self, life: Life, wait: Wait) -> None:
-        self._life = life
+    def __init__(self, lifecycle: Lifecycle, wait: Wait) -> None:
+        self._lifecycle = lifecycle
         self._wait = wait
 
     def __enter__(self) -> None:
@@ -87,41 +87,41 @@ class Bound:
             EngineError: the deadline has passed.
             ApiError: the request was aborted.
         """
-        if self._life.is_over():
-            raise self._life.reason()
+        if self._lifecycle.is_over():
+            raise self._lifecycle.reason()
         self._wait.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             self._wait.__exit__(kind, error, at)
         except WaitEnded:
-            raise self._life.reason() from None
+            raise self._lifecycle.reason() from None
 
 
 class LiveRequests:
-    """The lives that go on, by the names that clients and operators know them by."""
+    """Finds the requests that are running by the names that clients and operators know."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, list[Life]] = {}
+        self._by_name: dict[str, list[Lifecycle]] = {}
 
     @contextmanager
-    def track(self, *names: str) -> Iterator[Life]:
-        """A life under each of `names`, which several requests may share, as long as the block."""
-        life = Life()
+    def track(self, *names: str) -> Iterator[Lifecycle]:
+        """Register a request under each of `names` for the length of the block. Several requests may share a name."""
+        lifecycle = Lifecycle()
         for name in names:
-            self._by_name.setdefault(name, []).append(life)
+            self._by_name.setdefault(name, []).append(lifecycle)
         try:
-            yield life
+            yield lifecycle
         finally:
-            life.close()
+            lifecycle.close()
             for name in names:
-                self._by_name[name].remove(life)
+                self._by_name[name].remove(lifecycle)
                 if not self._by_name[name]:
                     del self._by_name[name]
 
     def abort(self, name: str) -> int:
-        """End all requests of that name; how many there were."""
-        lives = self._by_name.get(name, ())
-        for life in lives:
-            life.abort()
-        return len(lives)
+        """End all requests of that name, and return how many there were."""
+        lifecycles = self._by_name.get(name, ())
+        for lifecycle in lifecycles:
+            lifecycle.abort()
+        return len(lifecycles)

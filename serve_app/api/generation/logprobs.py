@@ -1,5 +1,5 @@
-"""Owns OpenAI's two `logprobs` objects: which tokens belong to which piece of text, and how their scores are written.
-Never asks for a score, and is never reached by a request that asked for none."""
+"""Writes OpenAI's two `logprobs` objects, and assigns tokens to the pieces of text that they belong to.
+Never asks for a score; a request that asked for none does not come here."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from engine.protocol import TokenLogprobs
 
 MIN_LOGPROB = -9999.0
 """What OpenAI and vLLM write for minus infinity, which JSON does not have."""
-_JSON_CHARS = 20  # of a token or an alternative, with its number: about
+_JSON_CHARS = 20  # approximate length of a token or an alternative with its number
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """`text_offset`: characters of the choice's text before what this token adds. `scores` is None where nothing
-    predicted the token, or the engine does not say."""
+    """`text_offset`: how many characters of the choice's text come before this token's text. `scores` is None if
+    nothing predicted the token, or if the engine reports no scores."""
 
     token_id: int
     text_offset: int
@@ -27,13 +27,14 @@ class ScoredToken:
 
 
 class TokenQueue:
-    """Tokens of one answer in order, each until the text that it belongs to is sent.
+    """Holds the tokens of one answer in order, each until the text that it belongs to is sent.
 
         0 ........ sent ........ read            characters of the choice's text
         | taken    | held back   | open: tokens of a character that is not complete
 
-    Text waits for a character's last byte and behind a stop string's beginning, and a token for its text. A token that
-    gives no text of its own, such as a special one, goes with the text that follows, or at the end.
+    Text is held back until a character's last byte has come, and while it may be the beginning of a stop string; a
+    token waits for its text. A token without text of its own, such as a special token, is taken with the text that
+    follows it, or at the end.
     """
 
     def __init__(self) -> None:
@@ -45,25 +46,25 @@ class TokenQueue:
     def add_prompt(
         self, token_ids: Sequence[int], offsets: Sequence[int], scores: Sequence[TokenLogprobs], num_chars: int
     ) -> None:
-        """The whole prompt, first of all; `scores` are of the second token to the last."""
+        """Add the whole prompt, before any other token. `scores` belong to its tokens from the second to the last."""
         self._read = num_chars
         for token_id, offset, score in zip(token_ids, offsets, (None, *scores), strict=True):
             self._held.append((num_chars, ScoredToken(token_id, offset, score, of_prompt=True)))
 
     def add(self, token_id: int, scores: TokenLogprobs | None, num_chars: int) -> None:
-        """A token, and how much text it completed."""
+        """Add a token, which completed `num_chars` of text."""
         self._open.append(ScoredToken(token_id, self._read, scores))
         self.complete(num_chars)
 
     def complete(self, num_chars: int) -> None:
-        """How much text the tokens of the character that is open turned out to be."""
+        """Assign `num_chars` of text to the tokens of the character that was incomplete until now."""
         if num_chars:
             self._read += num_chars
             self._held.extend((self._read, token) for token in self._open)
             self._open.clear()
 
     def take(self, num_chars: int) -> tuple[ScoredToken, ...]:
-        """The tokens whose text ends with the next `num_chars` that are sent, or before."""
+        """Take the tokens whose text ends within the next `num_chars` that are sent."""
         self._sent += num_chars
         taken = []
         while self._held and self._held[0][0] <= self._sent:
@@ -71,7 +72,7 @@ class TokenQueue:
         return tuple(taken)
 
     def take_all(self) -> tuple[ScoredToken, ...]:
-        """What is left when the answer has ended: also the tokens whose text a stop string cut off, as at vLLM."""
+        """Take what is left after the answer's end, including tokens whose text a stop string cut off, as in vLLM."""
         taken = (*(token for _, token in self._held), *self._open)
         self._held.clear()
         self._open.clear()
@@ -91,7 +92,7 @@ def logprobs_json(tokens: Sequence[ScoredToken], token_text: TokenText) -> dict[
 
 
 class TokenTexts(Protocol):
-    """What a tokenizer says of one token."""
+    """Gives the text and the bytes of a token, as a tokenizer does."""
 
     def token_text(self, token_id: int) -> str: ...
 
@@ -99,13 +100,13 @@ class TokenTexts(Protocol):
 
 
 def token_id_text(token_id: int) -> str:
-    """vLLM's way to name a token where its text could be another's."""
+    """Name a token as vLLM does where its text is ambiguous."""
     return f"token_id:{token_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIdsAsTexts:
-    """Names tokens by their ids; their bytes stay."""
+    """Names tokens by their ids instead of their texts, and leaves their bytes as they are."""
 
     texts: TokenTexts
 
@@ -117,7 +118,7 @@ class TokenIdsAsTexts:
 
 
 def chat_logprobs_json(tokens: Sequence[ScoredToken], texts: TokenTexts) -> dict[str, Any]:
-    """The chat endpoint's object, in which a token has its bytes: several tokens may share a character."""
+    """Write the chat endpoint's object. It gives each token's bytes, because several tokens may share a character."""
     scored = [token.scores for token in tokens if token.scores is not None]
     return {"content": [chat_token_json(scores, texts) for scores in scored], "refusal": None}
 
@@ -132,7 +133,7 @@ def _chat_alternative(token_id: int, logprob: float, texts: TokenTexts) -> dict[
 
 
 def prompt_logprobs_json(scores: Sequence[TokenLogprobs], texts: TokenTexts) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: nothing for the first token, and for each other its alternatives by token id."""
+    """Write vLLM's `prompt_logprobs`: null for the first token; for each later one, the alternatives by token id."""
     return [None, *(_by_token_id(score, texts) for score in scores)]
 
 
@@ -148,7 +149,7 @@ def _by_token_id(scores: TokenLogprobs, texts: TokenTexts) -> dict[str, Any]:
 
 
 def json_chars(tokens: Sequence[ScoredToken]) -> int:
-    """About how long the object will be, to decide where to write it."""
+    """Estimate the object's length, to decide whether to write it in a thread."""
     scored = [token.scores for token in tokens if token.scores is not None]
     return _JSON_CHARS * (len(tokens) - len(scored)) + score_chars(scored)
 
@@ -158,22 +159,23 @@ def score_chars(scores: Sequence[TokenLogprobs]) -> int:
 
 
 def _top(scores: TokenLogprobs, token_text: TokenText) -> dict[str, float]:
-    """Best first; the chosen token is always there, last where it is not among the best, as at OpenAI and vLLM.
+    """List the alternatives, best first. The chosen token is always among them, last if it is not one of the best, as
+    with OpenAI and vLLM.
 
-    The keys are texts, and several tokens can have one text: then the chosen token has it, or else the best, and
-    the others are named `token_id:7`, which is vLLM's way. The chosen token has one number in both places: clients
-    compare the two for equality to see whether a token is the best.
+    The keys are texts. If several tokens have the same text, the chosen token gets it as its key, or else the best of
+    them does, and the others are named `token_id:7`, as in vLLM. The chosen token's number is the same in both places:
+    clients compare the two for equality to see whether it was the best.
     """
     chosen = token_text(scores.token_id)
-    told: dict[str, float] = {}
+    alternatives: dict[str, float] = {}
     for token_id, logprob in scores.top:
         if token_id == scores.token_id:
-            told[chosen] = _number(scores.logprob)
+            alternatives[chosen] = _number(scores.logprob)
             continue
         text = token_text(token_id)
-        told[token_id_text(token_id) if text == chosen or text in told else text] = _number(logprob)
-    told.setdefault(chosen, _number(scores.logprob))
-    return told
+        alternatives[token_id_text(token_id) if text == chosen or text in alternatives else text] = _number(logprob)
+    alternatives.setdefault(chosen, _number(scores.logprob))
+    return alternatives
 
 
 def _number(logprob: float) -> float:

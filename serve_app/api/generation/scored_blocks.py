@@ -1,5 +1,5 @@
-"""Owns which tokens a block of text is made of, for answers that tell their scores.
-Never decides what is text; a reader of blocks does, and may keep text until it knows."""
+"""Assigns tokens to the blocks of text that they make up, for answers that show their tokens' scores.
+Never decides what is text: a block reader does, and it may hold text back until it knows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from serve_app.api.generation.logprobs import ScoredToken, TokenTexts, chat_toke
 
 
 class ScoredBlocks:
-    """Reads the pieces of one answer whose tokens are shown: each block of text is told with its tokens' scores.
+    """Reads the pieces of one answer, and adds the tokens' scores to each block of text.
 
-        pieces   | </think> | \\n\\n | Hel | lo | <eos> |        a reader may keep text until it knows what it is
-        grown    |                 | Hel | lo |              the tokens of a text are the last that are as long
+        pieces   | </think> | \\n\\n | Hel | lo | <eos> |        a reader may hold text back until it knows what it is
+        grown    |                 | Hel | lo |              a text's tokens are the last ones of the same total length
 
-    Tokens of thoughts, of calls and of marks are in no text, and neither is what has none.
+    Tokens of thoughts, calls and markers belong to no text block, and neither do tokens without text.
     """
 
     def __init__(self, blocks: BlockReader, texts: TokenTexts) -> None:
         self._blocks = blocks
         self._texts = texts
         self._read = 0  # characters
-        self._waiting: list[tuple[ScoredToken, int]] = []  # with how much text each added
+        self._waiting: list[tuple[ScoredToken, int]] = []  # each with the length of its text
 
     def read(self, piece: Piece) -> list[Step]:
         steps: list[Step] = []
@@ -51,10 +51,10 @@ class ScoredBlocks:
             yield step
 
     def _take(self, num_chars: int) -> list[ScoredToken]:
-        """The last that wait, and are together as long."""
+        """Take the last waiting tokens whose texts are together `num_chars` long."""
         taken: list[ScoredToken] = []
         while self._waiting and not self._waiting[-1][1]:
-            self._waiting.pop()  # a stop token, or one whose text was cut off: a character's last token has its text
+            self._waiting.pop()  # a stop token, or one whose text was cut off: only a character's last token has text
         for token, length in reversed(self._waiting):
             num_chars -= length
             if taken and num_chars < 0:

@@ -1,5 +1,5 @@
-"""Owns the way from a request to what the engine takes: encoding, the echo, checks that need the model's numbers.
-Never blocks the event loop for long: long texts are encoded in a thread."""
+"""Turns a request into the engine's submissions: encodes it, prepares the echo, and checks it against the model's
+limits. Never blocks the event loop for long: long texts are encoded in a thread."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ from serve_app.errors.api_error import ApiError, context_length_exceeded
 
 _MANY_TURNS = 1024
 _TURN_CHARS = 64
-"""What a template takes to render a message without text, in characters of text to encode."""
+"""The cost of rendering a message without text, as a number of characters that would cost as much to encode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What an answer starts from. The detokenizer has read the prompt if there is an echo."""
+    """Everything that one answer starts from. With an echo, the detokenizer has already read the prompt."""
 
     submission: Submission
     detokenizer: Detokenizer
     stops: tuple[str, ...] = ()
     shows_stop: bool = False
-    """The text ends with what stopped it."""
+    """Whether the text ends with the stop string or token that ended it."""
     shows_tokens: bool = False
-    """Pieces say which tokens they are made of."""
+    """Whether pieces say which tokens they are made of."""
     echo: Echo | None = None
-    """The prompt's text goes first, with its tokens' log-probabilities if the submission asks for them."""
+    """The prompt's text, which precedes the answer, with its tokens' log-probabilities if the submission asks for them.
+    """
     constrained_by: str | None = None
-    """The request's field that the submission's grammar is from."""
+    """The request's field from which the submission's grammar was made."""
 
 
 async def prepare_chat(
     request: ChatRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel
 ) -> list[list[Prepared]]:
-    """The answers to each prompt, of which there is one.
+    """Prepare the answers to a chat's single prompt.
 
     Raises:
         ApiError, RequestRejected: the request cannot be served as asked.
@@ -75,11 +76,11 @@ async def encode_conversation(
     add_special_tokens: bool = False,
     most: int | None = None,
 ) -> EncodedChat:
-    """The prompt that a chat's answer follows. `add_special_tokens`: besides those that the template writes.
+    """Encode a conversation as a prompt. `add_special_tokens`: add the tokenizer's to those that the template writes.
 
     Raises:
-        ApiError: the model's chat template does not take it, or an image is refused.
-        TooManyTokens: it has more than `most`, each image counted as one.
+        ApiError: the model's chat template refuses the conversation, or an image is refused.
+        TooManyTokens: the prompt has more than `most` tokens, each image counted as one.
     """
     images = await read_images(request.messages, model)
     options = template_options(request, tokenizer, model) | {"add_special_tokens": add_special_tokens}
@@ -97,7 +98,8 @@ async def encode_conversation(
 
 
 def _size(request: ChatRequest) -> int:
-    """About how many characters are rendered and encoded; where only rendering tells, too many for the event loop."""
+    """Estimate how many characters are rendered and encoded. Where only rendering could tell, return more than the
+    event loop may take."""
     if request.tools or request.documents or request.chat_template_kwargs or len(request.messages) > _MANY_TURNS:
         return max(INLINE_SIZE + 1, _TURN_CHARS * len(request.messages))
     return sum(_TURN_CHARS + message.num_chars for message in request.messages)
@@ -106,7 +108,7 @@ def _size(request: ChatRequest) -> int:
 async def prepare_completion(
     request: CompletionRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel
 ) -> list[list[Prepared]]:
-    """The answers to each prompt.
+    """Prepare the answers to each prompt.
 
     Raises:
         ApiError, RequestRejected: the request cannot be served as asked.
@@ -130,10 +132,10 @@ async def prepare_completion(
 async def encode_prompt(
     given: str | list[int], tokenizer: Tokenizer, param: str, most: int | None
 ) -> tuple[list[int], str | None]:
-    """A prompt's tokens, and its text where that was given.
+    """Return a prompt's tokens, and its text if it was given as text.
 
     Raises:
-        ApiError: an id is no token's.
+        ApiError: an id is not in the vocabulary.
         TooManyTokens: there are more than `most`.
     """
     if isinstance(given, str):
@@ -148,7 +150,7 @@ async def encode_prompt(
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """What the answers of one request have in common."""
+    """Makes the answers of one request from what they have in common."""
 
     request: ChatRequest | CompletionRequest
     request_id: str
@@ -156,15 +158,15 @@ class _Maker:
     model: ServedModel
     wanted: int | None
     default: int | None
-    """Tokens of an answer, where none were asked for; None is as many as the context holds."""
+    """The answer's token limit if the request sets none; None is as many as the context holds."""
     sampling: SamplingParams
-    """But for what depends on the prompt and the choice."""
+    """Complete, except for what depends on the prompt and the choice."""
     constraint: Constraint | None
     inputs: tuple[SpanInput, ...] = ()
 
     async def group(self, prompt: list[int], text: str | None, param: str, first: int) -> list[Prepared]:
-        """The answers to a prompt, which are the choices from `first` on. `text`: the prompt's, where it was given as
-        text. What is long is made once: a hundred answers share it."""
+        """Prepare the answers to one prompt, which are the choices from index `first` on. `text`: the prompt's text, if
+        it was given as text. Long values are made once and shared: there may be a hundred answers."""
         request = self.request
         kept = truncated(prompt, request.truncate_prompt_tokens, self.model.max_model_len, self.wanted)
         allowed = answer_tokens(kept, self.wanted, self.default, self.model, param, self.request.limit_field)
@@ -217,8 +219,8 @@ def _echoes(request: ChatRequest | CompletionRequest) -> bool:
 
 
 def truncated(prompt: list[int], most: int | None, limit: int, wanted: int | None) -> list[int]:
-    """The prompt's last tokens: `most`, and for -1 as many as leave room for the answer. One that may take the whole
-    context, or more, gets what the prompt leaves."""
+    """Keep the prompt's last `most` tokens; -1 keeps as many as leave room for the answer. An answer that may take the
+    whole context, or more, gets the room that the prompt leaves."""
     if most is None:
         return prompt
     if most == -1:
@@ -234,12 +236,13 @@ def answer_tokens(
     param: str,
     limit_field: str = "max_tokens",
 ) -> int | None:
-    """How many tokens the answer may have; None is as many as the context holds.
+    """Return how many tokens the answer may have; None is as many as the context holds.
 
-    Too many are cut to what is left, which the response says by the name of `limit_field`; a default is cut in silence.
+    A limit above what is left is reduced to it. The response reports that as an ignored `limit_field`, unless the limit
+    was a default.
 
     Raises:
-        ApiError: the prompt is empty, or leaves no room; the server is strict, and more is asked for than is left.
+        ApiError: the prompt is empty, or leaves no room; or the server is strict, and more is asked for than is left.
     """
     if not prompt:
         raise ApiError(400, "The prompt is empty.", param=param, code="empty_prompt")
@@ -258,7 +261,7 @@ def answer_tokens(
 
 
 def prompt_too_long(found: TooManyTokens, model: ServedModel, wanted: int | None, param: str) -> ApiError:
-    """`wanted`: tokens of the answer; 0: there is none."""
+    """`wanted`: the tokens asked for as an answer; with 0 there is no answer."""
     counted = f"{found.num_tokens}" if found.is_exact else f"at least {found.num_tokens}"
     tail = "." if wanted == 0 else ", and the answer needs one more."
     text, limit = f"{_head(model.max_model_len, counted)}{tail}", model.max_model_len
@@ -270,25 +273,27 @@ def _head(limit: int, counted: str) -> str:
 
 
 MAX_PROMPT_SCORES = 2**18
-"""A prompt's log-probabilities cross to the ingress in one frame, which is read in one turn at the interpreter lock."""
+"""A prompt's log-probabilities reach the ingress in one frame, and decoding it holds the interpreter lock
+throughout."""
 
 
 def _check_scores(num_tokens: int, request: ChatRequest | CompletionRequest) -> None:
     """Raises:
-    ApiError: a prompt of so many tokens has more log-probabilities than are told.
+    ApiError: a prompt of `num_tokens` has more log-probabilities than a response may have.
     """
     alternatives = request.num_prompt_logprobs
-    if alternatives is None or (found := num_tokens * (1 + alternatives)) <= MAX_PROMPT_SCORES:
+    if alternatives is None or (num_scores := num_tokens * (1 + alternatives)) <= MAX_PROMPT_SCORES:
         return
     param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
-    text = f"{num_tokens} tokens of the prompt with {alternatives} alternatives each have {found} log-probabilities"
+    text = f"{num_tokens} prompt tokens with {alternatives} alternatives each have {num_scores} log-probabilities"
     raise ApiError(
-        400, f"{param}: {text}, and at most {MAX_PROMPT_SCORES} are given.", param=param, code="invalid_value"
+        400, f"{param}: {text}, and at most {MAX_PROMPT_SCORES} are returned.", param=param, code="invalid_value"
     )
 
 
 async def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> SamplingParams:
-    """Of all answers, but for their seeds and what a prompt leaves of `max_tokens`."""
+    """Make the parameters that all answers share: all but their seeds, and `max_tokens`, which depends on the
+    prompt."""
     bad_words = request.bad_words or ()
     banned = await run_sized(2 * sum(map(len, bad_words)), lambda: _bad_words(bad_words, tokenizer))
     return SamplingParams(
@@ -312,12 +317,12 @@ async def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokeniz
 
 
 def _successor(seed: int | None, number: int) -> int | None:
-    """The seed's number-th successor, within 64 bits; None has none."""
+    """Return `seed + number`, wrapped to signed 64 bits; None stays None."""
     return None if seed is None else (seed + number + 2**63) % 2**64 - 2**63
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """A word has other tokens after a space than at the beginning of a text; both are meant."""
+    """Encode each word with and without a space before it: its tokens differ, and both forms are banned."""
     forms = (form for word in words for form in (word, f" {word.lstrip()}"))
     encoded = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in forms)
     return tuple(dict.fromkeys(tokens for tokens in encoded if tokens))

@@ -1,5 +1,5 @@
-"""Owns what a chat template gets of a request besides its messages and tools, and what it would ignore.
-Never renders."""
+"""Collects the options that a chat template gets besides messages and tools, and refuses those that it would ignore.
+Never renders a template."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from serve_app.errors.api_error import ApiError, clip
 
 
 def template_options(request: ChatRequest, tokenizer: Tokenizer, model: ServedModel) -> dict[str, Any]:
-    """What the template gets besides the messages and the tools.
+    """Collect what the template gets besides the messages and the tools.
 
     Raises:
-        ApiError: the template would ignore it.
+        ApiError: the template would ignore an option.
     """
     if request.may_call and model.tool_parser is None:
         text = "This model does not call tools: its chat template shows no format for calls that the server knows."
@@ -42,10 +42,10 @@ def template_options(request: ChatRequest, tokenizer: Tokenizer, model: ServedMo
 
 
 def _known_kwargs(kwargs: Mapping[str, Any], known: Collection[str], model: ServedModel) -> dict[str, Any]:
-    """Without what asks a model to think as it does in any case.
+    """Leave out options that only ask a model to think the way it does anyway.
 
     Raises:
-        ApiError: a switch is neither on nor off: `"false"`, as text, would switch a template on.
+        ApiError: a switch is not a boolean: the text `"false"` would switch a template on.
     """
     for name in SWITCHES:
         if not isinstance(kwargs.get(name), bool | None):

@@ -1,5 +1,5 @@
-"""Owns how many tokens of an answer its thoughts took.
-Never shows any text: a reader of the same answer does that, and is given text in other pieces."""
+"""Counts the tokens that an answer's thoughts took.
+Never shows text: another reader of the same answer does, and receives the text in different pieces."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from serve_app.parsing.reasoning import ReasoningParser
 
 
 class ThoughtCounter:
-    """Counts one answer's tokens up to the one that begins its content: the marks around the thoughts are among them.
-    It is 0 where the answer has no thoughts, and all of them where it ends before there is any content."""
+    """Counts one answer's tokens up to the one that begins its content, including the marks around the thoughts.
+    The count is 0 if the answer has no thoughts, and all its tokens if it ends before any content."""
 
     def __init__(self, parser: ReasoningParser) -> None:
-        """`parser`: a fresh one, of this answer's own."""
+        """`parser`: a fresh one, used for this answer only."""
         self._parser = parser
         self._num_tokens = 0
         self._thinks = parser.inside
@@ -19,7 +19,7 @@ class ThoughtCounter:
         self.count = 0
 
     def push(self, text: str) -> None:
-        """Take one token, by the text that it completes."""
+        """Count one token. `text`: the text that it completes."""
         if self._has_content:
             return
         self._num_tokens += 1

@@ -1,5 +1,5 @@
-"""Owns the grammar of a chat's calls: which tools, by which schemas, from the first letter or where a call begins.
-Never knows how a model writes a call."""
+"""Builds the grammar of a chat's tool calls from its tools and their schemas.
+It applies from the first character of an answer, or from where a call begins. Never knows how a model writes a call."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from serve_app.parsing.call_grammars import CALL_GRAMMARS
 
 
 def call_grammar(request: ChatRequest, parser: str, specials: Specials, *, or_else: bool) -> tuple[str, Grammar]:
-    """The field that asked for it, and its grammar. `or_else`: the answer may also be something else that is
-    constrained, so that text around the calls is not free.
+    """Return the field that asked for the grammar, and the grammar. `or_else`: the answer may instead be other
+    constrained text, so text around the calls is not free.
 
     Raises:
-        ApiError: a tool's schema cannot be kept.
+        ApiError: a tool's schema cannot be enforced.
     """
     must = must_call(request.tool_choice)
     field = "tool_choice" if must else "tools"
@@ -27,7 +27,7 @@ def call_grammar(request: ChatRequest, parser: str, specials: Specials, *, or_el
         parallel = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedFunction)
         grammar = CALL_GRAMMARS[parser](tools, specials, parallel=parallel)
         calls = grammar.calls() if must or or_else else grammar.lazy()
-        calls.bounded_text()  # before each schema is compiled: many large ones take long
+        calls.bounded_text()  # refuses by length before each schema is compiled: many large ones take long
         for tool in tools:
             if not tool.is_free:
                 check(tool)
@@ -37,37 +37,38 @@ def call_grammar(request: ChatRequest, parser: str, specials: Specials, *, or_el
 
 
 def callable_tools(request: ChatRequest, *, all_strict: bool) -> list[CallableTool]:
-    """`all_strict`: a call that must be made is constrained whatever the tool says of itself.
+    """List the tools that may be called. `all_strict`: constrain each of them, even if its `strict` is not set.
+
 
     Raises:
         GrammarRefused: two tools have one name.
     """
     names = names_of(request.tool_choice)
     allowed = None if names is None else frozenset(names)
-    found: dict[str, CallableTool] = {}
+    tools: dict[str, CallableTool] = {}
     for number, tool in enumerate(request.tools or ()):
         function, place = tool.function, f"tools.{number}.function"
-        if function.name in found:
+        if function.name in tools:
             raise GrammarRefused(f"is the name of two tools, {function.name!r}", f"{place}.name")
         is_free = not (all_strict or function.strict)
-        found[function.name] = CallableTool(
+        tools[function.name] = CallableTool(
             function.name, function.kept_schema, f"{place}.parameters", is_free, None if is_free else function.kept_text
         )
-    return [tool for name, tool in found.items() if allowed is None or name in allowed]
+    return [tool for name, tool in tools.items() if allowed is None or name in allowed]
 
 
 def check(tool: CallableTool) -> None:
-    """Each alone, so that a refusal can say which.
+    """Check one tool alone, so that a refusal can name it.
 
     Raises:
-        GrammarRefused: its schema is none, or cannot be kept.
+        GrammarRefused: the tool's schema is not valid, or cannot be enforced.
     """
     if fault := find_fault(json_schema(arguments_schema(tool)).text()):
         raise GrammarRefused(fault, tool.place)
 
 
 def num_bytes(tool: CallableTool, parser: str) -> int | None:
-    """How long the grammar of its calls is; None where it has none."""
+    """Return the length of the grammar of the tool's calls; None if it has none."""
     try:
         grammar = CALL_GRAMMARS[parser]([tool], {}, parallel=False).calls()
         return len(grammar.text().encode())
@@ -76,7 +77,7 @@ def num_bytes(tool: CallableTool, parser: str) -> int | None:
 
 
 def can_be_kept(name: str, parameters: Json | None, parser: str) -> bool:
-    """Whether calls of such a function can be constrained by its schema."""
+    """Whether calls of the function can be constrained by its schema."""
     try:
         _calls_of(CallableTool(name, parameters, ""), parser)
     except GrammarRefused:
@@ -85,7 +86,7 @@ def can_be_kept(name: str, parameters: Json | None, parser: str) -> bool:
 
 
 def fault_of(tool: CallableTool, parser: str) -> str:
-    """Why calls of a tool of free text cannot be constrained by its grammar; empty if they can."""
+    """Say why calls of a free-text tool cannot be constrained by the tool's grammar; empty if they can."""
     try:
         return find_fault(_calls_of(tool, parser).bounded_text())
     except GrammarRefused as refused:

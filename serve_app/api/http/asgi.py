@@ -1,5 +1,5 @@
-"""Owns what is between a route and the server: request ids, bodies with a limit, clients that go away, last errors.
-Never buffers or re-pipes a response, as middleware over response objects does to every chunk."""
+"""Stands between a route and the server: request ids, body limits, disconnected clients, and errors nobody else caught.
+Never buffers or re-pipes a response, as middleware over response objects does with every chunk."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class ClientGone(Exception):
-    """The client closed the connection: there is nobody to answer."""
+    """The client closed the connection, so there is nobody to answer."""
 
 
 class _StallLimit:
-    """`with limit:` around each send of a response; one that takes too long ends with WaitEnded."""
+    """Ends a send that takes too long with WaitEnded: put `with limit:` around each send of a response."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -47,7 +47,7 @@ class _StallLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look now and then, as long as the block, instead of arming a timer for each send."""
+        """Check periodically for the length of the block, instead of arming a timer for each send."""
         self._look()
         try:
             yield
@@ -55,7 +55,7 @@ class _StallLimit:
             self._timer.cancel()
 
     def _look(self) -> None:
-        """Two looks that see the same send are a limit apart; so it ends after one to two limits."""
+        """End a send that two consecutive checks have seen. Checks are one limit apart, so a send gets one to two."""
         if self._wait.is_on and self._num_sends == self._num_seen:
             self._wait.end()
         self._num_seen = self._num_sends
@@ -63,11 +63,11 @@ class _StallLimit:
 
 
 class RequestGuard:
-    """Gives every response an X-Request-Id, the client's own where it is well formed, and every failure an answer. On
-    Anthropic's routes the id is also `request-id`, which is where Anthropic's clients look.
+    """Gives every response an X-Request-Id, which is the client's own if that is well formed, and turns every exception
+    into a response. On Anthropic's routes the id is also sent as `request-id`, where Anthropic's clients look.
 
-    A client that takes nothing for `stall_timeout_s`, at most twice as long, is given up: what its request holds is for
-    those who read.
+    A client that reads nothing for `stall_timeout_s` (at most twice as long) is disconnected, to free what its request
+    holds for clients that do read.
     """
 
     def __init__(self, app: ASGIApp, stall_timeout_s: float, *, names_responses: bool = True) -> None:
@@ -106,7 +106,7 @@ class RequestGuard:
                 logger.info("client gone: %s", request_id)
                 give_client_up(scope)
             except Exception as error:
-                if started:  # too late for a status: the server cuts the connection, and the client sees it
+                if started:  # too late for a status: the server cuts the connection, which the client can see
                     raise
                 try:
                     await refusal(to_api_error(error), scope)(scope, receive, guarded_send)
@@ -124,7 +124,7 @@ async def read_json_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
     Raises:
         ApiError: 415 for another content type, 413 above `limit` bytes, 408 for a body that makes no progress.
-        ClientGone: the client left before it had sent all.
+        ClientGone: the client left before it had sent the whole body.
     """
     headers = Headers(scope=scope)
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -133,7 +133,7 @@ async def read_json_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         raise ApiError(415, "A Content-Encoding is not supported.", code="unsupported_media_type")
     text = f"The body is larger than {limit} bytes."
     too_large = ApiError(413, text, type="request_too_large", code="body_too_large")
-    announced = headers.get("content-length", "")[:18]  # as many digits as no limit has
+    announced = headers.get("content-length", "")[:18]  # no limit has that many digits
     if announced.isdecimal() and int(announced) > limit:
         raise too_large
     try:
@@ -182,8 +182,8 @@ async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]
             await asyncio.wait((worker, watcher))  # the engine's stream is closed when this returns
         (worker if finished else watcher).result()
     finally:
-        # What a task raises has this frame in its traceback, and this frame has the task: a cycle, which keeps the
-        # whole request until a garbage collection. That one stops every stream, for as long as the request is large.
+        # The traceback of a task's exception refers to this frame, and this frame to the task. Such a cycle would keep
+        # the whole request until a garbage collection, which stops every stream for longer the larger the request is.
         del worker, watcher
     if not finished:
         raise ClientGone

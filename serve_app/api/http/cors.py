@@ -1,4 +1,4 @@
-"""Owns which web pages may use the API from a browser (CORS), by Starlette's middleware.
+"""Decides which web pages may use the API from a browser (CORS), with Starlette's middleware.
 Never decides who may use the API: keys do."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from serve_app.settings.cors import CorsSettings, allowed_origins
 
 
 def cors_middleware(settings: CorsSettings, *, needs_keys: bool) -> Middleware:
-    """Answers preflights, and names the page in each answer."""
+    """Make the middleware that answers preflights and sets the CORS headers."""
     origins, regex = allowed_origins(settings, needs_keys=needs_keys)
     return Middleware(
         CORSMiddleware,

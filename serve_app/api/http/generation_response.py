@@ -1,5 +1,5 @@
-"""Owns what responses of the generation routes have besides the answer: time until they began, load, keep-alive.
-Never holds a message back, and begins no response: a refusal keeps its status."""
+"""Adds to the responses of the generation routes: the time until they began, the load, and keep-alive comments.
+Never holds a message back, and never begins a response early: a refusal keeps its status."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROCESSING_MS = "openai-processing-ms"
 
 
 class GenerationResponses:
-    """Middleware of a route. `keep_alive_s`: see KeepAlive; 0 turns it off. `report`: what load balancers are told."""
+    """Middleware of a route. `keep_alive_s`: see KeepAlive; 0 turns it off. `report`: the load for load balancers."""
 
     def __init__(self, app: ASGIApp, keep_alive_s: float, report: LoadReport = lambda: None) -> None:
         self._app = app
@@ -33,7 +33,7 @@ class GenerationResponses:
         except Exception as error:
             if response.begun or isinstance(error, ClientGone):
                 raise
-            # Here and not further out, so that a refusal says how long it took, too.
+            # Answered here and not further out, so that a refusal has the processing time, too.
             await refusal(to_api_error(error), scope)(scope, receive, response.send)
         finally:
             await response.close()
@@ -54,7 +54,7 @@ class _Response:
             return
         await self._send(message)
         if not message.get("more_body", False):
-            await self.close()  # now, and not when the route returns: nothing may follow the last message
+            await self.close()  # now, and not only when the route returns: no comment may follow the last message
 
     async def _begin(self, message: Message) -> None:
         self.begun = True

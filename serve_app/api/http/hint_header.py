@@ -1,5 +1,5 @@
-"""Owns the header that names the hints of a request that had no effect.
-Never decides what is a hint; the schemas do, and whoever finds that a model cannot do with one."""
+"""Writes the response header that names the request's hints that had no effect.
+Never decides what is a hint: the schemas do, and the code that finds a hint useless for the model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.api.requests.hints import Hints, keeping
 
 HEADER = "x-chunkserve-ignored"
-"""Names, in a response, the hints of its request that had no effect, by commas."""
+"""Names the hints of the request that had no effect, separated by commas."""
 
 
 class TellsHints:
-    """Middleware of a route. `count` is told at a request's end which of its hints had no effect."""
+    """Middleware of a route. `count` is called at a request's end with those of its hints that had no effect."""
 
     def __init__(self, app: ASGIApp, *, strict: bool, count: Callable[[Iterable[str]], None]) -> None:
         self._app = app
@@ -23,15 +23,15 @@ class TellsHints:
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = Hints(strict=self._strict)
+        ignored = Hints(strict=self._strict)
 
         async def tell(message: Message) -> None:
-            if message["type"] == "http.response.start" and found.names:
-                MutableHeaders(scope=message)[HEADER] = ", ".join(found.names)
+            if message["type"] == "http.response.start" and ignored.names:
+                MutableHeaders(scope=message)[HEADER] = ", ".join(ignored.names)
             await send(message)
 
         try:
-            with keeping(found):
+            with keeping(ignored):
                 await self._app(scope, receive, tell)
         finally:
-            self._count(found.names)
+            self._count(ignored.names)

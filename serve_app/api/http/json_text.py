@@ -1,5 +1,5 @@
-"""Owns JSON of any size, written and measured in short steps: one call of the C encoder or parser is one turn at the
-interpreter lock, however long it takes. Never changes what is written: the text is that of a single call."""
+"""Writes large JSON in short steps, because one call of the C encoder holds the interpreter lock however long it takes.
+Never changes what is written: the text is the same as that of a single call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from starlette.responses import Response
 
 _STEP = 1024
-"""Numbers and texts that one call writes: about a millisecond."""
+"""Numbers and texts that one call writes, which takes about a millisecond."""
 _LONG = 64
-"""Items from which on a list is written in steps."""
+"""A list with more items than this is written in steps."""
 
 _CONTAINERS = (dict, list, tuple)
 
@@ -21,12 +21,13 @@ _plain = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", 
 
 
 def json_response(value: Any) -> Response:
-    """Starlette's JSONResponse, whose body is written in steps."""
+    """Make a response like Starlette's JSONResponse, but write its body in steps."""
     return Response(written(value, _plain), media_type="application/json")
 
 
 def written(value: Any, encode: Encode) -> str:
-    """What `encode` writes, which sets no space between items. In steps, between which other threads run."""
+    """Write what `encode` would, in steps, so that other threads run in between. `encode` must put no space between
+    items."""
     long: set[int] = set()
     return "".join(_parts(value, encode, long)) if _find_long(value, long) else encode(value)
 
@@ -51,7 +52,7 @@ def _parts(value: Any, encode: Encode, long: set[int]) -> Iterator[str]:
 
 
 def _step(items: Sequence[Any], encode: Encode, long: set[int]) -> Iterator[str]:
-    """The items of a list, between their commas."""
+    """Write some items of a list, without the commas around them."""
     if any(map(_is_container, items)):
         for item in items:
             yield "".join(_parts(item, encode, long))
@@ -60,8 +61,8 @@ def _step(items: Sequence[Any], encode: Encode, long: set[int]) -> Iterator[str]
 
 
 def _find_long(value: Any, long: set[int]) -> bool:
-    """Whether it is or has a long list; `long` gets the ids of all values in it that are or have one. Each is looked at
-    once: a search at every level of what is deep would take seconds."""
+    """Whether the value is or contains a long list. `long` gets the ids of all values in it that are or contain one.
+    Each value is visited once: a search at every level of a deep value would take seconds."""
     if isinstance(value, dict):
         inner = list(value.values())
     elif isinstance(value, list | tuple):

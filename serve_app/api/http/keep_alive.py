@@ -1,5 +1,5 @@
-"""Owns the comments that keep a silent stream open: a line that every client of server-sent events skips.
-Never sends one into a frame, before the response has begun or after it has ended, and arms no timer for a token."""
+"""Keeps a silent stream open with comments, which every client of server-sent events skips.
+Never sends one inside a frame, before the response has begun or after it has ended, and arms no timer per token."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ COMMENT = b": keep-alive\n\n"
 
 
 class KeepAlive:
-    """The `send` of one stream, which has begun when this is made. Each message that goes through is whole frames.
+    """Wraps the `send` of one stream that has begun. Each message must consist of whole frames.
 
-    One timer a stream looks when the silence may have lasted long enough, and then is set for when it may next.
+    One timer per stream checks whether the silence has lasted long enough, and is set again for the next possible time.
     """
 
     def __init__(self, send: Send, idle_s: float) -> None:
@@ -28,7 +28,7 @@ class KeepAlive:
         self._timer = self._loop.call_later(idle_s, self._look)
 
     async def send(self, message: Message) -> None:
-        while self._comment is not None:  # it is on its way; if it found nobody there, that is raised here
+        while self._comment is not None:  # a comment is being sent; if the client has gone, this raises
             await self._comment
         self._sending = True
         try:
@@ -38,11 +38,11 @@ class KeepAlive:
             self._last_sent = self._loop.time()
 
     async def close(self) -> None:
-        """To be called when nothing more is sent: after the last message, or when the stream is given up."""
+        """Stop. Call it when nothing more is sent: after the last message, or when the stream is abandoned."""
         self._timer.cancel()
         if self._comment is not None:
             self._comment.cancel()
-            await asyncio.gather(self._comment, return_exceptions=True)  # that nobody was there, the stream has learned
+            await asyncio.gather(self._comment, return_exceptions=True)  # the stream knows if the client is gone
 
     def _look(self) -> None:
         silent_s = 0.0 if self._sending else self._loop.time() - self._last_sent

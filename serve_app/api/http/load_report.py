@@ -1,5 +1,5 @@
-"""Owns the header by which a response tells a load balancer how busy the server is: ORCA's, in the form asked for.
-Never measures: the numbers are those that requests are routed by."""
+"""Writes the ORCA header that tells a load balancer how busy the server is, in the form that the request asked for.
+Never measures: it reports the numbers that requests are routed by."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ASKED = "endpoint-load-metrics-format"
 TOLD = "endpoint-load-metrics"
 
 LoadReport = Callable[[], Mapping[str, float] | None]
-"""Numbers by their names in vLLM; None where nothing is known."""
+"""Returns the numbers by their names in vLLM; None if nothing is known."""
 
 
 def load_header(scope: Scope, report: LoadReport) -> str | None:
-    """The header's value; None for a request that has not asked for it, or in a form that this server does not have."""
+    """Return the header's value; None if the request did not ask for it, or asked for a form that is not supported."""
     form = Headers(scope=scope).get(ASKED, "").strip().upper()
     if form not in ("TEXT", "JSON") or (numbers := report()) is None:
         return None

@@ -1,4 +1,4 @@
-"""Owns the choice between the event loop and a thread for work whose time grows with a request's size.
+"""Runs work on the event loop or in a thread, depending on the size of the request.
 Never moves small work: most requests take less time than the hop to a thread and back."""
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from contextvars import copy_context
 from typing import TypeVar
 
 INLINE_SIZE = 4096
-"""Bytes or characters: about a millisecond of parsing or encoding, ten times a hop."""
+"""In bytes or characters: parsing or encoding as many takes about a millisecond, ten times as long as the hop."""
 LARGE_SIZE = 2**19
-"""From here on, work waits for one of a few threads: it takes a tenth of a second to seconds of a core."""
+"""Work of this size or more waits for one of a few threads: it takes a core for a tenth of a second to seconds."""
 MAX_LARGE = 4
 
 Result = TypeVar("Result")
 
-# Threads that encode take cores, and threads of Python take the interpreter lock in turn: each of them is a turn that
-# the event loop waits for after every system call.
+# Threads that encode occupy cores, and Python threads take turns at the interpreter lock: each further thread is a turn
+# for which the event loop waits after every system call.
 _large = ThreadPoolExecutor(
     max(1, min(MAX_LARGE, len(os.sched_getaffinity(0)) // 2)), thread_name_prefix="large-request"
 )
 
 
 async def run_sized(size: int, work: Callable[[], Result]) -> Result:
-    """Run `work`, in a thread if `size` is large, so that a long prompt does not stall everybody's streams. Work for
-    somebody who has left is not begun."""
+    """Run `work`, in a thread if `size` is large, so that a long prompt does not stall all other streams. Large work
+    that is cancelled while it waits for a thread is not begun."""
     if size <= INLINE_SIZE:
         return work()
     if size < LARGE_SIZE:

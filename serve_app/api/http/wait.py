@@ -1,5 +1,5 @@
-"""Owns waits that somebody else may end: what asyncio.timeout does for one await, for the thousands of one request.
-Never arms a timer of its own; entering and leaving costs well under a microsecond, asyncio.timeout four."""
+"""Lets another task end a wait, like asyncio.timeout does, but cheaply enough for the thousands of waits of a request.
+Never arms a timer of its own. Entering and leaving take well under a microsecond; asyncio.timeout takes four."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from types import TracebackType
 
 
 class WaitEnded(Exception):
-    """Somebody ended the wait."""
+    """The wait was ended by a call of `end`."""
 
 
 class Wait:
-    """`with wait:` around an await makes it one that `end` ends. One task at a time; not reentrant."""
+    """Lets `end` end an await: put `with wait:` around it. One task at a time; not reentrant."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()  # asked for once: in Python 3.11 it costs a system call
@@ -25,7 +25,7 @@ class Wait:
         return self._task is not None
 
     def end(self) -> None:
-        """Have the block that is being waited in raise WaitEnded; nothing where there is none."""
+        """Make the block that is waiting raise WaitEnded; does nothing if none is."""
         if self._task is not None and not self._ended:
             self._ended = True
             self._task.cancel()
@@ -40,6 +40,6 @@ class Wait:
         if self._ended:
             self._ended = False
             assert task is not None
-            # Somebody who cancels the task at the same moment must not be taken for us.
+            # If somebody else cancelled the task at the same moment, let that cancellation through.
             if task.uncancel() <= self._num_cancels and kind is asyncio.CancelledError:
                 raise WaitEnded from error

@@ -1,5 +1,5 @@
-"""Owns what answers look like, for the OpenAPI document; tests hold real answers against it.
-Never makes an answer: most are written for every token, and a model's checks would cost each one."""
+"""Describes the answers' JSON for the OpenAPI document; tests check real answers against it.
+Never makes an answer: most are written once per token, and validation would slow down each of them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Error(Shape):
     message: str
     type: str
     param: str | None
-    """The field that is wrong, with dots: `messages.0.role`."""
+    """The field at fault, as a dotted path: `messages.0.role`."""
     code: str | None
     n_prompt_tokens: int = 0
-    """With the code `context_length_exceeded`: how long the prompt is."""
+    """The prompt's length in tokens, with the code `context_length_exceeded`."""
     n_ctx: int = 0
-    """With the same code: how long prompt and answer may be together."""
+    """The limit of prompt and answer together in tokens, with the same code."""
 
 
 class ErrorEnvelope(Shape):
@@ -40,7 +40,7 @@ class PromptTokensDetails(Shape):
 
 class CompletionTokensDetails(Shape):
     reasoning_tokens: int
-    """Tokens before the content begins."""
+    """The tokens before the content begins."""
 
 
 class Usage(Shape):
@@ -49,14 +49,14 @@ class Usage(Shape):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
-    """Of chats with a model that marks what it thinks."""
+    """Present in chats with a model that marks its thoughts."""
 
 
 class Embedding(Shape):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
-    """Of length 1; as base64 where that was asked for."""
+    """A vector of length 1; in base64 if the request asks for it."""
 
 
 class EmbeddingUsage(Shape):
@@ -74,7 +74,7 @@ class Embeddings(Shape):
 class CalledFunction(Shape):
     name: str
     arguments: str
-    """JSON, as the model wrote it."""
+    """The JSON as the model wrote it."""
 
 
 class ToolCall(Shape):
@@ -91,7 +91,7 @@ class FunctionDelta(Shape):
 class ToolCallDelta(Shape):
     index: int
     id: str = ""
-    """With the name, in the first delta of a call only."""
+    """Sent with the name, only in the first delta of a call."""
     type: Literal["function"] = "function"
     function: FunctionDelta
 
@@ -99,14 +99,14 @@ class ToolCallDelta(Shape):
 class AssistantMessage(Shape):
     role: Literal["assistant"]
     content: str | None
-    """Null where the model only called tools."""
+    """Null if the model only called tools."""
     refusal: str | None
     annotations: list[dict[str, Any]]
-    """Empty."""
+    """Always empty."""
     reasoning: str | None
-    """What the model thought, for models that mark it."""
+    """The model's thoughts, if it marks them."""
     reasoning_content: str | None
-    """The same by its other name."""
+    """The same as `reasoning`, by its other name."""
     tool_calls: list[ToolCall] = []
 
 
@@ -121,30 +121,31 @@ class AssistantDelta(Shape):
 class PromptLogprob(Shape):
     logprob: float
     rank: int | None
-    """1: no token was more likely. Null, for a token that is not among the alternatives, where an engine of an older
+    """1 means that no token was more likely. Null for a token outside the alternatives if an engine of an older
     version answered."""
     decoded_token: str
 
 
 class _OfPrompt(Shape):
     prompt_token_ids: list[int] | None
-    """Where `return_token_ids` asks for them."""
+    """Present if `return_token_ids` asks for them."""
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
-    """Where they are asked for: null for the first token, and for each other its alternatives by token id."""
+    """Present if the request asks for them: null for the first token, then each token's alternatives by token id."""
 
 
 class _Stop(Shape):
     stop_reason: str | int | None
-    """vLLM's: the stop string, or the id of the token, that ended the answer; null for the end of sequence."""
+    """vLLM's field: the stop string, or the id of the token, that ended the answer; null for the end of sequence."""
     matched_stop: str | int | None
-    """SGLang's: the same, with the id of the end of sequence."""
+    """SGLang's field: the same, but the token's id also for the end of sequence."""
 
 
 class _ChunkStop(Shape):
     stop_reason: str | int | None = None
-    """In the last chunk: the stop string, or the token's id, that ended the answer; null for the end of sequence."""
+    """Set in the last chunk: the stop string, or the token's id, that ended the answer; null for the end of
+    sequence."""
     matched_stop: str | int | None = None
-    """In the last chunk: the same, with the id of the end of sequence."""
+    """Set in the last chunk: the same, but the token's id also for the end of sequence."""
 
 
 class _Choice(Shape):
@@ -156,31 +157,31 @@ class ChatChoice(_Choice, _Stop):
     message: AssistantMessage
     finish_reason: FinishReason
     token_ids: list[int] | None
-    """Where `return_token_ids` asks for them."""
+    """Present if `return_token_ids` asks for them."""
 
 
 class ChatChunkChoice(_Choice, _ChunkStop):
     delta: AssistantDelta
     finish_reason: FinishReason | None
     token_ids: list[int] = []
-    """Where `return_token_ids` asks for them."""
+    """Present if `return_token_ids` asks for them."""
 
 
 class TextChoice(_Choice, _OfPrompt, _Stop):
     text: str
     finish_reason: FinishReason
     token_ids: list[int] | None
-    """Where `return_token_ids` asks for them."""
+    """Present if `return_token_ids` asks for them."""
 
 
 class TextChunkChoice(_Choice, _ChunkStop):
     text: str
     finish_reason: FinishReason | None
-    """Null but in the last chunk."""
+    """Null except in the last chunk."""
     token_ids: list[int] | None
-    """Where `return_token_ids` asks for them."""
+    """Present if `return_token_ids` asks for them."""
     prompt_token_ids: list[int] | None
-    """The same, in the first chunk."""
+    """Likewise, in the first chunk."""
 
 
 class _Answer(Shape):
@@ -198,7 +199,7 @@ class ChatCompletion(_Answer, _OfPrompt):
 class ChatCompletionChunk(_Answer):
     object: Literal["chat.completion.chunk"]
     prompt_token_ids: list[int] = []
-    """Where `return_token_ids` asks for them, in the first chunk."""
+    """Present in the first chunk if `return_token_ids` asks for them."""
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 
@@ -217,27 +218,27 @@ class CompletionChunk(_Answer):
 
 class Model(Shape):
     id: str
-    """What can be asked for."""
+    """The name that requests give as `model`."""
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    """The name of the model that answers, or is adapted."""
+    """The name of the model that answers, or that the adapter adapts."""
     parent: str | None
-    """Names the model that an adapter is for."""
+    """For an adapter, the name of the model that it adapts."""
     max_model_len: int
-    """Longest prompt and answer together, in tokens."""
+    """The limit of prompt and answer together, in tokens."""
     context_length: int
-    """The same, as OpenRouter calls it."""
+    """The same by OpenRouter's name."""
     context_window: int
-    """The same, as Groq calls it."""
+    """The same by Groq's name."""
     capabilities: list[Literal["completion", "tools", "vision", "thinking", "embedding"]]
-    """In Ollama's words."""
+    """Named as in Ollama."""
     type: Literal["model"]
     display_name: str
-    """The id: Anthropic's clients show it."""
+    """The same as `id`; Anthropic's clients show it."""
     created_at: str
-    """`created` as they read it."""
+    """The same as `created`, in the form that Anthropic's clients read."""
 
 
 class ModelList(Shape):
@@ -247,7 +248,7 @@ class ModelList(Shape):
     first_id: str
     last_id: str
     models: list[Any] = []
-    """Empty, and only where Codex asks with its `client_version`."""
+    """Always empty. Present only if the request has Codex's `client_version`."""
 
 
 class Tokens(Shape):
@@ -255,7 +256,7 @@ class Tokens(Shape):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
-    """Where `return_token_strs` asks for them: the vocabulary's entries."""
+    """The tokens' entries in the vocabulary, if `return_token_strs` asks for them."""
 
 
 class Detokenized(Shape):
@@ -292,7 +293,7 @@ class Activity(Shape):
     engines: list[EngineActivity]
     ingresses: list[IngressActivity]
     num_missing: int
-    """Replicas that did not answer."""
+    """The number of replicas that did not answer."""
 
 
 class Aborted(Shape):
@@ -306,4 +307,4 @@ class Draining(Shape):
 
 class DroppedBlocks(Shape):
     dropped_blocks: list[int]
-    """Of each engine."""
+    """The number of blocks dropped by each engine."""

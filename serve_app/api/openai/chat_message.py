@@ -1,5 +1,5 @@
-"""Owns the JSON of an assistant's message that may think and call tools: whole, and as a stream's deltas.
-Never reads text; a ChatReader has."""
+"""Writes the JSON of an assistant's message with thoughts and tool calls: whole, and as a stream's deltas.
+Never parses text: a ChatReader has done so."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ Json = dict[str, Any]
 
 
 def message_json(reader: ChatReader, text: str) -> Json:
-    """What a whole answer adds to, and changes in, a message."""
+    """Return the fields of a message that a whole answer adds or changes."""
     read = reader.read(text, last=True)
     calls = collect(read.calls).calls
-    told: Json = {"content": read.content or (None if calls else "")} | _reasoning(read.reasoning)
+    fields: Json = {"content": read.content or (None if calls else "")} | _reasoning(read.reasoning)
     if calls:
-        told["tool_calls"] = [
+        fields["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in calls
         ]
-    return told
+    return fields
 
 
 def delta_json(read: Read) -> Json:
-    """Empty where there is nothing to tell."""
-    told = _reasoning(read.reasoning)
+    """Return the delta's fields; empty if there are none."""
+    fields = _reasoning(read.reasoning)
     if read.content:
-        told["content"] = read.content
+        fields["content"] = read.content
     if read.calls:
-        told["tool_calls"] = _calls(read.calls)
-    return told
+        fields["tool_calls"] = _calls(read.calls)
+    return fields
 
 
 def _reasoning(text: str) -> Json:
-    """Clients know it by either name."""
+    """Write the thoughts under both names that clients know."""
     return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
 def _calls(deltas: Sequence[CallStart | Arguments]) -> list[Json]:
-    """One entry for each call, as at OpenAI: some clients read only the first entry of a chunk."""
-    told: list[Json] = []
+    """Write one entry per call, as OpenAI does: some clients read only the first entry of a chunk."""
+    entries: list[Json] = []
     for delta in deltas:
         if isinstance(delta, CallStart):
             function = {"name": delta.name, "arguments": ""}
-            told.append({"index": delta.index, "id": delta.id, "type": "function", "function": function})
-        elif told and told[-1]["index"] == delta.index:
-            told[-1]["function"]["arguments"] += delta.text
+            entries.append({"index": delta.index, "id": delta.id, "type": "function", "function": function})
+        elif entries and entries[-1]["index"] == delta.index:
+            entries[-1]["function"]["arguments"] += delta.text
         else:
-            told.append({"index": delta.index, "function": {"arguments": delta.text}})
-    return told
+            entries.append({"index": delta.index, "function": {"arguments": delta.text}})
+    return entries

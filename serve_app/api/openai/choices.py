@@ -1,5 +1,5 @@
-"""Owns the choices of one response: the answers to each of its prompts, as one stream of pieces.
-Never lets one of them go on when another has failed: a response is whole, or an error."""
+"""Merges the choices of one response, the answers to each of its prompts, into one stream of pieces.
+Never lets a choice go on when another has failed: a response is complete, or an error."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Indexed = tuple[int, Piece]
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """A choice has ended, or why it has not."""
+    """Marks the end of a choice. `error`: why it failed, if it did."""
 
     error: Exception | None = None
 
 
 class Choices:
-    """`groups` has the completions of each prompt; choice i is the i-th of them all."""
+    """Holds the completions of all prompts. `groups` has those of each prompt; choice i is the i-th over all groups."""
 
     def __init__(self, groups: Sequence[Sequence[Completion]]) -> None:
         self._groups = groups
         self._all = [completion for group in groups for completion in group]
         self.error: ApiError | None = None
-        """What ended a stream that had begun."""
+        """The error that ended the stream after it had begun."""
         self._leaders = {self._all.index(group[0]) for group in groups}
 
     def __len__(self) -> int:
@@ -40,21 +40,21 @@ class Choices:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompt of each choice, as far as it is known."""
+        """The prompt of each choice, with its scores once they are known."""
         return [Prompt(completion.submission.prompt_token_ids, completion.prompt_scores) for completion in self._all]
 
     @property
     def vectors(self) -> list[tuple[float, ...]]:
-        """That of each choice, where prompts are pooled."""
+        """The vector of each choice, for prompts that are pooled."""
         return [completion.vector for completion in self._all]
 
     @property
     def usage(self) -> Usage:
-        """Of all: a prompt counts once, whatever the number of its answers."""
+        """The usage of all choices. A prompt counts once, whatever the number of its answers."""
         return self.usage_without(None)
 
     def usage_without(self, index: int | None) -> Usage:
-        """The same, but for the answer of one choice."""
+        """The usage without the answer of one choice."""
         leaders = [group[0].usage for group in self._groups]
         return Usage(
             sum(usage.prompt_tokens for usage in leaders),
@@ -64,16 +64,16 @@ class Choices:
 
     @property
     def constrained_by(self) -> str:
-        """The field that the grammar of the answers is from."""
+        """The field from which the answers' grammar was made."""
         return self._all[0].constrained_by or "body"
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Of all; None where thoughts are not told apart."""
+        """The thoughts' tokens of all choices; None if the model does not mark its thoughts."""
         return self.reasoning_tokens_without(None)
 
     def reasoning_tokens_without(self, index: int | None) -> int | None:
-        """The same, but for the answer of one choice."""
+        """The thoughts' tokens without the answer of one choice."""
         counts = [completion.reasoning_tokens for completion in self._all]
         if None in counts:
             return None
@@ -81,17 +81,17 @@ class Choices:
 
     @property
     def finish_reasons(self) -> list[str | None]:
-        """Of each choice; None where it is not whole."""
+        """The finish reason of each choice; None if it is not complete."""
         return [completion.finish_reason for completion in self._all]
 
     @property
     def moves(self) -> list[Move]:
-        """Of all, in order of time."""
-        found = (move for completion in self._all for move in completion.course.moves)
-        return sorted(found, key=lambda move: move.at)
+        """The moves of all choices between engines, in order of time."""
+        moves = (move for completion in self._all for move in completion.record.moves)
+        return sorted(moves, key=lambda move: move.at)
 
     def pieces(self) -> AsyncGenerator[Indexed, None]:
-        """Yield the pieces of all choices as they come. Closing this generator aborts what has not ended.
+        """Yield the pieces of all choices as they come. Closing this generator aborts the choices that have not ended.
 
         The first comes when the engine has accepted every prompt.
 
@@ -101,12 +101,12 @@ class Choices:
         return self._merged() if len(self._all) > 1 else self._only()
 
     async def whole(self) -> list[Piece]:
-        """Each choice in one piece."""
-        found: list[list[Piece]] = [[] for _ in self._all]
+        """Read every choice to its end, and return each as one piece."""
+        by_choice: list[list[Piece]] = [[] for _ in self._all]
         async with aclosing(self.pieces()) as pieces:
             async for index, piece in pieces:
-                found[index].append(piece)
-        return [_joined(pieces) for pieces in found]
+                by_choice[index].append(piece)
+        return [_joined(pieces) for pieces in by_choice]
 
     async def _only(self) -> AsyncGenerator[Indexed, None]:
         async with aclosing(self._all[0].pieces()) as pieces:
@@ -114,7 +114,7 @@ class Choices:
                 yield 0, piece
 
     async def _merged(self) -> AsyncGenerator[Indexed, None]:
-        # A choice waits where its last piece has not been taken: what is not read is not computed far ahead.
+        # A choice waits while its last piece has not been taken, so that nothing is computed far ahead of the client.
         news: asyncio.Queue[tuple[int, Piece | _Over]] = asyncio.Queue(len(self._all))
         tasks = [asyncio.ensure_future(self._pump_group(group, news)) for group in self._groups]
         try:
@@ -126,7 +126,7 @@ class Choices:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, news: asyncio.Queue[tuple[int, Piece | _Over]]) -> AsyncGenerator[Indexed, None]:
-        """Hold what comes until each prompt was accepted: a refusal of any is one of the whole request."""
+        """Hold pieces back until every prompt was accepted, because refusing one refuses the whole request."""
         accepted: set[int] = set()
         held: list[Indexed] = []
         num_open = len(self._all)
@@ -145,7 +145,7 @@ class Choices:
                 held.clear()
 
     async def _pump_group(self, group: Sequence[Completion], news: asyncio.Queue[tuple[int, Piece | _Over]]) -> None:
-        """The first goes ahead: when its prompt is computed, the others find it in the prefix cache."""
+        """Run the first completion ahead of the others, so that they find its computed prompt in the prefix cache."""
         first, *others = group
         computed = asyncio.Event()
         tasks = [asyncio.ensure_future(self._pump(first, computed, news))]

@@ -1,5 +1,5 @@
-"""Owns embeddings: what the engine is to pool, and the answer made of the vectors.
-Never trains nor judges a model: whether its vectors mean anything is for whoever sets `pooling`."""
+"""Prepares the prompts that an engine pools to embeddings, and writes the answer with the vectors.
+Never judges a model: whoever sets `pooling` decides whether its vectors mean anything."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def read_embeddings(body: bytes) -> Asked[EmbeddingRequest]:
 async def prepare_embeddings(
     request: EmbeddingRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel
 ) -> list[list[Prepared]]:
-    """Each input by itself.
+    """Prepare each input as a prompt of its own.
 
     Raises:
-        ApiError: the model makes none, or an input does not fit.
+        ApiError: the model makes no embeddings, or an input does not fit.
     """
     if model.pooling is None:
         text = f"The model `{model.id}` makes no embeddings: the server's setting `pooling` is none."
@@ -68,7 +68,7 @@ async def prepare_embeddings(
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingForm:
-    """OpenAI's list of embeddings, each of length 1."""
+    """Answers with OpenAI's list of embeddings, each of length 1."""
 
     model_id: str
     choices: Choices
@@ -96,6 +96,6 @@ class EmbeddingForm:
 
 
 def normalized(vector: Sequence[float]) -> list[float]:
-    """Of length 1, but for the zero vector."""
+    """Scale a vector to length 1; the zero vector stays."""
     length = math.sqrt(math.fsum(value * value for value in vector))
     return [value / length for value in vector] if length else list(vector)

@@ -1,5 +1,5 @@
-"""Owns the forms of answers: what a route makes of a request's body, and of the pieces that answer it.
-Never asks an engine; a form is made when the answer has been asked for."""
+"""Reads a route's body into a request and a form, and defines the form, which turns the answer's pieces into JSON.
+Never asks an engine; a form is made when the answer has been requested."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest, EmbeddingRequest)
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """An answer that has been asked for. `request_id`: the public id of the answer."""
+    """What a form is made from: an answer that an engine was asked for. `request_id`: the answer's public id."""
 
     request_id: str
     tokenizer: Tokenizer
@@ -37,13 +37,13 @@ class Answering:
     choices: Choices
 
     def reader(self, request: ChatRequest) -> ChatReader:
-        """A reader for one answer to the first prompt."""
+        """Make a reader for one answer to the first prompt."""
         return make_reader(request, self.model, prompt_end(self.tokenizer, self.choices.prompts[0].token_ids))
 
 
 class Form(Protocol):
     def body(self, pieces: Sequence[Piece]) -> Json:
-        """The whole answer, of which each choice is one piece."""
+        """Write the whole answer. `pieces`: each choice as one piece."""
         ...
 
     def frames(self) -> Frames: ...
@@ -51,21 +51,21 @@ class Form(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked(Generic[RequestT]):
-    """A body that was read: what the engine is to do, and the form of the answer."""
+    """A parsed body: the request for the engine, and the form of the answer."""
 
     request: RequestT
     form: Callable[[Answering], Form]
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the body calls fields that a chat request has under other names."""
+    """Maps field names of a chat request to the body's own names for them, if they differ."""
 
     def renamed(self, error: ApiError) -> ApiError:
-        """The error in the body's words."""
+        """Name the error's field as the body does."""
         return renamed(error, self.names)
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The error by other names of fields: ours -> theirs. A name that is also a word, such as `messages`, is a field's
-    only where it stands first."""
+    """Replace field names in an error: ours -> theirs. A name that is also a word, such as `messages`, is only taken as
+    a field at the beginning of the text."""
     param, message = error.param, error.message
     for ours, theirs in names.items():
         if param is None or ours not in param or (ours.isalpha() and not param.startswith(ours)):
@@ -81,7 +81,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class ChoicesForm:
-    """OpenAI's bodies and chunks with `choices`."""
+    """Answers with OpenAI's bodies and chunks that have `choices`."""
 
     envelope: Envelope
     choices: Choices

@@ -1,5 +1,5 @@
-"""Owns the JSON of the models that can be asked for, in the words of those whose clients look here.
-Never decides which there are."""
+"""Writes the JSON of the models that can be requested, with the fields that each API's clients look for.
+Never decides which models there are."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Json = dict[str, Any]
 
 
 def models_json(listed: Sequence[tuple[str, ServedModel]]) -> Json:
-    """OpenAI's list. Anthropic's clients look for the rest: there is no other page."""
+    """Write OpenAI's list, with the paging fields that Anthropic's clients look for; there is only one page."""
     names = [name for name, _ in listed]
     pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
     return {"object": "list", "data": [model_json(name, model) for name, model in listed], **pages}
 
 
 def model_json(name: str, model: ServedModel) -> Json:
-    """What answers a client that asks for this name: `root` is the model's own name."""
+    """Describe the model or adapter that a client requests by `name`; `root` is the model's own name."""
     created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "id": name,
@@ -31,7 +31,7 @@ def model_json(name: str, model: ServedModel) -> Json:
         "root": model.base or model.id,
         "parent": model.base,
         "max_model_len": model.max_model_len,
-        # OpenRouter's and Groq's names of it.
+        # OpenRouter's and Groq's names of the same limit.
         "context_length": model.max_model_len,
         "context_window": model.max_model_len,
         # Ollama's.

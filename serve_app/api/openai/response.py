@@ -1,4 +1,4 @@
-"""Owns the JSON of answers, for chat and for plain completions: whole bodies and the chunks of a stream.
+"""Writes the JSON of answers, for chat and for plain completions: whole bodies and the chunks of a stream.
 Never decides what an answer says."""
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a response says about tokens."""
+    """What a response shows about tokens."""
 
     logprobs: bool = False
     token_ids: bool = False
     prompt_logprobs: bool = False
     as_token_ids: bool = False
-    """Log-probabilities name tokens `token_id:7`, and not by their texts."""
+    """Log-probabilities name tokens as `token_id:7` instead of by their texts."""
     eos_token_id: int | None = None
-    """A token whose end of an answer is not told by `stop_reason`, as at vLLM: the model's own end of sequence."""
+    """The model's own end of sequence, which `stop_reason` does not report, as in vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a response may say of the prompt of a choice. `scores`: of its tokens from the second on, if asked for."""
+    """What a response may show of a choice's prompt. `scores`: those of its second and later tokens, if requested."""
 
     token_ids: Sequence[int]
     scores: Sequence[TokenLogprobs] | None = None
 
 
 class Shape(Protocol):
-    """What differs between the two endpoints. A choice is an item of `choices`."""
+    """Writes what differs between the two endpoints. A choice is an item of `choices`."""
 
     object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -54,20 +54,21 @@ class Shape(Protocol):
     def whole(self, index: int, piece: Piece, prompt: Prompt) -> Json: ...
 
     def opening(self, index: int, prompt: Prompt) -> Json | None:
-        """The choice of a stream's first chunk, sent before there is any text; None where there is no such chunk."""
+        """Write the choice of a stream's first chunk, sent before any text; None if the endpoint has no such chunk."""
         ...
 
     @property
     def is_plain(self) -> bool:
-        """Whether a later chunk shows its piece's text as it is."""
+        """Whether later chunks show their pieces' text unchanged."""
         ...
 
     def delta(self, index: int, piece: Piece) -> Json | None:
-        """The choice of a later chunk; None where the piece says nothing that can be told yet."""
+        """Write the choice of a later chunk; None if the piece has nothing to show yet."""
         ...
 
     def beside(self, prompt: Prompt) -> Json:
-        """What a body, and a stream's first chunk, say of the first prompt beside the choices."""
+        """Write the fields about the first prompt that stand beside `choices` in a body and in a stream's first
+        chunk."""
         ...
 
 
@@ -83,8 +84,8 @@ class ChatShape:
         *,
         names_function: bool = False,
     ) -> None:
-        """`make_reader`: of an answer that may think or call tools. `names_function`: the client chose the call, so it
-        is no reason to stop, as at OpenAI."""
+        """`make_reader`: given if the answer may have thoughts or calls. `names_function`: the client chose the
+        function to call, so the finish reason stays `stop`, as with OpenAI."""
         self._tokenizer = tokenizer
         self._shown = shown
         self._make_reader = make_reader
@@ -141,12 +142,12 @@ class TextShape:
         return self.delta(index, piece) | _of_prompt(prompt, self._shown, self._tokenizer)
 
     def opening(self, index: int, prompt: Prompt) -> Json | None:
-        told = _told(_of_prompt(prompt, self._shown, self._tokenizer))
-        # vLLM's clients read each chunk's tokens, so the first has a list of none.
-        return self.delta(index, Piece("", tokens=())) | told if told else None
+        fields = _without_nulls(_of_prompt(prompt, self._shown, self._tokenizer))
+        # vLLM's clients read each chunk's tokens, so the first chunk has an empty list.
+        return self.delta(index, Piece("", tokens=())) | fields if fields else None
 
     def delta(self, index: int, piece: Piece) -> Json:
-        """The same choice, whole or in part. What vLLM's clients read of each chunk is null where it is not told."""
+        """Write the choice, whole or in part. Fields that vLLM's clients read in every chunk are null if not shown."""
         wanted = self._shown.logprobs and piece.tokens is not None
         name = token_id_text if self._shown.as_token_ids else self._tokenizer.token_text
         logprobs = logprobs_json(piece.tokens or (), name) if wanted else None
@@ -158,14 +159,14 @@ class TextShape:
 
 
 def _of_prompt(prompt: Prompt, shown: Shown, tokenizer: Tokenizer) -> Json:
-    """Null where it is not asked for: vLLM's clients read both of every whole answer."""
+    """Write both fields about a prompt, null if not requested: vLLM's clients read both in every whole answer."""
     return {
         "prompt_token_ids": prompt.token_ids if shown.token_ids else None,
         "prompt_logprobs": prompt_logprobs_json(prompt.scores or (), tokenizer) if shown.prompt_logprobs else None,
     }
 
 
-def _told(fields: Json) -> Json:
+def _without_nulls(fields: Json) -> Json:
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -179,14 +180,14 @@ def _choice(index: int, key: str, value: Any, piece: Piece, logprobs: Json | Non
 
 
 def _stop_json(last: Piece, shown: Shown) -> Json:
-    """What ended the answer, in vLLM's word and in SGLang's, which differ for the end of sequence."""
+    """Write what ended the answer in vLLM's field and in SGLang's, which differ for the end of sequence."""
     is_eos = last.stop_string is None and last.stop_token_id == shown.eos_token_id
     return {"stop_reason": None if is_eos else last.matched_stop, "matched_stop": last.matched_stop}
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What every body and chunk of one answer has in common."""
+    """Writes what every body and chunk of one answer has in common."""
 
     id: str
     model: str
@@ -194,18 +195,18 @@ class Envelope:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def body(self, pieces: Sequence[Piece], prompts: Sequence[Prompt], usage: Json) -> Json:
-        """`prompts`: of each choice."""
+        """Write a whole body. `prompts`: the prompt of each choice."""
         whole = self.shape.whole
-        choices = [whole(index, *each) for index, each in enumerate(zip(pieces, prompts, strict=True))]
+        choices = [whole(index, *answer) for index, answer in enumerate(zip(pieces, prompts, strict=True))]
         named = self._named(self.shape.object, choices)
         return named | {"usage": usage} | self.shape.beside(prompts[0])
 
     def opening(self, index: int, prompt: Prompt) -> Json | None:
-        """The first chunk of a choice; None where there is none."""
+        """Write the first chunk of a choice; None if the endpoint has no such chunk."""
         choice = self.shape.opening(index, prompt)
         if choice is None:
             return None
-        return self.chunk([choice]) | (_told(self.shape.beside(prompt)) if index == 0 else {})
+        return self.chunk([choice]) | (_without_nulls(self.shape.beside(prompt)) if index == 0 else {})
 
     def delta(self, index: int, piece: Piece) -> Json | None:
         choice = self.shape.delta(index, piece)
@@ -219,13 +220,13 @@ class Envelope:
 
 
 def usage_json(usage: Usage, reasoning_tokens: int | None) -> Json:
-    """`reasoning_tokens`: of the answer's; None where thoughts are not told apart."""
-    told: Json = {
+    """`reasoning_tokens`: how many of the answer's tokens are thoughts; None if the model does not mark them."""
+    fields: Json = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
     if reasoning_tokens is not None:
-        told["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
-    return told
+        fields["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return fields

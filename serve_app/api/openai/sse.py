@@ -1,4 +1,4 @@
-"""Owns the server-sent events of one response: order, framing, and how a failure ends a stream that has begun.
+"""Sends the server-sent events of one response: their order, their framing, and the end of a stream that fails.
 Never sends a header before the engine has accepted the request, so that a refusal is a real 4xx."""
 
 from __future__ import annotations
@@ -33,41 +33,42 @@ _MARK = f"text goes here {uuid.uuid4().hex}"
 
 
 class Frames(Protocol):
-    """The bytes of one stream. Each method gives whole frames, or none."""
+    """Writes the bytes of one stream. Each method returns whole frames, or nothing."""
 
     end: ClassVar[bytes]
-    """What goes last, also after a failure."""
+    """Sent last, also after a failure."""
 
     def opening(self, index: int) -> bytes:
-        """What goes before the first frame of a choice; empty for the others."""
+        """Write what precedes the first frame of a choice; empty after that."""
         ...
 
     def of(self, index: int, piece: Piece) -> bytes:
-        """Empty where the piece says nothing that can be told yet."""
+        """Write the frames of a piece; empty if it has nothing to show yet."""
         ...
 
     def closing(self) -> bytes:
-        """What goes after all choices, if none has failed."""
+        """Write what follows all choices, if none has failed."""
         ...
 
     def failure(self, error: ApiError) -> bytes:
-        """What tells a client of an error, after the stream has begun."""
+        """Write an error that occurs after the stream has begun."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class UsageShown:
-    """Where a stream tells the usage: in a chunk of its own at the end, and, `always`, in every other as well."""
+    """Where a stream shows the usage: in a chunk of its own at the end, and with `always` in every other one as
+    well."""
 
     at_end: bool = False
     always: bool = False
 
 
 async def send_stream(send: Send, choices: Choices, frames: Frames) -> None:
-    """Send the whole response. Each frame waits for the server to take the one before.
+    """Send the whole response. Each frame waits until the server has taken the previous one.
 
     Raises:
-        EngineError, ApiError: nothing was sent; the caller answers with a status.
+        EngineError, ApiError: before anything was sent; the caller answers with a status.
         ClientGone: the connection is closed, and the request aborted.
     """
     async with aclosing(choices.pieces()) as pieces:
@@ -77,7 +78,7 @@ async def send_stream(send: Send, choices: Choices, frames: Frames) -> None:
             await _send_answer(send, first, pieces, frames)
         except ClientGone:
             raise
-        except Exception as error:  # noqa: BLE001 - to_api_error logs it; the client must learn that this is no end
+        except Exception as error:  # noqa: BLE001 - to_api_error logs it; the client must see that the answer failed
             choices.error = to_api_error(error)
             await _send(send, frames.failure(choices.error))
         await send({"type": "http.response.body", "body": frames.end})
@@ -92,7 +93,7 @@ async def _send_answer(send: Send, first: Indexed, pieces: AsyncGenerator[Indexe
 
 
 async def _send_piece(send: Send, index: int, piece: Piece, frames: Frames) -> None:
-    """Send a piece's frame, if it says anything, and what is to go before it: all at once, for one packet."""
+    """Send what precedes a piece's frame, and the frame if it shows anything: together, to fit one packet."""
     frame = frames.opening(index)
     if piece.tokens:
         frame += await run_sized(json_chars(piece.tokens), lambda: frames.of(index, piece))
@@ -103,7 +104,7 @@ async def _send_piece(send: Send, index: int, piece: Piece, frames: Frames) -> N
 
 
 class ChunkFrames:
-    """Chunks, as chat and plain completions stream them. Most carry text and nothing else: what is around it is
+    """Writes the chunks of chat and plain completions. Most chunks only carry text, so the JSON around the text is
     encoded once for each choice."""
 
     end: ClassVar[bytes] = b"data: [DONE]\n\n"
@@ -112,7 +113,7 @@ class ChunkFrames:
         self._choices = choices
         self._envelope = envelope
         self._shown = shown
-        # OpenAI's schema: where usage was asked for, it is null on every chunk but the last.
+        # As in OpenAI's schema: if usage was requested, it is null in every chunk but the last.
         self._blank: Json = {"usage": None} if shown.at_end else {}
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
@@ -132,7 +133,7 @@ class ChunkFrames:
         return before + encode_basestring_ascii(piece.text).encode() + after
 
     def closing(self) -> bytes:
-        """The usage; empty where nobody asked."""
+        """Write the usage; empty if it was not requested."""
         if not self._shown.at_end:
             return b""
         return _frame(self._envelope.chunk([]) | {"usage": self._spent()})
@@ -148,7 +149,7 @@ class ChunkFrames:
         return {"usage": self._spent(before)} if self._shown.always else self._blank
 
     def _spent(self, before: int | None = None) -> Json:
-        """`before`: without the tokens of this choice, of which nothing was told yet."""
+        """Count the usage. `before`: leave out the tokens of this choice, because none of them was shown yet."""
         return usage_json(self._choices.usage_without(before), self._choices.reasoning_tokens_without(before))
 
 
@@ -157,7 +158,7 @@ def _frame(payload: Json) -> bytes:
 
 
 def event_frame(payload: Json) -> bytes:
-    """A frame that also names its kind, the payload's `type`."""
+    """Write a frame that also names its event, which is the payload's `type`."""
     return f"event: {payload['type']}\n".encode() + _frame(payload)
 
 

@@ -1,5 +1,5 @@
-"""Owns the routes between text and token ids: what a prompt becomes, what token ids say, and what the tokenizer is.
-Never asks an engine, and takes no place at the gate: they answer while the engines are full or away."""
+"""Serves the routes that convert between text and token ids, and the one that describes the tokenizer.
+Never asks an engine nor waits at the gate: the routes answer even while the engines are full or unreachable."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TextRoutes:
 
     def _detokenize(self, tokens: list[int]) -> Json:
         for place, token in enumerate(tokens):
-            if self.tokenizer.vocabulary_entry(token) is None:  # decoding would leave it out in silence
+            if self.tokenizer.vocabulary_entry(token) is None:  # decoding would leave it out silently
                 text = f"Token id {token} is out of vocabulary: ids are below {self.tokenizer.vocab_size}."
                 raise ApiError(400, text, param=f"tokens.{place}", code="invalid_value")
         return {"prompt": self.tokenizer.decode(tokens)}

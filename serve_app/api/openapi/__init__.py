@@ -1,4 +1,4 @@
-"""The OpenAPI document: every operation with its fields and answers, and the routes that show it.
+"""Writes the OpenAPI document, every operation with its fields and answers, and serves the routes that show it.
 
-`operations` lists what there is, `document` writes it, `docs_page` shows it as HTML, and `about` serves both.
+`operations` lists the operations, `document` writes them, `docs_page` shows them as HTML, and `about` serves both.
 """

@@ -1,5 +1,5 @@
-"""Owns the routes about the server itself: its version, its OpenAPI document, and the page that shows the document.
-Never computes for a request: all of it is made once, when the app is."""
+"""Serves the routes about the server itself: its version, its OpenAPI document, and the page that shows the document.
+Never computes anything per request: everything is made once, with the app."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from serve_app.api.openapi.document import Access, openapi_document
 from serve_app.auth.keys import Keys
 
 _DISTRIBUTION = "chunkserve"
-# The page needs nothing but itself, and may get nothing else, whatever is in the document.
+# The page needs no other resources, and must not load any, whatever the document contains.
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 
 def package_version() -> str:
-    """The installed package's; "0+unknown" for a source tree that was not installed."""
+    """Return the installed package's version; "0+unknown" for a source tree that was not installed."""
     try:
         return version(_DISTRIBUTION)
     except PackageNotFoundError:

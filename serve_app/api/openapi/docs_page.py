@@ -1,5 +1,5 @@
-"""Owns the page that shows the OpenAPI document: HTML and its own style, written once.
-Never names anything outside itself, runs no script, and escapes what the document says."""
+"""Renders the page that shows the OpenAPI document, as HTML with its own style.
+Never refers to anything outside itself, runs no script, and escapes the document's texts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _REFERENCE = re.compile("#/components/schemas/([A-Za-z0-9_.-]+)")
 
 
 def _schema_names(part: Any) -> list[str]:
-    """The schemas that a part of the document refers to, each once."""
+    """List the schemas that a part of the document refers to, each once."""
     return list(dict.fromkeys(_REFERENCE.findall(json.dumps(part))))
 
 

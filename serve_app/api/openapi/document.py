@@ -1,5 +1,5 @@
-"""Owns the OpenAPI document: the operations and the models' own JSON Schemas, as one object.
-Never describes a field by hand: what a body may hold is what its model says, and what is refused is not in it."""
+"""Writes the OpenAPI document from the operations and the models' own JSON Schemas.
+Never describes a field by hand: a body's fields are those of its model, and fields that are refused are left out."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ Json = dict[str, Any]
 _ERRORS = {
     400: "The request is wrong; the error names the field.",
     401: "The key is missing or unknown.",
-    403: "The key is none of an administrator, there is no admin key, or the config does not allow what is asked.",
-    404: "There is no model, or no live request, of that name.",
+    403: "The key is not an admin key, the server has no admin key, or the config does not allow the operation.",
+    404: "No model, or no live request, has that name.",
     408: "The body did not arrive.",
     413: "The body is too large.",
-    415: "The body is no JSON, or encoded.",
+    415: "The body is not JSON, or has a content encoding.",
     429: "A limit of this key is reached.",
     500: "The server failed.",
-    503: "Not now: overloaded, draining, or no engine answers.",
+    503: "Try again later: the server is overloaded or draining, or no engine answers.",
     504: "The request's deadline has passed.",
 }
 _TRY_AGAIN = (429, 503)
 _REQUEST_ID: Json = {
     "name": "X-Request-Id",
     "in": "header",
-    "description": "A name for the request, of 1 to 128 letters, digits or ._:-; another is not refused, but replaced. "
-    "The response's is the name that counts.",
+    "description": "A name for the request, of 1 to 128 letters, digits or ._:-; any other name is replaced. "
+    "The response's header has the name in use.",
     "schema": {"type": "string"},
 }
 _HINTS: Json = {
     HINTS_HEADER: {
-        "description": "The hints of the request that had no effect, by commas; absent where there are none.",
+        "description": "The hints of the request that had no effect, separated by commas; absent if there are none.",
         "schema": {"type": "string"},
     }
 }
@@ -48,7 +48,7 @@ _KEY_NAMES = {"api key": ("apiKey", "apiKeyHeader"), "admin key": ("adminKey", "
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What the server's config has: API keys, which are then needed; an admin key, without which nobody is let in."""
+    """Whether the config has API keys, which are then required, and an admin key, which the admin routes require."""
 
     keys: bool
     admin: bool
@@ -61,28 +61,28 @@ class Access:
 
 
 class _Schemas:
-    """The models' schemas, with what they share in `components`."""
+    """Holds the models' schemas, with the parts that they share in `components`."""
 
     def __init__(self, models: Sequence[type[BaseModel]]) -> None:
         inputs = [(model, "validation", TypeAdapter(model)) for model in dict.fromkeys(models)]
-        self._of, shared = TypeAdapter.json_schemas(
+        self._schemas, shared = TypeAdapter.json_schemas(
             inputs,  # type: ignore[arg-type]
             ref_template="#/components/schemas/{model}",
             schema_generator=_WithoutFieldTitles,
         )
         self.components: Json = shared["$defs"]
 
-    def of(self, model: type[BaseModel]) -> Json:
-        return self._of[model, "validation"]
+    def schema_of(self, model: type[BaseModel]) -> Json:
+        return self._schemas[model, "validation"]
 
 
 class _WithoutFieldTitles(GenerateJsonSchema):
     def field_title_should_be_set(self, schema: Any) -> bool:
-        return False  # they repeat the field's name
+        return False  # a title would only repeat the field's name
 
 
 def openapi_document(version: str, access: Access) -> Json:
-    """Security is declared where a key is needed, and admin routes that nobody can use as the 403 that they are."""
+    """Write the document. Operations that need a key declare it; admin routes without an admin key only answer 403."""
     schemas = _Schemas([model for one in OPERATIONS for model in _models(one)])
     paths: dict[str, Json] = {}
     for operation in OPERATIONS:
@@ -101,17 +101,17 @@ def _models(operation: Operation) -> list[type[BaseModel]]:
 
 
 def _operation(operation: Operation, schemas: _Schemas, access: Access) -> Json:
-    told: Json = {"summary": operation.summary, "operationId": _operation_id(operation)}
-    told["parameters"] = [*operation.parameters, _REQUEST_ID]
+    written: Json = {"summary": operation.summary, "operationId": _operation_id(operation)}
+    written["parameters"] = [*operation.parameters, _REQUEST_ID]
     if operation.body is not None:
-        content = {"application/json": {"schema": schemas.of(operation.body)}}
-        told["requestBody"] = {"required": True, "content": content}
-    told["responses"] = {str(status): _error(status, schemas, operation) for status in _errors(operation, access)}
+        content = {"application/json": {"schema": schemas.schema_of(operation.body)}}
+        written["requestBody"] = {"required": True, "content": content}
+    written["responses"] = {str(status): _error(status, schemas, operation) for status in _errors(operation, access)}
     if not access.is_closed(operation):
-        told["responses"] = {"200": _success(operation, schemas)} | told["responses"]
+        written["responses"] = {"200": _success(operation, schemas)} | written["responses"]
     if access.has_key(operation):
-        told["security"] = [{name: []} for name in _KEY_NAMES[operation.needs]]
-    return told
+        written["security"] = [{name: []} for name in _KEY_NAMES[operation.needs]]
+    return written
 
 
 def _operation_id(operation: Operation) -> str:
@@ -122,8 +122,8 @@ def _operation_id(operation: Operation) -> str:
 def _errors(operation: Operation, access: Access) -> list[int]:
     if access.is_closed(operation):
         return [403]
-    of_key = {"nothing": (), "api key": (401,), "admin key": (401, 403)}[operation.needs]
-    return sorted({*operation.errors, 500, *(of_key if access.has_key(operation) else ())})
+    key_errors = {"nothing": (), "api key": (401,), "admin key": (401, 403)}[operation.needs]
+    return sorted({*operation.errors, 500, *(key_errors if access.has_key(operation) else ())})
 
 
 def _error(status: int, schemas: _Schemas, operation: Operation) -> Json:
@@ -133,21 +133,21 @@ def _error(status: int, schemas: _Schemas, operation: Operation) -> Json:
         headers["Retry-After"] = {"description": "Seconds.", "schema": {"type": "integer"}}
     if headers:
         error["headers"] = headers
-    return error | {"content": {"application/json": {"schema": schemas.of(operation.error)}}}
+    return error | {"content": {"application/json": {"schema": schemas.schema_of(operation.error)}}}
 
 
 def _success(operation: Operation, schemas: _Schemas) -> Json:
     success: Json = {"description": "Done."}
     if not operation.media_type:
         return success
-    schema = {} if operation.answer is None else {"schema": schemas.of(operation.answer)}
+    schema = {} if operation.answer is None else {"schema": schemas.schema_of(operation.answer)}
     success["content"] = {operation.media_type: schema}
     if operation.tells_hints:
         success["headers"] = dict(_HINTS)
     if operation.chunk is not None:
         events = {"type": "string", "description": f"Server-sent events: {operation.events}."}
-        # OpenAPI 3.1 has no word for the events of a stream.
-        success["content"]["text/event-stream"] = {"schema": events, "x-event-data": schemas.of(operation.chunk)}
+        # OpenAPI 3.1 has no keyword for the events of a stream.
+        success["content"]["text/event-stream"] = {"schema": events, "x-event-data": schemas.schema_of(operation.chunk)}
         success["headers"] = success.get("headers", {}) | {
             PROCESSING_MS: {"description": "Milliseconds.", "schema": {"type": "integer"}}
         }
@@ -156,8 +156,8 @@ def _success(operation: Operation, schemas: _Schemas) -> Json:
 
 def _security_schemes(access: Access) -> Json:
     schemes: Json = {}
-    for there, (bearer, header) in ((access.keys, _KEY_NAMES["api key"]), (access.admin, _KEY_NAMES["admin key"])):
-        if there:
+    for is_set, (bearer, header) in ((access.keys, _KEY_NAMES["api key"]), (access.admin, _KEY_NAMES["admin key"])):
+        if is_set:
             schemes[bearer] = {"type": "http", "scheme": "bearer"}
             schemes[header] = {"type": "apiKey", "in": "header", "name": "X-Api-Key"}
     return schemes

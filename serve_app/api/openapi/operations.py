@@ -1,5 +1,5 @@
-"""Owns the list of the app's operations: what each takes, what it may answer, and who may use it.
-Never registers a route; a test holds the list against the routes that there are."""
+"""Lists the app's operations: what each takes, what it may answer, and who may use it.
+Never registers a route; a test compares the list with the app's routes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Parameter = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """`answer`: the JSON of a 200; `chunk`: that of a stream's events, where a 200 may be one, and `events` their
-    framing; `media_type`: of a 200, "" where it is empty. `errors` are those besides a 500 and what `needs` brings.
-    `tells_hints`: a header of each answer may name the request's hints."""
+    """`answer`: the JSON of a 200. `chunk`: the JSON of a stream's events, if a 200 may be a stream; `events`: their
+    framing. `media_type`: that of a 200, "" for an empty one. `errors`: the statuses besides 500 and those that follow
+    from `needs`. `tells_hints`: a header of each answer may name the request's ignored hints."""
 
     method: Literal["get", "post"] = "get"
     path: str
@@ -54,13 +54,13 @@ _HEADERS: tuple[Parameter, ...] = (
     {
         "name": DEADLINE_HEADER,
         "in": "header",
-        "description": "How long the client waits for the whole answer; the sooner of it and `timeout_ms` counts.",
+        "description": "How long the client waits for the whole answer; the smaller of it and `timeout_ms` counts.",
         "schema": {"type": "integer", "minimum": 1, "maximum": MAX_TIMEOUT_MS},
     },
     {
         "name": SESSION_HEADER,
         "in": "header",
-        "description": "Requests of one session go to the same engine while its load allows.",
+        "description": "Requests of one session go to the same engine as long as its load allows.",
         "schema": {"type": "string", "pattern": f"^{PATTERN}$"},
     },
 )
@@ -68,7 +68,7 @@ _MODEL_ID: Parameter = {
     "name": "model_id",
     "in": "path",
     "required": True,
-    "description": "May have slashes.",
+    "description": "The name may have slashes.",
     "schema": {"type": "string"},
 }
 
@@ -112,12 +112,12 @@ def _adapters(verb: str, summary: str, body: type[BaseModel]) -> Operation:
 
 _CHAT = "Answer a conversation, whole or as a stream."
 _COMPLETE = "Continue a text, whole or as a stream."
-_RESPOND = "Answer items, whole or as a stream; nothing is kept."
+_RESPOND = "Answer items, whole or as a stream; nothing is stored."
 _MESSAGE = "Answer a conversation as Anthropic's API does, whole or as a stream."
-_COUNT = "How many tokens a conversation's prompt has."
+_COUNT = "Count the tokens of a conversation's prompt."
 _NAMED_EVENTS = "`event: <type>` and `data: <JSON>` each, comments in between"
-_TOKENIZE = "The token ids of a text or a conversation."
-_DETOKENIZE = "The text of token ids."
+_TOKENIZE = "Encode a text or a conversation as token ids."
+_DETOKENIZE = "Decode token ids to text."
 
 _VERSIONED: tuple[Operation, ...] = (
     _generation("/v1/chat/completions", _CHAT, ChatRequest, answers.ChatCompletion, answers.ChatCompletionChunk),
@@ -138,7 +138,7 @@ _VERSIONED: tuple[Operation, ...] = (
     Operation(
         method="post",
         path="/v1/embeddings",
-        summary="The vectors of texts, where the server pools.",
+        summary="Compute the vectors of texts, if the server's `pooling` is set.",
         body=EmbeddingRequest,
         answer=answers.Embeddings,
         errors=(*_BODY, 404, 429, 503, 504),
@@ -147,18 +147,18 @@ _VERSIONED: tuple[Operation, ...] = (
     ),
     Operation(
         path="/v1/models",
-        summary="The served model by all its names, its adapters, and aliases.",
+        summary="List the served model by all its names, with its adapters and their aliases.",
         answer=answers.ModelList,
     ),
     Operation(
         path="/v1/models/{model_id}",
-        summary="The served model, an adapter, or an alias of one.",
+        summary="Describe the served model, an adapter, or an alias of either.",
         answer=answers.Model,
         errors=(404,),
         parameters=(_MODEL_ID,),
     ),
 )
-"""Under `/v1`."""
+"""The operations under `/v1`."""
 
 UNVERSIONED = tuple(replace(one, path=one.path.removeprefix("/v1")) for one in _VERSIONED)
 """The same routes again, for clients whose base URL has no version."""
@@ -170,24 +170,28 @@ OPERATIONS: tuple[Operation, ...] = (
     _text("/v1/tokenize", _TOKENIZE, TokenizeRequest, answers.Tokens),
     _text("/detokenize", _DETOKENIZE, DetokenizeRequest, answers.Detokenized),
     _text("/v1/detokenize", _DETOKENIZE, DetokenizeRequest, answers.Detokenized),
-    Operation(path="/tokenizer_info", summary="The tokenizer's facts.", answer=answers.TokenizerInfo),
+    Operation(path="/tokenizer_info", summary="Describe the tokenizer.", answer=answers.TokenizerInfo),
     Operation(path="/health", summary="Liveness: an engine answers.", needs="nothing", media_type="", errors=(503,)),
     Operation(
-        path="/ready", summary="Readiness: new requests are let in.", needs="nothing", media_type="", errors=(503,)
+        path="/ready",
+        summary="Readiness: the server accepts new requests.",
+        needs="nothing",
+        media_type="",
+        errors=(503,),
     ),
     Operation(
-        path="/metrics", summary="All replicas' metrics, for Prometheus.", needs="nothing", media_type="text/plain"
+        path="/metrics", summary="Metrics of all replicas, for Prometheus.", needs="nothing", media_type="text/plain"
     ),
     Operation(
         path=activity.PATH,
-        summary="What each replica does just now: its load, its pace, its last steps.",
+        summary="Show what each replica is doing: its load, its speed, its last steps.",
         answer=answers.Activity,
         needs="nothing",
         errors=(400,),
         parameters=(activity.PARAMETER,),
     ),
-    Operation(path="/load", summary="The load of the engines and of the gate.", answer=answers.Load, errors=(503,)),
-    Operation(path="/version", summary="The server's version.", answer=answers.Version, needs="nothing"),
+    Operation(path="/load", summary="Show the engines' load, and the gate's.", answer=answers.Load, errors=(503,)),
+    Operation(path="/version", summary="Show the server's version.", answer=answers.Version, needs="nothing"),
     Operation(
         path="/", summary="A playground, and a live view of the replicas.", needs="nothing", media_type="text/html"
     ),
@@ -202,9 +206,9 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=answers.Aborted,
         errors=(*_BODY, 404, 503),
     ),
-    _adapters("load", "Serve an adapter from now on, at every engine.", LoadAdapterRequest),
-    _adapters("unload", "Serve an adapter no longer; requests that run keep it.", UnloadAdapterRequest),
-    _admin("drain", "Finish what runs, and refuse new requests.", answers.Draining),
-    _admin("resume", "Take new requests again.", answers.Draining),
-    _admin("reset_prefix_cache", "Forget the prefixes that no live request holds.", answers.DroppedBlocks),
+    _adapters("load", "Load an adapter on every engine.", LoadAdapterRequest),
+    _adapters("unload", "Unload an adapter; running requests keep it.", UnloadAdapterRequest),
+    _admin("drain", "Finish running requests, and refuse new ones.", answers.Draining),
+    _admin("resume", "Accept new requests again.", answers.Draining),
+    _admin("reset_prefix_cache", "Drop the cached prefixes that no live request uses.", answers.DroppedBlocks),
 )

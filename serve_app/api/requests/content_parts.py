@@ -1,4 +1,4 @@
-"""Owns the parts of which a message's content is made, and what a chat template is shown of them.
+"""Defines the parts of a message's content, and what a chat template gets of them.
 Never reads an image; `serve_app.images` does."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from serve_app.api.requests.unions import by_type, of_types, text_or_list_of
 
 _NEVER: tuple[Any, ...] = ()
 CACHE_MARK: Unsupported = {"cache_control": _NEVER}
-"""Anthropic's mark of a prefix to keep, in chats through OpenRouter and LiteLLM: all prefixes are kept here."""
+"""Anthropic's mark of a prefix to cache, as OpenRouter and LiteLLM pass it on. All prefixes are cached here anyway."""
 
 
 Detail = Literal["auto", "low", "high", "original"]
-"""How well an image is to be seen: all but `low` as well as the model and the limits allow."""
+"""The resolution of an image. All values but `low` mean as much as the model and the limits allow."""
 
 
 class TextPart(StrictModel):
@@ -34,11 +34,11 @@ class ImageUrl(StrictModel):
     url: str = Field(min_length=1)
     """`data:image/png;base64,...`, or an http or https URL of a host that the server's settings list."""
     detail: Detail | None = None
-    """`low`: scaled to at most 512 x 512 pixels; otherwise to what the model and the server take."""
+    """With `low` the image is scaled to at most 512 x 512 pixels, otherwise to the limits of model and server."""
 
 
 class ImagePart(StrictModel):
-    """An image, for models that take any, in a message of the user."""
+    """An image in a user message, for models that take images."""
 
     unsupported: ClassVar[Unsupported] = dict.fromkeys(("text", "uuid"), _NEVER)
     hints: ClassVar[Unsupported] = CACHE_MARK
@@ -59,7 +59,7 @@ Content = Annotated[
 
 
 def shown(content: str | Sequence[TextPart | ImagePart] | None) -> str | list[dict[str, str]]:
-    """Texts become one string, a line each: most templates know no parts. Beside images they are parts."""
+    """Join texts to one string, a line each, because most templates know no parts. Beside images they stay parts."""
     if not isinstance(content, Sequence) or isinstance(content, str):
         return content or ""
     if any(isinstance(part, ImagePart) for part in content):
@@ -68,11 +68,11 @@ def shown(content: str | Sequence[TextPart | ImagePart] | None) -> str | list[di
 
 
 def num_chars(content: str | Sequence[TextPart | ImagePart] | None) -> int:
-    """Of its texts, and one for each part at least."""
+    """Count the characters of the texts, and at least one for each part."""
     if content is None or isinstance(content, str):
         return len(content or "")
     return sum(1 + len(part.text) if isinstance(part, TextPart) else 1 for part in content)
 
 
 IMAGE = {"type": "image"}
-"""As templates of models with images know it; the pixels are not theirs."""
+"""An image part in the form that templates of models with images know; they never get the pixels."""

@@ -1,5 +1,5 @@
-"""Owns a request's deadline: how a client asks for one, and how much of it is left at any moment.
-Never ends a request: the engine does when the time is up, and whoever waits for an engine that does not answer."""
+"""Reads a request's deadline, and says how much time is left until it.
+Never ends a request: the engine does when the time is up, or the task that waits for an engine that does not answer."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from serve_app.errors.api_error import ApiError, clip
 HEADER = "Request-Timeout-Ms"
 MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
 GRACE_S = 1.0
-"""The engine ends a late request by itself; after this long, it is taken for one that cannot."""
+"""How long to wait for the engine to end a late request by itself, before assuming that it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Counted from the arrival of the request: reading and tokenizing it are part of its time."""
+    """A deadline, counted from the arrival of the request: reading and tokenizing it take part of its time."""
 
     timeout_ms: int
     at: float
-    """On the event loop's clock."""
+    """A time on the event loop's clock."""
 
     def left_s(self) -> float:
-        """Seconds for the engine.
+        """Return the seconds that are left for the engine.
 
         Raises:
             EngineError: the time is up.
@@ -44,13 +44,13 @@ def now() -> float:
 
 
 def deadline_of(arrived: float, header: str | None, timeout_ms: int | None) -> Deadline | None:
-    """The sooner of the two that a client may ask for; None if it asked for none.
+    """Make the deadline from the sooner of the header and the field; None if the client gave neither.
 
     Raises:
-        ApiError: 400, the header is no number of milliseconds.
+        ApiError: 400, the header is not a valid number of milliseconds.
     """
-    asked = [value for value in (timeout_ms, _read(header)) if value is not None]
-    return Deadline(min(asked), arrived + min(asked) / 1000) if asked else None
+    timeouts = [value for value in (timeout_ms, _read(header)) if value is not None]
+    return Deadline(min(timeouts), arrived + min(timeouts) / 1000) if timeouts else None
 
 
 def _read(header: str | None) -> int | None:

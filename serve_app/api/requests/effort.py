@@ -1,6 +1,6 @@
-"""Owns whether, how hard and for how many tokens a request asks the model to think, and what a chat template gets of
-it: the same for all routes.
-Never counts what was thought."""
+"""Translates a request's wishes about thinking (whether, how hard, for how many tokens) to options of the chat
+template, the same way for all routes.
+Never counts the tokens of thoughts."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from serve_app.api.requests.strict_model import USED_IF_POSSIBLE
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
-"""From little to much."""
+"""Ordered from little to much."""
 COMMON_EFFORTS = ("low", "medium", "high")
-"""Those that every template with a variable for the effort knows."""
+"""The efforts that every template with a variable for the effort knows."""
 EFFORT, THINKS, BUDGET = "reasoning_effort", "enable_thinking", "thinking_budget"
-"""Variables that chat templates have."""
+"""Names of chat templates' variables."""
 VALUE_HINTS = {
-    f"chat_template_kwargs.{name}": "Where the chat template has no such variable." for name in (EFFORT, THINKS, BUDGET)
+    f"chat_template_kwargs.{name}": "If the chat template has no such variable." for name in (EFFORT, THINKS, BUDGET)
 }
 SWITCHES = (THINKS, "thinking")
-"""Names of one variable: DeepSeek's templates have the second."""
+"""Two names of the same variable: DeepSeek's templates have the second."""
 
 Budget = Annotated[int | None, USED_IF_POSSIBLE]
-"""Tokens of thoughts."""
+"""The most tokens that thoughts may take."""
 Value = TypeVar("Value", Effort, bool, int)
 
 _UNTAKEN = "the model's chat template does not take this from a request: it would change nothing"
 _NEVER_THINKS = "this model does not think"
-_ALWAYS_THINKS = "this model thinks in any case, as its chat template has it"
-_OVERRULED = "another field of this request says otherwise"
+_ALWAYS_THINKS = "this model always thinks, because its chat template offers no choice"
+_OVERRULED = "another field of this request overrides it"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request says of thinking, each by the name of the field that says it."""
+    """A request's wishes about thinking, each by the name of the field that has it."""
 
     efforts: Mapping[str, Effort] = field(default_factory=dict)
     switches: Mapping[str, bool] = field(default_factory=dict)
-    """Whether the model is to think at all."""
+    """Whether the model should think at all."""
     budgets: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -50,40 +50,42 @@ class Asked:
         switches: Mapping[str, bool | None],
         budgets: Mapping[str, int | None],
     ) -> Asked:
-        """Without fields that say nothing."""
+        """Make one from fields, leaving out those that are not set."""
         return cls(_said(efforts), _said(switches), _said(budgets))
 
 
 class Template(Protocol):
-    """What is looked at of a chat template."""
+    """What is used of a chat template."""
 
     variables: frozenset[str]
 
     @property
     def efforts(self) -> tuple[Effort, ...]:
-        """The values that its variable for the effort takes, from little to much."""
+        """The values that the template's variable for the effort takes, from little to much."""
         ...
 
 
-class Told(NamedTuple):
+class ThinkingOptions(NamedTuple):
     options: dict[str, Any]
-    """What the template gets."""
+    """The options that the template gets."""
     ignored: frozenset[str]
     """The fields that had no effect."""
 
 
-def thinking_options(asked: Asked, template: Template | None, given: Collection[str], *, thinks: bool) -> Told:
-    """`given`: variables that the request gives to the template itself, which win. `thinks`: the server knows how the
-    model marks its thoughts.
+def thinking_options(
+    asked: Asked, template: Template | None, given: Collection[str], *, thinks: bool
+) -> ThinkingOptions:
+    """Choose the template's options. `given`: variables that the request sets itself, which win. `thinks`: the server
+    knows how the model marks its thoughts.
 
-    - An effort is given as the nearest that the template takes. `none` is the same as not to think.
-    - Whether to think is given to a switch. Without a switch, an effort of `none` says it, or the least effort.
-    - A budget is given to templates that have a variable for it.
+    - An effort becomes the nearest one that the template takes. `none` means not to think.
+    - Whether to think sets the template's switch. Without a switch, the effort is set to `none` or to the least one.
+    - A budget is passed to templates that have a variable for it.
 
-    What has no effect is a hint without effect, by the name of its field.
+    A field without effect is counted as an ignored hint.
 
     Raises:
-        ApiError: there is one, and the server is strict.
+        ApiError: a field has no effect, and the server is strict.
     """
     reader = _Reader(template, given, thinks)
     levels = {name: effort for name, effort in asked.efforts.items() if effort != "none"}
@@ -94,11 +96,11 @@ def thinking_options(asked: Asked, template: Template | None, given: Collection[
     faults = {name: fault for name, fault in reader.faults.items() if not _is_part(name, reader.faults)}
     for name, fault in faults.items():
         without_effect(name, fault)
-    return Told(reader.options, frozenset(reader.faults))
+    return ThinkingOptions(reader.options, frozenset(reader.faults))
 
 
 class _Reader:
-    """Puts together what a template gets of one request. Each decision returns why it has no effect, if it has none."""
+    """Collects a template's options for one request. Each decision returns the reason if it has no effect."""
 
     def __init__(self, template: Template | None, given: Collection[str], thinks: bool) -> None:
         self.options: dict[str, Any] = {}
@@ -110,7 +112,7 @@ class _Reader:
         self._switch = next((name for name in SWITCHES if name in self._variables), None)
 
     def decide(self, values: Mapping[str, Value], decide: Callable[[Value], str | None]) -> None:
-        """The first value counts; fields that say the same share its fate."""
+        """Decide by the first value. Fields with the same value share its outcome; the others are overruled."""
         if not values:
             return
         first = next(iter(values.values()))
@@ -152,17 +154,17 @@ def _said(values: Mapping[str, Value | None]) -> dict[str, Value]:
 
 
 def _nearest(effort: Effort, known: Collection[Effort]) -> Effort:
-    """Find the nearest; of two that are as near, the lesser."""
+    """Find the nearest known effort; of two equally near ones, the lower."""
     return min(known, key=lambda one: abs(EFFORTS.index(one) - EFFORTS.index(effort)))
 
 
 def _is_part(name: str, names: Collection[str]) -> bool:
-    """Whether an object that the field is in is named already."""
+    """Whether an object that contains the field is named already."""
     return any(name.startswith(f"{whole}.") for whole in names)
 
 
 def without_effect(name: str, why: str = _UNTAKEN) -> None:
-    """A hint had none.
+    """Note that a hint had no effect.
 
     Raises:
         ApiError: the server is strict.

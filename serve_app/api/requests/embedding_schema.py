@@ -1,4 +1,4 @@
-"""Owns the request of /v1/embeddings: fields, types, ranges, defaults.
+"""Defines the request of /v1/embeddings: fields, types, ranges, defaults.
 Never reads text or tokens; what depends on the model is checked in `embeddings`."""
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class EmbeddingRequest(StrictModel):
     model: str
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
-    """`base64`: the vector's numbers as little-endian float32."""
+    """With `base64` a vector is its numbers as little-endian float32, encoded in base64."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
-    """Keep that many of an input's last tokens; -1 keeps as many as fit."""
+    """Keep only that many of an input's last tokens; -1 keeps as many as fit."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    """A lower number is computed earlier, among the requests that an engine holds."""
+    """Among the requests that an engine holds, lower numbers are computed first."""
     timeout_ms: int | None = Field(None, ge=1, le=MAX_TIMEOUT_MS)
-    """The answer is an error after this long."""
+    """After this long, the answer is an error."""
     user: str | None = None
     provider: Provider | None = None
-    """A label for whoever keeps accounts, without effect, as are the two below."""
+    """Accepted, without effect, as are the two fields below."""
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
 

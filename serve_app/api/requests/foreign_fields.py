@@ -1,5 +1,5 @@
-"""Owns what chat and completions do with fields of other servers and clients: which are hints, which are refused.
-Never names a field that is honoured: those are fields of the requests in `schema`."""
+"""Lists the fields of other servers and clients in chat and completions: which are hints, and which are refused.
+Never lists a field that is honoured: those are fields of the requests in `schema`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GUIDED = {
     "guided_decoding_backend": "structured_outputs, which has one backend",
     "guided_whitespace_pattern": "structured_outputs, which writes JSON on one line",
 }
-"""vLLM's old names, which it ignores in silence, and what to send instead."""
+"""vLLM's old names, which it ignores silently, and what to send instead."""
 
 # Samplers of llama.cpp, text-generation-webui and SillyTavern, with the values that switch them off.
 _SAMPLERS: Unsupported = {
@@ -41,7 +41,7 @@ UNSUPPORTED_IN_CHAT: Unsupported = {
     "modalities": (["text"],),
     "add_special_tokens": _NO,
     "echo": _NO,
-    **dict.fromkeys(("chat_template", "audio", "moderation"), _NEVER),  # moderation promises safety
+    **dict.fromkeys(("chat_template", "audio", "moderation"), _NEVER),  # ignoring moderation would be unsafe
 }
 UNSUPPORTED_IN_COMPLETIONS: Unsupported = {
     **_UNSUPPORTED,
@@ -50,19 +50,19 @@ UNSUPPORTED_IN_COMPLETIONS: Unsupported = {
 }
 
 _SESSION: Unsupported = dict.fromkeys(("chat_id", "session_id", "copilot_thread_id"), _NEVER)
-# OpenRouter's choice among providers and models: here there is one of each.
+# OpenRouter's choice among providers and models; this server is one provider with one model.
 _CHOICE_OF_PROVIDER: Unsupported = {
     "models": ([],),
     "route": _NEVER,
-    "transforms": ([],),  # which permit to shorten a prompt that would not fit
+    "transforms": ([],),  # they allow a prompt to be shortened that would not fit
 }
 _CACHE: Unsupported = {"cache_control": _NEVER, "prompt_cache_options": ({},)}
 HINTS: Unsupported = {
     "service_tier": ("auto", "default"),
     "store": _NO,  # nothing is stored
-    "prompt_cache_retention": ("in_memory",),  # a prefix is kept while there is room
+    "prompt_cache_retention": ("in_memory",),  # a prefix is kept as long as there is room
     "num_ctx": _NEVER,
-    "prediction": _NEVER,  # the answer is the same with it, at best sooner
+    "prediction": _NEVER,  # it could only make the same answer faster
     "top_a": _ZERO,
     **_CACHE,
     **_SESSION,
@@ -71,7 +71,7 @@ HINTS: Unsupported = {
 HINTS_IN_CHAT: Unsupported = {
     **HINTS,
     "verbosity": ("medium",),
-    "web_search_options": _NEVER,  # the model may search, and need not
+    "web_search_options": _NEVER,  # it allows the model to search, and does not require it
 }
 HINTS_IN_EMBEDDINGS: Unsupported = {
     "service_tier": ("auto", "default"),
@@ -79,7 +79,7 @@ HINTS_IN_EMBEDDINGS: Unsupported = {
     **_CHOICE_OF_PROVIDER,
 }
 
-LONGER_THAN_THE_CONTEXT = "Where it is more than the prompt leaves of the context: it is cut to that."
-"""When the length of an answer is a hint."""
+LONGER_THAN_THE_CONTEXT = "If it is more than the prompt leaves of the context, it is reduced to that."
+"""When an answer's token limit is a hint."""
 VALUE_HINTS = {"max_tokens": LONGER_THAN_THE_CONTEXT}
 VALUE_HINTS_IN_CHAT = {**VALUE_HINTS, "max_completion_tokens": LONGER_THAN_THE_CONTEXT, **KWARGS_HINTS}

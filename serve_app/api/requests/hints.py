@@ -1,5 +1,5 @@
-"""Owns hints: what a client says in passing, and what asks for no other answer than this server gives.
-Never decides what is a hint; the schemas do, and whoever finds that a model cannot do with one."""
+"""Collects the hints of a request that had no effect. A hint is a field that does not require a different answer.
+Never decides what is a hint: the schemas do, and the code that finds a hint useless for the model."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from contextvars import ContextVar
 from serve_app.errors.api_error import ApiError
 
 UNSUPPORTED = "unsupported_parameter"
-"""The code of a refusal, of a hint and of whatever else is not supported."""
+"""The code of refusals of hints and of everything else that is not supported."""
 
 
 class Hints:
-    """Those of one request that had no effect. `strict`: they are refused, like all that is not supported."""
+    """Collects one request's hints without effect. `strict`: refuse them, like everything that is not supported."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
         self._names: dict[str, None] = {}
 
     def ignore(self, name: str) -> None:
-        """`name`: a dotted path of the server's own writing. It is a metric's label, so no client may choose it."""
+        """`name`: a dotted path from the server's own code. It becomes a metric's label, so clients must not choose
+        it."""
         self._names[name] = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order in which they were found, each once."""
+        """The hints in the order in which they were found, each once."""
         return tuple(self._names)
 
 
@@ -34,14 +35,15 @@ _current: ContextVar[Hints] = ContextVar("hints")
 
 
 def hints() -> Hints:
-    """Those of the request that is being read, also in its threads. Outside of one they are kept by nobody."""
+    """Return the collection of the current request, also in its threads; outside of a request, one that is
+    discarded."""
     return _current.get(None) or Hints()
 
 
 @contextmanager
-def keeping(found: Hints) -> Iterator[None]:
-    """Inside of it, `hints` returns `found`."""
-    token = _current.set(found)
+def keeping(collection: Hints) -> Iterator[None]:
+    """Let `hints` return `collection` within the block."""
+    token = _current.set(collection)
     try:
         yield
     finally:
@@ -49,12 +51,12 @@ def keeping(found: Hints) -> Iterator[None]:
 
 
 def ignore_or_refuse(name: str, text: str, param: str | None = None) -> None:
-    """Take a hint of which nothing comes. `text`: why. `param`: where it stands, if its name does not say.
+    """Note a hint without effect. `text`: the reason. `param`: the field's path, if it differs from the name.
 
     Raises:
         ApiError: the server is strict.
     """
-    found = hints()
-    if found.strict:
+    current = hints()
+    if current.strict:
         raise ApiError(400, text, param=param or name, code=UNSUPPORTED)
-    found.ignore(name)
+    current.ignore(name)

@@ -1,5 +1,5 @@
-"""Owns the refusal of numbers that JSON can write and a float cannot hold: a parser reads 1e999 as infinite, which no
-answer can write again. Never looks at what a field means."""
+"""Refuses numbers that JSON can write but a float cannot hold: a parser reads 1e999 as infinite, which no answer could
+write again. Never looks at the meaning of a field."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def check_finite(data: Any) -> None:
                 open_values.append(one)
             elif type(one) is float and math.isinf(one):
                 place = clip(next(_places(data, "")), MAX_PARAM_CHARS)
-                text = f"{place}: should be a number of at most 1.8e308, but it is more than a number can be here"
+                text = f"{place}: should be a number of at most 1.8e308, but it is larger than a float can be"
                 raise ApiError(400, text, param=place, code="invalid_value")
 
 
 def _places(value: Any, place: str) -> Iterator[str]:
-    """Finds where infinite numbers stand."""
+    """Find the places of infinite numbers."""
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _places(inner, f"{place}.{key}" if place else str(key))

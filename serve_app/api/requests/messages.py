@@ -1,4 +1,4 @@
-"""Owns the messages and tools of a chat request, and what a chat template is shown of them.
+"""Defines the messages and tools of a chat request, and what a chat template gets of them.
 Never renders: a template decides what a role or a call looks like."""
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from serve_app.grammars.lark_rules import Lark
 from serve_app.parsing.call_arguments import read_arguments
 
 MAX_TOOLS = 1024
-"""Of a request: agents with several servers of MCP offer hundreds."""
+"""The most tools of a request: agents with several MCP servers offer hundreds."""
 _NEVER: tuple[Any, ...] = ()
 FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
-"""As long as in Anthropic's API and in MCP; in OpenAI's, half of it."""
+"""The length limit is that of Anthropic's API and of MCP; OpenAI's is half of it."""
 
 
 class FunctionCall(StrictModel):
     name: str
     arguments: str
-    """A JSON object as text; what is none is shown to the model as the text that it is."""
+    """A JSON object as text. Any other text is shown to the model unchanged."""
 
 
 class MessageToolCall(StrictModel):
@@ -34,13 +34,13 @@ class MessageToolCall(StrictModel):
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
-    """Of a stream's delta, which clients put together and send back."""
+    """A leftover of a stream's deltas, which clients join and send back."""
 
     def for_template(self) -> dict[str, Any]:
-        """Arguments as an object: templates write it as JSON in their own way. As text where they are none."""
-        given = self.function.arguments
-        found = read_arguments(given)
-        arguments = given if found is None else found
+        """Give the arguments as an object, which templates write as JSON in their own way, or as text if unreadable."""
+        text = self.function.arguments
+        parsed = read_arguments(text)
+        arguments = text if parsed is None else parsed
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
@@ -49,7 +49,7 @@ AssistantCall = Annotated[MessageToolCall, of_types("function")]
 
 class Message(StrictModel):
     unsupported: ClassVar[Unsupported] = dict.fromkeys(("function_call", "refusal", "audio"), _NEVER)
-    hints: ClassVar[Unsupported] = {**CACHE_MARK, "provider_specific_fields": _NEVER}  # litellm's, of its own answers
+    hints: ClassVar[Unsupported] = {**CACHE_MARK, "provider_specific_fields": _NEVER}  # litellm adds it to answers
     hint_path: ClassVar[str] = "messages."
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -61,14 +61,15 @@ class Message(StrictModel):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    """What an assistant's message thought; servers give it either name."""
+    """The thoughts of an assistant's message; servers use either name."""
     annotations: list[dict[str, Any]] | None = None
-    """What an answer said about its text comes back with it, and is not read: the text is all that the model wrote."""
+    """Notes about an answer's text, which clients send back with it. They are not read: the model did not write
+    them."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
         if self.content is None and self.role not in ("assistant", "tool"):
-            text = "should be a string or a list of parts, but for an assistant's message or a tool's"
+            text = "should be a string or a list of parts, except in an assistant's message or a tool's"
             raise PydanticCustomError("missing", "{text}", {"text": text, "field": "content"})
         for name in ("tool_calls", "reasoning", "reasoning_content", "annotations"):
             if getattr(self, name) and self.role != "assistant":
@@ -81,26 +82,26 @@ class Message(StrictModel):
 
     @property
     def images(self) -> list[tuple[int, ImagePart]]:
-        """With their places in `content`."""
+        """The image parts with their places in `content`."""
         parts = self.content if isinstance(self.content, list) else ()
         return [(place, part) for place, part in enumerate(parts) if isinstance(part, ImagePart)]
 
     @property
     def num_chars(self) -> int:
-        """Of its texts and its calls' arguments, and one for each part and call at least."""
+        """The characters of its texts and its calls' arguments, and at least one for each part and call."""
         calls = sum(1 + len(call.function.arguments) for call in self.tool_calls or ())
         thoughts = len(self.reasoning_content or self.reasoning or "")
         return num_chars(self.content) + calls + thoughts
 
     def for_template(self) -> dict[str, Any]:
-        told = {
+        optional = {
             "name": self.name,
             "tool_calls": [call.for_template() for call in self.tool_calls] if self.tool_calls else None,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content or self.reasoning,
         }
-        also = {key: value for key, value in told.items() if value is not None}
-        return {"role": self.role, "content": shown(self.content)} | also
+        present = {key: value for key, value in optional.items() if value is not None}
+        return {"role": self.role, "content": shown(self.content)} | present
 
 
 class FunctionDefinition(StrictModel):
@@ -111,16 +112,16 @@ class FunctionDefinition(StrictModel):
     parameters: dict[str, Any] | None = None
     """A JSON schema."""
     strict: bool | None = None
-    """Arguments are what the schema allows, wherever the model calls this function."""
+    """If true, the arguments of every call of this function follow its schema."""
 
     @property
     def kept_schema(self) -> dict[str, Any] | None:
-        """What constrained arguments keep to, which may say more than the model is told."""
+        """The schema that constrained arguments follow. It may have more constraints than the model gets to see."""
         return self.parameters
 
     @property
     def kept_text(self) -> Lark | None:
-        """The grammar of the one argument, where no schema can say it."""
+        """The grammar of a single argument that no schema can describe."""
         return None
 
 
@@ -131,7 +132,7 @@ class ToolDefinition(StrictModel):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """`strict` is not for the model."""
+        """Leave out `strict`, which is not meant for the model."""
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 

@@ -1,4 +1,4 @@
-"""Owns the shapes of a prompt that is no conversation: a text, token ids, or a list of either.
+"""Defines the shapes of a prompt that is not a conversation: a text, token ids, or a list of either.
 Never knows the vocabulary."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from serve_app.api.requests.unions import text_or_list
 
 MAX_CHOICES = 128
-"""Of one response: prompts times `n`."""
+"""The most choices of one response, which are prompts times `n`."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -33,7 +33,7 @@ Prompt = Annotated[
 
 
 def as_prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
-    """What was given alone, or as a list."""
+    """Return the prompts as a list, also if a single one was given."""
     if isinstance(given, list) and given and not isinstance(given[0], int):
         return cast(list[str | list[int]], list(given))
     return [cast(str | list[int], given)]

@@ -1,5 +1,5 @@
-"""Owns what OpenRouter's clients say of the choice among providers, of which there is one here.
-Never chooses: what would be no matter of speed or taste is refused."""
+"""Defines the wishes of OpenRouter's clients about the choice of a provider; this server is the only one.
+Never chooses: wishes about anything but speed or preference are refused."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _NEVER: tuple[Any, ...] = ()
 
 
 class Provider(StrictModel):
-    """Wishes among providers are hints; what promises privacy, a price or a form of the weights is refused."""
+    """Preferences among providers are hints. Demands of privacy, a price or a form of the weights are refused."""
 
     hints: ClassVar[Unsupported] = {
         "order": ([],),
         "allow_fallbacks": (True, False),
-        "require_parameters": (True, False),  # a parameter that is not supported is refused in any case
+        "require_parameters": (True, False),  # a parameter that is not supported is always refused
         "ignore": ([],),
         **dict.fromkeys(("sort", "preferred_min_throughput", "preferred_max_latency"), _NEVER),
     }

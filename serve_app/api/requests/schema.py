@@ -1,5 +1,5 @@
-"""Owns the requests of /v1/chat/completions and /v1/completions: fields, types, ranges, defaults.
-Never reads text or tokens; what depends on the model (context length, vocabulary) is checked in `submission`."""
+"""Defines the requests of /v1/chat/completions and /v1/completions: fields, types, ranges, defaults.
+Never reads text or tokens; `submission` checks what depends on the model (context length, vocabulary)."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class StreamOptions(StrictModel):
     unsupported: ClassVar[Unsupported] = {"include_obfuscation": (False,)}
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Every chunk tells the usage so far; with `include_usage` only, as at vLLM."""
+    """Every chunk has the usage so far. Needs `include_usage`, as in vLLM."""
 
 
 class UsageOptions(StrictModel):
-    """OpenRouter's. A whole answer tells its usage in any case."""
+    """OpenRouter's option. A whole answer always has its usage."""
 
     include: bool | None = None
     """A stream ends with the usage, as with `stream_options.include_usage`."""
 
 
 class GenerationRequest(StrictModel):
-    """What chat and plain completions share. Null always means the default."""
+    """The fields that chat and plain completions share. Null always means the default."""
 
     value_hints: ClassVar[Mapping[str, str]] = foreign.VALUE_HINTS
     model: str
@@ -62,52 +62,52 @@ class GenerationRequest(StrictModel):
     """Neither stop tokens nor stop strings end the answer before this many tokens."""
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    """Answers to each prompt. With a seed, the i-th answer has the seed's i-th successor."""
+    """The number of answers to each prompt. With a `seed`, choice *i* uses `seed + i`."""
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     repeat_penalty: float | None = Field(None, gt=0, le=10)
-    """Ollama's and llama.cpp's name of `repetition_penalty`."""
+    """Ollama's and llama.cpp's name for `repetition_penalty`."""
     logit_bias: LogitBias | None = None
     bad_words: BadWords | None = None
-    """The answer will not contain these, as they are tokenized at its beginning and after a space."""
+    """Words that the answer must not contain, each as it is tokenized at the beginning of a text and after a space."""
     allowed_token_ids: AllowedTokenIds | None = None
     include_stop_str_in_output: bool | None = None
-    """The answer ends with the stop string, or the stop token's text, that ended it."""
+    """Include the stop string, or the stop token's text, at the end of the answer."""
     skip_special_tokens: bool | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    """The log-probability of each of the prompt's tokens, its rank, and this many alternatives; not in a stream."""
+    """Return the log-probability and rank of each prompt token, with this many alternatives; not in a stream."""
     return_tokens_as_token_ids: bool | None = None
-    """Log-probabilities name tokens `token_id:7`, and not by their texts."""
+    """Log-probabilities name tokens as `token_id:7` instead of by their texts."""
     return_token_ids: bool | None = None
-    """The answer has the ids of its tokens, and of the prompt's."""
+    """Return the ids of the answer's and the prompt's tokens."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
-    """Keep that many of the prompt's last tokens; -1 keeps as many as fit."""
+    """Keep only that many of the prompt's last tokens; -1 keeps as many as fit."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CHARS)
-    """Only requests of the same salt share cached prefixes: nobody can time another's prompt."""
+    """Only requests with the same salt share cached prefixes, so that nobody can probe another's prompt by timing."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    """A lower number is computed earlier, among the requests that an engine holds."""
+    """Among the requests that an engine holds, lower numbers are computed first."""
     response_format: ResponseFormat | None = None
-    """What the answer's text is; of this and the four fields below, at most one."""
+    """Constrains the answer's text. At most one of this and the four fields below may be set."""
     structured_outputs: StructuredOutputs | None = None
     json_schema: Written | None = None
-    """A JSON schema as text: SGLang's name of `structured_outputs.json`."""
+    """A JSON schema as text: SGLang's name for `structured_outputs.json`."""
     regex: Written | None = None
-    """SGLang's name of `structured_outputs.regex`."""
+    """SGLang's name for `structured_outputs.regex`."""
     ebnf: Written | None = None
-    """SGLang's name of `structured_outputs.grammar`."""
+    """SGLang's name for `structured_outputs.grammar`."""
     timeout_ms: int | None = Field(None, ge=1, le=MAX_TIMEOUT_MS)
-    """The answer ends with an error after this long."""
+    """After this long, the answer ends with an error."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     usage: UsageOptions | None = None
     provider: Provider | None = None
 
     prompt_cache_key: str | None = Field(None, max_length=MAX_CHARS)
-    """Requests of one key go to the same engine while its load allows."""
+    """Requests with the same key go to the same engine as long as its load allows."""
 
     user: str | None = None
-    """A label for the client's own accounts, as are the two below: they ask for nothing."""
+    """A label for the client's own records, without effect, as are the two fields below."""
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
 
@@ -134,7 +134,7 @@ class GenerationRequest(StrictModel):
             and self.repeat_penalty != self.repetition_penalty
         ):
             text = (
-                "should be equal to repetition_penalty, whose other name it is, but they are "
+                "should be equal to repetition_penalty, which has the same meaning, but they are "
                 f"{self.repeat_penalty:g} and {self.repetition_penalty:g}"
             )
             raise PydanticCustomError("penalties", "{text}", {"text": text, "field": "repeat_penalty"})
@@ -156,7 +156,7 @@ class GenerationRequest(StrictModel):
 
     @property
     def constraints(self) -> list[str]:
-        """The fields that say what the answer's text is."""
+        """The names of the set fields that constrain the answer's text."""
         return [
             name
             for name in ("response_format", "structured_outputs", "json_schema", "regex", "ebnf")
@@ -165,29 +165,29 @@ class GenerationRequest(StrictModel):
 
     @property
     def constrained_by(self) -> str | None:
-        """A field that constrains the answer."""
+        """The name of the field that constrains the answer, if one does."""
         return next(iter(self.constraints), None)
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """An empty string stops nothing."""
+        """The stop strings, without empty ones, which stop nothing."""
         stop = self.stop or ()
         return tuple(text for text in ((stop,) if isinstance(stop, str) else stop) if text)
 
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with the usage."""
-        of_options = self.stream_options is not None and self.stream_options.include_usage
-        return bool(of_options or (self.usage is not None and self.usage.include))
+        by_options = self.stream_options is not None and self.stream_options.include_usage
+        return bool(by_options or (self.usage is not None and self.usage.include))
 
     @property
     def limit_field(self) -> str:
-        """What the client calls the most tokens of an answer."""
+        """The name of the field by which the client limits an answer's tokens."""
         return "max_tokens"
 
     @property
     def num_choices(self) -> int:
-        """Answers to each prompt."""
+        """The number of answers to each prompt."""
         return self.n or 1
 
 
@@ -197,24 +197,25 @@ class ChatRequest(GenerationRequest, ThinkingFields):
     value_hints: ClassVar[Mapping[str, str]] = foreign.VALUE_HINTS_IN_CHAT
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
-    """Wins over max_tokens, which it replaces."""
+    """Replaces `max_tokens`, and wins if both are set."""
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    """`auto`, the default, lets the model call any of the tools; with `none` it is not told of them. With `required`
-    the answer is one call or more, with a function's name one call of it, by the tools' schemas, strict or not."""
+    """`auto`, the default, lets the model call any of the tools; with `none` it does not get them. With `required` the
+    answer is one or more calls, with a function's name one call of it; these follow the tools' schemas, strict or not.
+    """
     parallel_tool_calls: bool | None = None
-    """False: at most one call, and of an answer that is not constrained only the first is shown."""
+    """If false, the answer has at most one call: without constraints, only the first call is shown."""
     include_reasoning: bool | None = None
-    """False: what a reasoning model thinks is not shown."""
+    """If false, a reasoning model's thoughts are not shown."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """What this model's chat template knows besides, such as `enable_thinking`."""
+    """Further variables of this model's chat template, such as `enable_thinking`."""
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
-    """End the prompt where the assistant begins to speak; the default."""
+    """End the prompt where the assistant's message begins, which is the default."""
     continue_final_message: bool | None = None
-    """The answer goes on with the last message, instead of a new one."""
+    """Continue the last message instead of beginning a new one."""
     logprobs: bool | None = None
-    """Each token's log-probability, and `top_logprobs` alternatives."""
+    """Return each token's log-probability, with `top_logprobs` alternatives."""
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
@@ -245,8 +246,8 @@ class ChatRequest(GenerationRequest, ThinkingFields):
 
     @model_validator(mode="after")
     def _forced_calls_are_the_answer(self) -> ChatRequest:
-        """A `response_format` is of a text beside the calls, of which there is none; the others are of all that the
-        model writes."""
+        """Allow `response_format` with forced calls, because it only constrains text beside calls, and there is none.
+        The other fields constrain everything that the model writes."""
         if self.must_call and self.constraints and self.constraints != ["response_format"]:
             text = f"not allowed together with {self.constraints[0]}: one of them says what the answer is"
             raise PydanticCustomError("constraints", "{text}", {"text": text, "field": "tool_choice"})
@@ -274,12 +275,12 @@ class ChatRequest(GenerationRequest, ThinkingFields):
 
     @property
     def names_function(self) -> bool:
-        """Whether the call was chosen by the client."""
+        """Whether the client chose the function to call."""
         return isinstance(self.tool_choice, NamedFunction)
 
     @property
     def may_call(self) -> bool:
-        """Whether the model is told of tools."""
+        """Whether the model gets tools that it may call."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
@@ -299,9 +300,9 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompt
     max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
-    """The answer's text begins with the prompt's."""
+    """Repeat the prompt's text at the beginning of the answer's."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    """Each token's log-probability, and this many alternatives; with `echo`, the prompt's tokens' too."""
+    """Return each token's log-probability, with this many alternatives; with `echo`, the prompt's tokens', too."""
 
     @model_validator(mode="after")
     def _an_answer_has_text(self) -> CompletionRequest:
@@ -346,7 +347,7 @@ def parse_request(kind: type[ModelT], body: bytes) -> ModelT:
     """Read a JSON body.
 
     Raises:
-        ApiError: 400, with the dotted name of the first field that is wrong, or for more values than are taken.
+        ApiError: 400, with the dotted name of the first wrong field, or because the body has too many values.
     """
     try:
         check_size(body)

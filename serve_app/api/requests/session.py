@@ -1,5 +1,5 @@
-"""Owns how a client names its session, so that its requests find the engine that has their prefix cached.
-Never changes an answer: a session is a wish about where, and not about what."""
+"""Reads a client's session name, which sends its requests to the engine that has their prefix cached.
+Never changes an answer: a session only influences where it is computed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PATTERN = rf"[A-Za-z0-9._~:/+=@-]{{1,{MAX_CHARS}}}"
 
 
 def session_of(header: str | None, prompt_cache_key: str | None) -> str | None:
-    """The header's, or else the body's.
+    """Return the session that the header names, or else the body.
 
     Raises:
-        ApiError: 400, the header is too long, empty, or has letters that are not safe to log.
+        ApiError: 400, the header is empty or too long, or has characters that are not safe to log.
     """
     if header is None:
         return prompt_cache_key or None

@@ -1,5 +1,5 @@
-"""Owns what a request says of stop strings: their number and their length.
-Never looks for one; `stop_strings` does."""
+"""Defines a request's stop strings: their number and their lengths.
+Never searches for one: `stop_strings` does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve_app.api.requests.unions import text_or_list_of
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1000
 MAX_STOP_CHARS_TOGETHER = 4000
-"""Each token's text is looked at for the beginning of each stop string."""
+"""Limits the search: every token's text is compared with the beginning of each stop string."""
 
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 
@@ -30,4 +30,4 @@ Stop = Annotated[
     Annotated[str, Field(max_length=MAX_STOP_CHARS), Tag("<text>")] | Annotated[StopList, Tag("<list>")],
     text_or_list_of("a string or a list of strings"),
 ]
-"""An empty text is none."""
+"""An empty text stops nothing."""

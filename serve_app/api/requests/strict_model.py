@@ -1,5 +1,5 @@
-"""Owns the rule that nothing a client sends is ignored in silence: a field is honoured, a hint, or refused by name.
-Never guesses a type: a bool is no number, a number no string, and NaN no value."""
+"""Enforces that nothing a client sends is silently ignored: a field is honoured, taken as a hint, or refused by name.
+Never converts types: a bool is not a number, a number is not a string, and NaN is not a value."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ Unsupported = Mapping[str, tuple[Any, ...]]
 
 
 class UsedIfPossible:
-    """Marks a field that is a hint where the model can do nothing with it, and honoured otherwise."""
+    """Marks a field that is honoured if the model can use it, and is a hint otherwise."""
 
 
 USED_IF_POSSIBLE = UsedIfPossible()
 
 
 class StrictModel(BaseModel):
-    # The docstrings of fields are what the OpenAPI document says of them.
+    # The docstrings of fields are their descriptions in the OpenAPI document.
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
     )
 
     unsupported: ClassVar[Unsupported] = {}
-    """Fields that other servers have and this one does not, with the values, besides null, that change nothing."""
+    """Fields that only other servers have, each with the values besides null that would change nothing."""
     hints: ClassVar[Unsupported] = {}
-    """The same of fields that ask for no other answer. Other values are taken, and the response names the field; a
-    strict server refuses them."""
+    """The same for fields that do not require a different answer. Other values are accepted, and the response names
+    the field; a strict server refuses them."""
     hint_path: ClassVar[str] = ""
-    """Before the names of its hints, such as `output_config.`."""
+    """A prefix for the names of the model's hints, such as `output_config.`."""
     value_hints: ClassVar[Mapping[str, str]] = {}
-    """Of a body: hints that are told by a value, or by what the model can do, as the response names them, and when."""
+    """A body's hints that depend on a value, or on what the model can do: their names in the response, and when."""
     is_hint: ClassVar[bool] = False
-    """The object is one as a whole, such as a tool that the server does not run. Who reads it names it."""
+    """The whole object is a hint, such as a tool that the server does not run. The code that reads it names it."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_is_not_honoured(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        # Stops at the first: a body of a million unknown names must not cost a million errors.
-        known, found = _names(cls), hints()
+        # Stops at the first error: a body with a million unknown names must not cost a million errors.
+        known, current = _names(cls), hints()
         for name in (name for name in data if name not in known):
             neutral = cls.hints.get(name, cls.unsupported.get(name))
             if neutral is None:
                 raise _error("unknown_parameter", name, "this field is not known to the server")
             if _is_neutral(data[name], neutral):
                 continue
-            if name not in cls.hints or found.strict:
+            if name not in cls.hints or current.strict:
                 raise _error(UNSUPPORTED, name, _not_supported(neutral))
-            found.ignore(cls.hint_path + name)
+            current.ignore(cls.hint_path + name)
         return {name: value for name, value in data.items() if name in known}
 
 
 @cache
 def _names(model: type[BaseModel]) -> frozenset[str]:
-    """Of its fields, as clients write them."""
+    """Return the names of a model's fields as clients write them."""
     return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 

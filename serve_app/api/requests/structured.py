@@ -1,5 +1,5 @@
-"""Owns the fields that say what an answer's text may be: `response_format`, `structured_outputs`, and SGLang's.
-Never reads a schema or a grammar; `constraint` has them checked and written."""
+"""Defines the fields that constrain an answer's text: `response_format`, `structured_outputs`, and SGLang's.
+Never reads a schema or a grammar: `constraint` has them checked and written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serve_app.grammars.texts import MAX_CHOICE_CHARS, MAX_CHOICES
 MAX_STRUCTURES = 128
 MAX_TAG_CHARS = 1000
 MAX_PATTERN_CHARS = 2**16
-"""Their bytes are counted again when they are read."""
+"""In characters; the bytes are limited again when a pattern is read."""
 
 Schema = dict[str, Any]
 Written = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_CHARS)]
@@ -27,24 +27,24 @@ class TextFormat(StrictModel):
 
 
 class JsonObjectFormat(StrictModel):
-    """Any JSON object, or JSON that the schema allows."""
+    """The answer is any JSON object, or JSON that the schema allows."""
 
     type: Literal["json_object"]
     schema_: Schema | None = Field(None, alias="schema")
-    """A JSON schema, as llama.cpp and others take it here."""
+    """A JSON schema, which llama.cpp and others accept here."""
 
 
 class NamedSchema(StrictModel):
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     schema_: Schema = Field(alias="schema")
-    """A JSON schema. Keywords that cannot be kept are refused by name."""
+    """A JSON schema. Keywords that cannot be enforced are refused by name."""
     strict: bool | None = None
-    """The schema is kept in any case."""
+    """Without effect: the schema is always enforced."""
 
 
 class JsonSchemaFormat(StrictModel):
-    """JSON that the schema allows, on one line. The model is not told of it; the prompt should say what is wanted."""
+    """The answer is JSON that the schema allows, on one line. The prompt must describe it: the model gets no schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -57,7 +57,7 @@ class StructureTag(StrictModel):
 
 
 class StructuralTagFormat(StrictModel):
-    """Free text, in which a trigger begins one of the structures."""
+    """The answer is free text, in which each trigger begins one of the structures."""
 
     unsupported: ClassVar[Unsupported] = {"format": ()}
     type: Literal["structural_tag"]
@@ -98,29 +98,29 @@ KINDS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's: exactly one of these. The answer is written on one line where it is JSON."""
+    """vLLM's object; exactly one of its fields may be set. JSON is written on one line."""
 
     unsupported: ClassVar[Unsupported] = {
-        "disable_any_whitespace": (True, False),  # there is none between JSON's parts in any case
-        "disable_fallback": (True, False),  # there is one way
+        "disable_any_whitespace": (True, False),  # JSON is always written without white space
+        "disable_fallback": (True, False),  # there is no other backend
         "disable_additional_properties": (False,),
         "whitespace_pattern": (),
     }
     json_: SchemaOrText | None = Field(None, alias="json")
     """A JSON schema."""
     regex: Written | None = None
-    r"""Of the whole answer, in the notation of Rust's `regex`, without look-around; `\d` and `\w` are ASCII."""
+    r"""Matches the whole answer. Written as for Rust's `regex`, without look-around; `\d` and `\w` are ASCII."""
     choice: Annotated[list[ChoiceText], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
     grammar: Written | None = None
-    """llguidance's Lark with a rule `start`, or GBNF with a rule `root`."""
+    """A grammar in llguidance's Lark with a rule `start`, or in GBNF with a rule `root`."""
     structural_tag: StructuralTagFormat | None = None
     json_object: Literal[True] | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutputs:
         if len(given := self.given) != 1:
-            told = " and ".join(given) or "none"
-            text = f"should have exactly one of {', '.join(KINDS)}, but it has {told}"
+            names = " and ".join(given) or "none"
+            text = f"should have exactly one of {', '.join(KINDS)}, but it has {names}"
             raise PydanticCustomError("structured", "{text}", {"text": text})
         return self
 

@@ -1,5 +1,5 @@
-"""Owns the requests of /tokenize and /detokenize, which are vLLM's.
-Never reads text or tokens; a field is honoured, or refused by name, as in serve_app.api.requests.schema."""
+"""Defines the requests of /tokenize and /detokenize, which have vLLM's form.
+Never reads text or tokens. A field is honoured, or refused by name, as in serve_app.api.requests.schema."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from serve_app.errors.api_error import from_validation
 
 
 class TokenizePrompt(StrictModel):
-    """A text, encoded as /v1/completions does."""
+    """A text, which is encoded as in /v1/completions."""
 
     unsupported: ClassVar[Unsupported] = {"messages": ()}
     model: str | None = None
     prompt: str
     add_special_tokens: bool | None = None
-    """Those that the model's post-processor puts around a text; the default."""
+    """Add the special tokens that the model's post-processor puts around a text, which is the default."""
     return_token_strs: bool | None = None
 
 
 class TokenizeMessages(ThinkingFields):
-    """A conversation, encoded as /v1/chat/completions does: its fields that a prompt depends on mean the same here."""
+    """A conversation, which is encoded as in /v1/chat/completions, with the same fields."""
 
     value_hints: ClassVar[Mapping[str, str]] = VALUE_HINTS
     unsupported: ClassVar[Unsupported] = {"prompt": (), "chat_template": (), "mm_processor_kwargs": ({},)}
@@ -41,18 +41,18 @@ class TokenizeMessages(ThinkingFields):
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    """End where the assistant begins to speak; the default."""
+    """End the prompt where the assistant's message begins, which is the default."""
     continue_final_message: bool | None = None
-    """End in the last message."""
+    """End the prompt inside the last message."""
     add_special_tokens: bool | None = None
-    """In addition to those that the template writes; not the default."""
+    """Add special tokens besides those that the template writes; not the default."""
     return_token_strs: bool | None = None
 
     def as_chat(self, model: str) -> ChatRequest:
-        """The chat with this prompt.
+        """Build the chat request that has this prompt.
 
         Raises:
-            ApiError: there is none.
+            ApiError: no chat request has it.
         """
         same = {name: getattr(self, name) for name in type(self).model_fields.keys() & ChatRequest.model_fields.keys()}
         try:
@@ -77,7 +77,7 @@ class TokenizeRequest(
 
 
 class DetokenizeRequest(StrictModel):
-    """Token ids, special ones included."""
+    """Token ids, including special ones."""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -1,5 +1,5 @@
-"""Owns the fields by which a chat says whether, how hard and for how many tokens the model is to think.
-Never knows what a chat template makes of them; `effort` does."""
+"""Defines the fields by which a chat says whether, how hard and for how many tokens the model should think.
+Never knows what a chat template makes of them: `effort` does."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from serve_app.api.requests.strict_model import USED_IF_POSSIBLE, StrictModel, U
 
 
 class ReasoningRequest(StrictModel):
-    """OpenRouter's object of what else is said in `reasoning_effort`, `thinking_budget` and `include_reasoning`."""
+    """OpenRouter's object for `reasoning_effort`, `thinking_budget`, `enable_thinking` and `include_reasoning`."""
 
     hints: ClassVar[Unsupported] = {"summary": ()}
     hint_path: ClassVar[str] = "reasoning."
     effort: Annotated[Effort | None, USED_IF_POSSIBLE] = None
-    """As `reasoning_effort`."""
+    """Like `reasoning_effort`."""
     max_tokens: Budget = None
-    """As `thinking_budget`."""
+    """Like `thinking_budget`."""
     exclude: bool | None = None
-    """True: what the model thinks is not shown."""
+    """If true, the model's thoughts are not shown."""
     enabled: Annotated[bool | None, USED_IF_POSSIBLE] = None
-    """As `enable_thinking`."""
+    """Like `enable_thinking`."""
 
 
 class ThinkingRequest(StrictModel):
-    """DeepSeek's, GLM's and Kimi's object of what else is said in `enable_thinking`."""
+    """DeepSeek's, GLM's and Kimi's object for `enable_thinking` and `thinking_budget`."""
 
     hints: ClassVar[Unsupported] = {
-        "clear_thinking": (),  # what earlier turns thought is shown as the chat template has it
+        "clear_thinking": (),  # the chat template decides which thoughts of earlier turns are shown
         "keep": (),
     }
     hint_path: ClassVar[str] = "thinking."
     type: Annotated[Literal["disabled", "enabled", "adaptive", "auto"], USED_IF_POSSIBLE]
-    """As `enable_thinking`, which is false for `disabled` alone."""
+    """Like `enable_thinking`, which is false only for `disabled`."""
     budget_tokens: Budget = None
-    """As `thinking_budget`."""
+    """Like `thinking_budget`."""
 
 
 class ThinkingFields(StrictModel):
-    """Fields of a chat. Those that say the same thing must be equal."""
+    """Fields of a chat. Fields with the same meaning must be equal."""
 
     reasoning_effort: Annotated[Effort | None, USED_IF_POSSIBLE] = None
-    """The nearest that the chat template takes is given to it, where it has a variable of this name. `none` is as
-    `enable_thinking: false`."""
+    """The chat template gets the nearest effort that it takes, if it has a variable of this name. `none` means the same
+    as `enable_thinking: false`."""
     enable_thinking: Annotated[bool | None, USED_IF_POSSIBLE] = None
-    """Whether the model is to think: given to the chat template, where it has a variable of this name or `thinking`;
-    else as an effort of `none`, or the least one."""
+    """Whether the model should think. The chat template gets it if it has a variable of this name or `thinking`;
+    otherwise false becomes an effort of `none`, or the least one."""
     thinking_budget: Budget = None
-    """Tokens of thoughts; given to the chat template, where it has a variable of this name."""
+    """The most tokens of thoughts. The chat template gets it if it has a variable of this name."""
     reasoning: ReasoningRequest | None = None
     thinking: ThinkingRequest | None = None
 
@@ -62,13 +62,13 @@ class ThinkingFields(StrictModel):
             first = next(iter(values), None)
             other = next((name for name in values if values[name] != values[first]), None) if first else None
             if other is not None:
-                text = f"should be equal to {first}, whose other name it is"
+                text = f"should be equal to {first}, which has the same meaning"
                 raise PydanticCustomError("thinking", "{text}", {"text": text, "field": other})
         return self
 
     @property
     def asked_thinking(self) -> Asked:
-        """What the request says besides `chat_template_kwargs` of how the model is to think."""
+        """The request's wishes about thinking, except those in `chat_template_kwargs`."""
         asked, switch = self.reasoning or ReasoningRequest(), self.thinking
         efforts = {"reasoning_effort": self.reasoning_effort, "reasoning.effort": asked.effort}
         switches = {

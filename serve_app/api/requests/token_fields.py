@@ -1,5 +1,5 @@
-"""Owns what a request says of single tokens: which are banned, allowed, biased, end an answer, or are scored.
-Never knows a vocabulary; `submission` does."""
+"""Defines a request's fields about single tokens: which are banned, allowed, biased or scored, or end an answer.
+Never knows a vocabulary: `submission` does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BadWords = Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=Tr
 
 
 def _token_keys(value: Any) -> Any:
-    """JSON's keys are strings."""
+    """Convert keys to token ids, because JSON's keys are strings."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_BIASED_TOKENS:
@@ -52,7 +52,7 @@ def _not_the_vocabulary(value: Any) -> Any:
     if value == -1:
         text = (
             f"should be 0 to {MAX_LOGPROBS}: -1, the whole vocabulary at each token, is not supported; "
-            "a token's rank is told without"
+            "a token's rank is returned without it"
         )
         raise PydanticCustomError("vocabulary", "{text}", {"text": text})
     return value

@@ -1,4 +1,4 @@
-"""Owns which tools an answer may, or must, call: the values of `tool_choice`.
+"""Defines the values of `tool_choice`, which say which tools an answer may or must call.
 Never knows the tools themselves, nor how a call is written."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class FunctionName(StrictModel):
 
 
 class NamedFunction(StrictModel):
-    """The answer is one call of this function."""
+    """The answer must be one call of this function."""
 
     type: Literal["function"]
     function: FunctionName
@@ -29,7 +29,7 @@ class Allowed(StrictModel):
 
 
 class AllowedTools(StrictModel):
-    """The model is told of all tools, and can call these."""
+    """The model gets all tools, and can call these."""
 
     type: Literal["allowed_tools"]
     allowed_tools: Allowed
@@ -45,7 +45,7 @@ _CHOICES = "should be none, auto, required, or an object of type function or all
 
 
 def choice_kinds() -> Discriminator:
-    """Of a union whose members are tagged `<word>`, `<function>` and `<allowed_tools>`."""
+    """Make the discriminator of a union with the tags `<word>`, `<function>` and `<allowed_tools>`."""
     return Discriminator(_kind_of_choice, custom_error_type="type", custom_error_message=_CHOICES)
 
 
@@ -64,7 +64,7 @@ def must_call(choice: ToolChoice | None) -> bool:
 
 
 def names_of(choice: ToolChoice | None) -> list[str] | None:
-    """The functions that may be called; None: all."""
+    """List the functions that may be called; None means all."""
     if isinstance(choice, NamedFunction):
         return [choice.function.name]
     return [one.function.name for one in choice.allowed_tools.tools] if isinstance(choice, AllowedTools) else None

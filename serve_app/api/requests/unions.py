@@ -1,5 +1,5 @@
-"""Owns how a member of a union is told by its value: a text from a list, and objects by their `type`.
-Never names the members; their tags are written `<tag>`, which error messages leave out."""
+"""Chooses the member of a union by its value: a text or a list by its kind, and objects by their `type`.
+Never names the members in errors: their tags are written `<tag>`, which error messages leave out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve_app.api.requests.strict_model import UNSUPPORTED
 from serve_app.errors.api_error import clip
 
 _MAX_CHARS = 50
-"""Bounds how much of an unknown type an error quotes."""
+"""The most characters of an unknown type that an error quotes."""
 
 
 def text_or_list(value: Any) -> str | None:
@@ -21,19 +21,20 @@ def text_or_list(value: Any) -> str | None:
 
 
 def text_or_list_of(expected: str) -> Discriminator:
-    """Of a union whose members are tagged `<text>` and `<list>`."""
+    """Make the discriminator of a union with the tags `<text>` and `<list>`."""
     return Discriminator(text_or_list, custom_error_type="type", custom_error_message=f"should be {expected}")
 
 
 def kind_of(value: Any, kinds: Sequence[str], default: str | None = None) -> str | None:
-    """The tag of an object, or of a model made from one; None for what is neither. `default`: where it has no type."""
+    """Return the tag of an object, or of a model made from one; None for other values. `default`: used without a
+    type."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
     kind = default if kind is None else kind
     return f"<{kind}>" if kind in kinds else None
 
 
 def by_type(kinds: Sequence[str], expected: str, default: str | None = None) -> Discriminator:
-    """Of a union whose members are tagged by their `type`."""
+    """Make the discriminator of a union with members that are tagged by their `type`."""
     return Discriminator(
         lambda value: kind_of(value, kinds, default),
         custom_error_type="type",
@@ -42,8 +43,8 @@ def by_type(kinds: Sequence[str], expected: str, default: str | None = None) -> 
 
 
 def of_types(*kinds: str, is_hint: Callable[[str], bool] = lambda kind: False) -> BeforeValidator:
-    """Objects of another type are refused by that type, before their fields are looked at. `is_hint`: types that are
-    taken, too, and that nobody is told to send."""
+    """Refuse objects of other types by naming the type, before their fields are checked. `is_hint`: recognizes types
+    that are accepted, too, but that the error does not list."""
 
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -55,7 +56,7 @@ def of_types(*kinds: str, is_hint: Callable[[str], bool] = lambda kind: False) -
 
 
 def of_words(*words: str) -> BeforeValidator:
-    """The same of texts."""
+    """Refuse other texts by naming the text, like `of_types`."""
 
     def check(value: Any) -> Any:
         if isinstance(value, str) and value not in words:
@@ -66,7 +67,7 @@ def of_words(*words: str) -> BeforeValidator:
 
 
 def unsupported(what: str, known: Sequence[str], field: str | None = None) -> PydanticCustomError:
-    """`field`: below the value that is validated."""
+    """`field`: relative to the value that is validated."""
     text = f"{what} is not supported by the server; supported are: {', '.join(known)}"
     context = {"text": text, "code": UNSUPPORTED} | ({} if field is None else {"field": field})
     return PydanticCustomError(UNSUPPORTED, "{text}", context)

@@ -1,5 +1,5 @@
-"""Owns a model's chat template: Jinja in a sandbox, with the helpers that transformers gives to templates.
-Never imports transformers, and never lets a template's failure be more than a TemplateFailed."""
+"""Renders a model's chat template: Jinja in a sandbox, with the helpers that transformers gives to templates.
+Never imports transformers, and never lets a template fail with anything but TemplateFailed."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from serve_app.api.text.template_form import TemplateForm
 from serve_app.api.text.turns_in_a_row import Alternation, may_be_refused
 
 CALLERS_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-"""What a template sees under a name of its own: no other value may be given by that name."""
+"""Names that the server sets for every template; a request may not give other values by these names."""
 
-_XML_TOOLS = "xml_tools"  # SmolLM3's name for tools that are called in JSON
+_XML_TOOLS = "xml_tools"  # SmolLM3's name for the tools that are called in JSON
 _PROBE = "a developer's words"
-_FINAL_MARK = "FINAL_CONTENT_ENDS_HERE "  # the space tells whether the template trims what it is given
+_FINAL_MARK = "FINAL_CONTENT_ENDS_HERE "  # the trailing space shows whether the template trims contents
 
 
 _FAILURES = (
     *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError),
-    *(AttributeError, AssertionError),  # Jinja's filters, of data that is not what they expect: `1 | dictsort`
-    RecursionError,  # a macro that walks a schema walks a deep one
+    *(AttributeError, AssertionError),  # Jinja's filters raise these for unexpected data: `1 | dictsort`
+    RecursionError,  # from a macro that walks a deep schema
 )
 
 
 class TemplateFailed(ValueError):
-    """The template cannot render these messages. The text is safe to show: the template's own, or a fixed one."""
+    """The template cannot render these messages. The message is safe to show: it is the template's own, or fixed."""
 
 
 class _RaisedByTemplate(TemplateError):
-    """The template called raise_exception: its author's words to the user."""
+    """The template called raise_exception; the message is the template author's."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model wrote, for training; when rendering a prompt it is only its content."""
+    """`{% generation %}` marks the model's own text for training; a prompt is rendered as if it were not there."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -64,7 +64,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: Jinja's own filter escapes HTML, which would reach the model."""
+    """Write plain JSON. Jinja's own filter escapes for HTML, and the model would see the escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -92,7 +92,7 @@ class ChatTemplate:
         variables = frozenset(meta.find_undeclared_variables(parsed))
         self._tools_name = _XML_TOOLS if _XML_TOOLS in variables and "tools" not in variables else "tools"
         self.variables = variables | {"tools"} if self._tools_name == _XML_TOOLS else variables
-        """What the template looks at: anything else that is given to it would be ignored."""
+        """The variables that the template reads; it would ignore any other."""
 
     def render(
         self,
@@ -105,18 +105,17 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt, up to where the assistant begins to speak; with `continue_final_message`, up to the end of the
-        last message's content, which the model then goes on with, and `add_generation_prompt` means nothing.
-
-        `kwargs` are what this template knows besides (`enable_thinking`, ...).
+        """Render the prompt up to where the assistant's message begins. With `continue_final_message`, render it up to
+        the end of the last message's content, which the model then continues; `add_generation_prompt` has no effect.
+        `kwargs` are further variables of this template (`enable_thinking`, ...).
 
         Raises:
-            TemplateFailed: a role, an order of roles or a content that the template does not take; a name in `kwargs`
-                that is taken; no content that could be continued.
+            TemplateFailed: the template refuses a role, an order of roles or a content; a name in `kwargs` is
+                reserved; or there is no content that could be continued.
         """
         self._refuse_taken(kwargs)
-        told = {"tools": tools} | ({self._tools_name: tools} if tools else {})
-        names = {**self._special_tokens, **kwargs, **told, "documents": documents}
+        own_tools = {"tools": tools} | ({self._tools_name: tools} if tools else {})
+        names = {**self._special_tokens, **kwargs, **own_tools, "documents": documents}
         messages = with_results_in_order(messages)
         if not self._knows_developers:
             messages = [_as_system(message) for message in messages]
@@ -132,8 +131,8 @@ class ChatTemplate:
 
     @cached_property
     def efforts(self) -> tuple[Effort, ...]:
-        """The values of `reasoning_effort` that it takes, from little to much: those that all know and those that it
-        compares, but for what it refuses."""
+        """The values of `reasoning_effort` that the template takes, from little to much: the common ones and those that
+        it compares with, without those that it refuses."""
         compared: set[Any] = set()
         for node in _environment().parse(self.source).find_all(nodes.Compare):
             if any(name.name == EFFORT for name in node.find_all(nodes.Name)):
@@ -152,17 +151,17 @@ class ChatTemplate:
 
     @cached_property
     def _knows_developers(self) -> bool:
-        """Whether it shows a developer's message: most refuse the role, and some drop it."""
+        """Whether the template shows a developer message: most refuse the role, and some drop the message."""
         shown = self._try([{"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}])
         return shown is not None and _PROBE in shown
 
     @cached_property
     def _lost_roles(self) -> frozenset[str]:
-        """Those whose later turns it does not show where they stand."""
+        """The system roles for which the template does not show later turns in their places."""
         return frozenset(role for role in SYSTEM_ROLES if not shows_later_turns(role, self._try))
 
     def _try(self, messages: Sequence[Mapping[str, Any]], others: Mapping[str, Any] | None = None) -> str | None:
-        """None: it does not take these messages."""
+        """Render messages; None if the template refuses them."""
         names = {**self._special_tokens, "tools": None, "documents": None, **(others or {})}
         try:
             return self._render(names, messages=messages, add_generation_prompt=True)
@@ -184,12 +183,12 @@ class ChatTemplate:
 
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """OpenAI's newer name of the role."""
+    """Replace the role `developer`, OpenAI's newer name, by `system`."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
 def _with_marked_end(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
-    """The messages with a mark behind the last content, and that content: of several parts, the last text."""
+    """Add a mark after the last message's content, and return that content; of several parts, the last text."""
     last = dict(messages[-1]) if messages else {}
     content = last.get("content")
     if isinstance(content, str):

@@ -1,5 +1,5 @@
-"""Owns the search for stop strings in an answer that may think and call tools: they end its text, and nothing else.
-Never shows any text: a reader of the same answer does that, and is given what is released here."""
+"""Finds stop strings in an answer that may have thoughts and tool calls: only those within its content end it.
+Never shows text: another reader of the same answer does, and receives what is released here."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from serve_app.parsing.tool_parser import ToolParser
 
 
 class ContentStops:
-    """As StopStrings, for the text that the parsers find to be content. Thoughts and calls, with their tags, pass
-    unsearched. Letters wait while it is not known what they are, as they do where they are read."""
+    """Works like StopStrings, but only searches the text that the parsers recognize as content. Thoughts and calls,
+    with their tags, pass unsearched. Characters are held back until it is known what they are, as in the reader."""
 
     def __init__(self, stops: StopStrings, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
-        """The parsers: fresh ones, of this answer's own."""
+        """`reasoning`, `tools`: fresh parsers, used for this answer only."""
         self._stops = stops
         self._reasoning = reasoning
         self._tools = tools
         self._found: list[str] = []
-        """Content, as the parser of calls finds it."""
+        """The content that the call parser has recognized."""
         if tools is not None:
             tools.on_content = self._found.append
         self._unsplit = ""
-        """What may be a tag of thoughts."""
+        """Characters that may be a tag of thoughts."""
         self._unread = ""
-        """What may be a call's."""
+        """Characters that may belong to a call."""
         self._is_searching = True
 
     @property
@@ -32,11 +32,11 @@ class ContentStops:
         return self._stops.matched
 
     def push(self, text: str) -> str:
-        """As StopStrings has it."""
+        """Return the text that is safe to send, like StopStrings.push."""
         return self._push(text)
 
     def skip(self, text: str) -> str:
-        """Read text in which no stop string is looked for."""
+        """Read text without searching it for stop strings."""
         self._is_searching = False
         try:
             return self._push(text)
@@ -44,7 +44,7 @@ class ContentStops:
             self._is_searching = True
 
     def flush(self) -> str:
-        """What was held back: the answer has ended."""
+        """Return what was held back, because the answer has ended."""
         split = None if self._reasoning is None else self._reasoning.flush()
         found = "" if split is None else self._sort(split.content)
         if self._tools is not None and not self.matched:
@@ -73,8 +73,9 @@ class ContentStops:
         return ""
 
     def _sort(self, content: str) -> str:
-        """What waited ends with this content; the rest of it was a tag. The content may begin with what is no letter of
-        the answer, or has passed as a thought: the parser of calls reads it all the same."""
+        """Split the characters held back: their end is this content, and what precedes it was a tag. The content may
+        begin with characters that are not in the answer, or have passed as thoughts; the call parser reads them,
+        too."""
         size = _common_end(self._unsplit, content)
         at = len(self._unsplit) - size
         tag, letters, self._unsplit = self._unsplit[:at], self._unsplit[at:], ""
@@ -88,14 +89,14 @@ class ContentStops:
         return found
 
     def _pass_thought(self, text: str) -> str:
-        """In its place: what waits before it waits no longer."""
+        """Release a thought, and before it everything that was held back."""
         if not text:
             return ""
         waiting, self._unread = self._unread, ""
         return self._pass(waiting + text)
 
     def _read(self, letter: str) -> str:
-        """A letter that is no thought."""
+        """Read a character that belongs to no thought."""
         if self._tools is None:
             return self._search(letter)
         self._unread += letter
@@ -103,7 +104,7 @@ class ContentStops:
         return self._settled(self._tools.num_held)
 
     def _settled(self, num_held: int) -> str:
-        """What waited, but for what still does: a part of calls, then content."""
+        """Release the characters held back, except the last `num_held`: first a part of calls, then content."""
         content = "".join(self._found)
         self._found.clear()
         at = max(0, len(self._unread) - num_held)
@@ -112,7 +113,8 @@ class ContentStops:
         return self._pass(settled[: len(settled) - size]) + self._search(settled[len(settled) - size :])
 
     def _pass(self, text: str) -> str:
-        """No stop string goes on across a call, or across thoughts."""
+        """Release calls or thoughts. A stop string cannot extend across them, so what waited for one is released,
+        too."""
         return self._stops.flush() + text if text else ""
 
     def _search(self, text: str) -> str:
@@ -120,6 +122,6 @@ class ContentStops:
 
 
 def _common_end(text: str, other: str) -> int:
-    """How many letters both end with."""
+    """Return the length of the common end of both texts."""
     most = min(len(text), len(other))
     return next((size for size in range(most) if text[-1 - size] != other[-1 - size]), most)

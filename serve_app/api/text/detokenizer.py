@@ -1,6 +1,5 @@
-"""Owns the text of one answer while its tokens arrive: what is final is returned, an incomplete character waits.
-Never returns part of a character before the answer ends, and shows a special token's text only where that is asked for.
-"""
+"""Decodes one answer as its tokens arrive: returns the text that is final, and holds an incomplete character back.
+Never returns part of a character before the answer ends, and shows a special token's text only on request."""
 
 from __future__ import annotations
 
@@ -10,23 +9,22 @@ from types import MappingProxyType
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-# A character takes at most four byte tokens. More that wait are invalid bytes or special tokens, and each step decodes
-# all of them again: an answer of nothing else would cost the square of its length.
+# A character takes at most four byte tokens. If more wait, they are invalid bytes or special tokens, and each step
+# decodes all of them again: without a limit, an answer of such tokens would cost the square of its length.
 MAX_PENDING_TOKENS = 16
 _NONE: Mapping[int, str] = MappingProxyType({})
 _KEPT_TOKENS = 3  # a character that is still incomplete has at most three bytes
 
 
 class Detokenizer:
-    """The pieces, with the last one from `finish`, are the text that decoding all tokens at once gives.
-
-    Only a decoder that changes earlier text when a later token arrives can differ: text that was returned stays.
+    """Returns text in pieces which together, with the last one from `finish`, equal the text of all tokens decoded at
+    once. The only exception is a decoder that changes earlier text when a later token arrives: returned text stays.
     """
 
     def __init__(
         self, core: tokenizers.Tokenizer, *, skip_special_tokens: bool = True, shown: Mapping[int, str] = _NONE
     ) -> None:
-        """`shown`: special tokens whose text is shown all the same."""
+        """`shown`: special tokens that are shown in any case, with their texts."""
         self._core = core
         self._skip = skip_special_tokens
         self._shown = shown
@@ -46,8 +44,8 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """Return the text of what waits: no token that could complete it follows. Bytes that are no character show as
-        U+FFFD, as in a decode of all tokens."""
+        """Return the text of the tokens that wait, because no token follows that could complete them. Invalid bytes
+        show as U+FFFD, as in a decode of all tokens."""
         before, both = self._decode(self._before), self._decode([*self._before, *self._pending])
         text = both[len(before) :] if both.startswith(before) else self._decode(self._pending)
         self._restart()
@@ -55,17 +53,17 @@ class Detokenizer:
 
     @property
     def waits(self) -> bool:
-        """Whether bytes of a character that is not complete wait."""
+        """Whether bytes of an incomplete character wait."""
         return self._decode(self._pending) != ""
 
     def drop(self) -> None:
-        """Forget what waits for the end of its character, and the text before it."""
+        """Forget the tokens that wait for the end of their character, and the text before them."""
         self._restart()
 
     def _restart(self) -> None:
         self._stream = DecodeStream(skip_special_tokens=self._skip)
         self._pending: list[int] = []
-        self._before: list[int] = []  # the tokens of the text returned last: a decoder may treat a first word otherwise
+        self._before: list[int] = []  # tokens of the last returned text: decoders may treat a first word differently
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._core.decode(token_ids, skip_special_tokens=self._skip) if token_ids else ""
@@ -75,7 +73,7 @@ class Detokenizer:
             return self._stream.step(self._core, token_id) or ""
         except Exception as error:
             # tokenizers raises a bare Exception when a token changes text that was already returned. The stream
-            # would raise for ever after; a new one goes on from this token.
+            # would keep raising from then on, so a new one continues from this token.
             if "prefix" not in str(error):
                 raise
             self._pending.pop()
@@ -84,7 +82,7 @@ class Detokenizer:
             return text + (self._stream.step(self._core, token_id) or "")
 
     def _give_up(self) -> str:
-        """Show all but a possibly incomplete end as it is, invalid bytes as U+FFFD, and start again."""
+        """Return all but a possibly incomplete end, with invalid bytes as U+FFFD, and start again."""
         whole = self._decode(self._pending)
         splits = range(len(self._pending) - _KEPT_TOKENS, 0, -1)
         at = next((at for at in splits if self._is_apart(at, whole)), splits[0])
@@ -93,5 +91,5 @@ class Detokenizer:
         return self._decode(settled) + "".join(map(self.push, kept))
 
     def _is_apart(self, at: int, whole: str) -> bool:
-        """Whether the two sides of `at` decode apart as they do together: no sequence of bytes lies across it."""
+        """Whether both sides of `at` decode separately as they do together, so that no sequence of bytes crosses it."""
         return self._decode(self._pending[:at]) + self._decode(self._pending[at:]) == whole

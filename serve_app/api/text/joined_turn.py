@@ -1,5 +1,5 @@
-"""Owns a turn that is made of several of a conversation's.
-Never decides which."""
+"""Joins several turns of a conversation to one.
+Never decides which turns to join."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _THOUGHTS, _CALLS = "reasoning_content", "tool_calls"
 class JoinedTurn:
     def __init__(self, message: Message) -> None:
         self.message = message
-        """The first, with what the others have besides."""
+        """The first message, with the fields that only the others have."""
         self._num_turns = 0
         self._contents: list[Any] = []
         self._thoughts: list[str] = []
@@ -23,24 +23,25 @@ class JoinedTurn:
         self._take(message)
 
     def add(self, message: Message, separator: str) -> None:
-        """`separator`: between all texts."""
+        """Add a turn. `separator`: stands between all texts."""
         self.message = {**message, **self.message}
         self._take(message)
         self._separator = separator
 
     def joined(self) -> Message:
-        """Joined once: a conversation may have tens of thousands of turns."""
+        """Build the message. Texts are joined only here, because a conversation may have tens of thousands of turns."""
         if self._num_turns == 1:
             return self.message
-        told = {**self.message, "content": self._content()}
+        message = {**self.message, "content": self._content()}
         if self._thoughts:
-            told[_THOUGHTS] = self._separator.join(self._thoughts)
+            message[_THOUGHTS] = self._separator.join(self._thoughts)
         if self._calls:
-            told[_CALLS] = self._calls
-        return told
+            message[_CALLS] = self._calls
+        return message
 
     def _take(self, message: Message) -> None:
-        """Nothing separates an empty content, such as a call's, from another."""
+        """Collect a turn's parts. Empty contents, such as a call's, are left out, so that no separator surrounds
+        them."""
         self._num_turns += 1
         self._contents += [message["content"]] if message["content"] else []
         self._thoughts += [message[_THOUGHTS]] if message.get(_THOUGHTS) else []

@@ -1,5 +1,5 @@
-"""Owns the order in which a prompt shows the results of calls that were made at once: that of the calls.
-Never looks at what a result says."""
+"""Sorts the results of parallel tool calls in a prompt into the order of the calls.
+Never looks at a result's content."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ TOOL = "tool"
 
 
 def with_results_in_order(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages with each run of results in the order of the calls before it.
+    """Return the messages with each run of results in the order of the calls before it.
 
-    Agents send results as tools end, and say by an id which is which. Most templates show no ids, so that a model
-    takes the first result for that of its first call. Results whose ids name no call stay where they are.
+    Agents send results in the order in which tools finish, with the ids of their calls. Most templates show no ids, so
+    a model would take the first result for that of its first call. If an id matches no call, the run is left as it is.
     """
     if sum(message["role"] == TOOL for message in messages) < 2:
         return messages
-    told: list[Message] = []
+    ordered: list[Message] = []
     for role, run in groupby(messages, key=lambda message: message["role"]):
         turns = list(run)
-        if role == TOOL and told:
-            turns = _sorted(turns, _ids_of(told[-1]))
-        told += turns
-    return told
+        if role == TOOL and ordered:
+            turns = _sorted(turns, _ids_of(ordered[-1]))
+        ordered += turns
+    return ordered
 
 
 def _ids_of(message: Message) -> list[Any]:

@@ -1,5 +1,5 @@
-"""Owns where a conversation's later system turns stand in a prompt, whatever the chat template does with them.
-Never changes the first one, nor a conversation that the template shows as it is."""
+"""Keeps a conversation's later system turns in their places in a prompt, whatever the chat template does with them.
+Never changes the first system turn, nor a conversation that the template already shows in order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from serve_app.api.text.template_form import Message, Render
 
 SYSTEM_ROLES = ("system", "developer")
 
-_TOLD = "probe-told"
+_LATER = "probe-later"
 _PROBES = (
-    (("", "probe-first"), ("user", "probe-asked"), ("", _TOLD)),
-    (("user", "probe-asked"), ("assistant", "probe-answered"), ("", _TOLD), ("user", "probe-again")),
+    (("", "probe-first"), ("user", "probe-asked"), ("", _LATER)),
+    (("user", "probe-asked"), ("assistant", "probe-answered"), ("", _LATER), ("user", "probe-again")),
 )
-"""A turn without a role is one of the system."""
+"""An empty role stands for the system role that is probed."""
 
 
 def shows_later_turns(role: str, render: Render) -> bool:
@@ -33,17 +33,18 @@ def _shows_in_order(probe: Sequence[tuple[str, str]], render: Render) -> bool:
 
 
 def with_system_turns(messages: Sequence[Message], lost: Collection[str]) -> Sequence[Message]:
-    """The messages in a form that a template shows in their order, which does not show later turns of the roles `lost`.
+    """Change the messages so that a template shows all of them in order, although it loses later turns of the roles in
+    `lost`.
 
-    Many templates take a system turn only as the first: some raise, some drop later ones, some move all to the front.
-    For these, system turns at the beginning become one, and a later one becomes the words of the user around it, in a
-    plain mark: `<system>` and `</system>` on lines of their own.
+    Many templates only take a system turn as the first one: some raise, some drop later ones, and some move all to the
+    front. For these, system turns at the beginning are joined to one, and a later one becomes part of the user message
+    around it, between plain marks: `<system>` and `</system>` on lines of their own.
     """
     if not any(message["role"] in lost for message in messages[1:]):
         return messages
-    told: list[_Turn] = []
+    turns: list[_Turn] = []
     for message in messages:
-        last = told[-1] if told else None
+        last = turns[-1] if turns else None
         is_moved = last is not None and message["role"] in lost
         if last is not None and is_moved and last.message["role"] in SYSTEM_ROLES:
             last.add(message, "\n")
@@ -55,15 +56,15 @@ def with_system_turns(messages: Sequence[Message], lost: Collection[str]) -> Seq
             last.add(message, "\n\n")
             last.has_moved = True
         else:
-            told.append(_Turn(message, has_moved=is_moved))
-    return [turn.joined() for turn in told]
+            turns.append(_Turn(message, has_moved=is_moved))
+    return [turn.joined() for turn in turns]
 
 
 class _Turn(JoinedTurn):
     def __init__(self, message: Message, *, has_moved: bool) -> None:
         super().__init__(message)
         self.has_moved = has_moved
-        """A system turn has become a part of it; so do the user's next words."""
+        """A system turn has become part of it, so the user's next message is joined to it, too."""
 
 
 def _marked(content: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Owns the form in which a chat template takes what an assistant thought and called: by its text, and by a try.
-Never looks at a model's name, and never changes what a message says."""
+"""Finds the form in which a chat template takes an assistant's thoughts and calls, from its source and by probing it.
+Never looks at a model's name, and never changes the meaning of a message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serve_app.parsing.call_arguments import UNREADABLE
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str | None]
-"""None: the template does not take these messages."""
+"""Renders messages; returns None if the template refuses them."""
 
 _THOUGHTS = "thinking"
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
@@ -30,16 +30,16 @@ _CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 @dataclass(frozen=True, slots=True)
 class TemplateForm:
     thoughts: Literal["as_given", "field", "block"] = "as_given"
-    """What was thought is read from `reasoning_content`; from `thinking`; or from a part of the content."""
+    """Where the template reads thoughts: from `reasoning_content`, from `thinking`, or from a part of the content."""
     joins_content: bool = False
-    """A call has thoughts or content, and not both: gpt-oss's template writes either as what was thought."""
+    """A message with calls may have thoughts or content, but not both: gpt-oss's template writes either as thoughts."""
     arguments_as_text: bool = False
-    """A template that joins a call's arguments to a string (DeepSeek's), or shows an object as Python does."""
+    """The template needs arguments as text: it joins them to a string (DeepSeek's), or shows objects as Python does."""
     has_short_ids: bool = False
-    """Mistral's templates refuse ids of calls that are not nine letters and digits: another server's, or a client's."""
+    """The template only takes call ids of nine letters and digits, like Mistral's, which refuse other servers' ids."""
 
     shows_broken_arguments: bool = False
-    """Arguments that are no JSON object are shown as the text that they are; else they are in an object."""
+    """The template shows arguments unchanged that are not a JSON object; otherwise they are wrapped in an object."""
 
     @classmethod
     def of(cls, template: nodes.Template, render: Render) -> TemplateForm:
@@ -68,21 +68,21 @@ class TemplateForm:
 
     @property
     def is_as_given(self) -> bool:
-        """Whether nothing is changed but broken arguments."""
+        """Whether messages are passed unchanged, except for broken arguments."""
         return self.thoughts == "as_given" and not (self.joins_content or self.arguments_as_text or self.has_short_ids)
 
     def _fit(self, message: Message) -> Message:
-        told, thoughts = dict(message), message.get("reasoning_content")
+        changed, thoughts = dict(message), message.get("reasoning_content")
         if thoughts and self.thoughts == "field":
-            content = told.get("content")
-            if self.joins_content and told.get("tool_calls") and content and isinstance(content, str):
-                thoughts, told["content"] = f"{thoughts}\n{content}", ""
-            told[_THOUGHTS] = thoughts
+            content = changed.get("content")
+            if self.joins_content and changed.get("tool_calls") and content and isinstance(content, str):
+                thoughts, changed["content"] = f"{thoughts}\n{content}", ""
+            changed[_THOUGHTS] = thoughts
         elif thoughts and self.thoughts == "block":
-            content = told.get("content") or []
+            content = changed.get("content") or []
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            told["content"] = [{"type": _THOUGHTS, _THOUGHTS: thoughts}, *parts]
-        return _with_arguments(told, _as_text) if self.arguments_as_text else told
+            changed["content"] = [{"type": _THOUGHTS, _THOUGHTS: thoughts}, *parts]
+        return _with_arguments(changed, _as_text) if self.arguments_as_text else changed
 
 
 def _form_of_thoughts(template: nodes.Template) -> Literal["as_given", "field", "block"]:
@@ -100,16 +100,16 @@ def _form_of_thoughts(template: nodes.Template) -> Literal["as_given", "field", 
 
 
 def _with_short_ids(message: Message) -> Message:
-    told = dict(message)
-    if isinstance(call_id := told.get("tool_call_id"), str):
-        told["tool_call_id"] = _short(call_id)
-    if told.get("tool_calls"):
-        told["tool_calls"] = [{**call, "id": _short(str(call.get("id")))} for call in told["tool_calls"]]
-    return told
+    changed = dict(message)
+    if isinstance(call_id := changed.get("tool_call_id"), str):
+        changed["tool_call_id"] = _short(call_id)
+    if changed.get("tool_calls"):
+        changed["tool_calls"] = [{**call, "id": _short(str(call.get("id")))} for call in changed["tool_calls"]]
+    return changed
 
 
 def _short(call_id: str) -> str:
-    """The same for the same id: a call and its result stay together."""
+    """Shorten an id, always in the same way, so that a call and its result still match."""
     return call_id if _SHORT_ID.fullmatch(call_id) else hashlib.blake2s(call_id.encode()).hexdigest()[:9]
 
 

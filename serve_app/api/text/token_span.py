@@ -1,5 +1,5 @@
-"""Owns how much text one token can stand for, which says of a long text how many tokens it has at least.
-Never encodes, and says nothing of a tokenizer whose parts it does not know."""
+"""Bounds how much text one token can stand for, and with it from below how many tokens a long text has.
+Never encodes, and gives no bound for a tokenizer with parts that it does not know."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from typing import Any
 import tokenizers
 
 _COMPOSED = 4
-"""A character of NFC or NFKC stands for at most so many: no canonical decomposition is longer (UAX #15, table 1)."""
+"""A character after NFC or NFKC stands for at most this many characters before: no canonical decomposition is longer
+(UAX #15, table 1)."""
 _SHRINKS = {"NFC": _COMPOSED, "NFKC": _COMPOSED, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
 _KEEPS_ALL = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts", "Split", "Punctuation")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """`num_chars`: the most characters that one token can stand for, those in `dropped` aside: they become no token."""
+    """`num_chars`: the most characters that one token can stand for, not counting those in `dropped`, which become
+    none.
+    """
 
     num_chars: int
     dropped: str = ""
 
     def least_tokens(self, text: str) -> int:
-        """A bound from below on the text's tokens; costs a look at the text for each dropped character."""
+        """Bound the text's number of tokens from below. Scans the text once for each dropped character."""
         kept = len(text) - sum(map(text.count, self.dropped))
         return -(-kept // self.num_chars)
 
 
 def longest_span(core: tokenizers.Tokenizer) -> TokenSpan | None:
-    """None where one token may stand for any number of characters.
+    """Find the most text that one token can stand for; None if there is no limit.
 
-    That is so where text can be dropped: by a normalizer or a pre-tokenizer, by a special token that takes the white
+    There is none if text can be dropped: by a normalizer or a pre-tokenizer, by a special token that absorbs the white
     space around it, or by an unknown token, which stands for a word of any length.
     """
     normalizers = list(_parts(core.normalizer, "normalizers"))
@@ -50,7 +53,7 @@ def longest_span(core: tokenizers.Tokenizer) -> TokenSpan | None:
 
 
 def _parts(part: Any, name: str) -> Iterator[dict[str, Any]]:
-    """A normalizer or a pre-tokenizer as tokenizer.json has it, sequences taken apart."""
+    """Yield the parts of a normalizer or a pre-tokenizer as in tokenizer.json, with sequences flattened."""
     waiting = [] if part is None else [json.loads(part.__getstate__())]
     while waiting:
         first = waiting.pop(0)
@@ -61,7 +64,7 @@ def _parts(part: Any, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _shrinks(normalizer: dict[str, Any]) -> int | None:
-    """How many characters may become one; None: any number."""
+    """Return how many characters may become one; None for any number."""
     if normalizer["type"] != "Replace":
         return _SHRINKS.get(normalizer["type"])
     pattern = normalizer["pattern"].get("String")
@@ -77,12 +80,13 @@ def _takes_spaces(core: tokenizers.Tokenizer) -> bool:
 
 
 def _dropped(model: Any, vocabulary: Mapping[str, int], is_byte_level: bool) -> str | None:
-    """The characters that the model has no tokens for and leaves out; None where it is not known to keep the others."""
+    """Return the characters without tokens, which the model leaves out; None if it may leave out others, too."""
     if not isinstance(model, tokenizers.models.BPE) or _marks_places(model):
         return None
     if is_byte_level:
         missing = [byte for letter, byte in BYTE_LETTERS.items() if letter not in vocabulary]
-        # An unknown token may stand for many. Of a character of several bytes, those after the first are always there.
+        # An unknown token may stand for many characters. The later bytes of a multi-byte character must all have
+        # tokens.
         if missing and (model.unk_token is not None or any(0x80 <= byte < 0xC0 for byte in missing)):
             return None
         return "".join(chr(byte) for byte in missing if byte < 0x80)
@@ -91,12 +95,13 @@ def _dropped(model: Any, vocabulary: Mapping[str, int], is_byte_level: bool) -> 
 
 
 def _marks_places(model: tokenizers.models.BPE) -> bool:
-    """Whether a character is looked up with a mark of its place in the word; the vocabulary may lack the marked one."""
+    """Whether characters are looked up with a mark of their place in the word, which the vocabulary may lack."""
     return bool(model.end_of_word_suffix or model.continuing_subword_prefix)
 
 
 def byte_letters() -> dict[str, int]:
-    """The letters that the byte-level decoder knows: a printable Latin-1 byte is itself, the n-th other is 256 + n."""
+    """Map the byte-level decoder's letters to bytes: a printable Latin-1 byte is its own letter, the n-th other one has
+    the letter with the code point 256 + n."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}

@@ -1,4 +1,4 @@
-"""Owns text to token ids and back for one model: tokenizer.json, the chat template, decoding of answers and of tokens.
+"""Encodes text and conversations for one model, and decodes answers and single tokens, from its tokenizer.json.
 Never imports transformers or torch: loading takes milliseconds, and ingress replicas stay small."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from serve_app.api.text.chat_template import ChatTemplate, TemplateFailed
 from serve_app.api.text.detokenizer import Detokenizer
 from serve_app.api.text.token_span import BYTE_LETTERS, longest_span
 
-# One text at a time is encoded, by the thread that asks: the library's own pool would start a thread for each core, and
-# warn when the process forks. Read at each call.
+# The calling thread encodes one text at a time: the library's own pool would start a thread for each core, and warn
+# when the process forks. The library reads the variable at each call.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _BYTE_LEVEL_SPECIALS = ("<eos>", "<|system|>", "<|developer|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -39,7 +39,7 @@ _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte
 
 
 class TooManyTokens(ValueError):
-    """A prompt does not fit. `is_exact`: it has `num_tokens`; otherwise, at least so many."""
+    """A prompt does not fit. It has `num_tokens` if `is_exact`, otherwise at least that many."""
 
     def __init__(self, num_tokens: int, *, is_exact: bool) -> None:
         super().__init__(num_tokens)
@@ -48,9 +48,9 @@ class TooManyTokens(ValueError):
 
 
 class Tokenizer:
-    """Thread-safe: encoding and decoding a long text may run outside the event loop, and release the interpreter lock.
-
-    Only the library's calls for batches do; `encode` and `decode` hold it, for seconds where a text has megabytes.
+    """Encodes and decodes. Thread-safe: long texts may be processed outside the event loop, without the interpreter
+    lock. Only the library's batch calls release it; its `encode` and `decode` hold it for seconds if a text has
+    megabytes.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Tokenizer:
         eos_token_id: int | None,
         bos_token_id: int | None = None,
     ) -> None:
-        # A tokenizer.json saved while training can carry a truncation: prompts would lose their end in silence.
+        # A tokenizer.json saved during training can contain a truncation, which would silently cut prompts.
         core.no_truncation()
         core.no_padding()
         self._core = core
@@ -70,9 +70,9 @@ class Tokenizer:
         self.vocab_size = max(core.get_vocab().values()) + 1
         added = core.get_added_tokens_decoder()
         self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
-        """The texts of the tokens that an answer does not show."""
+        """The texts of the special tokens, which an answer does not show."""
         self.tag_ids = {token.content: token_id for token_id, token in added.items() if _is_tag(token)}
-        """The tokens that a grammar names by their ids."""
+        """The tokens that a grammar refers to by their ids."""
         self._span = longest_span(core)
         self._token_texts: dict[int, str] = {}  # at most the vocabulary
 
@@ -81,8 +81,8 @@ class Tokenizer:
         """Load a Hugging Face model directory.
 
         Raises:
-            FileNotFoundError: it has no tokenizer.json.
-            ValueError: a file is not what its name says.
+            FileNotFoundError: the directory has no tokenizer.json.
+            ValueError: a file has other contents than its name says.
         """
         root = Path(path)
         if not (root / "tokenizer.json").is_file():
@@ -97,8 +97,8 @@ class Tokenizer:
 
     @classmethod
     def byte_level(cls, *, images: bool = False) -> Tokenizer:
-        """A tokenizer of 262 tokens that needs no files: token id = byte, then `<eos>` (256) and one per role; with
-        `images`, one more that stands for an image."""
+        """Make a tokenizer of 262 tokens that needs no files. Ids up to 255 are bytes; then come `<eos>` (256) and one
+        token per role; with `images`, one more that stands for an image."""
         core = tokenizers.Tokenizer(models.BPE(vocab=BYTE_LETTERS, merges=[]))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         core.decoder = decoders.ByteLevel()
@@ -106,10 +106,10 @@ class Tokenizer:
         return cls(core, ChatTemplate(_BYTE_LEVEL_TEMPLATE, {"eos_token": "<eos>"}), core.token_to_id("<eos>"))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """A plain prompt: special tokens are added as the model's post-processor says (a leading BOS, mostly).
+        """Encode a plain prompt. Special tokens are added as the model's post-processor says (mostly a leading BOS).
 
         Raises:
-            TooManyTokens: there are more than `most`; where the text's length says so, nothing was encoded.
+            TooManyTokens: there are more than `most` tokens. If the text's length alone shows it, nothing is encoded.
         """
         if most is not None and self._span is not None and (least := self._span.least_tokens(text)) > most:
             raise TooManyTokens(least, is_exact=False)
@@ -127,13 +127,12 @@ class Tokenizer:
         add_special_tokens: bool = False,
         **options: Any,
     ) -> list[int]:
-        """A conversation, rendered by the template, which writes its own special tokens: by default none are added.
-
+        """Render and encode a conversation. The template writes its own special tokens, so by default none are added.
         `options` are those of `ChatTemplate.render`.
 
         Raises:
-            TemplateFailed: there is no template, or it does not take these messages.
-            TooManyTokens: as `encode`.
+            TemplateFailed: there is no template, or it refuses these messages.
+            TooManyTokens: as in `encode`.
         """
         if self._chat_template is None:
             raise TemplateFailed("This model has no chat template; use /v1/completions.")
@@ -141,12 +140,12 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=add_special_tokens, most=most)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens, with that of special ones: what `encode` was given, and what it added."""
+        """Decode tokens, including special ones: the text that `encode` was given, with what it added."""
         (text,) = self._core.decode_batch([list(token_ids)], skip_special_tokens=False)
         return text
 
     def vocabulary_entry(self, token_id: int) -> str | None:
-        """The token as tokenizer.json has it, `Ġthe` and not ` the`; None for an id that no token has."""
+        """Return the token as in tokenizer.json, `Ġthe` instead of ` the`; None if no token has the id."""
         return self._core.id_to_token(token_id)
 
     @property
@@ -158,15 +157,15 @@ class Tokenizer:
         return self._chat_template
 
     def detokenizer(self, *, skip_special_tokens: bool = True, shown: Sequence[str] = ()) -> Detokenizer:
-        """`shown`: texts of special tokens that are shown all the same."""
+        """Make the detokenizer of an answer. `shown`: the texts of special tokens that are shown in any case."""
         texts = {token_id: text for token_id, text in self.special_texts.items() if text in shown} if shown else {}
         return Detokenizer(self._core, skip_special_tokens=skip_special_tokens, shown=texts)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token alone, as it is inside a text; special tokens are shown.
+        """Return the text of one token, as it is inside a text; special tokens are shown.
 
-        A token with part of a character is no text: it is written as its bytes, `bytes: \\xf0\\x9f`, as at OpenAI. Many
-        such tokens would else have the same text, U+FFFD.
+        A token that is only part of a character has no text. It is written as its bytes, `bytes: \\xf0\\x9f`, as OpenAI
+        does: otherwise many such tokens would have the same text, U+FFFD.
         """
         text = self._token_texts.get(token_id)
         if text is None:
@@ -174,7 +173,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> list[int]:
-        """The bytes that a token adds to a text, whether or not they are whole characters."""
+        """Return the bytes that a token adds to a text, whether or not they are whole characters."""
         data = _partial_bytes(self._core.id_to_token(token_id)) if "\ufffd" in self._core.decode([token_id]) else None
         return list(self.token_text(token_id).encode() if data is None else data)
 
@@ -188,8 +187,8 @@ class Tokenizer:
 
 
 def _is_tag(token: tokenizers.AddedToken) -> bool:
-    """Whether no letters of a grammar match the token: llguidance takes those in angle brackets for special, too, which
-    some models (Qwen's) have and show."""
+    """Whether a grammar's characters never match the token. Besides special tokens, llguidance treats tokens in angle
+    brackets so, which some models (Qwen's) have and show."""
     return bool(token.special) or (token.content.startswith("<") and token.content.endswith(">"))
 
 
@@ -203,14 +202,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and its like; each is a string, or an object that describes an added token."""
-    found = {name: value for name, value in config.items() if name.endswith("_token")}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    """Read `bos_token` and similar entries; each is a string, or an object that describes an added token."""
+    entries = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in entries.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _template_source(root: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja wins over tokenizer_config.json, whose value may be a list of named templates."""
+    """Read the template. chat_template.jinja wins over tokenizer_config.json, which may have several named
+    templates."""
     if (root / "chat_template.jinja").is_file():
         return (root / "chat_template.jinja").read_text(encoding="utf-8")
     source = config.get("chat_template")
@@ -222,7 +222,7 @@ def _template_source(root: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _partial_bytes(piece: str | None) -> bytes | None:
-    """The bytes that a vocabulary's entry stands for, if they are no text."""
+    """Return the bytes that a vocabulary entry stands for, if they are not valid text."""
     if piece is None:
         return None
     if match := _BYTE_PIECE.fullmatch(piece):

@@ -1,6 +1,6 @@
-"""Owns turns of the user or the assistant that follow each other, and a first turn of the assistant's, for chat
-templates that insist on alternation.
-Never changes a conversation for a template that takes it as it is."""
+"""Adapts conversations for chat templates that insist on alternating turns: joins consecutive turns of the user or the
+assistant, and puts a user turn before an assistant's first one.
+Never changes a conversation for a template that accepts it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serve_app.api.text.template_form import Message
 
 _IN_A_ROW = {("user", "user"), ("assistant", "assistant"), ("tool", "user")}
 _MARKED = "<user>"
-"""The role of words that go into a tool's result."""
+"""A temporary role for user text that is to become part of a tool's result."""
 Takes = Callable[[Sequence[Message]], bool]
 """Whether a template takes a conversation."""
 
@@ -31,14 +31,14 @@ _CALLED: Sequence[Message] = (
 
 @dataclass(frozen=True, slots=True)
 class Alternation:
-    """What a template insists on."""
+    """What a template refuses."""
 
     roles: Collection[str] = ()
-    """Two turns of these in a row are refused."""
+    """Two consecutive turns of these roles are refused."""
     after_tools: bool = False
-    """A turn of the user's that follows a tool's result is refused."""
+    """A user turn that follows a tool's result is refused."""
     user_first: bool = False
-    """A conversation that begins with the assistant is refused."""
+    """A conversation that begins with an assistant turn is refused."""
 
     @classmethod
     def of(cls, takes: Takes) -> Alternation:
@@ -54,32 +54,33 @@ class Alternation:
         return cls(frozenset(roles), after_tools, user_first)
 
     def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Turns in a row become one, of all that they say. Words of the user that follow a tool's result become a part
-        of it, in a plain mark: `<user>` and `</user>` on lines of their own. Before a first turn of the assistant's
-        stands one of the user's without words."""
-        told = _joined(messages, self._joins)
-        if self.user_first and (begin := _first_turn(told)) is not None and told[begin]["role"] == "assistant":
-            told.insert(begin, _SILENT)
-        return _joined(_marked_after_tools(told), _is_in_result) if self.after_tools else told
+        """Join consecutive turns. User text that follows a tool's result becomes part of the result, between plain
+        marks: `<user>` and `</user>` on lines of their own. An empty user turn is put before an assistant's first
+        one."""
+        joined = _joined(messages, self._joins)
+        if self.user_first and (begin := _first_turn(joined)) is not None and joined[begin]["role"] == "assistant":
+            joined.insert(begin, _SILENT)
+        return _joined(_marked_after_tools(joined), _is_in_result) if self.after_tools else joined
 
     def _joins(self, first: Message, second: Message) -> bool:
-        """Text after a call stays where it is: templates show a turn's text before its calls."""
+        """Whether to join two turns. Text after a call stays apart, because templates show a turn's text before its
+        calls."""
         is_same = first["role"] == second["role"] in self.roles
         return is_same and bool(second.get("tool_calls") or not first.get("tool_calls"))
 
 
 def _joined(messages: Iterable[Message], joins: Callable[[Message, Message], bool]) -> list[Message]:
-    told: list[JoinedTurn] = []
+    turns: list[JoinedTurn] = []
     for message in messages:
-        if told and joins(told[-1].message, message):
-            told[-1].add(message, "\n\n")
+        if turns and joins(turns[-1].message, message):
+            turns[-1].add(message, "\n\n")
         else:
-            told.append(JoinedTurn(message))
-    return [turn.joined() for turn in told]
+            turns.append(JoinedTurn(message))
+    return [turn.joined() for turn in turns]
 
 
 def _marked_after_tools(messages: Iterable[Message]) -> Iterator[Message]:
-    """Images are in no result: a turn with some is left where it is."""
+    """Mark the user text that follows a tool's result. A turn with images stays, because results cannot have images."""
     is_after = False
     for message in messages:
         is_words = message["role"] == "user" and isinstance(message["content"], str)
@@ -95,12 +96,12 @@ def _is_in_result(first: Message, second: Message) -> bool:
 
 
 def _first_turn(messages: Sequence[Message]) -> int | None:
-    """The place of the first that is not the system's."""
+    """Return the place of the first turn that is not the system's."""
     return next((place for place, one in enumerate(messages) if one["role"] not in SYSTEM_ROLES), None)
 
 
 def may_be_refused(messages: Sequence[Message]) -> bool:
-    """Whether there is anything that such a template might refuse."""
+    """Whether the messages have anything that such a template might refuse."""
     begin = _first_turn(messages)
     if begin is not None and messages[begin]["role"] == "assistant":
         return True

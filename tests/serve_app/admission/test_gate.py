@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.protocol import EngineError, ErrorCode, RequestRejected
 from loadtest.sim.virtual_loop import VirtualLoop
-from serve_app.admission.gate import Gate, Visit
+from serve_app.admission.gate import AdmissionTicket, Gate
 from serve_app.errors.api_error import ApiError
 from serve_app.settings.admission import AdmissionSettings
 from serve_app.settings.application import AppSettings
@@ -48,7 +48,7 @@ class Guest:
     """A request at a gate: a task that does what it is told."""
 
     def __init__(self, gate: Gate, tenant: Tenant = ANN, num_tokens: int = 10) -> None:
-        self.visit: Visit | None = None
+        self.ticket: AdmissionTicket | None = None
         self.inside = False
         self.error: Exception | None = None
         self._may_go = asyncio.Event()
@@ -56,11 +56,11 @@ class Guest:
 
     async def _live(self, gate: Gate, tenant: Tenant, num_tokens: int) -> None:
         try:
-            with gate.enter(tenant) as self.visit:
-                await self.visit.dispatched(num_tokens)
+            with gate.enter(tenant) as self.ticket:
+                await self.ticket.dispatched(num_tokens)
                 self.inside = True
                 await self._may_go.wait()
-                self.visit.started()
+                self.ticket.started()
         except (ApiError, EngineError) as error:
             self.error = error
         finally:
@@ -167,8 +167,8 @@ async def test_a_place_given_back_early_is_the_next_ones_and_is_given_back_once(
     gate = Gate(at_most(1))
     guests = [Guest(gate) for _ in range(3)]
     await quiet()
-    assert guests[0].visit is not None
-    guests[0].visit.finished()  # the engine has ended it, while its reader is slow
+    assert guests[0].ticket is not None
+    guests[0].ticket.finished()  # the engine has ended it; its reader is slow
     await quiet()
     assert [guest.inside for guest in guests] == [True, True, False]
     guests[0].finish()
@@ -247,9 +247,9 @@ async def test_prompt_tokens_count_until_the_first_event(limits: Any, expected: 
     third = Guest(gate, num_tokens=1)
     await quiet()
     assert refusal(third) == expected
-    assert first.visit is not None
-    first.visit.started()
-    first.visit.started()
+    assert first.ticket is not None
+    first.ticket.started()
+    first.ticket.started()
     assert gate.snapshot().num_queued_tokens == 40
     fourth = Guest(gate, num_tokens=60)
     await quiet()
@@ -342,8 +342,8 @@ async def test_a_refused_prompt_is_told_when_its_tokens_will_have_room() -> None
     clock.now += 4
     guests.pop().finish()  # the tokens of others are no measure of this tenant's
     await quiet()
-    assert guests[0].visit is not None
-    guests[0].visit.started()  # 40 tokens in 4 s
+    assert guests[0].ticket is not None
+    guests[0].ticket.started()  # 40 tokens in 4 s
     error = await refused(gate, num_tokens=85)  # 25 too many
     assert (error.headers["Retry-After"], error.headers["retry-after-ms"]) == ("3", "2500")
     assert error.headers["x-ratelimit-remaining-tokens"] == "60"
@@ -629,8 +629,8 @@ class GateMachine(RuleBasedStateMachine):
     @rule(data=st.data(), kind=st.sampled_from(["started", "finished"]))
     def progress(self, data: st.DataObject, kind: str) -> None:
         guest = self.pick(data)
-        if guest.inside and guest.visit is not None:
-            self.run_sync(guest.visit.started if kind == "started" else guest.visit.finished)
+        if guest.inside and guest.ticket is not None:
+            self.run_sync(guest.ticket.started if kind == "started" else guest.ticket.finished)
 
     @rule(engines=st.integers(0, 4))
     def scale(self, engines: int) -> None:
@@ -676,7 +676,7 @@ class GateMachine(RuleBasedStateMachine):
         assert snapshot.num_queued_tokens == 0
         for account in self.gate._accounts.values():
             assert (account.requests.amount, account.tokens.amount) == (0, 0)
-        assert not self.gate._lines
+        assert not self.gate._queues
         self.loop.close()
 
 

@@ -167,7 +167,7 @@ def test_a_body_of_too_many_values_is_refused_with_the_limit_and_not_parsed(
     assert items + KEY_ITEMS * keys > MAX_ITEMS
     assert f"has {items} items" in refused.value.message
     assert f"{keys} keys" in refused.value.message
-    assert f"at most {MAX_ITEMS} are taken" in refused.value.message
+    assert f"at most {MAX_ITEMS} are allowed" in refused.value.message
 
 
 def test_text_is_not_counted_whatever_it_holds() -> None:

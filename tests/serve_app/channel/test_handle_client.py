@@ -34,7 +34,7 @@ from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.channel.token_sender import TokenSender
 from serve_app.engines import engine_count
 from serve_app.engines.engine_call import EngineCall
-from serve_app.engines.engine_client import Course
+from serve_app.engines.engine_client import StreamRecord
 from tests.serve_app.channel.rig import LONG, Rig, rig, spied_aborts
 from tests.support.conditions import until
 from tests.support.engines import answer_alone
@@ -336,13 +336,13 @@ async def test_the_channel_also_tells_the_engine_that_a_reader_has_left(monkeypa
 
 async def has_all_it_wants(at: Ingress) -> None:
     """Read one item, and stop the stream as complete."""
-    course = Course()
-    stream = at.client.stream(Submission("r", PROMPT, LONG), course=course)
+    record = StreamRecord()
+    stream = at.client.stream(Submission("r", PROMPT, LONG), record=record)
     first = asyncio.ensure_future(anext(stream))
     await at.engine.submitted(1)
     at.engine.gate.let(1)
     await first
-    course.is_complete = True
+    record.is_complete = True
     await stream.aclose()
 
 

@@ -37,7 +37,7 @@ from engine.protocol import (
 )
 from serve_app.channel import migration
 from serve_app.channel.migration import Attempt, Migration
-from serve_app.engines.engine_client import Course
+from serve_app.engines.engine_client import StreamRecord
 from tests.support.conditions import until
 from tests.support.engines import RecordingCore
 from tests.support.tiny_models import save_model
@@ -367,14 +367,14 @@ async def test_a_deadline_that_has_passed_is_still_a_valid_one() -> None:
 @pytest.mark.parametrize("is_complete", [True, False])
 async def test_the_last_attempt_learns_whether_its_reader_has_all_it_wants(is_complete: bool) -> None:
     replicas = Replicas(Script(num_events=2, end=DEAD), Script())
-    course = Course()
-    async with aclosing(moving().stream(asking(), replicas.start, course)) as stream:
+    record = StreamRecord()
+    async with aclosing(moving().stream(asking(), replicas.start, record)) as stream:
         async for _ in stream:
             if len(replicas.attempts) == 2:
-                course.is_complete = is_complete
+                record.is_complete = is_complete
                 break
     assert [attempt.was_complete for attempt in replicas.attempts] == [False, is_complete]
-    assert [(move.code, move.replica_id) for move in course.moves] == [(ErrorCode.ENGINE_DEAD, "replica")]
+    assert [(move.code, move.replica_id) for move in record.moves] == [(ErrorCode.ENGINE_DEAD, "replica")]
 
 
 async def test_a_replica_that_does_not_go_on_in_time_counts_as_failed() -> None:

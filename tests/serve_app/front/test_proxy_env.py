@@ -184,7 +184,7 @@ def test_without_a_haproxy_that_runs_the_python_proxy_is_in_front_and_a_line_say
     chosen = environment(written(tmp_path, OURS), **{BINARY: binary})
     assert ENABLE not in chosen
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("Ray Serve's Python proxy is in front, for HAProxy cannot run here: ")
+    assert line.startswith("Ray Serve's Python proxy is in front, because HAProxy cannot run here: ")
 
 
 def test_a_haproxy_that_was_asked_for_by_name_and_does_not_run_is_an_error(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_with_several_servers_none_is_guessed() -> None:
     with (
         noted(FIRST),
         noted(SECOND),
-        pytest.raises(ConfigRefused, match="2 servers run here: choose one by"),
+        pytest.raises(ConfigRefused, match="2 servers run here; choose one with"),
     ):
         cli._find_server()
     assert "RAY_DASHBOARD_ADDRESS" not in os.environ

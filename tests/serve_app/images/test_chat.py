@@ -140,7 +140,7 @@ def test_low_detail_shows_fewer_pixels(served: Served) -> None:
         (picture("data:image/png,AA=="), "not written data:image/png;base64,"),
         (picture("data:image/png;base64,A*=="), "not base64"),
         (picture("data:image/png;base64,AAAA"), "cannot be read"),
-        (picture("file:///etc/passwd"), "begins with none of data:, http:// and https://"),
+        (picture("file:///etc/passwd"), "does not begin with data:, http:// or https://"),
         (picture("https://example.com/a.png"), "'example.com' at port 443 is not listed in images.allowed_hosts"),
         (picture(data_url(Image.new("RGB", (201, 200)))), "201 x 200 pixels, and at most 40000"),
         (picture(data_url(Image.new("RGB", (201, 1)))), "at most 1 : 200"),
@@ -268,7 +268,7 @@ def test_an_image_that_is_refused_has_the_name_that_the_body_gives_it(served: Se
         served, text("a") | {"type": "input_text"}, {"type": "input_image", "image_url": "b"}, instructions="c"
     )
     assert (told.status, told.error["param"]) == (400, "input.0.content.1.image_url")
-    assert told.error["message"].startswith("input.0.content.1.image_url: the image is refused: its URL begins with")
+    assert told.error["message"].startswith("input.0.content.1.image_url: the image is refused: its URL does not")
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         asked = {"max_tokens": 4} if path == "/v1/messages" else {}
         refused = messages(served, text("a"), block("data:image/png;base64,AAAA"), path=path, system="c", **asked)

@@ -65,14 +65,14 @@ async def test_the_query_is_part_of_what_is_asked(server: ImageServer) -> None:
     [
         ("/moved", r"a redirect \(302\), and none is followed"),
         ("/text", "its type is text/html, and supported are image/png"),
-        ("/nothing", "its type is not told"),
+        ("/nothing", "its type is not given"),
         ("/large", r"at most 4000 are read \(images.max_bytes\)"),
         ("/says-large", "it has 5000 bytes or more"),
         ("/large-chunk", "at most 4000 are read"),
         ("/absent", "answered with status 404"),
         ("/short", "did not answer"),
-        ("/a b", "characters that are not written as such"),
-        ("/a\r\nHost: b", "characters that are not written as such|URL is none"),
+        ("/a b", "characters that must be escaped"),
+        ("/a\r\nHost: b", "characters that must be escaped|URL is not valid"),
     ],
 )
 async def test_what_is_no_image_of_the_right_size_is_refused(server: ImageServer, path: str, told: str) -> None:

@@ -447,7 +447,7 @@ def test_an_engine_with_its_threads_is_counted_exactly_under_many_requests() -> 
     assert values["vllm:request_success", ("length",)] == answered
     assert values["vllm:admission_rejections", ("queue_full",)] == outcomes.count("queue_full")
     assert values["vllm:prompt_tokens", ()] == 3 * answered
-    assert recorder._lives == {}
+    assert recorder._requests == {}
 
 
 def failed(request_id: str) -> Failed:
@@ -464,4 +464,4 @@ def test_nothing_is_kept_of_a_request_that_has_ended_in_any_way() -> None:
     for make in terminal:
         recorder.submitted(Submission("a", (1, 2), SamplingParams()))
         recorder.stepped(StepFacts(0.0), [make("a")])
-    assert recorder._lives == {}
+    assert recorder._requests == {}

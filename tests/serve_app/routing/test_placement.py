@@ -60,7 +60,7 @@ def test_no_replica_beyond_the_bound_comes_before_one_within_it(
     ask: Ask, fleet: list[Candidate], bound: Bound, random: Random
 ) -> None:
     allowed = [one for one in fleet if one.replica_id not in ask.avoid] or fleet
-    most = bound.of(allowed)
+    most = bound.load_limit(allowed)
     ready = [one for one in allowed if not one.full]
     ranks = rank(ask, fleet, bound, random)
     by_id = {one.replica_id: one for one in fleet}
@@ -72,7 +72,7 @@ def test_no_replica_beyond_the_bound_comes_before_one_within_it(
 @untimed
 @given(fleet=fleets, bound=bounds)
 def test_who_has_least_to_do_is_within_the_bound(fleet: list[Candidate], bound: Bound) -> None:
-    assert min(one.load_tokens for one in fleet) <= bound.of(fleet) + 1e-6
+    assert min(one.load_tokens for one in fleet) <= bound.load_limit(fleet) + 1e-6
 
 
 @untimed

@@ -279,8 +279,8 @@ async def test_a_move_to_another_engine_is_an_event_that_names_the_one_that_fail
     ]
     traced = Traced()
     migration = Migration(3, TIMEOUT_S, MODEL.max_model_len)
-    traced.client.stream = lambda submission, *, session=None, course=None: migration.stream(  # type: ignore[method-assign]
-        submission, lambda rest, avoid: attempts.pop(0), course
+    traced.client.stream = lambda submission, *, session=None, record=None: migration.stream(  # type: ignore[method-assign]
+        submission, lambda rest, avoid: attempts.pop(0), record
     )
     assert (await traced.ask(URL, CHAT | {"max_tokens": 2})).status == 200
     (event,) = traced.server_span.events

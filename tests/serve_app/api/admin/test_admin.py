@@ -156,11 +156,11 @@ async def test_requests_of_the_same_name_are_aborted_together() -> None:
 
 async def test_an_engine_whose_items_are_always_there_does_not_outrun_an_abort() -> None:
     live = LiveRequests()
-    with live.track("r") as life:
+    with live.track("r") as lifecycle:
         live.abort("r")
         ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         ready.set_result(1)
-        with pytest.raises(Exception, match="aborted"), life.bound():
+        with pytest.raises(Exception, match="aborted"), lifecycle.bound():
             await ready
 
 

@@ -27,7 +27,7 @@ from engine.protocol import (
 from serve_app.admission.gate import Gate
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
-from serve_app.engines.engine_client import Course
+from serve_app.engines.engine_client import StreamRecord
 from serve_app.settings.limits import GatePolicy
 from tests.serve_app.harness import (
     CHAT,
@@ -61,7 +61,7 @@ class ByChoice(ScriptedClient):
         self.num_closed = 0
 
     async def stream(
-        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+        self, submission: Submission, *, session: str | None = None, record: StreamRecord | None = None
     ) -> AsyncGenerator[list[Event], None]:
         _, _, suffix = submission.request_id.rpartition("-")
         script = self._scripts[min(int(suffix) if len(suffix) < 4 else 0, len(self._scripts) - 1)]
@@ -91,7 +91,7 @@ class Recorded(LocalClient):
         self.cached: list[int] = []
 
     async def stream(
-        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+        self, submission: Submission, *, session: str | None = None, record: StreamRecord | None = None
     ) -> AsyncGenerator[list[Event], None]:
         self.submissions.append(submission)
         async for events in super().stream(submission):

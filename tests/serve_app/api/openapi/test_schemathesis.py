@@ -85,7 +85,7 @@ BEYOND_A_SCHEMA = re.compile(
     r"|characters together|at least 1 unless echo|item_reference to an item"
     r"|chat template|does not call tools|does not think"
     r"|should be a JSON object, written as a string|only allowed in a message of|calls a tool, and no message follows"
-    r"|but for an assistant's message|only allowed in an assistant's message"
+    r"|except in an assistant's message|only allowed in an assistant's message"
     r"|takes no images|parts are only allowed in a user's message"
     r"|should have exactly one of json|should begin with exactly one of the triggers|no structure begins with"
     r"|^(response_format|structured_outputs|json_schema|regex|ebnf|text\.format|output_\w+)\b.*: "  # for llguidance

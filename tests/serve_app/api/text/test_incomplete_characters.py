@@ -13,7 +13,7 @@ import pytest
 from engine.protocol import EngineError, ErrorCode, Event, FinishReason, Submission
 from serve_app.channel import migration
 from serve_app.channel.migration import Migration
-from serve_app.engines.engine_client import Course
+from serve_app.engines.engine_client import StreamRecord
 from tests.serve_app.harness import (
     CHAT,
     MODEL,
@@ -117,11 +117,11 @@ class _MovingClient(ScriptedClient):
         self._parts = parts
 
     async def stream(
-        self, submission: Submission, *, session: str | None = None, course: Course | None = None
+        self, submission: Submission, *, session: str | None = None, record: StreamRecord | None = None
     ) -> AsyncGenerator[list[Event], None]:
         attempts = iter([_Attempt(*part) for part in self._parts])
         moves = Migration(max_migrations=3, timeout_s=10, max_model_len=200)
-        async for item in moves.stream(submission, lambda rest, avoid: next(attempts), course):
+        async for item in moves.stream(submission, lambda rest, avoid: next(attempts), record):
             yield item
 
 
