@@ -107,5 +107,5 @@ def test_the_curve_names_what_it_was_fitted_to() -> None:
         rows[name] = {cell["size"]: cell["ms_p50"] for cell in native}
     fitted, matrix = rows["engine_step_vectors"], rows["engine_step"]
     assert re.findall(r"(\d+\.\d)(?: ms)? for (\d+)", told) == [(f"{ms:.1f}", str(size)) for size, ms in fitted.items()]
-    assert f"to {matrix[32] / matrix[1]:.1f} times" in told
+    assert f"32 rows take {matrix[32] / matrix[1]:.1f} times" in told
     assert f"this curve has {Costs(8).of(32):.1f}" in told
