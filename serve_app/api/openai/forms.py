@@ -46,6 +46,10 @@ class Form(Protocol):
         """The whole answer, of which each choice is one piece."""
         ...
 
+    async def keep(self, body: Json) -> None:
+        """Do what is to be done with a whole answer before it is sent."""
+        return
+
     def frames(self) -> Frames: ...
 
 
@@ -80,7 +84,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoicesForm:
+class ChoicesForm(Form):
     """OpenAI's bodies and chunks with `choices`."""
 
     envelope: Envelope

@@ -46,7 +46,7 @@ class Frames(Protocol):
         """Empty where the piece says nothing that can be told yet."""
         ...
 
-    def closing(self) -> bytes:
+    async def closing(self) -> bytes:
         """What goes after all choices, if none has failed."""
         ...
 
@@ -87,7 +87,7 @@ async def _send_answer(send: Send, first: Indexed, pieces: AsyncGenerator[Indexe
     await _send_piece(send, *first, frames)
     async for index, piece in pieces:
         await _send_piece(send, index, piece, frames)
-    if frame := frames.closing():
+    if frame := await frames.closing():
         await _send(send, frame)
 
 
@@ -131,7 +131,7 @@ class ChunkFrames:
             return self._encoded(index, piece)
         return before + encode_basestring_ascii(piece.text).encode() + after
 
-    def closing(self) -> bytes:
+    async def closing(self) -> bytes:
         """The usage; empty where nobody asked."""
         if not self._shown.at_end:
             return b""

@@ -135,11 +135,11 @@ class ResponseAnswer(Shape):
     model: str
     output: list[Output]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     reasoning: dict[str, str | None]
     """`effort`, where it has an effect."""
-    store: Literal[False]
-    """Nothing is kept."""
+    store: bool
+    """Whether it is kept. Until the answer has ended: whether it is meant to be."""
     temperature: float
     text: dict[str, Any]
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any]
