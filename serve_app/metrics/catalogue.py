@@ -235,7 +235,7 @@ INGRESS = (
         "chunkserve:responses_store_bytes",
         "Bytes that kept responses take. Several ingress replicas share one store, and each reports all of it.",
     ),
-    _ingress_counter("chunkserve:responses_store_queries", "Lookups of kept responses, one for each request."),
+    _ingress_counter("chunkserve:responses_store_queries", "Lookups of kept responses."),
     _ingress_counter("chunkserve:responses_store_hits", "Lookups of kept responses that found all they asked for."),
 )
 

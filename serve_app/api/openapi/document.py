@@ -20,7 +20,7 @@ _ERRORS = {
     400: "The request is wrong; the error names the field.",
     401: "The key is missing or unknown.",
     403: "The key is none of an administrator, there is no admin key, or the config does not allow what is asked.",
-    404: "There is no model, or no live request, of that name.",
+    404: "There is no model, live request or kept response of that name.",
     408: "The body did not arrive.",
     413: "The body is too large.",
     415: "The body is no JSON, or encoded.",

@@ -159,6 +159,21 @@ class ResponseAnswer(Shape):
     metadata: dict[str, str]
 
 
+class DeletedResponse(Shape):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ItemList(Shape):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    """Items as they were sent or answered, each with an id."""
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class ResponseEvent(Shape):
     """One of a stream; which fields there are beside the first two depends on the type."""
 

@@ -13,8 +13,9 @@ from serve_app.errors.api_error import ApiError, clip
 
 Json = dict[str, Any]
 
-_MOST = 100
-_ORDERS: tuple[Literal["asc", "desc"], ...] = ("asc", "desc")
+MAX_LISTED = 100
+_LIMITS = frozenset(map(str, range(1, MAX_LISTED + 1)))
+ORDERS: tuple[Literal["asc", "desc"], ...] = ("asc", "desc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,10 @@ class Page:
         ApiError: a value is none.
         """
         limit, order = query.get("limit", "20"), query.get("order", "desc")
-        if not (limit.isascii() and limit.isdecimal() and len(limit) <= len(str(_MOST)) and 1 <= int(limit) <= _MOST):
-            raise _wrong("limit", f"should be a number from 1 to {_MOST}", limit)
-        if order not in _ORDERS:
-            raise _wrong("order", f"should be one of {', '.join(_ORDERS)}", order)
+        if limit not in _LIMITS:
+            raise _wrong("limit", f"should be a number from 1 to {MAX_LISTED}", limit)
+        if order not in ORDERS:
+            raise _wrong("order", f"should be one of {', '.join(ORDERS)}", order)
         return cls(int(limit), "asc" if order == "asc" else "desc", query.get("after"))
 
     def cut(self, items: Sequence[Json]) -> Json:
