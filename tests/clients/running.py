@@ -44,6 +44,8 @@ class Program:
     """What the file says in the end."""
     refused: str = ""
     """What it asks for and does without once it is refused: each refusal says this, and no other is expected."""
+    is_recorded: bool = True
+    """Whether its requests can be replayed by themselves."""
     grows: bool = True
     """Whether each of its prompts begins with the one before."""
     prepare: Callable[[Path, Path], None] | None = None

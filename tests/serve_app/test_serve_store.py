@@ -19,11 +19,12 @@ from tests.support.serve_process import PYTHON_PROXY, members_of, serve_run
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 ARGS: dict[str, Any] = {"engine": {"executor": "fake"}, "ingress_replicas": 2, "ingress_num_cpus": 0.1}
+MODEL = "smollm2-135m-instruct"
 PATIENCE_S = 90
 
 
 def respond(server: Server, **fields: Any) -> httpx.Response:
-    body = {"model": server.model, "max_output_tokens": 4, **fields}
+    body = {"model": MODEL, "max_output_tokens": 4, **fields}
     return httpx.post(f"{server.url}/v1/responses", json=body, timeout=60)
 
 
