@@ -21,7 +21,7 @@ from serve_app.store.memory import LocalMemory
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 1.0
+ANSWER_S = 2.0
 """How long a request waits for the store, which answers in milliseconds."""
 PAUSE_S = 5.0
 """How long nobody asks after it has not answered: not each request waits for a store that is down."""

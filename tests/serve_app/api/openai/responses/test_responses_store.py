@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import openai
 import pytest
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseItem
+from pydantic import TypeAdapter
 
 from engine.protocol import EngineError, ErrorCode, FinishReason
 from serve_app.api.http.hint_header import HEADER
 from serve_app.api.ingress import create_app
 from serve_app.api.openai.responses.answer_schema import ResponseAnswer
+from serve_app.api.openai.responses.listing import listed
 from serve_app.api.requests.messages import MAX_TOOLS
 from serve_app.api.text.chat_template import ChatTemplate
 from serve_app.api.text.tokenizer import Tokenizer
@@ -26,6 +29,7 @@ from serve_app.store.entry import Entry
 from serve_app.store.memory import LocalMemory
 from tests.serve_app.api.generation.test_tools import CALL, TEMPLATE, THINKER, prompt_of, saying
 from tests.serve_app.api.openai.responses.test_responses import ASK, TOOLS, events, together, valid
+from tests.serve_app.api.test_end_to_end import openai_client
 from tests.serve_app.auth.test_auth import ANNS, BOBS, KEYS
 from tests.serve_app.harness import TIMEOUT_S, Answer, Exchange, ScriptedClient, failed, scheduled, tokens
 from tests.serve_app.store.test_bounded import Clock
@@ -36,6 +40,8 @@ MODEL = replace(THINKER, max_model_len=2**20)
 SETTINGS = ResponsesStoreSettings(max_mib=1, max_age_s=600)
 THINKING = f"<think>\nHm.\n</think>\n\nYes.{CALL}"
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
+SHOWN = {"role": "user", "content": [{"type": "input_text", "text": "look"}]}
+ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 BOTH_WAYS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 
@@ -437,3 +443,49 @@ async def test_every_field_that_a_response_had_is_there_when_it_is_asked_for_aga
     assert sorted(body) == sorted(told)
     Response.model_validate(body)
     ResponseAnswer.model_validate(body)
+
+
+async def test_openais_client_goes_on_from_a_response_and_reads_lists_and_deletes_it() -> None:
+    server = Server()
+    async with openai_client(server.app(saying(THINKING))) as client:
+        first = await client.responses.create(model=MODEL.id, input="one", tools=TOOLS)  # type: ignore[call-overload]
+        again = await client.responses.retrieve(first.id)
+        assert again.to_dict() == first.to_dict()
+        given = [OUTPUT, {"type": "item_reference", "id": first.output[0].id}, SHOWN]
+        second = await client.responses.create(model=MODEL.id, previous_response_id=first.id, input=given)
+        assert (second.previous_response_id, second.store) == (first.id, True)
+        listed = [item async for item in client.responses.input_items.list(second.id, limit=2, order="asc")]
+        assert [item.type for item in listed] == [
+            *("message", "reasoning", "message", "function_call"),
+            *("function_call_output", "reasoning", "message"),
+        ]
+        for item in listed:
+            ITEM.validate_json(item.to_json(exclude_unset=True), strict=True)
+        await client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError, match=first.id):
+            await client.responses.retrieve(first.id)
+        with pytest.raises(openai.BadRequestError, match="keeps a key's responses in memory") as refused:
+            await client.responses.create(model=MODEL.id, previous_response_id=first.id, input="x")
+        assert refused.value.code == "previous_response_not_found"
+
+
+def test_items_that_a_client_left_short_are_listed_as_openais_types_have_them() -> None:
+    texts = [
+        {"role": "developer", "content": "a"},
+        {"role": "assistant", "content": [{"type": "input_text", "text": "b"}]},
+        {"type": "reasoning"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "d"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": ""},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "e"},
+        {"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}], "id": None},
+    ]
+    items = listed("resp_0", [json.dumps(text).encode() for text in texts])
+    assert [item["id"] for item in items] == [f"item_0_{number}" for number in range(8)]
+    for item in items:
+        ITEM.validate_json(json.dumps(item), strict=True)
+
+
+def test_an_item_that_is_there_twice_is_listed_under_two_ids() -> None:
+    text = b'{"id": "msg_1", "role": "user", "content": "a"}'
+    assert [item["id"] for item in listed("resp_0", [text, text])] == ["msg_1", "item_0_1"]
