@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
@@ -16,6 +16,7 @@ from serve_app.api.anthropic import answer_schema as anthropic
 from serve_app.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from serve_app.api.openai import answer_schema as answers
 from serve_app.api.openai.responses import answer_schema as responses
+from serve_app.api.openai.responses.includes import Includable
 from serve_app.api.openai.responses.listing import MAX_LISTED, ORDERS
 from serve_app.api.openai.responses.schema import ResponsesRequest
 from serve_app.api.requests.deadline import HEADER as DEADLINE_HEADER
@@ -83,7 +84,7 @@ _INCLUDE: Parameter = {
     "name": "include",
     "in": "query",
     "description": "A hint.",
-    "schema": {"type": "array", "items": {"type": "string"}},
+    "schema": {"type": "array", "items": {"type": "string", "enum": list(get_args(Includable))}},
 }
 _PAGE: tuple[Parameter, ...] = (
     {

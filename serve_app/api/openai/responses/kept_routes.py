@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pydantic_core
 from starlette.middleware import Middleware
@@ -16,6 +16,7 @@ from starlette.routing import Route
 from serve_app.api.http.json_text import json_response
 from serve_app.api.http.offload import run_sized
 from serve_app.api.openai.responses.earlier import how_long
+from serve_app.api.openai.responses.includes import Includable
 from serve_app.api.openai.responses.listing import Page, listed
 from serve_app.api.requests.hints import UNSUPPORTED, ignore_or_refuse
 from serve_app.auth.keys import tenant_of
@@ -86,9 +87,12 @@ class KeptRoutes:
 
 
 def _check_query(request: Request, known: Sequence[str]) -> None:
-    for name in request.query_params:
-        if name in _INCLUDE:
-            ignore_or_refuse("include", "include: a kept response tells what it told at first", "include")
+    for name, value in request.query_params.multi_items():
+        if name in _INCLUDE and value in get_args(Includable):
+            ignore_or_refuse(f"include.{value}", "include: a kept response tells what it told at first", "include")
+        elif name in _INCLUDE:
+            text = f"include: should be one of {', '.join(get_args(Includable))}, but it is {clip(value, _ID_CHARS)!r}"
+            raise ApiError(400, text, param="include", code="invalid_value")
         elif name not in known:
             text = f"{clip(name, _ID_CHARS)}: this parameter is not known to the server"
             raise ApiError(400, text, param=name, code="unknown_parameter")
