@@ -30,7 +30,9 @@ ENTRIES: dict[str, Entry] = {
     ),
     "admin_key_required": Entry((403,), "An admin route, and the key is a user's.", "Send the admin key."),
     "body_too_large": Entry(
-        (413,), "The body has more than `max_body_bytes`.", "Send less, or raise the setting. Images count in base64."
+        (413,),
+        "The body has more than `max_body_bytes`, with what it refers to of kept responses.",
+        "Send less, or raise the setting. Images count in base64.",
     ),
     "client_too_slow": Entry(
         (408,),
@@ -88,6 +90,12 @@ ENTRIES: dict[str, Entry] = {
         "A field has an invalid value.",
         "`param` names the field, the message the limit and the value.",
     ),
+    "item_not_found": Entry(
+        (400,),
+        "An `item_reference` names an item that is neither in the request nor kept: its response was made with another "
+        "key or with `store: false`, or is kept no longer.",
+        "Send the item itself; with `store: false`, clients do. See Responses that are kept.",
+    ),
     "lora_updates_disabled": Entry(
         (403,), "Adapters cannot be changed while this server runs.", "Set `allow_lora_updates`."
     ),
@@ -121,10 +129,21 @@ ENTRIES: dict[str, Entry] = {
         "The ingress replica that held the connection went away.",
         "Send the request again. If it happens often, look at the node's memory.",
     ),
+    "previous_response_not_found": Entry(
+        (400,),
+        "`previous_response_id`, or a response that it goes on from, is not kept: it was made with another key or with "
+        "`store: false`, or is kept no longer.",
+        "Send the whole conversation, or raise `responses_store.max_age_s` or `max_mib`.",
+    ),
     "request_not_found": Entry(
         (404,), "There is no running request of this id.", "It may have ended. Use an answer's `id` or `X-Request-Id`."
     ),
     "request_timeout": Entry((408,), "Headers or body arrived too slowly.", "Send faster; see HTTP limits."),
+    "response_not_found": Entry(
+        (404,),
+        "No response of this id is kept: it was made with another key or with `store: false`, or is kept no longer.",
+        "Raise `responses_store.max_age_s` or `max_mib`.",
+    ),
     "service_unavailable": Entry(
         (503,),
         "No ingress replica accepts requests at the moment.",

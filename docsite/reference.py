@@ -20,6 +20,7 @@ from serve_app.settings.application import AppSettings
 from serve_app.settings.auth import ApiKey, AuthSettings
 from serve_app.settings.cors import CorsSettings
 from serve_app.settings.images import ImageSettings
+from serve_app.settings.responses_store import ResponsesStoreSettings
 from serve_app.settings.routing import RoutingSettings
 from serve_app.settings.scaling import AutoscalingSettings
 from serve_app.settings.tracing import TracingSettings
@@ -43,6 +44,7 @@ SECTIONS: dict[type, str] = {
     AdmissionSettings: "`args.admission`: what is admitted, and what waits",
     TracingSettings: "`args.tracing`: spans of requests",
     ImageSettings: "`args.images`: images in requests",
+    ResponsesStoreSettings: "`args.responses_store`: responses that are kept",
     AuthSettings: "`args.auth`: keys",
     ApiKey: "`args.auth.keys`: an API key",
     CorsSettings: "`args.cors`: web pages",

@@ -1,4 +1,5 @@
-"""Builds the application of `serve run config.yaml`: an ingress deployment over an engine deployment.
+"""Builds the application of `serve run config.yaml`: an ingress deployment over an engine deployment, and with several
+ingress replicas a store of responses that they share.
 Never does work at import or build time; models are read in the replicas that need them."""
 
 # No `from __future__ import annotations` here: Ray reads the builder's annotation to validate `args:`.
@@ -9,10 +10,12 @@ from serve_app.replicas.deployment import EngineReplica, IngressReplica
 from serve_app.routing.router import router_config
 from serve_app.scaling.policy import deployment_options
 from serve_app.settings.application import CONTROL_CALLS, AppSettings
+from serve_app.store.shared import StoreReplica
 from serve_app.tracing.export import check_exporter
 
 # Serve kills a replica that still drains this long after its drain timeout, at which the ingress ends its streams.
 _DRAIN_MARGIN_S = 15
+_STORE_SHUTDOWN_S = 2
 
 
 def build(args: AppSettings) -> Application:
@@ -36,4 +39,16 @@ def build(args: AppSettings) -> Application:
         graceful_shutdown_timeout_s=shutdown_s,
         ray_actor_options={"num_cpus": args.ingress_num_cpus},
     )(serve.ingress()(IngressReplica))
-    return ingress.bind(args, engine.bind(args))
+    return ingress.bind(args, engine.bind(args), _shared_store(args) if args.shares_responses else None)
+
+
+def _shared_store(args: AppSettings) -> Application:
+    """In one process, which holds nothing back at its end: what it keeps is gone then."""
+    store = serve.deployment(
+        name="ResponsesStore",
+        num_replicas=1,
+        max_ongoing_requests=args.ingress_replicas * args.ingress_capacity,
+        graceful_shutdown_timeout_s=_STORE_SHUTDOWN_S,
+        ray_actor_options={"num_cpus": 0},
+    )(StoreReplica)
+    return store.bind(args.responses_store)

@@ -38,13 +38,14 @@ from serve_app.api.http.cors import cors_middleware
 from serve_app.api.http.generation_response import GenerationResponses
 from serve_app.api.http.hint_header import TellsHints
 from serve_app.api.http.json_text import json_response
-from serve_app.api.http.offload import INLINE_SIZE, run_sized
+from serve_app.api.http.offload import run_sized
 from serve_app.api.measuring import FACTS, TIMES, MeasuresRequests
 from serve_app.api.openai.choices import Choices
 from serve_app.api.openai.embeddings import prepare_embeddings, read_embeddings
 from serve_app.api.openai.forms import Answering, Asked, RequestT, read_chat, read_completion
 from serve_app.api.openai.model_list import model_json, models_json
-from serve_app.api.openai.responses.form import read_response
+from serve_app.api.openai.responses.form import ResponseReader
+from serve_app.api.openai.responses.kept_routes import KeptRoutes
 from serve_app.api.openai.responses.sealing import Seal
 from serve_app.api.openai.sse import send_stream
 from serve_app.api.openai.text_routes import TextRoutes
@@ -70,6 +71,7 @@ from serve_app.page.route import page_route
 from serve_app.parsing.reasoning_parsers import reasoning_parser
 from serve_app.settings.cors import CorsSettings
 from serve_app.settings.instance import instance_headers
+from serve_app.store.memory import AnswerMemory
 
 MAX_BODY_BYTES = 4 * 2**20
 """About a million tokens of text; a body is held in memory while it is read and parsed."""
@@ -83,7 +85,18 @@ SSE_KEEP_ALIVE_S = 15.0
 FLOAT_CHARS = 20
 """Approximate length of a vector's number as JSON."""
 
+Read = Callable[[bytes, str], Awaitable[Asked[RequestT]]]
+"""Of a body, and the name of the tenant that sent it."""
 Prepare = Callable[[RequestT, str, Tokenizer, ServedModel], Awaitable[list[list[Prepared]]]]
+
+
+def _at_once(read: Callable[[bytes], Asked[RequestT]]) -> Read[RequestT]:
+    """One that needs nothing but the body."""
+
+    async def read_body(body: bytes, _tenant: str) -> Asked[RequestT]:
+        return await run_sized(len(body), lambda: read(body))
+
+    return read_body
 
 
 class _Generate(Generic[RequestT]):
@@ -93,17 +106,14 @@ class _Generate(Generic[RequestT]):
     def __init__(
         self,
         context: _Context,
-        read: Callable[[bytes], Asked[RequestT]],
+        read: Read[RequestT],
         prepare: Prepare[RequestT],
         id_prefix: str,
-        least_size: int = 0,
     ) -> None:
-        """`least_size`: the least size to assume for the work of reading a body, however short the body is."""
         self._context = context
-        self._read: Callable[[bytes], Asked[RequestT]] = read
+        self._read: Read[RequestT] = read
         self._prepare: Prepare[RequestT] = prepare
         self._id_prefix = id_prefix
-        self._least_size = least_size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = now()
@@ -123,7 +133,7 @@ class _Generate(Generic[RequestT]):
 
     async def _answer(self, admitted: _Admitted, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        asked = await run_sized(max(len(body), self._least_size), lambda: self._read(body))
+        asked = await self._read(body, admitted.ticket.tenant.name)
         request = asked.request
         admitted.until(deadline_of(admitted.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
         admitted.times.num_choices = request.num_choices
@@ -155,7 +165,9 @@ class _Generate(Generic[RequestT]):
             size += sum(score_chars(prompt.scores or ()) for prompt in choices.prompts)
             size += FLOAT_CHARS * sum(map(len, choices.vectors))
             size += sum(len(prompt.token_ids) for prompt in choices.prompts)
-            made = await run_sized(size, lambda: json_response(form.body(pieces)))
+            body = await run_sized(size, lambda: form.body(pieces))
+            await form.keep(body)
+            made = await run_sized(size, lambda: json_response(body))
             await made(scope, receive, send)
 
     async def _start(self, request: RequestT, admitted: _Admitted, session: str | None, model: ServedModel) -> Choices:
@@ -308,6 +320,7 @@ def create_app(
     strict: bool = False,
     drop_billing_header: bool = True,
     seal: Seal | None = None,
+    memory: AnswerMemory | None = None,
     cors: CorsSettings | None = None,
 ) -> Starlette:
     """Build the app. It has no state besides its arguments, so that replicas are interchangeable. Without `gate` it
@@ -315,7 +328,8 @@ def create_app(
     request is traced; without `engine_load` load balancers are told nothing. `adapters` may change later, through the
     adapter routes or from other replicas. `strict`: refuse hints that have no effect. `drop_billing_header`: keep
     Claude Code's billing header out of prompts. `seal`: encrypts a response's thoughts; without it they are not
-    returned encrypted. `cors`: the web pages of other servers that may use the API."""
+    returned encrypted. `memory`: keeps responses; without it none is kept. `cors`: the web pages of other servers that
+    may use the API."""
     keys, gate, adapters = keys or Keys(), gate or Gate(), adapters or AdapterNames(model)
     context = _Context(client, tokenizer, model, max_body_bytes, gate, live or LiveRequests(), adapters, engine_load)
     recorder = recorder or IngressRecorder(gate)
@@ -328,13 +342,12 @@ def create_app(
         Middleware(MeasuresRequests, recorder=recorder, trace=trace),
     ]
     read_message = partial(read_messages, tokenizer=tokenizer, model=model, drop_billing_header=drop_billing_header)
-    chat = _Generate(context, read_chat, prepare_chat, "chatcmpl-")
-    completions = _Generate(context, read_completion, prepare_completion, "cmpl-")
-    messages = _Generate(context, read_message, prepare_chat, "msg_")
-    read = partial(read_response, model=model, tokenizer=tokenizer, seal=seal)
-    # Even a short body may have a tool's grammar. Its translation takes tens of milliseconds: never on the event loop.
-    responses = _Generate(context, read, prepare_chat, "resp_", least_size=INLINE_SIZE + 1)
-    embeddings = _Generate(context, read_embeddings, prepare_embeddings, "embd-")
+    chat = _Generate(context, _at_once(read_chat), prepare_chat, "chatcmpl-")
+    completions = _Generate(context, _at_once(read_completion), prepare_completion, "cmpl-")
+    messages = _Generate(context, _at_once(read_message), prepare_chat, "msg_")
+    reader = ResponseReader(model, tokenizer, seal, memory, max_body_bytes)
+    responses = _Generate(context, reader.read, prepare_chat, "resp_")
+    embeddings = _Generate(context, _at_once(read_embeddings), prepare_embeddings, "embd-")
     count = CountTokens(tokenizer, model, max_body_bytes, adapters, drop_billing_header).answer
     app = Starlette(
         routes=[
@@ -352,6 +365,7 @@ def create_app(
             Route("/load", context.load, middleware=guard),
             activity_route(client, model.id),
             page_route(),
+            *KeptRoutes(memory, max_body_bytes).routes(reading),
             *TextRoutes(tokenizer, model, max_body_bytes, adapters).routes(guard, reading),
             *about_routes(keys),
             *Admin(client, context.gate, context.live).routes(keys),

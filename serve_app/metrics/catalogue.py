@@ -226,6 +226,17 @@ INGRESS = (
         "chunkserve:router_overlap_tokens",
         "Prompt tokens that the router expected in the prefix cache of the engine that it chose.",
     ),
+    # Of one store for all ingress replicas, where there are several: each tells what it last heard.
+    _ingress_gauge(
+        "chunkserve:responses_store_entries",
+        "Responses that are kept. Several ingress replicas share one store, and each reports all of it.",
+    ),
+    _ingress_gauge(
+        "chunkserve:responses_store_bytes",
+        "Bytes that kept responses take. Several ingress replicas share one store, and each reports all of it.",
+    ),
+    _ingress_counter("chunkserve:responses_store_queries", "Lookups of kept responses."),
+    _ingress_counter("chunkserve:responses_store_hits", "Lookups of kept responses that found all they asked for."),
 )
 
 MISSING = "chunkserve:replicas_missing"

@@ -13,6 +13,7 @@ from serve_app.metrics import overlap
 from serve_app.metrics.catalogue import INGRESS
 from serve_app.metrics.channel_counts import ChannelCounts
 from serve_app.metrics.request_times import RequestTimes
+from serve_app.metrics.store_counts import StoreCounts
 from serve_app.metrics.values import Histogram, Sample
 
 Outcome = Literal["complete", "error", "incomplete", "client_gone"]
@@ -22,9 +23,10 @@ _REFUSALS = ("queue_full", "rate_limit_exceeded", "draining", "engine_dead")
 
 
 class IngressRecorder:
-    def __init__(self, gate: Gate, channel: ChannelCounts | None = None) -> None:
+    def __init__(self, gate: Gate, channel: ChannelCounts | None = None, store: StoreCounts | None = None) -> None:
         self._gate = gate
         self._channel = channel or ChannelCounts()
+        self._store = store or StoreCounts()
         self._outcomes: Counter[str] = Counter(dict.fromkeys(_OUTCOMES, 0))
         self._refusals: Counter[str] = Counter(dict.fromkeys(_REFUSALS, 0))
         self._ignored: Counter[str] = Counter()
@@ -77,5 +79,9 @@ class IngressRecorder:
             "channel_completions": channel.completions,
             "router_prompt_tokens": prompt_tokens,
             "router_overlap_tokens": overlap_tokens,
+            "responses_store_entries": self._store.num_entries,
+            "responses_store_bytes": self._store.num_bytes,
+            "responses_store_queries": self._store.queries,
+            "responses_store_hits": self._store.hits,
         }
         return [Sample(f"chunkserve:{name}", (), value) for name, value in values.items()]

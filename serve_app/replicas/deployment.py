@@ -40,6 +40,7 @@ from serve_app.metrics.activity import IngressActivity
 from serve_app.metrics.channel_counts import ChannelCounts
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.ingress_recorder import IngressRecorder
+from serve_app.metrics.store_counts import StoreCounts
 from serve_app.metrics.values import ReplicaSamples, encode
 from serve_app.parsing.choice import chosen_parser
 from serve_app.parsing.reasoning_parsers import suggest_reasoning_parser
@@ -50,6 +51,8 @@ from serve_app.routing.stats import RoutingReporter
 from serve_app.scaling.signals import EngineSignals
 from serve_app.settings.application import AppSettings
 from serve_app.settings.features import refused_images
+from serve_app.store.memory import AnswerMemory, LocalMemory
+from serve_app.store.shared import SharedMemory
 from serve_app.tracing.export import make_tracer
 
 HTTP_API = "serve_app.api.ingress"
@@ -204,7 +207,10 @@ class EngineReplica:
 class IngressReplica:
     """Runs the HTTP side, with an ASGI app of its own in each replica."""
 
-    async def __init__(self, settings: AppSettings, engine: DeploymentHandle) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, settings: AppSettings, engine: DeploymentHandle, store: DeploymentHandle | None = None
+    ) -> None:
+        """`store`: of responses, where all ingress replicas share one."""
         log_as_serve_does()
         self._settings = settings
         self._tokenizer, created = await asyncio.to_thread(_load_tokenizer, settings)
@@ -229,7 +235,9 @@ class IngressReplica:
             calls, others, receiver, migration, lambda: self._gate.num_waiting, may_sleep=may_sleep, large=engine
         )
         self._gate = Gate(settings.gate_policy, num_engines)
-        self._recorder = IngressRecorder(self._gate, counts)
+        stored = StoreCounts()
+        self._memory = _memory(settings, store, stored)
+        self._recorder = IngressRecorder(self._gate, counts, stored)
         self._loop = asyncio.get_running_loop()
         self._roll_call = asyncio.ensure_future(call_the_roll(engine, receiver))
         self._watchdog = Watchdog(settings.hang_timeout_s)
@@ -282,6 +290,7 @@ class IngressReplica:
             drop_billing_header=self._settings.drop_billing_header,
             cors=self._settings.cors,
             seal=make_seal(self._settings.reasoning_keys, self._settings.ingress_replicas),
+            memory=self._memory,
         )
 
     def _use_new_engines(self) -> None:
@@ -327,6 +336,13 @@ class IngressReplica:
         existed."""
         if tracer := getattr(self, "_tracer", None):
             tracer.shutdown()
+
+
+def _memory(settings: AppSettings, store: DeploymentHandle | None, counts: StoreCounts) -> AnswerMemory | None:
+    """None: nothing is kept."""
+    if store is not None:
+        return SharedMemory(store, settings.responses_store, counts)
+    return LocalMemory(settings.responses_store, counts) if settings.responses_store.max_bytes else None
 
 
 def _image_intake(settings: AppSettings, resolved: ResolvedConfig) -> ImageIntake | None:

@@ -17,6 +17,7 @@ from serve_app.settings.features import APP_RULES
 from serve_app.settings.images import ImageSettings
 from serve_app.settings.limits import GatePolicy, Limits
 from serve_app.settings.names import NameSettings
+from serve_app.settings.responses_store import ResponsesStoreSettings
 from serve_app.settings.routing import RoutingSettings
 from serve_app.settings.scaling import AutoscalingSettings, SignalSettings
 from serve_app.settings.tracing import TracingSettings
@@ -164,6 +165,9 @@ class AppSettings(NameSettings):
         "`-` for each `+` and `_` for each `/`. The first key encrypts, and all of them decrypt. Unset: an ingress "
         "replica makes a key when it starts; with more than one replica, reasoning is not encrypted.",
     )
+    responses_store: ResponsesStoreSettings = Field(
+        default_factory=ResponsesStoreSettings, description="Answers of /v1/responses that requests may refer to."
+    )
     auth: AuthSettings = Field(default_factory=AuthSettings, description="API keys and the admin key.")
     cors: CorsSettings = Field(default_factory=CorsSettings, description="Web pages that may use the API.")
     max_body_bytes: int = Field(
@@ -204,6 +208,11 @@ class AppSettings(NameSettings):
     @property
     def most_engines(self) -> int:
         return self.engine_replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+    @property
+    def shares_responses(self) -> bool:
+        """Whether several ingress replicas keep responses, which is then done in one place for all."""
+        return self.ingress_replicas > 1 and self.responses_store.max_bytes > 0
 
     @property
     def signals(self) -> SignalSettings:

@@ -1,5 +1,6 @@
 // Owns the task of tasks.py through Vercel's AI SDK: ai_sdk.mjs PROVIDER generate|stream|object|image URL MODEL, in the
-// project's directory; `object` reports, and `image` looks at a picture. Never reaches another host.
+// project's directory; `object` reports, and `image` looks at a picture. The provider `openai` brings its items along, and
+// `openai-stored`, by the SDK's own default, refers to those that the server keeps. Never reaches another host.
 import { execSync } from 'node:child_process'
 import { readFileSync, writeFileSync } from 'node:fs'
 import { createRequire } from 'node:module'
@@ -15,6 +16,10 @@ const options = { apiKey: 'none', baseURL: `${url}/v1` }
 const effort = { openai: { reasoningEffort: 'low', store: false, include: ['reasoning.encrypted_content'] } }
 const providers = {
   openai: async () => [(await load('@ai-sdk/openai')).createOpenAI(options).responses(modelName), effort],
+  'openai-stored': async () => [
+    (await load('@ai-sdk/openai')).createOpenAI(options).responses(modelName),
+    { openai: { reasoningEffort: 'low' } },
+  ],
   'openai-chat': async () => [(await load('@ai-sdk/openai')).createOpenAI(options).chat(modelName), {}],
   anthropic: async () => [
     (await load('@ai-sdk/anthropic')).createAnthropic(options)(modelName),

@@ -36,7 +36,7 @@ def ai_sdk(provider: str, mode: str, part: Callable[[Path], Part], **fields: Any
     return Program(command=command, part=part, **fields)
 
 
-AI_SDK = {
+_WITH_ITEMS = {
     f"ai-sdk-{provider}-{mode}": ai_sdk(provider, mode, part, **fields)
     for provider in PROVIDERS
     for mode, part, fields in (
@@ -46,6 +46,14 @@ AI_SDK = {
         ("image", by_sight, {"leaves": BEFORE, "prepare": draw}),
     )
 }
+
+_WITH_REFERENCES = {
+    f"ai-sdk-openai-stored-{mode}": ai_sdk("openai-stored", mode, by_functions, is_recorded=False)
+    for mode in ("generate", "stream")
+}
+"""They refer to what the server keeps: each request has ids of its server's answers."""
+
+AI_SDK = _WITH_ITEMS | _WITH_REFERENCES
 
 BY_FUNCTIONS = """
 openai_chat openai_chat_whole openai_responses openai_responses_whole anthropic_messages anthropic_messages_whole

@@ -32,10 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tests.clients.record",
         description="Have the client programs do their tasks, and keep the requests that they send.",
     )
-    parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"of: {', '.join(ALL)}; all of them by default")
+    parser.add_argument(
+        "programs", nargs="*", metavar="PROGRAM", help=f"of: {', '.join(ALL)}; by default all that can be replayed"
+    )
     failed = 0
     RECORDED.mkdir(exist_ok=True)
-    for name in parser.parse_args(arguments).programs or ALL:
+    recorded = [name for name, program in ALL.items() if program.is_recorded]
+    for name in parser.parse_args(arguments).programs or recorded:
         with tempfile.TemporaryDirectory() as directory:
             outcome = perform(ALL[name], Path(directory))
             if outcome.refused or outcome.returncode:

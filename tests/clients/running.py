@@ -46,6 +46,8 @@ class Program:
     refused: str = ""
     """What the program asks for and does without once it is refused. Each refusal says this, and no other is
     expected."""
+    is_recorded: bool = True
+    """Whether its requests can be replayed by themselves."""
     grows: bool = True
     """Whether each of the program's prompts begins with the one before."""
     prepare: Callable[[Path, Path], None] | None = None

@@ -25,6 +25,8 @@ from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.engines.engine_client import ServedModel
 from serve_app.images.intake import ImageIntake
 from serve_app.settings.images import ImageSettings
+from serve_app.settings.responses_store import ResponsesStoreSettings
+from serve_app.store.memory import LocalMemory
 from tests.clients.scripted_model import IMAGE, Part, ScriptedModel, use_template
 
 MODEL = "qwen3-scripted"
@@ -123,7 +125,9 @@ def served_model() -> ServedModel:
 @contextmanager
 def scripted_server(part: Part) -> Iterator[ScriptedServer]:
     model = ScriptedModel(tokenizer(), part)
-    recorder = Recorder(create_app(model, tokenizer(), served_model(), seal=Seal([KEY])))
+    recorder = Recorder(
+        create_app(model, tokenizer(), served_model(), seal=Seal([KEY]), memory=LocalMemory(ResponsesStoreSettings()))
+    )
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(recorder, log_level="error", access_log=False, ws="none", lifespan="off")
     server = uvicorn.Server(config)

@@ -12,7 +12,7 @@ from serve_app.api.anthropic.message import Json, block_json, message_json, stop
 from serve_app.api.anthropic.schema import MessagesRequest
 from serve_app.api.generation.blocks import BlockReader
 from serve_app.api.generation.completion import Piece
-from serve_app.api.openai.forms import Answering, Asked
+from serve_app.api.openai.forms import Answering, Asked, Form
 from serve_app.api.openai.sse import Frames
 from serve_app.api.requests.schema import ChatRequest, parse_request
 from serve_app.api.text.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ from serve_app.engines.engine_client import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
-class MessageForm:
+class MessageForm(Form):
     answering: Answering
     request: ChatRequest
 

@@ -47,7 +47,7 @@ class MessageFrames:
         steps = self._blocks.read(piece.text, last=piece.finish_reason is not None)
         return b"".join(map(self._step, steps))
 
-    def closing(self) -> bytes:
+    async def closing(self) -> bytes:
         delta = stop_json(self._last, has_called=self._blocks.has_called)
         usage = usage_json(self._choices.usage)
         return _frame("message_delta", delta=delta, usage=usage, context_management=None) + _frame("message_stop")

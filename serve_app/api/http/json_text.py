@@ -22,7 +22,11 @@ _plain = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", 
 
 def json_response(value: Any) -> Response:
     """Make a response like Starlette's JSONResponse, but write its body in steps."""
-    return Response(written(value, _plain), media_type="application/json")
+    return Response(json_bytes(value), media_type="application/json")
+
+
+def json_bytes(value: Any) -> bytes:
+    return written(value, _plain).encode()
 
 
 def written(value: Any, encode: Encode) -> str:

@@ -14,7 +14,7 @@ from engine.protocol import SamplingParams, Submission
 from serve_app.api.generation.completion import Piece
 from serve_app.api.generation.submission import Prepared, answer_tokens, encode_prompt, prompt_too_long, truncated
 from serve_app.api.openai.choices import Choices
-from serve_app.api.openai.forms import Answering, Asked
+from serve_app.api.openai.forms import Answering, Asked, Form
 from serve_app.api.openai.response import Json
 from serve_app.api.openai.sse import Frames
 from serve_app.api.requests.embedding_schema import EmbeddingRequest
@@ -67,7 +67,7 @@ async def prepare_embeddings(
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingForm:
+class EmbeddingForm(Form):
     """Answers with OpenAI's list of embeddings, each of length 1."""
 
     model_id: str

@@ -46,6 +46,10 @@ class Form(Protocol):
         """Write the whole answer. `pieces`: each choice as one piece."""
         ...
 
+    async def keep(self, body: Json) -> None:
+        """Do what is to be done with a whole answer before it is sent."""
+        return
+
     def frames(self) -> Frames: ...
 
 
@@ -80,7 +84,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoicesForm:
+class ChoicesForm(Form):
     """Answers with OpenAI's bodies and chunks that have `choices`."""
 
     envelope: Envelope

@@ -46,7 +46,7 @@ class Frames(Protocol):
         """Write the frames of a piece; empty if it has nothing to show yet."""
         ...
 
-    def closing(self) -> bytes:
+    async def closing(self) -> bytes:
         """Write what follows all choices, if none has failed."""
         ...
 
@@ -88,7 +88,7 @@ async def _send_answer(send: Send, first: Indexed, pieces: AsyncGenerator[Indexe
     await _send_piece(send, *first, frames)
     async for index, piece in pieces:
         await _send_piece(send, index, piece, frames)
-    if frame := frames.closing():
+    if frame := await frames.closing():
         await _send(send, frame)
 
 
@@ -132,7 +132,7 @@ class ChunkFrames:
             return self._encoded(index, piece)
         return before + encode_basestring_ascii(piece.text).encode() + after
 
-    def closing(self) -> bytes:
+    async def closing(self) -> bytes:
         """Write the usage; empty if it was not requested."""
         if not self._shown.at_end:
             return b""

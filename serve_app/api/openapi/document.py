@@ -20,7 +20,7 @@ _ERRORS = {
     400: "The request is wrong; the error names the field.",
     401: "The key is missing or unknown.",
     403: "The key is not an admin key, the server has no admin key, or the config does not allow the operation.",
-    404: "No model, or no live request, has that name.",
+    404: "No model, live request or kept response has that name.",
     408: "The body did not arrive.",
     413: "The body is too large.",
     415: "The body is not JSON, or has a content encoding.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
@@ -16,6 +16,8 @@ from serve_app.api.anthropic import answer_schema as anthropic
 from serve_app.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from serve_app.api.openai import answer_schema as answers
 from serve_app.api.openai.responses import answer_schema as responses
+from serve_app.api.openai.responses.includes import Includable
+from serve_app.api.openai.responses.listing import MAX_LISTED, ORDERS
 from serve_app.api.openai.responses.schema import ResponsesRequest
 from serve_app.api.requests.deadline import HEADER as DEADLINE_HEADER
 from serve_app.api.requests.deadline import MAX_TIMEOUT_MS
@@ -34,7 +36,7 @@ class Operation:
     framing. `media_type`: that of a 200, "" for an empty one. `errors`: the statuses besides 500 and those that follow
     from `needs`. `tells_hints`: a header of each answer may name the request's ignored hints."""
 
-    method: Literal["get", "post"] = "get"
+    method: Literal["get", "post", "delete"] = "get"
     path: str
     summary: str
     needs: Literal["nothing", "api key", "admin key"] = "api key"
@@ -71,6 +73,34 @@ _MODEL_ID: Parameter = {
     "description": "The name may have slashes.",
     "schema": {"type": "string"},
 }
+_RESPONSE_ID: Parameter = {
+    "name": "response_id",
+    "in": "path",
+    "required": True,
+    "description": "Of a response that is kept.",
+    "schema": {"type": "string"},
+}
+_INCLUDE: Parameter = {
+    "name": "include",
+    "in": "query",
+    "description": "A hint.",
+    "schema": {"type": "array", "items": {"type": "string", "enum": list(get_args(Includable))}},
+}
+_PAGE: tuple[Parameter, ...] = (
+    {
+        "name": "limit",
+        "in": "query",
+        "description": "Most items of one answer.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": 20},
+    },
+    {
+        "name": "order",
+        "in": "query",
+        "description": "From the first or from the last.",
+        "schema": {"type": "string", "enum": list(ORDERS), "default": "desc"},
+    },
+    {"name": "after", "in": "query", "description": "The item before, by its id.", "schema": {"type": "string"}},
+)
 
 
 def _generation(
@@ -112,7 +142,7 @@ def _adapters(verb: str, summary: str, body: type[BaseModel]) -> Operation:
 
 _CHAT = "Answer a conversation, whole or as a stream."
 _COMPLETE = "Continue a text, whole or as a stream."
-_RESPOND = "Answer items, whole or as a stream; nothing is stored."
+_RESPOND = "Answer items, whole or as a stream, and keep the answer for requests that refer to it."
 _MESSAGE = "Answer a conversation as Anthropic's API does, whole or as a stream."
 _COUNT = "Count the tokens of a conversation's prompt."
 _NAMED_EVENTS = "`event: <type>` and `data: <JSON>` each, comments in between"
@@ -125,6 +155,31 @@ _VERSIONED: tuple[Operation, ...] = (
     replace(
         _generation("/v1/responses", _RESPOND, ResponsesRequest, responses.ResponseAnswer, responses.ResponseEvent),
         events=_NAMED_EVENTS,
+    ),
+    Operation(
+        path="/v1/responses/{response_id}",
+        summary="A response that is kept.",
+        answer=responses.ResponseAnswer,
+        errors=(400, 404),
+        parameters=(_RESPONSE_ID, _INCLUDE),
+        tells_hints=True,
+    ),
+    Operation(
+        method="delete",
+        path="/v1/responses/{response_id}",
+        summary="Keep a response no longer.",
+        answer=responses.DeletedResponse,
+        errors=(404,),
+        parameters=(_RESPONSE_ID,),
+        tells_hints=True,
+    ),
+    Operation(
+        path="/v1/responses/{response_id}/input_items",
+        summary="What a response that is kept was made from, with the conversation before it.",
+        answer=responses.ItemList,
+        errors=(400, 404),
+        parameters=(_RESPONSE_ID, *_PAGE, _INCLUDE),
+        tells_hints=True,
     ),
     replace(
         _generation("/v1/messages", _MESSAGE, MessagesRequest, anthropic.MessageAnswer, anthropic.Event),

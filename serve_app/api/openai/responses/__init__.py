@@ -1,7 +1,8 @@
-"""OpenAI's Responses API without its memory: its requests as chat requests, its form of answers.
+"""OpenAI's Responses API: its requests as chat requests, its form of answers, and answers that later requests refer to.
 
-Start with `conversation`, which turns a request into a chat, and `form`, which turns the answer back. `items` and
-`turns` read the input, `toolbox` presents its tools to the model, and `frames` are the events of a stream.
+Start with `form`, which reads a request and has its answer: `earlier` finds what it goes on from, `conversation` turns
+it into a chat, and `keeping` keeps the answer. `items` and `turns` read the input, `toolbox` presents its tools to the
+model, and `frames` are the events of a stream. `kept_routes` are the routes to answers that are kept.
 
-Never keeps a response: each request carries the whole conversation.
+Never keeps an answer itself, nor decides for how long: `serve_app.store` does.
 """

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from serve_app.api.generation.blocks import Block
 from serve_app.api.openai.forms import Answering
+from serve_app.api.openai.responses.keeping import Keeping
 from serve_app.api.openai.responses.output import OutputItems
 from serve_app.api.openai.responses.response import Json, ending_json, response_json, usage_json
 from serve_app.api.openai.responses.schema import ResponsesRequest
@@ -18,23 +19,36 @@ from serve_app.errors.api_error import ApiError
 
 class Answer:
     def __init__(
-        self, request: ResponsesRequest, toolbox: Toolbox, answering: Answering, seal: Seal | None = None
+        self,
+        request: ResponsesRequest,
+        toolbox: Toolbox,
+        answering: Answering,
+        seal: Seal | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
+        """`keeping`: of a response that is to be kept."""
         self._request = request
         self._toolbox = toolbox
         self._answering = answering
+        self._keeping = keeping
         self._created = int(time.time())
         self.id = answering.request_id
         self.items = OutputItems(self.id, toolbox, seal)
 
     def begun(self) -> Json:
-        return response_json(self._request, self._toolbox, self.id, self._created, self._answering.model.id)
+        store, model = self._keeping is not None, self._answering.model.id
+        return response_json(self._request, self._toolbox, self.id, self._created, model, store=store)
 
     def ended(self, blocks: Sequence[Block], *, cut_off: bool) -> Json:
         usage = usage_json(self._answering.choices.usage, self._answering.choices.reasoning_tokens or 0)
         return self.begun() | ending_json(cut_off=cut_off, blocks=blocks, items=self.items, usage=usage)
 
+    async def keep(self, response: Json) -> None:
+        """Keep a response that has ended, if it is to be kept, and let it say whether it is."""
+        if self._keeping is not None:
+            response["store"] = await self._keeping.keep(response)
+
     def failed(self, error: ApiError) -> Json:
         """OpenAI's own code of it is one of a few; ours is in the error's event."""
         told = {"code": "server_error", "message": error.message}
-        return self.begun() | {"status": "failed", "error": told}
+        return self.begun() | {"status": "failed", "error": told, "store": False}

@@ -135,11 +135,11 @@ class ResponseAnswer(Shape):
     model: str
     output: list[Output]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     reasoning: dict[str, str | None]
     """`effort`, where it has an effect."""
-    store: Literal[False]
-    """Nothing is kept."""
+    store: bool
+    """Whether it is kept. Until the answer has ended: whether it is meant to be."""
     temperature: float
     text: dict[str, Any]
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any]
@@ -157,6 +157,21 @@ class ResponseAnswer(Shape):
     """Null until the answer has ended."""
     user: str | None
     metadata: dict[str, str]
+
+
+class DeletedResponse(Shape):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ItemList(Shape):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    """Items as they were sent or answered, each with an id."""
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class ResponseEvent(Shape):

@@ -3,6 +3,7 @@ Never renders it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import ValidationError
@@ -37,15 +38,17 @@ class _Chat(ChatRequest):
         return "max_output_tokens"
 
 
-def as_chat(request: ResponsesRequest, toolbox: Toolbox, turns: Turns, template_options: Json | None) -> ChatRequest:
-    """The chat with the same answer.
+def as_chat(
+    request: ResponsesRequest, messages: Sequence[Json], toolbox: Toolbox, template_options: Json | None
+) -> ChatRequest:
+    """The chat with the same answer. `messages`: what the request's items are, and those that it goes on from.
 
     Raises:
         ApiError: there is none.
     """
     system = [{"role": "system", "content": request.instructions}] if request.instructions is not None else []
     fields = {name: getattr(request, name) for name in _SAME} | {
-        "messages": system + turns.of(request.input),
+        "messages": [*system, *messages],
         "max_tokens": request.max_output_tokens,
         "logprobs": request.shows_logprobs,
         "top_logprobs": request.top_logprobs,

@@ -1,4 +1,4 @@
-"""Owns how a Responses request is answered, whole or streamed.
+"""Owns how a Responses request is read and answered, whole or streamed.
 Never reads the model's text; a reader of blocks does."""
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from serve_app.api.generation.blocks import BlockReader
 from serve_app.api.generation.completion import Piece
 from serve_app.api.generation.scored_blocks import ScoredBlocks
+from serve_app.api.http.offload import INLINE_SIZE, run_sized
 from serve_app.api.openai.forms import Answering, Asked, Form
 from serve_app.api.openai.responses.answer import Answer
 from serve_app.api.openai.responses.conversation import as_chat, names_of
+from serve_app.api.openai.responses.earlier import Earlier, recall, whole_input
 from serve_app.api.openai.responses.frames import ResponseFrames
+from serve_app.api.openai.responses.keeping import Keeping
 from serve_app.api.openai.responses.passing import pass_over_hints, with_effort
 from serve_app.api.openai.responses.response import Json
 from serve_app.api.openai.responses.schema import ResponsesRequest
@@ -23,10 +26,11 @@ from serve_app.api.openai.sse import Frames
 from serve_app.api.requests.schema import ChatRequest, parse_request
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.engines.engine_client import ServedModel
+from serve_app.store.memory import AnswerMemory
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseForm:
+class ResponseForm(Form):
     answer: Answer
     blocks: BlockReader
     scored: ScoredBlocks
@@ -36,24 +40,48 @@ class ResponseForm:
         self.scored.read(piece)
         return self.answer.ended(self.blocks.blocks, cut_off=piece.finish_reason == "length")
 
+    async def keep(self, body: Json) -> None:
+        await self.answer.keep(body)
+
     def frames(self) -> Frames:
         return ResponseFrames(self.answer, self.blocks, self.scored)
 
 
-def read_response(
-    body: bytes, *, model: ServedModel, tokenizer: Tokenizer, seal: Seal | None = None
-) -> Asked[ChatRequest]:
-    """`seal`: without one, thoughts are not told sealed."""
-    given = parse_request(ResponsesRequest, body)
-    toolbox = open_toolbox(given.tools or (), model)
-    seals = pass_over_hints(given, seal=seal if model.reasoning_parser else None)
-    given, options = with_effort(given, tokenizer, model)
-    turns = Turns(toolbox, seal)
-    request = as_chat(given, toolbox, turns, options)
+@dataclass(frozen=True, slots=True)
+class ResponseReader:
+    """`seal`: without one, thoughts are not told sealed. `memory`: without one, nothing is kept."""
 
-    def form(answering: Answering) -> Form:
-        blocks = BlockReader(answering.reader(request))
-        answer = Answer(given, toolbox, answering, seals)
-        return ResponseForm(answer, blocks, ScoredBlocks(blocks, answering.tokenizer))
+    model: ServedModel
+    tokenizer: Tokenizer
+    seal: Seal | None
+    memory: AnswerMemory | None
+    max_body_bytes: int
 
-    return Asked(request, form, names_of(request, toolbox, turns))
+    async def read(self, body: bytes, tenant: str) -> Asked[ChatRequest]:
+        """Raises:
+        ApiError: the request is wrong, or goes on from what is not there.
+        """
+        # A short one may have a tool's grammar, whose translation takes tens of milliseconds: never on the event loop.
+        size = max(len(body), INLINE_SIZE + 1)
+        given = await run_sized(size, lambda: parse_request(ResponsesRequest, body))
+        earlier = await recall(given, body, self.memory, tenant, self.max_body_bytes)
+        size += earlier.num_bytes
+        return await run_sized(size, lambda: self._asked(given, earlier, tenant, size))
+
+    def _asked(self, given: ResponsesRequest, earlier: Earlier, tenant: str, size: int) -> Asked[ChatRequest]:
+        toolbox = open_toolbox(given.tools or (), self.model)
+        seals = pass_over_hints(given, seal=self.seal if self.model.reasoning_parser else None)
+        given, options = with_effort(given, self.tokenizer, self.model)
+        turns, own = Turns(toolbox, self.seal), list(whole_input(given, earlier))
+        before = [("previous_response_id", item) for item in earlier.conversation]
+        request = as_chat(given, turns.of([*before, *own]), toolbox, options)
+        keeping = None
+        if self.memory is not None and given.store is not False:
+            keeping = Keeping(self.memory, tenant, [item for _, item in own], size)
+
+        def form(answering: Answering) -> Form:
+            blocks = BlockReader(answering.reader(request))
+            answer = Answer(given, toolbox, answering, seals, keeping)
+            return ResponseForm(answer, blocks, ScoredBlocks(blocks, answering.tokenizer))
+
+        return Asked(request, form, names_of(request, toolbox, turns))

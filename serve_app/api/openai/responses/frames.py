@@ -51,8 +51,10 @@ class ResponseFrames:
         steps = self._scored.read(piece)
         return b"".join(frame for step in steps for frame in self._step(step))
 
-    def closing(self) -> bytes:
+    async def closing(self) -> bytes:
+        """The response is kept before a client knows that it is whole, and may refer to it."""
         response = self._answer.ended(self._blocks.blocks, cut_off=self._cut_off)
+        await self._answer.keep(response)
         return self._frame(f"response.{response['status']}", response=response)
 
     def failure(self, error: ApiError) -> bytes:

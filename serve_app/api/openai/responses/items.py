@@ -133,7 +133,8 @@ class ReasoningItem(_Item):
 
 
 class ReferenceItem(StrictModel):
-    """An item of the same request, which is repeated where this stands, once at most. Nothing is stored."""
+    """An item of the same request, or of the output of a response that is kept. It is repeated where this stands, once
+    at most."""
 
     type: Literal["item_reference"]
     id: str

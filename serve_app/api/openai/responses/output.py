@@ -81,6 +81,11 @@ class OutputItems:
         return self._sealed[block.index]
 
 
+def response_of(item_id: str) -> str:
+    """The id of the response whose output has an item of this id, if any has."""
+    return "resp_" + item_id.partition("_")[2].rpartition("_")[0]
+
+
 def _patch_status(status: Status) -> Status:
     """OpenAI's patches have no other for one that was cut off."""
     return "completed" if status == "completed" else "in_progress"

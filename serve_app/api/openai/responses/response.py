@@ -17,8 +17,10 @@ from serve_app.api.openai.responses.tools import FunctionTool, HostedTool, Names
 Json = dict[str, Any]
 
 
-def response_json(request: ResponsesRequest, toolbox: Toolbox, response_id: str, created: int, model: str) -> Json:
-    """One that is in progress and has said nothing yet."""
+def response_json(
+    request: ResponsesRequest, toolbox: Toolbox, response_id: str, created: int, model: str, *, store: bool
+) -> Json:
+    """One that is in progress and has said nothing yet. `store`: it is to be kept."""
     return {
         "id": response_id,
         "object": "response",
@@ -33,9 +35,9 @@ def response_json(request: ResponsesRequest, toolbox: Toolbox, response_id: str,
         "model": model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": None if request.reasoning is None else request.reasoning.effort, "summary": None},
-        "store": False,
+        "store": store,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": {"format": _format(request)},
         "tool_choice": _choice(request),

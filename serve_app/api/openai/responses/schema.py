@@ -79,8 +79,7 @@ Input = Annotated[
 class ResponsesRequest(StrictModel):
     unsupported: ClassVar[Unsupported] = {
         "background": _NO,
-        **dict.fromkeys(("previous_response_id", "conversation", "prompt"), _NEVER),
-        **dict.fromkeys(("moderation", "access_programs"), _NEVER),
+        **dict.fromkeys(("conversation", "prompt", "moderation", "access_programs"), _NEVER),
     }
     # `truncation` and `context_management` allow that something is dropped, which never has to be; `max_tool_calls` is
     # about hosted tools, of which none is ever called.
@@ -106,7 +105,10 @@ class ResponsesRequest(StrictModel):
     model: str
     input: Input
     instructions: str | None = None
-    """A system message before the input."""
+    """A system message before the input, and before the conversation that the input goes on from."""
+    previous_response_id: str | None = None
+    """A response that is kept: its input and output, and those that it goes on from itself, come before the input. Its
+    instructions do not."""
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -127,13 +129,14 @@ class ResponsesRequest(StrictModel):
     """Requests of one key go to the same engine while its load allows."""
     metadata: dict[str, str] | None = None
     """Told in the answer."""
+    store: bool | None = None
+    """False: the response is not kept. Otherwise it is, as long as `responses_store` allows; the answer says what was
+    done."""
 
     # Accepted and without effect.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
-    store: bool | None = None
-    """Nothing is kept: the answer says `false`."""
 
     @property
     def shows_logprobs(self) -> bool:

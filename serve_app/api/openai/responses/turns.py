@@ -4,7 +4,7 @@ Never renders them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from serve_app.api.generation.field_grammars import refused
@@ -18,14 +18,12 @@ from serve_app.api.openai.responses.items import (
     MessageItem,
     OutputItem,
     ReasoningItem,
-    ReferenceItem,
 )
-from serve_app.api.openai.responses.passing import pass_over, unsupported
+from serve_app.api.openai.responses.passing import pass_over
 from serve_app.api.openai.responses.replays import Answered, Called, Replay
 from serve_app.api.openai.responses.sealing import Seal
 from serve_app.api.openai.responses.toolbox import Toolbox
 from serve_app.api.requests.messages import MAX_TOOLS
-from serve_app.errors.api_error import clip
 
 Json = dict[str, Any]
 
@@ -39,29 +37,26 @@ class Turns:
         self._messages: list[Json] = []
         self._has_just_spoken = False
         """Whether the last item was an assistant's message."""
-        self._referred: set[str] = set()
         self._shown: list[Json] = []
         """Images of outputs: the user's, after all of them, because a tool's message has none."""
         self.images: list[str] = []
         """The places of the messages' images, in their order."""
 
-    def of(self, given: str | Sequence[Item]) -> list[Json]:
-        """Raises:
-        ApiError: an item refers to one that the request does not have, or that another reference names already; a turn
-            has too many calls; the server is strict, and an item a hint.
+    def of(self, items: Iterable[tuple[str, Item]]) -> list[Json]:
+        """Read items with their places in the request; references are already what they stand for.
+
+        Raises:
+            ApiError: a turn has too many calls; the server is strict, and an item a hint.
         """
-        if isinstance(given, str):
-            return [{"role": "user", "content": given}]
-        by_id = {_id(item): item for item in given if not isinstance(item, ReferenceItem)}
-        for number, item in enumerate(given):
-            self._add(item, f"input.{number}", by_id)
+        for place, item in items:
+            self._add(item, place)
         self._show()
         for message in self._messages:
             if message["content"] is None and "tool_calls" not in message:
                 message["content"] = ""
         return self._messages
 
-    def _add(self, item: Item, place: str, by_id: Mapping[str | None, Item]) -> None:
+    def _add(self, item: Item, place: str) -> None:
         if not isinstance(item, OutputItem | Replay):
             self._show()
         match item:
@@ -80,27 +75,9 @@ class Turns:
                 self._answer(item.call_id, _text(item.output))
                 parts = self._parts(item.output, f"{place}.output")
                 self._shown += [part for part in parts if isinstance(part, dict) and part["type"] == "image_url"]
-            case ReferenceItem():
-                self._add(self._referred_to(item, place, by_id), place, {})
             case Replay():
                 for told in item.told:
                     self._replay(told, place)
-
-    def _referred_to(self, item: ReferenceItem, place: str, by_id: Mapping[str | None, Item]) -> Item:
-        """What a reference stands for, where it stands. An item is repeated once at most: the conversation would else
-        be larger than its body without bound."""
-        if item.id not in by_id:
-            text = "an item_reference to an item that is not in this request: this server stores nothing"
-            advice = (
-                "set `store: false` (AI SDK: providerOptions.openai.store), and the client sends the items themselves"
-            )
-            raise unsupported(place, f"{text}; {advice}")
-        if item.id in self._referred:
-            raise unsupported(
-                place, f"an item_reference repeats an item once at most, but {clip(item.id, 50)!r} is referred to again"
-            )
-        self._referred.add(item.id)
-        return by_id[item.id]
 
     def _replay(self, told: Called | Answered, place: str) -> None:
         if isinstance(told, Called):
@@ -170,10 +147,6 @@ class Turns:
         text = "sealed elsewhere, or with a key that is gone"
         pass_over("input.reasoning.encrypted_content", f"{place}.encrypted_content", text)
         return "\n".join(thought.text for thought in item.summary or ())
-
-
-def _id(item: Item) -> str | None:
-    return getattr(item, "id", None)
 
 
 def _text(content: str | Sequence[ItemText | ItemImage]) -> str:

@@ -82,7 +82,7 @@ def sensible(body: Any) -> Any:
 BEYOND_A_SCHEMA = re.compile(
     r"maximum context length|out of vocabulary|The prompt is empty|min_tokens"  # the model's numbers
     r"|only allowed when|not allowed together|not allowed when stream|should be equal to|at most 128 choices"
-    r"|characters together|at least 1 unless echo|item_reference to an item"
+    r"|characters together|at least 1 unless echo|item_reference to an item|^previous_response_id: this server keeps no"
     r"|chat template|does not call tools|does not think"
     r"|should be a JSON object, written as a string|only allowed in a message of|calls a tool, and no message follows"
     r"|except in an assistant's message|only allowed in an assistant's message"

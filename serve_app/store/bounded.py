@@ -1,0 +1,105 @@
+"""Has answers by tenant and id, as many as fit into a number of bytes and are young enough.
+Never lets one tenant push out another that keeps less: the tenant that keeps most loses its least recently used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from serve_app.store.entry import Entry, Recalled, Wanted
+from serve_app.store.shelf import Shelf, size_of
+
+_EMPTY = Shelf()
+
+
+class BoundedStore:
+    """For one thread. Looks at its clock whenever it is asked: what is too old is never found."""
+
+    def __init__(self, max_bytes: int, max_age_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        """`max_age_s`: since an answer's last use. A conversation that goes on keeps its beginning."""
+        self._max_bytes = max_bytes
+        self._max_age_s = max_age_s
+        self._now = now
+        self._shelves: dict[str, Shelf] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shelf.num_bytes for shelf in self._shelves.values())
+
+    @property
+    def num_entries(self) -> int:
+        return sum(map(len, self._shelves.values()))
+
+    def put(self, tenant: str, entry: Entry) -> bool:
+        """Keep an answer, whose id is new. False: it is larger than the store, or than what other tenants leave of it
+        that keep less."""
+        self.expire()
+        if size_of(entry) > self._max_bytes:
+            return False
+        shelf = self._shelves.setdefault(tenant, Shelf())
+        shelf.put(entry, self._now())
+        self._make_room()
+        return entry.response_id in shelf
+
+    def get(self, tenant: str, response_id: str) -> Entry | None:
+        self.expire()
+        return self._shelf(tenant).use(response_id, self._now())
+
+    def delete(self, tenant: str, response_id: str) -> bool:
+        """False: there is none."""
+        self.expire()
+        is_gone = self._shelf(tenant).remove(response_id)
+        self._forget_empty(tenant)
+        return is_gone
+
+    def recall(self, tenant: str, wanted: Wanted) -> Recalled:
+        """What a request refers to, each response and item used from now on."""
+        self.expire()
+        return _recall(self._shelf(tenant), wanted, self._now())
+
+    def expire(self) -> float | None:
+        """Forget what is too old. Seconds until the next of it is; None: there is nothing."""
+        now = self._now()
+        for tenant, shelf in list(self._shelves.items()):
+            while len(shelf) and now - shelf.oldest_use >= self._max_age_s:
+                shelf.remove_oldest()
+            self._forget_empty(tenant)
+        oldest = min((shelf.oldest_use for shelf in self._shelves.values()), default=None)
+        return None if oldest is None else oldest + self._max_age_s - now
+
+    def _shelf(self, tenant: str) -> Shelf:
+        return self._shelves.get(tenant, _EMPTY)
+
+    def _make_room(self) -> None:
+        while self.num_bytes > self._max_bytes:
+            tenant, shelf = max(self._shelves.items(), key=lambda one: one[1].num_bytes)
+            shelf.remove_oldest()
+            self._forget_empty(tenant)
+
+    def _forget_empty(self, tenant: str) -> None:
+        if tenant in self._shelves and not len(self._shelves[tenant]):
+            del self._shelves[tenant]
+
+
+def _recall(shelf: Shelf, wanted: Wanted, now: float) -> Recalled:
+    left, links, name = wanted.max_bytes, [], wanted.previous
+    while name is not None:  # from the last to the first, which is so the most recently used: the others need it
+        entry = shelf.use(name, now)
+        if entry is None:
+            return Recalled(missing=name)
+        links.append(entry)
+        left -= sum(map(len, entry.conversation))
+        if left < 0:
+            return Recalled(is_too_large=True)
+        name = entry.previous
+    items: dict[str, bytes] = {}
+    for response_id, item_id in wanted.items:
+        entry = shelf.use(response_id, now)
+        found = None if entry is None else entry.output.get(item_id)
+        if found is None:
+            return Recalled(missing=item_id)
+        items[item_id] = found
+        left -= len(found)
+        if left < 0:
+            return Recalled(is_too_large=True)
+    return Recalled(tuple(text for entry in reversed(links) for text in entry.conversation), items)
