@@ -9,15 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import llguidance
 import numpy as np
-from llguidance.numpy import (
-    allocate_token_bitmask,
-    fill_next_token_bitmask_par,
-    fill_next_token_bitmask_par_with_draft_tokens,
-)
 from numpy.typing import NDArray
 
 from engine.batch.regex_size import check_regexes
@@ -25,12 +19,20 @@ from engine.config import ResolvedConfig
 from engine.protocol import ErrorCode
 from engine.step import GrammarError, GrammarRow, RowFailure
 
+if TYPE_CHECKING:  # imported where it is used: an engine without a tokenizer, as benchmarks have it, runs without
+    import llguidance
+
 MAX_COMPILED = 128
 """Grammars that are kept, the latest used. Another one that a step needs is compiled in that step."""
-# A state takes up to 2 kB; llguidance's own limit would let one grammar take 500 MB. Its others bound a compilation to
-# about 50 ms and a mask to 20 ms, but for long regexes, which `regex_size` bounds. Verbose errors would show the whole
-# state to a client.
-_LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+
+
+def _limits() -> llguidance.LLParserLimits:
+    """A state takes up to 2 kB; llguidance's own limit would let one grammar take 500 MB. Its others bound a
+    compilation to about 50 ms and a mask to 20 ms, but for long regexes, which `regex_size` bounds. Verbose errors
+    would show the whole state to a client."""
+    import llguidance
+
+    return llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 
 
 @dataclass(slots=True)
@@ -45,7 +47,7 @@ class _LeftGrammarError(Exception):
     """An answer has a token that its masks do not allow: a fault of the engine."""
 
 
-_Work = tuple[llguidance.LLMatcher, int, list[int]]
+_Work: TypeAlias = "tuple[llguidance.LLMatcher, int, list[int]]"
 """A matcher, the place of its first mask, and drafts."""
 
 
@@ -64,6 +66,8 @@ class Grammars:
     """Of one vocabulary. `compile` may be called on any thread, all else on the one that runs the steps."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, *, num_threads: int = 1) -> None:
+        import llguidance
+
         self._tokenizer = tokenizer
         self._workers = llguidance.LLExecutor(num_threads=num_threads)
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
@@ -75,12 +79,16 @@ class Grammars:
         cls, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int], num_threads: int
     ) -> Grammars:
         """`vocab_size`: that of the logits, which may be larger than the tokenizer's."""
+        import llguidance
+
         made = llguidance.LLTokenizer(str(tokenizer_json), n_vocab=vocab_size, eos_token=list(eos_token_ids))
         return cls(made, num_threads=num_threads)
 
     @classmethod
     def of_bytes(cls, vocab_size: int, eos_token_id: int) -> Grammars:
         """A vocabulary whose token i is the byte i; those from 256 on are special."""
+        import llguidance
+
         wrapper = llguidance.TokenizerWrapper(_ByteTokens(vocab_size, eos_token_id))
         return cls(llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos_token_id))
 
@@ -97,9 +105,11 @@ class Grammars:
             if (known := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return known
+        import llguidance
+
         check_regexes(grammar)
         with _panics_told():
-            made = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+            made = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
             if not made.is_error():
                 made.compute_bitmask()  # the first step's, kept by every copy
         if made.is_error():
@@ -117,6 +127,8 @@ class Grammars:
             [sum of 1 + drafts, ceil(vocab / 32)], where bit t % 32 of word t // 32 is token t's; and, by row, why it
             has none.
         """
+        from llguidance.numpy import allocate_token_bitmask
+
         filled = allocate_token_bitmask(sum(1 + len(row.drafts) for row in rows), self._tokenizer.vocab_size)
         work: dict[int, _Work] = {}
         failed: dict[int, RowFailure] = {}
@@ -136,6 +148,8 @@ class Grammars:
         return filled, failed | self._exhausted(rows)
 
     def _fill(self, work: Sequence[_Work], filled: NDArray[np.int32]) -> None:
+        from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
         with _panics_told():
             if plain := [(matcher, first) for matcher, first, drafts in work if not drafts]:
                 fill_next_token_bitmask_par(self._workers, plain, filled)
