@@ -16,10 +16,18 @@ import torch
 from engine.batch.inputs import check_plan
 from engine.batch.logit_controls import control_logits
 from engine.build.engine import build_engine
-from engine.build.gpu import DECODE_CONTEXT, largest_step, longest_decode_step, start_on_device
+from engine.build.gpu import (
+    DECODE_CONTEXT,
+    SHORT_CONTEXT,
+    largest_step,
+    longest_decode_step,
+    short_decode_step,
+    start_on_device,
+)
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.execution.device import HostDevice, choose_device, device_faults
 from engine.execution.gpu.executor import DeviceExecutor
+from engine.execution.gpu.memory import MemoryUse, blocks_to_time_with
 from engine.execution.gpu.model import DeviceModel
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
@@ -168,10 +176,36 @@ def test_the_first_decode_step_of_an_engine_has_long_contexts(model: Path) -> No
 
 def test_the_longest_decode_step_has_a_row_of_any_length_and_others_that_are_bounded() -> None:
     config = resolved_config(max_num_seqs=3, max_num_batched_tokens=8, max_model_len=131_072, block_size=16)
-    plan = longest_decode_step(config)
+    plan = longest_decode_step(config, 9000)
     check_plan(plan, 16)
     assert [row.end for row in plan.rows] == [131_072, DECODE_CONTEXT, DECODE_CONTEXT]
-    check_plan(longest_decode_step(replace(config, recurrent_state=True)), 16, 3)
+    check_plan(longest_decode_step(replace(config, recurrent_state=True), 9000), 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "ends"),
+    [(20_000, [8192, *[DECODE_CONTEXT] * 63]), (2048, [8192, *[24 * 16] * 63]), (600, [8192, *[SHORT_CONTEXT] * 63])],
+)
+def test_rows_of_the_longest_decode_step_are_shorter_rather_than_read_the_same_blocks(
+    num_blocks: int, ends: list[int]
+) -> None:
+    """All were in block 0: kernels were timed on keys that came from the chip's own cache, as no step's do."""
+    config = resolved_config(max_num_seqs=64, max_num_batched_tokens=80, max_model_len=8192, block_size=16)
+    plan = longest_decode_step(config, num_blocks)
+    check_plan(plan, 16)
+    assert [row.end for row in plan.rows] == ends
+    blocks = [block for row in plan.rows for block in row.block_ids]
+    assert max(blocks) < num_blocks
+    assert len(set(blocks)) == min(len(blocks), num_blocks)
+    short = [block for row in short_decode_step(config, num_blocks).rows[:30] for block in row.block_ids]
+    assert len(set(short)) == 30 * SHORT_CONTEXT // 16
+
+
+def test_blocks_to_time_with_are_a_part_of_what_is_left_and_enough_for_the_largest_step() -> None:
+    use = MemoryUse(total=1000, others=100, weights=200, activations=0)
+    assert blocks_to_time_with(use, 0.9, 10, least=3, most=99) == (900 - 300) // 4 // 10
+    assert blocks_to_time_with(use, 0.9, 10, least=3, most=7) == 7
+    assert blocks_to_time_with(use, 0.1, 10, least=3, most=7) == 3
 
 
 def test_every_row_of_the_largest_step_wants_a_copy_of_its_logits() -> None:
