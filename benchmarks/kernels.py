@@ -6,12 +6,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import platform
 import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -124,8 +125,10 @@ class Bench:
         return found, missing
 
     def cells(self, others: Mapping[str, Ops]) -> list[Cell]:
-        """others: tables whose attention is measured, too."""
+        """others: tables whose attention is measured, too. Most rows come first: kernels choose their configurations at
+        their first launch, and for one row alone they would choose others."""
         o = self.options
+        most_first, tokens_first = sorted(o.rows, reverse=True), sorted((*o.rows, *o.chunk), reverse=True)
         by_token = (
             self.norm,
             self.activation,
@@ -134,18 +137,18 @@ class Bench:
             self.sigmoid_gate,
             self.gated_norm,
         )
-        found = [cell(tokens) for tokens in o.rows for cell in by_token]
+        found = [cell(tokens) for tokens in most_first for cell in by_token]
         for suffix, table in {"": None, **{f"_{name}": table for name, table in others.items()}}.items():
-            for rows in o.rows:
+            for rows in most_first:
                 found.append(self.attention(f"attention_decode{suffix}", [o.context] * rows, [1] * rows, rows, table))
             found += [self.attention(f"attention_chunk{suffix}", [o.context], [count], 0, table) for count in o.chunk]
         for linear in (self.causal_conv, self.delta_rule):
-            found += [linear("decode", [1] * rows, rows) for rows in o.rows]
+            found += [linear("decode", [1] * rows, rows) for rows in most_first]
             found += [linear("chunk", [count], 0) for count in o.chunk]
-        found += [self.experts(tokens) for tokens in (*o.rows, *o.chunk)]
+        found += [self.experts(tokens) for tokens in tokens_first]
         if self.on_gpu:
-            found += [self.sampling(rows, name) for rows in o.rows for name in SAMPLING]
-            found += [cell(rows) for rows in o.rows for cell in (self.controls, self.logprobs)]
+            found += [self.sampling(rows, name) for rows in most_first for name in SAMPLING]
+            found += [cell(rows) for rows in most_first for cell in (self.controls, self.logprobs)]
         return found
 
     def norm(self, tokens: int) -> Cell:
@@ -465,6 +468,12 @@ def result(cell: Cell, times: Sequence[float], peak: dict[str, float]) -> dict[s
     return {"op": cell.op, **cell.shape, **spread, **sizes, **rates, "share": shares[bound], "of": bound}
 
 
+def choose_for_itself(environment: MutableMapping[str, str]) -> None:
+    """Before a kernel of Triton's is imported: no choice of configurations is left to engines, none is taken from them.
+    The name is that of kernels.triton.launch.TUNING, which cannot be asked: the import would come too early."""
+    environment.setdefault("CHUNKSERVE_TRITON_TUNING", "forget")
+
+
 def describe(bench: Bench) -> dict[str, Any]:
     name = torch.cuda.get_device_name(bench.device) if bench.on_gpu else platform.processor() or platform.machine()
     git = ["git", "rev-parse", "--short", "HEAD"]
@@ -479,6 +488,8 @@ def describe(bench: Bench) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     device = torch.device(options.device)
+    if device.type == "cuda":
+        choose_for_itself(os.environ)
     generator = torch.Generator(device).manual_seed(options.seed)
     bench = Bench(options, device, getattr(torch, options.dtype), generator)
     with torch.inference_mode():

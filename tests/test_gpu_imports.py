@@ -12,8 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ABSENT = (
-    "ray", "starlette", "pydantic", "zmq", "msgspec", "h11", "cryptography", "locust", "gguf", "llguidance", "jsonschema",
-    "openai", "httpx", "schemathesis", "hypothesis", "opentelemetry", "xdist", "flash_attn", "vllm_flash_attn",
+    "ray", "starlette", "pydantic", "zmq", "msgspec", "h11", "cryptography", "locust", "gguf", "llguidance",
+    "jsonschema", "openai", "httpx", "schemathesis", "hypothesis", "opentelemetry", "xdist", "flash_attn",
+    "vllm_flash_attn",
 )  # fmt: skip
 """Packages of ours that a machine with torch, Triton, transformers and pytest need not have."""
 TESTS = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "tests/gpu").rglob("*.py"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
 from kernels.triton import launch
 from kernels.triton.attention_kernel import DECODE_CONFIGS
