@@ -33,9 +33,9 @@ def dot(a, b, total):
 
 
 TUNING = "CHUNKSERVE_TRITON_TUNING"
-"""`keep` (the default): configurations are timed once, and the choice is kept on disk for all processes. `forget`: they
-are timed in each process, as a benchmark must: the shapes that it begins with would decide for an engine. A number: that
-one of each kernel's, or its last, untimed."""
+"""`keep` (the default): configurations are timed once, and the choice is kept on disk for all processes. `forget`:
+they are timed in each process, as a benchmark must, whose first shapes would choose for engines. A number: that one of
+each kernel's, or its last, untimed."""
 KEEP, FORGET = "keep", "forget"
 
 

@@ -1,13 +1,36 @@
 """Owns the one reason for which tests of the GPU are left out: there is none.
-Never hides that one fails: what a GPU does wrong is a failure."""
+Never hides that one fails, nor on what it ran: what a GPU does wrong is a failure, and the first lines name it."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.execution.device import Device, choose_device
+from engine.execution import device as devices
+from engine.execution.device import Device
+from tests.support.distances import take_noted
+from tests.support.gpu_report import DISTANCES, PATH, GpuReport, mode
+from tests.support.gpu_runs import REQUIRED, SHARD, is_of_the_gpu, shard_of
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """A run of these alone, as others must not import torch for a header."""
+    if not is_of_the_gpu(config.args, config.invocation_params.dir):
+        return
+    how, path = mode(), os.environ.get(PATH)
+    if os.environ.get(REQUIRED) == "1" and (how["device"] == "none" or how["kernels"] == "interpreted"):
+        pytest.exit(f"{REQUIRED} is 1, but the device is {how['device']}, with kernels {how['kernels']}", returncode=2)
+    config.pluginmanager.register(GpuReport(how, Path(path) if path else None))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = shard_of(items, os.environ.get(SHARD, ""))
 
 
 @pytest.fixture(scope="session")
@@ -15,4 +38,12 @@ def device() -> Device:
     """The GPU."""
     if not torch.cuda.is_available():
         pytest.skip(f"no GPU: torch {torch.__version__} sees none (`make test-gpu` runs these alone)")
-    return choose_device(EngineConfig(device="cuda"))[0]
+    return devices.choose_device(EngineConfig(device="cuda"))[0]
+
+
+@pytest.fixture(autouse=True)
+def _distances(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test compared, for the report."""
+    take_noted()
+    yield
+    request.node.user_properties.append((DISTANCES, [tuple(each) for each in take_noted()]))
