@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.results import write_whole
 from kernels.choice import ATTENTION, TORCH_ATTENTION, TRITON, choose_attention
 from kernels.eager import EagerPass
 from kernels.forward import HeadShape, Linear, LinearHeads, Routing
@@ -512,7 +513,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found.append(result(cell, times, peak))
                 print("{op:32} {0:50} {us_p50:10.1f} us {share:6.1%} of the {of} peak".format(shape, **found[-1]))
             if options.out:
-                options.out.write_text(json.dumps(head | {"cells": found}) + "\n")
+                write_whole(options.out, head | {"cells": found})
     print(json.dumps(head | {"cells": found}))
     if any("failed" in each for each in found):
         raise SystemExit(1)

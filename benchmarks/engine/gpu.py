@@ -27,6 +27,7 @@ from benchmarks.engine.mixed import CANONICAL, WHOLE, MixedLoad, Traffic, with_b
 from benchmarks.engine.step import decode_plan, in_slots, measure, prefill_plan, step_of
 from benchmarks.kernels import Bench, choose_for_itself, peaks
 from benchmarks.machine import machine
+from benchmarks.results import write_whole
 from engine.build.executor import create_executor
 from engine.build.resolve import torch_dtype
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
@@ -432,10 +433,10 @@ class Findings:
     def document(self, **more: object) -> str:
         """One line of JSON, which lies in `out`, too."""
         self._head |= more
-        text = json.dumps(self._head | {"cells": self.cells, "targets": targets(self.cells)}, default=str)
+        whole = self._head | {"cells": self.cells, "targets": targets(self.cells)}
         if self._out:
-            self._out.write_text(text + "\n")
-        return text
+            write_whole(self._out, whole)
+        return json.dumps(whole, default=str)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -34,6 +34,8 @@ TOKENS = torch.randint(0, VOCAB, (700,), generator=torch.Generator().manual_seed
 BLOCKS = tuple(range(60, 10, -1))
 BFLOAT16_ERROR = 3e-2
 """Of logits after 28 layers, by norm."""
+CANCELS = 1000
+"""At arbitrary moments; a run on a stand-in has fewer."""
 PROMPTS = (1, 15, 16, 17, 100, 127, 128, 129, 250)
 """Lengths: the first decode rows behind them are at the edges of blocks and splits."""
 FLASH_BLOCKS = sorted({max(16, package.block_multiple) for package in PACKAGES})
@@ -172,9 +174,9 @@ def test_a_thousand_cancels_at_any_moment_leave_nothing_behind(
 ) -> None:
     executor, resolved = make(overlap=overlap)
     made.append(executor)
-    serve(executor, resolved, seed=2, count=100, cancels=50)
+    serve(executor, resolved, seed=2, count=CANCELS // 10, cancels=CANCELS // 20)
     free, _ = device.memory()
-    serve(executor, resolved, seed=3, count=1200, cancels=1000)
+    serve(executor, resolved, seed=3, count=CANCELS + CANCELS // 5, cancels=CANCELS)
     assert (executor._answers.newest, executor._flying, list(executor._launched)) == ({}, {}, [])
     assert device.memory()[0] >= free - 2**26, "64 MiB: pieces that the allocator keeps, and no request's"
 

@@ -3,7 +3,6 @@ Never changes an outcome. With CHUNKSERVE_GPU_REPORT, a path, the same is kept t
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter, defaultdict
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.results import write_whole
 from engine.config import ConfigError, EngineConfig
 from engine.execution import device
 from tests.support.distances import Distance
@@ -50,13 +50,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
-
-
-def write_whole(path: Path, document: object) -> None:
-    """As JSON, or not at all: whoever reads it finds the old one or the new one."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(json.dumps(document, default=str) + "\n")
-    beside.replace(path)
 
 
 def farthest_last(share: float) -> float:
