@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if why := _why_not(options):
         print(f"first_hour: {why}", file=sys.stderr)
         return NO_DEVICE
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # parts are ended, and the table is written
     every = phases(options.device, options.again)
     chosen = [phase for phase in every if phase.name in options.phases]
     store = Store(options.out, [phase.name for phase in every], options.device)
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 hour.run(phase)
         finally:
             unwritten = hour.end(every)
+            signal.signal(signal.SIGTERM, before)
     failed = any(not outcome.passed for phase in chosen for outcome in store.outcomes[phase.name].values())
     return 1 if failed or unwritten else 0
 

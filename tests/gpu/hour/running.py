@@ -7,11 +7,11 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,23 +102,23 @@ def _filled(text: str, places: Mapping[str, str]) -> str:
     return text
 
 
-def run_part(part: Part, limit_s: float, scratch: Path, keep: Callable[[Outcome], None]) -> Outcome:
+def run_part(part: Part, limit_s: float, scratch: Path, keep: Callable[[Outcome], object]) -> Outcome:
     """To its end, or to the limit. keep: told of it as its results come, with the word `running`."""
-    begun = time.monotonic()
+    begun = monotonic()
     copies: list[_Copy] = []
 
     def outcome(word: str, why: str = "", tail: str = "") -> Outcome:
         kept = tuple(copy.kept for copy in copies)
-        return Outcome(part.name, word, why, round(time.monotonic() - begun, 1), round(limit_s, 1), kept, tail)
+        return Outcome(part.name, word, why, round(monotonic() - begun, 1), round(limit_s, 1), kept, tail)
 
     try:
         copies += [_Copy(part, number, scratch) for number in range(part.copies)]
-        while not (late := time.monotonic() - begun >= limit_s):
+        while not (late := monotonic() - begun >= limit_s):
             if sum(copy.look() for copy in copies):
                 keep(outcome("running"))
             if all(copy.status is not None for copy in copies):
                 break
-            time.sleep(LOOK_S)
+            sleep(LOOK_S)
         statuses = [copy.status for copy in copies]
     finally:
         for copy in copies:
