@@ -467,10 +467,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             yield from ()
 
         steps, host_gap = partial(bench.steps, peak=peak), partial(bench.host_gap, peak=peak)
-        for overlap, loads in (
-            (False, {"steps": steps, "mixed_load": bench.mixed_load}),
-            (True, {"host_gap": host_gap, "throughput": bench.throughput}),
-        ):
+        by_overlap: dict[bool, dict[str, Callable[[ModelExecutor, ResolvedConfig], Iterable[Cell]]]] = {
+            False: {"steps": steps, "mixed_load": bench.mixed_load},
+            True: {"host_gap": host_gap, "throughput": bench.throughput},
+        }
+        for overlap, loads in by_overlap.items():
             if asked := {name: load for name, load in loads.items() if name in options.loads}:
                 found.add("engine", on_an_engine(asked, overlap))
         alone = {"owner_by_graphs": bench.owner_by_graphs, "transformers": bench.transformers_tokens_s}

@@ -53,7 +53,8 @@ class Case:
         return 2 * self.rows * (self.context + (self.chunk or 1)) * KV_HEADS * HEAD_DIM * 2
 
 
-FULL = (Case(1, 1024), Case(16, 1024), Case(64, 1024), Case(256, 1024), Case(64, 8192), Case(1, 0, 8192))
+FULL = (Case(64, 1024), Case(64, 8192), Case(256, 1024), Case(16, 1024), Case(1, 1024), Case(1, 0, 8192))
+"""Kernels choose their configurations at the first."""
 TINY = (Case(2, 40), Case(1, 0, 24))
 
 

@@ -50,7 +50,7 @@ def precompile(options: argparse.Namespace, keep: Keep) -> None:
 def compile_one(options: argparse.Namespace, keep: Keep) -> None:
     """One layer each; a start runs every kernel."""
     for shape in (LARGE, SMALL):
-        small = {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "num_kv_blocks": 64}
+        small = {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "num_kv_blocks": 2048}
         with started(options.device, shape, layers=1, cuda_graphs="none", **small):
             keep({"shape": shape})
 

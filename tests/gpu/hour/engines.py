@@ -30,13 +30,14 @@ def started(
 
             directory = tiny_shape(shape, vocab_size=272)
             settings |= {"max_num_batched_tokens": 40, "max_num_seqs": min(4, settings.get("max_num_seqs", 4))}
-            settings |= {"max_model_len": 256}
+            settings |= {"max_model_len": 256, "num_kv_blocks": 64}
         else:
             directory = Path(scratch)
             config = json.loads((SHAPES / shape / "config.json").read_text())
             of_layers = {} if layers is None else {"num_hidden_layers": layers}
             (directory / "config.json").write_text(json.dumps(config | of_layers))
-        asked = {"load_format": "dummy", "device": "cuda", "num_speculative_tokens": 0, "enable_prefix_caching": False}
+        asked: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "max_model_len": 16384}
+        asked |= {"num_speculative_tokens": 0, "enable_prefix_caching": False}
         executor, resolved = create_executor(directory, EngineConfig(**asked | settings))
         try:
             yield executor, resolved

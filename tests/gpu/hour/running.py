@@ -66,7 +66,7 @@ class _Copy:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,  # of its own, but in this session: who ends that ends the part, too
             )
 
     @property
