@@ -9,6 +9,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from engine.build.gpu import (
     start_on_device,
 )
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
-from engine.execution.device import HostDevice, choose_device, device_faults
+from engine.execution.device import CudaDevice, HostDevice, choose_device, device_faults
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.execution.gpu.memory import MemoryUse, blocks_to_time_with
 from engine.execution.gpu.model import DeviceModel
@@ -368,15 +369,46 @@ def test_of_two_settings_that_say_how_many_blocks_there_are_one_is_refused(name:
 
 
 def test_faults_of_the_device_are_told_from_want_of_memory_and_from_bugs() -> None:
-    faults = {
-        ExecutorOutOfMemoryError: torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."),
-        ExecutorFatalError: RuntimeError("CUDA error: device-side assert triggered"),
-        RuntimeError: RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
-    }
-    for kind, error in faults.items():
+    """Triton's faults were bugs of one step, one after another, and cuBLAS's want of memory ended the engine."""
+    faults: list[tuple[type[Exception], RuntimeError]] = [
+        (ExecutorOutOfMemoryError, torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")),
+        (ExecutorOutOfMemoryError, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")),
+        (ExecutorOutOfMemoryError, RuntimeError("CUDA error: out of memory")),
+        (ExecutorOutOfMemoryError, RuntimeError("Triton Error [CUDA]: out of memory")),
+        (ExecutorFatalError, RuntimeError("CUDA error: device-side assert triggered")),
+        (ExecutorFatalError, RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`")),
+        (ExecutorFatalError, RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")),
+        (RuntimeError, RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")),
+    ]
+    for kind, error in faults:
         with pytest.raises(kind, match=re.escape(str(error))) as caught, device_faults():
             raise error
         assert type(caught.value) is kind
+
+
+def test_all_captures_are_on_one_stream_besides_the_steps_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had one of its own, up to 32, and for each of those cuBLAS keeps a workspace."""
+    streams: list[MagicMock] = []
+    captured_on: list[object] = []
+
+    def stream() -> MagicMock:
+        streams.append(MagicMock())
+        return streams[-1]
+
+    def graph(graph: object, pool: object, stream: object) -> MagicMock:
+        captured_on.append(stream)
+        return MagicMock()
+
+    for name, stand_in in {"Stream": stream, "graph": graph, "get_device_name": str}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    for name in ("current_stream", "stream", "CUDAGraph", "get_device_capability"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    device, runs = CudaDevice(), list[int]()
+    first = device.capture(lambda: runs.append(1))
+    device.capture(lambda: runs.append(2), first)
+    assert runs == [1, 1, 2, 2], "once before it is captured"
+    assert captured_on == [*streams, *streams]
+    assert len(streams) == 1
 
 
 def test_weights_are_read_straight_to_the_device_shard_by_shard(
