@@ -19,5 +19,6 @@ def spare_garbage_collections() -> None:
 
 def take_short_turns() -> None:
     """For an event loop beside threads of Python. After each system call, such as a socket's send, the loop waits for
-    the end of a thread's turn: with Python's 5 ms, a tenth of a second for the tokens of twenty streams."""
+    the end of a thread's turn: with Python's 5 ms, a tenth of a second for the tokens of twenty streams. An engine's
+    thread of steps waits for the loop likewise, and a step of a GPU may take less than 5 ms."""
     sys.setswitchinterval(TURN_S)
