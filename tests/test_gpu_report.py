@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,18 @@ def test_slots_of_nan_that_stay_nan_are_no_distance_and_others_are() -> None:
     *within, beyond = (each.share for each in take_noted())
     assert within == [0.0, 0.0]
     assert math.isnan(beyond)
+
+
+def test_what_a_test_compares_is_in_the_report_of_its_call_even_if_it_fails() -> None:
+    """It came with the end of a fixture, which no report of the call waits for: no distance was ever shown."""
+    item: Any = SimpleNamespace(user_properties=[])
+    is_within(0.9, 1.0)  # by whoever was before
+    call = GpuReport({}, None).pytest_runtest_call(item)
+    next(call)
+    assert not is_within(0.3, 0.2)
+    with pytest.raises(AssertionError, match="too far"):
+        call.throw(AssertionError("too far"))
+    assert item.user_properties == [(DISTANCES, [(0.3, 0.2)])]
 
 
 def report_of(name: str, outcome: str, distances: list[Distance]) -> Any:

@@ -4,7 +4,6 @@ Never hides that one fails, nor on what it ran: what a GPU does wrong is a failu
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ import torch
 from engine.config import EngineConfig
 from engine.execution import device as devices
 from engine.execution.device import Device
-from tests.support.distances import take_noted
-from tests.support.gpu_report import DISTANCES, PATH, GpuReport, mode
+from tests.support.gpu_report import PATH, GpuReport, mode
 from tests.support.gpu_runs import REQUIRED, SHARD, is_of_the_gpu, shard_of
 
 
@@ -39,11 +37,3 @@ def device() -> Device:
     if not torch.cuda.is_available():
         pytest.skip(f"no GPU: torch {torch.__version__} sees none (`make test-gpu` runs these alone)")
     return devices.choose_device(EngineConfig(device="cuda"))[0]
-
-
-@pytest.fixture(autouse=True)
-def _distances(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a test compared, for the report."""
-    take_noted()
-    yield
-    request.node.user_properties.append((DISTANCES, [tuple(each) for each in take_noted()]))

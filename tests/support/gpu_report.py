@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, defaultdict
+from collections.abc import Generator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from benchmarks.results import write_whole
 from engine.config import ConfigError, EngineConfig
 from engine.execution import device
-from tests.support.distances import Distance
+from tests.support.distances import Distance, take_noted
 
 PATH = "CHUNKSERVE_GPU_REPORT"
 DISTANCES = "distances"
@@ -69,6 +70,15 @@ class GpuReport:
 
     def _text(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self._mode.items())
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Not in a fixture, whose end comes after the report of the call."""
+        take_noted()
+        try:
+            return (yield)
+        finally:
+            item.user_properties.append((DISTANCES, [tuple(each) for each in take_noted()]))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:

@@ -1,4 +1,4 @@
-"""Owns the start on a device: what is measured and what follows from it, and what is refused with its reason.
+"""Owns the start on a device: what is measured, what follows from it, what is refused and why. Long: each refusal.
 Never needs a GPU: a fake one answers with memory that the test makes up."""
 
 from __future__ import annotations
