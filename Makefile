@@ -53,8 +53,11 @@ test-clients-newest: model ## the same with the newest release of each client; m
 record-clients: model .venv-clients/installed .clients-npm/installed ## run the client programs and keep the requests that they send, which `make test` replays
 	$(BIN)/python -m tests.clients.record
 
-test-gpu: install ## test attention, captured steps, overlap and memory on this machine's GPU (skipped where there is none)
-	$(BIN)/python -m pytest tests/gpu -m gpu -rs
+# Nothing is installed: a GPU's machine may have no network, and its own torch and Triton. An installed .venv is used.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_OUT ?= loadtest/runs/gpu
+test-gpu: ## test kernels, captured steps, overlap and memory on this machine's GPU (without one it says so); results to GPU_OUT
+	$(GPU_PYTHON) tests/gpu/first_hour.py --out $(GPU_OUT) --phases right
 
 # Torch 2.4 leaves more of itself untyped, which says nothing of ours.
 test-flash: .venv-flash/installed ## test the engine with vllm-flash-attn 2.6.2 and the torch 2.4.0 that it pins: types, attention, steps on a stand-in for a GPU (3 GB)
@@ -67,9 +70,8 @@ test-flash: .venv-flash/installed ## test the engine with vllm-flash-attn 2.6.2 
 	.venv-flash/bin/python -m pip install --quiet --editable ".[flash]" hypothesis mypy pillow pytest
 	@touch $@
 
-bench-gpu: install ## measure kernels, steps and loads on this machine's GPU, against its own peaks; JSON to loadtest/results
-	$(BIN)/python -m benchmarks.kernels --out loadtest/results/kernels_gpu.json; kernels=$$?; \
-	$(BIN)/python -m benchmarks.engine.gpu --out loadtest/results/engine_gpu.json && exit $$kernels
+bench-gpu: ## measure kernels, steps and loads on this machine's GPU, against its own peaks; results to GPU_OUT
+	$(GPU_PYTHON) tests/gpu/first_hour.py --out $(GPU_OUT) --phases where aims
 
 test-chaos: model ## inject every fault into a real Ray cluster: killed, hung, drained and replaced parts, storms of clients (ten minutes)
 	$(BIN)/python -m pytest tests/chaos tests/k8s/test_pods.py -rP

@@ -7,12 +7,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import platform
 import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.results import write_whole
 from kernels.choice import ATTENTION, TORCH_ATTENTION, TRITON, choose_attention
 from kernels.eager.forward import EagerPass
 from kernels.eager.ops import TORCH, TORCH_CPU, Ops
@@ -125,8 +127,10 @@ class Bench:
         return tables, missing
 
     def cells(self, others: Mapping[str, Ops]) -> list[Cell]:
-        """Return all cells. `others` are further tables whose attention is measured, too."""
+        """others: tables whose attention is measured, too. Most rows come first: kernels choose their configurations at
+        their first launch, and for one row alone they would choose others."""
         o = self.options
+        most_first, tokens_first = sorted(o.rows, reverse=True), sorted((*o.rows, *o.chunk), reverse=True)
         by_token = (
             self.norm,
             self.activation,
@@ -135,18 +139,18 @@ class Bench:
             self.sigmoid_gate,
             self.gated_norm,
         )
-        found = [cell(tokens) for tokens in o.rows for cell in by_token]
+        found = [cell(tokens) for tokens in most_first for cell in by_token]
         for suffix, table in {"": None, **{f"_{name}": table for name, table in others.items()}}.items():
-            for rows in o.rows:
+            for rows in most_first:
                 found.append(self.attention(f"attention_decode{suffix}", [o.context] * rows, [1] * rows, rows, table))
             found += [self.attention(f"attention_chunk{suffix}", [o.context], [count], 0, table) for count in o.chunk]
         for linear in (self.causal_conv, self.delta_rule):
-            found += [linear("decode", [1] * rows, rows) for rows in o.rows]
+            found += [linear("decode", [1] * rows, rows) for rows in most_first]
             found += [linear("chunk", [count], 0) for count in o.chunk]
-        found += [self.experts(tokens) for tokens in (*o.rows, *o.chunk)]
+        found += [self.experts(tokens) for tokens in tokens_first]
         if self.on_gpu:
-            found += [self.sampling(rows, name) for rows in o.rows for name in SAMPLING]
-            found += [cell(rows) for rows in o.rows for cell in (self.controls, self.logprobs)]
+            found += [self.sampling(rows, name) for rows in most_first for name in SAMPLING]
+            found += [cell(rows) for rows in most_first for cell in (self.controls, self.logprobs)]
         return found
 
     def norm(self, tokens: int) -> Cell:
@@ -466,6 +470,12 @@ def result(cell: Cell, times: Sequence[float], peak: dict[str, float]) -> dict[s
     return {"op": cell.op, **cell.shape, **spread, **sizes, **rates, "share": shares[bound], "of": bound}
 
 
+def choose_for_itself(environment: MutableMapping[str, str]) -> None:
+    """Before a kernel of Triton's is imported: no choice of configurations is left to engines, none is taken from them.
+    The name is that of kernels.triton.shared.launch.TUNING, which cannot be asked: the import would come too early."""
+    environment.setdefault("CHUNKSERVE_TRITON_TUNING", "forget")
+
+
 def describe(bench: Bench) -> dict[str, Any]:
     name = torch.cuda.get_device_name(bench.device) if bench.on_gpu else platform.processor() or platform.machine()
     git = ["git", "rev-parse", "--short", "HEAD"]
@@ -480,6 +490,8 @@ def describe(bench: Bench) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     device = torch.device(options.device)
+    if device.type == "cuda":
+        choose_for_itself(os.environ)
     generator = torch.Generator(device).manual_seed(options.seed)
     bench = Bench(options, device, getattr(torch, options.dtype), generator)
     with torch.inference_mode():
@@ -502,7 +514,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found.append(result(cell, times, peak))
                 print("{op:32} {0:50} {us_p50:10.1f} us {share:6.1%} of the {of} peak".format(shape, **found[-1]))
             if options.out:
-                options.out.write_text(json.dumps(head | {"cells": found}) + "\n")
+                write_whole(options.out, head | {"cells": found})
     print(json.dumps(head | {"cells": found}))
     if any("failed" in cell_result for cell_result in found):
         raise SystemExit(1)

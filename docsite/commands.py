@@ -43,6 +43,8 @@ VARIABLES = {
     "CHUNKSERVE_CORS": "Web pages that may read what HAProxy and Ray Serve refuse. "
     "See [Run on a cluster that exists](../how-to/existing-cluster.md).",
     "CHUNKSERVE_HAPROXY_BINARY": "HAProxy program to run instead of Ray's.",
+    "CHUNKSERVE_TRITON_TUNING": "How Triton's kernels choose a configuration on a GPU. `keep` (unset): timed once, "
+    "kept on disk. `forget`: timed in each process. A number: that one, untimed.",
     "CHUNKSERVE_DATA": "Directory with traces for the simulator's studies.",
     "CHUNKSERVE_TEST_SEED": "Seed of the random tests. Unset: a fixed one.",
 }
@@ -66,6 +68,7 @@ PROGRAMS = (
     "benchmarks.transport.run",
     "benchmarks.peers.run",
     "benchmarks.peers.chart",
+    "tests.gpu.first_hour",
     "k8s.drain",
     "k8s.validate",
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loadtest.server import Server
-from tests.support.gpu_runs import DRIVER, hide_gpu, is_of_the_gpu
+from tests.support.gpu_runs import DRIVER, hide_gpu, is_of_the_gpu, show_gpu
 from tests.support.seeds import FIXED, VARIABLE, run_seed, seed_globals
 from tests.support.serve_process import serve_run
 
@@ -36,11 +36,13 @@ def pytest_report_header() -> str:
 def pytest_configure(config: pytest.Config) -> None:
     if run_seed() != FIXED and "hypothesis_seed" in config.option and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(run_seed())  # hypothesis's own plugin reads it after us
-    # Set before a test imports triton or torch, which read this once.
-    if not DRIVER.exists():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    elif not is_of_the_gpu(config.args, config.invocation_params.dir):
+    # Before a test imports triton or torch, which read this once.
+    if is_of_the_gpu(config.args, config.invocation_params.dir):
+        show_gpu(os.environ)
+    elif DRIVER.exists():
         hide_gpu(os.environ)
+    else:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,9 +3,13 @@ Never needs a GPU."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from tests.support.gpu_runs import GPU_TESTS, hide_gpu, is_of_the_gpu
+from tests.support.gpu_runs import GPU_TESTS, REQUIRED, hide_gpu, is_of_the_gpu, shard_of, show_gpu
 
 ROOT = GPU_TESTS.parents[1]
 
@@ -29,3 +33,29 @@ def test_without_a_gpu_kernels_are_interpreted_and_servers_find_none() -> None:
     environment = {"CUDA_VISIBLE_DEVICES": "0"}
     hide_gpu(environment)
     assert environment == {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_with_a_gpu_kernels_have_their_first_configurations_and_nothing_is_interpreted_unasked() -> None:
+    """Where the driver's file was missing on a GPU's machine, the interpreter stood in for the card without a word."""
+    environment: dict[str, str] = {}
+    show_gpu(environment)
+    assert environment == {"CHUNKSERVE_TRITON_TUNING": "0"}
+
+
+def test_a_run_that_requires_a_gpu_ends_at_once_without_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/gpu/test_experts.py"],
+        cwd=ROOT,
+        env=os.environ | {REQUIRED: "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"{REQUIRED} is 1, but the device is none" in done.stdout + done.stderr
+
+
+def test_shards_have_every_test_once() -> None:
+    tests = list(range(11))
+    assert sorted(test for number in range(4) for test in shard_of(tests, f"{number}/4")) == tests
+    assert shard_of(tests, "") == tests

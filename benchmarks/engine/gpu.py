@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import random
 import statistics
 import time
@@ -22,10 +23,12 @@ from typing import Any, TypeVar
 import torch
 
 import engine.models
+from benchmarks.engine.aims import targets
 from benchmarks.engine.mixed import CANONICAL, WHOLE, MixedLoad, Traffic, with_budget
 from benchmarks.engine.step import decode_plan, in_slots, measure, prefill_plan, step_of
-from benchmarks.kernels import Bench, peaks
+from benchmarks.kernels import Bench, choose_for_itself, peaks
 from benchmarks.machine import machine
+from benchmarks.results import write_whole
 from engine.build.executor import create_executor
 from engine.build.resolve import torch_dtype
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
@@ -51,6 +54,8 @@ class Load:
     """The sizes of all measurements."""
 
     decode_rows: tuple[int, ...]
+    loop_rows: int
+    """Streams of the whole engine loop, and decode rows beside a chunk. The chunk has a seat, too."""
     context: int
     """Cached tokens of each decode row."""
     prefill: int
@@ -70,11 +75,12 @@ class Load:
     """Tokens of each answer in the throughput load, whose requests all arrive at once."""
 
 
-FULL = Load((1, 2, 4, 8, 16, 32, 64), 1024, 8192, 2048, CANONICAL, 1024, 512, 4096, 200, 64, 512, 128)
+FULL = Load((1, 2, 4, 8, 16, 32, 64, 256), 64, 1024, 8192, 2048, CANONICAL, 1024, 512, 4096, 200, 64, 512, 128)
 _LITTLE = Traffic(
     streams=1, stream_prompt=8, stream_answer=90, head_start=3, warm_up=1, prompts=2, prompt_tokens=32, every_s=0.0
 )
-SHORT = Load((1, 2), 16, 24, 16, _LITTLE, 8, 8, 32, 12, 3, 10, 4)
+SHORT = Load((1, 2), 2, 16, 24, 16, _LITTLE, 8, 8, 32, 12, 3, 10, 4)
+LOADS = ["steps", "mixed_load", "host_gap", "throughput", "owner_by_graphs", "transformers"]
 MAX_MODEL_LEN = 16384
 """Capped by the model's own limit. Block tables and splits of keys are sized for the longest possible row."""
 
@@ -91,7 +97,8 @@ class DeviceBench:
         self.load = SHORT if options.short else FULL
         self.model_dir = options.model if options.model.exists() else SHAPES / str(options.model)
         self.device: Device | None = CudaDevice() if self.on_gpu else None
-        """The GPU, whose own time can be measured apart from the host's; None on the CPU."""
+        """Whose own time can be told from that of the host."""
+        self.where = torch.device("cpu") if self.device is None else self.device.torch_device
         self._draw = random.Random(options.seed)
 
     @property
@@ -162,7 +169,7 @@ class DeviceBench:
         yield mixed | {"valid": mixed.get("captured") == alone.get("captured")}
 
     def _mixed_plan(self, block_size: int) -> StepPlan:
-        rows = max(self.load.decode_rows) - 1  # the chunk takes a seat, too: no captured step has more rows
+        rows = self.load.loop_rows - 1
         decode = decode_plan(rows, self.load.context, block_size, self.token).rows
         first_free = 1 + max(block for row in decode for block in row.block_ids)
         (chunk,) = prefill_plan(self.load.mixed - rows, 0, block_size, self.token).rows
@@ -197,10 +204,12 @@ class DeviceBench:
 
     # --- loads --------------------------------------------------------------------------------------------------------
 
-    def host_gap(self, executor: ModelExecutor, resolved: ResolvedConfig) -> Iterator[Cell]:
-        """Measure which percentage of a decode step in the whole loop the device does not work on it."""
-        rows, steps = max(self.load.decode_rows), self.options.steps
-        plan = decode_plan(rows, self.load.context + steps // 2, resolved.block_size, self.token)
+    def host_gap(self, executor: ModelExecutor, resolved: ResolvedConfig, peak: Mapping[str, float]) -> Iterator[Cell]:
+        """Percent of the whole loop's decode step in which the device does nothing of it."""
+        rows, steps = self.load.loop_rows, self.options.steps
+        context, model = self.load.context + steps // 2, executor.model.decoder.config  # type: ignore[attr-defined]
+        plan = decode_plan(rows, context, resolved.block_size, self.token)
+        num_bytes = bytes_read(model, rows, context, torch_dtype(resolved.dtype).itemsize)
         own = self.device_times(executor, plan)
         core = _Loop(executor, resolved, self.token)
         for i in range(rows):
@@ -213,7 +222,8 @@ class DeviceBench:
             core.step()
         loop_ms = 1000 * (time.perf_counter() - begun) / steps
         core.end()
-        cell: Cell = {"cell": "host_gap", "size": rows, "loop_ms": loop_ms}
+        least_ms = num_bytes / peak["copy_gb_s"] / 1e6
+        cell: Cell = {"cell": "host_gap", "size": rows, "loop_ms": loop_ms, "least_ms": least_ms}
         if not own:
             why = "launching waits for it" if self.device is not None else "the CPU computes while Python waits"
             yield cell | {"missing": f"the device's own time: {why}"}
@@ -279,7 +289,7 @@ class DeviceBench:
         except ImportError as error:
             yield {"cell": "transformers", "missing": str(error)}
             return
-        load, device = self.load, torch.device(self.options.device)
+        load, device = self.load, self.where
         config = AutoConfig.from_pretrained(self.model_dir)
         torch.set_default_device(device)
         try:
@@ -403,51 +413,6 @@ def flops(model: ModelConfig, tokens: int, context: int) -> int:
     return 2 * matrix_params(model) * tokens + attention + 2 * model.vocab_size * model.hidden_size
 
 
-def targets(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Compare figures with their targets. A figure that was not measured has no entry. A target whose cells were
-    invalid counts as missed, whatever its value."""
-    kinds: dict[str, list[Cell]] = {}
-    for cell in cells:
-        kinds.setdefault(cell["cell"], []).append(cell)
-    found: list[tuple[str, float, str, float]] = []
-    invalid: set[str] = set()
-    for cell in kinds.get("decode", ()):
-        what = f"decode, {cell['size']} rows: time over reading weights and cache once"
-        found.append((what, cell["ms_p50"] / cell["least_ms"], "<=", 1.3))
-    for cell in kinds.get("prefill", ()):
-        what = f"prefill of {cell['size']}: share of the matrix rate"
-        found.append((what, cell["least_ms"] / cell["ms_p50"], ">=", 0.55))
-    for cell in kinds.get("mixed", ()):
-        what = f"mixed step of {cell['size']} over prefill alone"
-        found.append((what, cell["ms_p50"] / cell["least_ms"], "<=", 1.1))
-        invalid |= set() if cell["valid"] else {what}
-    for cell in (cell for cell in kinds.get("host_gap", ()) if "percent" in cell):
-        found.append(("host gap between decode steps, percent", cell["percent"], "<=", 3.0))
-    gaps = [cell for cell in kinds.get("mixed_load", ()) if "gap_max" in cell]
-    if len(gaps) == 2:
-        what = "longest gap, chunks over whole prompts"
-        found.append((what, gaps[0]["gap_max"] / gaps[1]["gap_max"], "<=", 0.3))
-        invalid |= set() if gaps[0]["valid"] and gaps[1]["valid"] else {what}
-    both = {(cell["owner"], cell["graphs"]): cell for cell in kinds.get("owner_by_graphs", ())}
-    if (best := both.get(("scheduler", True))) and (plain := both.get(("engine", False))):
-        what = "engine and eager, scheduler and graphs"
-        found.append((f"TTFT ratio, {what}", plain["ttft_ms"] / best["ttft_ms"], ">=", 5.0))
-        found.append((f"tokens/s ratio, {what}", best["tokens_s"] / plain["tokens_s"], ">=", 3.0))
-    theirs = [cell for cell in kinds.get("transformers", ()) if "tokens_s" in cell]
-    if theirs and (ours := kinds.get("throughput")):
-        found.append(("tokens/s over transformers' generation", ours[0]["tokens_s"] / theirs[0]["tokens_s"], ">=", 2.0))
-    return [
-        {
-            "what": what,
-            "value": value,
-            "aim": f"{sign} {aim:g}",
-            "valid": what not in invalid,
-            "met": what not in invalid and (value <= aim if sign == "<=" else value >= aim),
-        }
-        for what, value, sign, aim in found
-    ]
-
-
 class Findings:
     """Collects the measured cells. Each is printed and saved at once, since a GPU may be available only for minutes."""
 
@@ -475,21 +440,23 @@ class Findings:
     def document(self, **more: object) -> str:
         """Return the document as one line of JSON, and write it to `out`."""
         self._head |= more
-        text = json.dumps(self._head | {"cells": self.cells, "targets": targets(self.cells)}, default=str)
+        whole = self._head | {"cells": self.cells, "targets": targets(self.cells)}
         if self._out:
-            self._out.write_text(text + "\n")
-        return text
+            write_whole(self._out, whole)
+        return json.dumps(whole, default=str)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     bench = DeviceBench(options)
-    device = torch.device(options.device)
+    device = bench.where
+    if bench.on_gpu:
+        choose_for_itself(os.environ)
     kernel_options = Namespace(copy_mib=options.copy_mib, matrix=options.matrix, runs=options.steps)
     peak_bench = Bench(
         kernel_options, device, getattr(torch, options.dtype), torch.Generator(device).manual_seed(options.seed)
     )
-    name = torch.cuda.get_device_name(device) if bench.on_gpu else machine()["cpu"]
+    name = machine()["cpu"] if bench.device is None else bench.device.name
     head: Cell = {"benchmark": "engine_device", **machine(), "device": name, "torch": torch.__version__}
     with torch.inference_mode():
         peak = peaks(peak_bench)
@@ -507,12 +474,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     found.add(load, cells_of(executor, resolved))
             yield from ()
 
-        steps = partial(bench.steps, peak=peak)
-        found.add("engine", measure_on_engine({"steps": steps, "mixed_load": bench.mixed_load}, overlap=False))
-        loads = {"host_gap": bench.host_gap, "throughput": bench.throughput}
-        found.add("engine", measure_on_engine(loads, overlap=True))
-        found.add("owner_by_graphs", bench.owner_by_graphs())
-        found.add("transformers", bench.transformers_tokens_s())
+        steps, host_gap = partial(bench.steps, peak=peak), partial(bench.host_gap, peak=peak)
+        by_overlap: dict[bool, dict[str, Callable[[ModelExecutor, ResolvedConfig], Iterable[Cell]]]] = {
+            False: {"steps": steps, "mixed_load": bench.mixed_load},
+            True: {"host_gap": host_gap, "throughput": bench.throughput},
+        }
+        for overlap, loads in by_overlap.items():
+            if chosen := {name: load for name, load in loads.items() if name in options.loads}:
+                found.add("engine", measure_on_engine(chosen, overlap))
+        alone = {"owner_by_graphs": bench.owner_by_graphs, "transformers": bench.transformers_tokens_s}
+        for load, cells in alone.items():
+            if load in options.loads:
+                found.add(load, cells())
     for aim in targets(found.cells):
         outcome = "met" if aim["met"] else "missed" if aim["valid"] else "not validly measured"
         print(f"{aim['what']}: {aim['value']:.2f} (aim {aim['aim']}): {outcome}")
@@ -556,6 +529,9 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
         type=int,
         default=8192,
         help="rows and columns of the product that measures peak arithmetic (%(default)s)",
+    )
+    parser.add_argument(
+        "--loads", nargs="+", default=LOADS, choices=LOADS, metavar="LOAD", help=f"of {', '.join(LOADS)}; all of them"
     )
     parser.add_argument("--short", action="store_true", help="measure a little of everything, to see that it works")
     parser.add_argument(

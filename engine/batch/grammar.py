@@ -9,15 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import llguidance
 import numpy as np
-from llguidance.numpy import (
-    allocate_token_bitmask,
-    fill_next_token_bitmask_par,
-    fill_next_token_bitmask_par_with_draft_tokens,
-)
 from numpy.typing import NDArray
 
 from engine.batch.mask_workers import Job, MaskWorkers, Outcome
@@ -26,16 +20,25 @@ from engine.config import ResolvedConfig
 from engine.protocol import ErrorCode
 from engine.step import GrammarError, GrammarRow, RowFailure
 
+if TYPE_CHECKING:  # imported where it is used: an engine without a tokenizer, as benchmarks have it, runs without
+    import llguidance
+
 MASK_TIMEOUT_S = 0.1
-"""Of a mask, where no config says otherwise."""
+"""Longest time of one mask, unless a config says otherwise."""
 MAX_COMPILED = 128
 """Grammars that are kept, the latest used. Another one that a step needs is compiled in that step."""
 MAX_COMPILED_CHARS = 2**25
-"""Of their texts together: one of 1,000 tools is half a million, and some 30 MiB when it is compiled."""
-# A state takes up to 2 kB; llguidance's own limit would let one grammar take 500 MB. Its others bound a compilation to
-# about 50 ms and a mask to 20 ms, but for long regexes, which `regex_size` bounds. Verbose errors would show the whole
-# state to a client.
-_LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+"""Longest total text of the grammars that are kept. One of 1,000 tools has half a million characters, and takes some
+30 MiB when it is compiled."""
+
+
+def _limits() -> llguidance.LLParserLimits:
+    """A state takes up to 2 kB; llguidance's own limit would let one grammar take 500 MB. Its others bound a
+    compilation to about 50 ms and a mask to 20 ms, but for long regexes, which `regex_size` bounds. Verbose errors
+    would show the whole state to a client."""
+    import llguidance
+
+    return llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +89,9 @@ class Grammars:
         mask_timeout_s: float = MASK_TIMEOUT_S,
         workers: MaskWorkers | None = None,
     ) -> None:
-        """`mask_timeout_s`: the config's grammar_mask_timeout_s. `workers`: of a test, instead of `num_threads`."""
+        """`mask_timeout_s`: the config's grammar_mask_timeout_s. `workers`: a test's own, instead of `num_threads`."""
+        import llguidance
+
         self._tokenizer = tokenizer
         self._mask_timeout_s = mask_timeout_s
         self._workers = workers or MaskWorkers(num_threads)
@@ -105,12 +110,16 @@ class Grammars:
         mask_timeout_s: float = MASK_TIMEOUT_S,
     ) -> Grammars:
         """`vocab_size`: that of the logits, which may be larger than the tokenizer's."""
+        import llguidance
+
         made = llguidance.LLTokenizer(str(tokenizer_json), n_vocab=vocab_size, eos_token=list(eos_token_ids))
         return cls(made, num_threads=num_threads, mask_timeout_s=mask_timeout_s)
 
     @classmethod
     def of_bytes(cls, vocab_size: int, eos_token_id: int, workers: MaskWorkers | None = None) -> Grammars:
         """A vocabulary whose token i is the byte i; those from 256 on are special."""
+        import llguidance
+
         wrapper = llguidance.TokenizerWrapper(_ByteTokens(vocab_size, eos_token_id))
         return cls(llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos_token_id), workers=workers)
 
@@ -128,9 +137,11 @@ class Grammars:
             if known is not None and not known.is_late:
                 self._compiled.move_to_end(grammar)
                 return known
+        import llguidance
+
         check_regexes(grammar)
         with _panics_told():
-            made = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+            made = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
             if not made.is_error():
                 made.compute_bitmask()  # the first step's, kept by every copy
         if made.is_error():
@@ -151,6 +162,8 @@ class Grammars:
             [sum of 1 + drafts, ceil(vocab / 32)], where bit t % 32 of word t // 32 is token t's; and, by row, why it
             has none.
         """
+        from llguidance.numpy import allocate_token_bitmask
+
         filled = allocate_token_bitmask(sum(1 + len(row.drafts) for row in rows), self._tokenizer.vocab_size)
         jobs: dict[int, Job[None]] = {}
         failed: dict[int, RowFailure] = {}
@@ -174,7 +187,9 @@ class Grammars:
         return filled, failed | self._exhausted(rows)
 
     def _job(self, match: _Match, drafts: list[int], filled: NDArray[np.int32], first: int) -> Job[None]:
-        """Fills the masks from `first` on: after the answer, and after each of the drafts."""
+        """Fill the masks from `first` on: after the answer, and after each of the drafts."""
+        from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
         matcher, limit_s = match.matcher, self._mask_timeout_s * (1 + len(drafts))
 
         def work() -> None:

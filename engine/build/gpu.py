@@ -19,7 +19,14 @@ from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conf
 from engine.execution.device import Device, StateLostError, device_faults
 from engine.execution.gpu.cuda_graph_buckets import Buckets, plan_buckets
 from engine.execution.gpu.executor import DeviceExecutor
-from engine.execution.gpu.memory import GIB, MemoryUse, check_blocks_fit, check_states_fit, kv_blocks_that_fit
+from engine.execution.gpu.memory import (
+    GIB,
+    MemoryUse,
+    blocks_to_time_with,
+    check_blocks_fit,
+    check_states_fit,
+    kv_blocks_that_fit,
+)
 from engine.execution.gpu.model import DeviceModel
 from engine.execution.gpu.sampler import warm_up_sampler
 from engine.features import (
@@ -174,7 +181,14 @@ class GpuStart:
         plan = largest_step(resolved)
         use = replace(use, states=state_bytes(self._builder.model, resolved, self._dtype))
         check_states_fit(use)
-        probe = self._attach(decoder, len(plan.rows[0].block_ids))
+        num_blocks = blocks_to_time_with(
+            use,
+            self._utilization,
+            self._block_bytes,
+            least=len(plan.rows[0].block_ids),
+            most=sum(decode_blocks(resolved, None)),
+        )
+        probe = self._attach(decoder, num_blocks)
         before = self._device.memory()[0]
         executor = DeviceExecutor(probe, self._device, num_threads=self.resolved.num_threads)
         tokens = f"max_num_batched_tokens is {resolved.max_num_batched_tokens}"
@@ -186,9 +200,9 @@ class GpuStart:
         # Before any capture: kernels choose their configurations for good at their first launch, and the first step of
         # a capture consists of padding.
         with _fits(f"{rows}, but the GPU has no memory for a decode step of such rows", use):
-            _run(executor, longest_decode_step(resolved))
-            _run(executor, short_decode_step(resolved))
-        # torch keeps the memory of these steps for the next ones, so what is free now stays free whatever steps follow.
+            _run(executor, longest_decode_step(resolved, num_blocks))
+            _run(executor, short_decode_step(resolved, num_blocks))
+        # torch keeps the memory of these steps for the next ones, so what is free now is free whatever they are.
         use = replace(use, activations=max(0, before - self._device.memory()[0]))
         if self._buckets.all:
             use = self._measure_captures(probe, use, before)
@@ -237,9 +251,12 @@ class GpuStart:
             setting = f"{name} {getattr(config, name):g}"
             check_blocks_fit(use, self._block_bytes, asked, spare_blocks=spare, setting=setting)
             return asked, f"{why}; {use.text()}"
-        utilization = config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
-        found = kv_blocks_that_fit(use, utilization, self._block_bytes, spare_blocks=spare)
-        return found, f"what gpu_memory_utilization {utilization:g} leaves; {use.text()}"
+        found = kv_blocks_that_fit(use, self._utilization, self._block_bytes, spare_blocks=spare)
+        return found, f"what gpu_memory_utilization {self._utilization:g} leaves; {use.text()}"
+
+    @property
+    def _utilization(self) -> float:
+        return self._config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
 
 
 @contextmanager
@@ -271,21 +288,37 @@ def largest_step(config: ResolvedConfig) -> StepPlan:
     return StepPlan(0, tuple(rows))
 
 
-def longest_decode_step(config: ResolvedConfig) -> StepPlan:
-    """One decode row for each seat: one of the maximum length and the others of up to DECODE_CONTEXT tokens, all in
-    block 0."""
-    rows = []
-    for number in range(config.max_num_seqs):
-        length = min(config.max_model_len, DECODE_CONTEXT) if number else config.max_model_len
-        blocks = (0,) * -(-length // config.block_size)
+def decode_blocks(config: ResolvedConfig, num_blocks: int | None) -> list[int]:
+    """How many of `num_blocks` KV blocks each row of the longest decode step has. None: there is no end of them.
+
+    The first is as long as a row may be, the others have up to DECODE_CONTEXT tokens. Where blocks are few these are
+    shorter, lest two rows read the same: that would come from the chip's own cache, and kernels would be timed on what
+    no step is like. They are not shorter than SHORT_CONTEXT.
+    """
+    longest, most, least = (
+        -(-min(config.max_model_len, length) // config.block_size)
+        for length in (config.max_model_len, DECODE_CONTEXT, SHORT_CONTEXT)
+    )
+    others = config.max_num_seqs - 1
+    own = most if num_blocks is None else max(0, num_blocks - longest) // max(1, others)
+    return [longest, *[max(least, min(most, own))] * others]
+
+
+def longest_decode_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
+    """A decode row for each seat, as long as `decode_blocks` says, with blocks of its own while there are any."""
+    rows, first = [], 0
+    for number, count in enumerate(decode_blocks(config, num_blocks)):
+        length = min(config.max_model_len, count * config.block_size)
+        blocks = tuple(block % num_blocks for block in range(first, first + count))
+        first += count
         state = StateUse(number) if config.recurrent_state else None
         rows.append(ScheduledRequest(f"row {number}", RowKind.DECODE, length - 1, (0,), blocks, _DEAREST, state=state))
     return StepPlan(1, tuple(rows))
 
 
-def short_decode_step(config: ResolvedConfig) -> StepPlan:
-    """One decode row of up to SHORT_CONTEXT tokens for each seat, all in block 0."""
-    return longest_decode_step(replace(config, max_model_len=min(config.max_model_len, SHORT_CONTEXT)))
+def short_decode_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
+    """A decode row of up to SHORT_CONTEXT tokens for each seat, likewise."""
+    return longest_decode_step(replace(config, max_model_len=min(config.max_model_len, SHORT_CONTEXT)), num_blocks)
 
 
 def _attention(model: ModelConfig, config: EngineConfig, device: Device, dtype: torch.dtype) -> tuple[Choice, Ops]:

@@ -16,6 +16,15 @@ from engine.config import ConfigError, EngineConfig
 from engine.models.recurrent_state import RecurrentState
 from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, StepPlan
 
+NO_MEMORY = (
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+)
+"""What torch, cuBLAS and Triton say of an allocation that failed, besides torch's own type. The device goes on."""
+FAULTS = ("CUDA error", "Triton Error [CUDA]")
+"""What torch and Triton say of a device that can do nothing more."""
 LOST_STATE = "There is no memory for the step, and it cannot be run again: recurrent states may have moved on."
 
 
@@ -136,6 +145,8 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", 0)
         self.name: str = torch.cuda.get_device_name(0)
         self.capability: tuple[int, int] | None = torch.cuda.get_device_capability(0)
+        self._side: Any = None
+        """Where captures are. cuBLAS keeps a workspace for each stream that it has seen."""
 
     def memory(self) -> tuple[int, int]:
         torch.cuda.synchronize()
@@ -157,13 +168,13 @@ class CudaDevice:
         return _CudaDownload(tensors)
 
     def capture(self, work: Callable[[], None], beside: Any = None) -> Graph:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             work()  # libraries allocate and choose at their first call, which must not happen while capturing
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=None if beside is None else beside.pool()):
+        with torch.cuda.graph(graph, pool=None if beside is None else beside.pool(), stream=side):
             work()
         return graph
 
@@ -219,16 +230,17 @@ def choose_device(config: EngineConfig) -> tuple[Device, str]:
 def device_faults() -> Iterator[None]:
     """Turn torch's errors for a failed allocation or a dead device into the errors of engine.step.
 
-    The CPU allocator has no exception type of its own. A fault inside a kernel is reported by whichever call comes
-    next, and by every call from then on.
+    The CPU allocator has no type of its own for it, nor have cuBLAS, Triton, and a graph that is made ready to run. A
+    fault inside a kernel is reported by whichever call comes next, and by every call from then on.
     """
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error):
-            raise ExecutorOutOfMemoryError(str(error)) from error
-        if "CUDA error" in str(error):
-            raise ExecutorFatalError(str(error)) from error
+        text = str(error)
+        if isinstance(error, torch.cuda.OutOfMemoryError) or any(sign in text for sign in NO_MEMORY):
+            raise ExecutorOutOfMemoryError(text) from error
+        if any(sign in text for sign in FAULTS):
+            raise ExecutorFatalError(text) from error
         raise
 
 

@@ -124,6 +124,7 @@ class EngineReplica:
             self._engine, self._replica_id, self._signals.observe, patience_s=settings.engine_silence_s
         )
         self._watchdog = Watchdog(settings.hang_timeout_s, lambda: not self._engine.has_stalled)
+        take_short_turns()
         spare_garbage_collections()
 
     async def generate(self, call: EngineCall) -> bytes | EngineError:

@@ -19,7 +19,7 @@ def spare_garbage_collections() -> None:
 
 
 def take_short_turns() -> None:
-    """Shorten the turns of Python threads for the event loop beside them. After each system call, such as a socket's
-    send, the loop waits for the end of a thread's turn: with Python's default of 5 ms, that is a tenth of a second for
-    the tokens of twenty streams."""
+    """For an event loop beside threads of Python. After each system call, such as a socket's send, the loop waits for
+    the end of a thread's turn: with Python's 5 ms, a tenth of a second for the tokens of twenty streams. An engine's
+    thread of steps waits for the loop likewise, and a step of a GPU may take less than 5 ms."""
     sys.setswitchinterval(TURN_S)

@@ -35,13 +35,13 @@ def test_the_last_line_is_one_document_with_a_cell_for_each_operation_and_shape(
     assert (document["table"], document["dtype"], document["config"]["seed"]) == ("torch_cpu", dtype, 5)
     cells = document["cells"]
     ops = ("add_rms_norm", "silu_and_mul", "rotate_and_cache", "write_cache", "sigmoid_gate", "gated_rms_norm")
-    by_token = [(op, n) for n in (1, 3) for op in ops]
+    by_token = [(op, n) for n in (3, 1) for op in ops]
     by_rows = [
         (f"{op}_{kind}{table}", n)
         for op, table in (("attention", ""), ("attention", "_torch"), ("causal_conv", ""), ("delta_rule", ""))
-        for kind, n in (("decode", 1), ("decode", 3), ("chunk", 5))
+        for kind, n in (("decode", 3), ("decode", 1), ("chunk", 5))
     ]
-    experts = [("experts", tokens) for tokens in (1, 3, 5)]
+    experts = [("experts", tokens) for tokens in (5, 3, 1)]
     assert [(cell["op"], cell["tokens"]) for cell in cells] == by_token + by_rows + experts
     assert document["missing"] == []
     assert len(lines) == 1 + len(cells) + 1
@@ -146,3 +146,13 @@ def test_more_experts_for_a_token_than_there_are_are_refused(capsys: pytest.Capt
     with pytest.raises(SystemExit, match="2"):
         run("--device", "cpu", "--experts-per-token", "7")
     assert "--experts-per-token must be at most --experts" in capsys.readouterr().err
+
+
+def test_no_choice_of_a_benchmark_is_left_to_engines() -> None:
+    """Its first cell of one row chose for every engine of an 8B model on the machine."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+    from kernels.triton.shared.launch import FORGET, TUNING
+
+    for environment, want in (({}, FORGET), ({TUNING: "0"}, "0")):
+        bench.choose_for_itself(environment)
+        assert environment == {TUNING: want}

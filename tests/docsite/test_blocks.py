@@ -42,8 +42,20 @@ PROGRAMS = [command for command in COMMANDS if command.startswith(".venv/bin/pyt
 RUN_ELSEWHERE = {
     ".venv/bin/serve run config.yaml": "tests/serve_app/test_serve_run.py",
     ".venv/bin/serve deploy config.yaml": "tests/chaos/test_rollout.py",
+    "python3 tests/gpu/first_hour.py --device stand-in --out loadtest/runs/rehearsal": "tests/test_first_hour.py",
 }
+FIRST_HOUR = "python3 tests/gpu/first_hour.py --out loadtest/runs/gpu"
 NOT_RUN = {
+    **{
+        FIRST_HOUR + arguments: "it needs a GPU"
+        for arguments in (
+            "",
+            " --phases right",
+            " --phases where",
+            " --phases aims",
+            ' --phases rest --again steps --prediction "64 rows: 8.1 to 6.9 ms"',
+        )
+    },
     ".venv/bin/pip install --force-reinstall torch==2.13.0 --index-url INDEX": "it downloads torch for a GPU",
 }
 CONFIGS = [one.text for one in BLOCKS if one.kind == "yaml"]

@@ -1,13 +1,34 @@
-"""Owns the only reason to skip tests of the GPU: the machine has none.
-Never hides a failing GPU: what it computes wrong is a failure."""
+"""Owns the one reason for which tests of the GPU are left out: there is none.
+Never hides that one fails, nor on what it ran: what a GPU does wrong is a failure, and the first lines name it."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.execution.device import Device, choose_device
+from engine.execution import device as devices
+from engine.execution.device import Device
+from tests.support.gpu_report import PATH, GpuReport, mode
+from tests.support.gpu_runs import REQUIRED, SHARD, is_of_the_gpu, shard_of
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """A run of these alone, as others must not import torch for a header."""
+    if not is_of_the_gpu(config.args, config.invocation_params.dir):
+        return
+    how, path = mode(), os.environ.get(PATH)
+    if os.environ.get(REQUIRED) == "1" and (how["device"] == "none" or how["kernels"] != "compiled"):
+        pytest.exit(f"{REQUIRED} is 1, but the device is {how['device']}, with kernels {how['kernels']}", returncode=2)
+    config.pluginmanager.register(GpuReport(how, Path(path) if path else None))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = shard_of(items, os.environ.get(SHARD, ""))
 
 
 @pytest.fixture(scope="session")
@@ -15,4 +36,4 @@ def device() -> Device:
     """Return the GPU."""
     if not torch.cuda.is_available():
         pytest.skip(f"no GPU: torch {torch.__version__} sees none (`make test-gpu` runs these alone)")
-    return choose_device(EngineConfig(device="cuda"))[0]
+    return devices.choose_device(EngineConfig(device="cuda"))[0]

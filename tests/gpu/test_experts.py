@@ -14,6 +14,7 @@ from kernels.choice import TRITON_TABLE
 from kernels.eager.ops import Ops
 from kernels.forward import Routing
 from tests.kernels.experts_case import ExpertsCase, experts_case
+from tests.support.distances import assert_close
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +48,7 @@ def test_experts_are_those_of_the_reference(
     want = reference.experts(*(each.to(device.torch_device) for each in case), routing)
     got = table.experts(*case.to(device.torch_device), routing)
     tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+    assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

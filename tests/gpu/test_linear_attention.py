@@ -13,6 +13,7 @@ from kernels.choice import TRITON_TABLE
 from kernels.eager.ops import REFERENCE, Ops
 from kernels.forward import LinearHeads
 from tests.kernels.states import HEADS, STEPS, inputs
+from tests.support.distances import assert_close
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +28,7 @@ def test_states_and_outputs_are_those_of_the_reference(device: Device, name: str
     (want, wanted), (conv_want, conv_wanted) = given.delta_rule(REFERENCE), given.causal_conv(REFERENCE)
     there = given.to(device.torch_device)
     (got, after), (conv_got, conv_after) = there.delta_rule(ops), there.causal_conv(ops)
-    torch.testing.assert_close(got.cpu(), want, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(after.cpu(), wanted, atol=1e-3, rtol=1e-3, equal_nan=True)
-    torch.testing.assert_close(conv_got.cpu(), conv_want, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(conv_after.cpu(), conv_wanted, atol=0, rtol=0, equal_nan=True)
+    assert_close(got.cpu(), want, atol=2e-2, rtol=2e-2)
+    assert_close(after.cpu(), wanted, atol=1e-3, rtol=1e-3, equal_nan=True)
+    assert_close(conv_got.cpu(), conv_want, atol=2e-2, rtol=2e-2)
+    assert_close(conv_after.cpu(), conv_wanted, atol=0, rtol=0, equal_nan=True)

@@ -72,6 +72,16 @@ def kv_blocks_that_fit(use: MemoryUse, utilization: float, block_bytes: int, *, 
     return blocks
 
 
+PART_TO_TIME_WITH = 4
+"""One in so many of the bytes that KV blocks would get: the largest step and captures are measured beside them."""
+
+
+def blocks_to_time_with(use: MemoryUse, utilization: float, block_bytes: int, *, least: int, most: int) -> int:
+    """KV blocks of the steps in which kernels are timed, `most` if there is room for them."""
+    left = int(use.total * utilization) - use.taken
+    return max(least, min(most, left // PART_TO_TIME_WITH // block_bytes))
+
+
 def check_blocks_fit(
     use: MemoryUse, block_bytes: int, num_blocks: int, *, spare_blocks: int = 0, setting: str | None = None
 ) -> None:

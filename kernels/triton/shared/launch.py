@@ -3,6 +3,7 @@ Never computes, and never waits for a device."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,15 +32,33 @@ def dot(a, b, total):
     return tl.dot(a, b, total, input_precision="ieee")
 
 
-def tuned(configs: Sequence[triton.Config], key: Sequence[str]) -> Callable[[Any], Any]:
+TUNING = "CHUNKSERVE_TRITON_TUNING"
+"""`keep` (the default): configurations are timed once, and the choice is kept on disk for all processes. `forget`:
+they are timed in each process, as a benchmark must, whose first shapes would choose for engines. A number: that one of
+each kernel's, or its last, untimed."""
+KEEP, FORGET = "keep", "forget"
+
+
+def tuned(configs: Sequence[triton.Config], key: Sequence[str], tuning: str | None = None) -> Callable[[Any], Any]:
     """Takes the fastest of `configs` for each combination of the arguments in `key`, and remembers it on disk.
 
     The first call of each combination times them, and waits for the device: make it before a CUDA graph is captured.
     Interpreted, the first is taken. No key may be a number of rows or a length: they change from step to step.
+    tuning: None: as the environment's TUNING says.
     """
-    few = list(configs[:1] if INTERPRETED else configs)
-    decorate: Callable[[Any], Any] = triton.autotune(configs=few, key=list(key), cache_results=True)
+    how = os.environ.get(TUNING, KEEP) if tuning is None else tuning
+    few = candidates(configs, "0" if INTERPRETED else how)
+    decorate: Callable[[Any], Any] = triton.autotune(configs=few, key=list(key), cache_results=how == KEEP)
     return decorate
+
+
+def candidates(configs: Sequence[triton.Config], tuning: str) -> list[triton.Config]:
+    """Those that are timed; one alone is not."""
+    if tuning in (KEEP, FORGET):
+        return list(configs)
+    if not tuning.isdecimal():
+        raise ValueError(f"{TUNING} is {tuning!r}: expected {KEEP}, {FORGET} or the number of a configuration.")
+    return [configs[min(int(tuning), len(configs) - 1)]]
 
 
 def padded(size: int, least: int = 1) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.engine.aims import targets
 from benchmarks.engine.gpu import (
     FULL,
     MAX_MODEL_LEN,
@@ -28,7 +29,6 @@ from benchmarks.engine.gpu import (
     matrix_params,
     mixed_sizes,
     second,
-    targets,
 )
 from engine.build.gpu import start_on_device
 from engine.config import EngineConfig
@@ -76,7 +76,7 @@ def test_a_load_that_fails_costs_its_own_cells_alone(
     """Regression: everything was printed at the end, so one failure on a card that is lent for minutes lost all
     results."""
 
-    def host_gap(*_: Any) -> Any:
+    def host_gap(*_: Any, **__: Any) -> Any:
         yield {"cell": "host_gap", "size": 1}
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -190,7 +190,7 @@ def test_decode_rows_and_a_chunk_are_a_captured_step(tmp_path: Path, monkeypatch
     ]
     assert cells[-1]["valid"]
     assert {cell["device_ms"] for cell in cells} == {0.25}
-    (gap,) = bench.host_gap(executor, resolved)
+    (gap,) = bench.host_gap(executor, resolved, {"copy_gb_s": 1.0})
     assert gap["percent"] == pytest.approx(100 * (1 - 0.25 / gap["loop_ms"]))
     executor.shutdown()
 
@@ -238,7 +238,7 @@ def test_whole_prompts_beside_streams_are_a_captured_step_of_little_padding(
 
 def test_every_size_of_the_full_load_has_less_than_64_tokens_of_padding() -> None:
     sizes = mixed_sizes(FULL)
-    chosen = plan_buckets("all", max_num_seqs=64, max_num_batched_tokens=8192).mixed_tokens
+    chosen = plan_buckets("all", max_num_seqs=256, max_num_batched_tokens=8192).mixed_tokens
     assert set(sizes) - set(chosen) == {4160}, "4,096 tokens of a prompt and four streams"
     assert {FULL.prefill, FULL.mixed, FULL.traffic_chunk, FULL.chunk} <= set(chosen)
 
@@ -267,7 +267,7 @@ def test_the_throughput_is_that_of_a_second_run(tmp_path: Path) -> None:
 
 
 def test_the_full_load_is_s1s_cell_and_has_every_size_of_decode_steps() -> None:
-    assert FULL.decode_rows == (1, 2, 4, 8, 16, 32, 64)
+    assert FULL.decode_rows == (1, 2, 4, 8, 16, 32, 64, 256)
     traffic = FULL.traffic
     streams = (traffic.streams, traffic.stream_prompt, traffic.head_start >= 8, traffic.warm_up)
     assert (*streams, FULL.traffic_chunk) == (4, 512, True, 5, 1024)
@@ -299,13 +299,15 @@ def test_what_a_hybrid_must_at_least_do_is_counted_by_its_kinds_of_layers() -> N
 
 
 def test_an_aim_is_met_or_missed_by_its_own_sign_and_left_out_if_nothing_was_measured() -> None:
+    """Steps by the device's time: launching and collecting takes Python milliseconds, which the host's gap is about."""
     cells = [
-        {"cell": "decode", "size": 8, "ms_p50": 1.2, "least_ms": 1.0},
+        {"cell": "decode", "size": 8, "ms_p50": 9.0, "device_ms": 1.2, "least_ms": 1.0},
         {"cell": "decode", "size": 64, "ms_p50": 1.4, "least_ms": 1.0},
-        {"cell": "prefill", "size": 8192, "ms_p50": 2.0, "least_ms": 1.2},
+        {"cell": "decode", "size": 256, "ms_p50": 1.6, "device_ms": 1.4, "least_ms": 1.0},
+        {"cell": "prefill", "size": 8192, "ms_p50": 2.5, "device_ms": 2.0, "least_ms": 1.2},
         {"cell": "mixed_load", "size": 512, "gap_max": 40.0, "valid": True},
         {"cell": "mixed_load", "size": 1 << 20, "gap_max": 100.0, "valid": True},
-        {"cell": "host_gap", "size": 64, "loop_ms": 1.0, "missing": "the device's own time"},
+        {"cell": "host_gap", "size": 64, "loop_ms": 1.6, "least_ms": 1.0, "missing": "the device's own time"},
         {"cell": "owner_by_graphs", "owner": "engine", "graphs": False, "ttft_ms": 100.0, "tokens_s": 10.0},
         {"cell": "owner_by_graphs", "owner": "scheduler", "graphs": True, "ttft_ms": 10.0, "tokens_s": 20.0},
         {"cell": "throughput", "size": 64, "tokens_s": 50.0},
@@ -314,8 +316,10 @@ def test_an_aim_is_met_or_missed_by_its_own_sign_and_left_out_if_nothing_was_mea
     found = [(aim["value"], aim["aim"], aim["met"]) for aim in targets(cells)]
     assert found == [
         (1.2, "<= 1.3", True),
-        (1.4, "<= 1.3", False),
-        (0.6, ">= 0.55", True),
+        (1.4, "<= 1.35", False),
+        (1.4, "<= 1.5", True),
+        (0.6, ">= 0.6", True),
+        (1.6, "<= 1.5", False),
         (0.4, "<= 0.3", False),
         (10.0, ">= 5", True),
         (2.0, ">= 3", False),

@@ -9,6 +9,7 @@ import re
 import threading
 from typing import Any
 
+import llguidance.numpy
 import pytest
 
 from engine.async_engine import AsyncEngine
@@ -276,7 +277,7 @@ class PanicException(BaseException):
 def test_a_panic_of_the_library_fails_the_request_that_caused_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen with llguidance 1.9.1. The panic is no Exception:
     it would end the thread that runs the steps, and every stream would hang."""
-    fill = grammar.fill_next_token_bitmask_par
+    fill = llguidance.numpy.fill_next_token_bitmask_par
 
     def panicking(workers: Any, work: Any, filled: Any) -> None:
         match = core._executor._grammars._matches.get("b")  # type: ignore[attr-defined]
@@ -284,7 +285,7 @@ def test_a_panic_of_the_library_fails_the_request_that_caused_it_alone(monkeypat
             raise PanicException("byte index 12 is not a char boundary")
         fill(workers, work, filled)
 
-    monkeypatch.setattr(grammar, "fill_next_token_bitmask_par", panicking)
+    monkeypatch.setattr("llguidance.numpy.fill_next_token_bitmask_par", panicking)
     core = grammar_core()
     for name in "abc":
         core.send(name, PROMPT, max_tokens=60, grammar=WORDS)

@@ -1,4 +1,4 @@
-"""Owns the start on a device: what is measured, what follows from it, and what is refused with its reason.
+"""Owns the start on a device: what is measured, what follows from it, what is refused and why. Long: each refusal.
 Never needs a GPU: a fake one answers with memory that the test makes up."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,10 +17,18 @@ import torch
 from engine.batch.inputs import check_plan
 from engine.batch.logit_controls import apply_controls
 from engine.build.engine import build_engine
-from engine.build.gpu import DECODE_CONTEXT, largest_step, longest_decode_step, start_on_device
+from engine.build.gpu import (
+    DECODE_CONTEXT,
+    SHORT_CONTEXT,
+    largest_step,
+    longest_decode_step,
+    short_decode_step,
+    start_on_device,
+)
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
-from engine.execution.device import HostDevice, choose_device, device_faults
+from engine.execution.device import CudaDevice, HostDevice, choose_device, device_faults
 from engine.execution.gpu.executor import DeviceExecutor
+from engine.execution.gpu.memory import MemoryUse, blocks_to_time_with
 from engine.execution.gpu.model import DeviceModel
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
@@ -171,10 +180,36 @@ def test_the_first_decode_step_of_an_engine_has_long_contexts(model: Path) -> No
 
 def test_the_longest_decode_step_has_a_row_of_any_length_and_others_that_are_bounded() -> None:
     config = resolved_config(max_num_seqs=3, max_num_batched_tokens=8, max_model_len=131_072, block_size=16)
-    plan = longest_decode_step(config)
+    plan = longest_decode_step(config, 9000)
     check_plan(plan, 16)
     assert [row.end for row in plan.rows] == [131_072, DECODE_CONTEXT, DECODE_CONTEXT]
-    check_plan(longest_decode_step(replace(config, recurrent_state=True)), 16, 3)
+    check_plan(longest_decode_step(replace(config, recurrent_state=True), 9000), 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "ends"),
+    [(20_000, [8192, *[DECODE_CONTEXT] * 63]), (2048, [8192, *[24 * 16] * 63]), (600, [8192, *[SHORT_CONTEXT] * 63])],
+)
+def test_rows_of_the_longest_decode_step_are_shorter_rather_than_read_the_same_blocks(
+    num_blocks: int, ends: list[int]
+) -> None:
+    """All were in block 0: kernels were timed on keys that came from the chip's own cache, as no step's do."""
+    config = resolved_config(max_num_seqs=64, max_num_batched_tokens=80, max_model_len=8192, block_size=16)
+    plan = longest_decode_step(config, num_blocks)
+    check_plan(plan, 16)
+    assert [row.end for row in plan.rows] == ends
+    blocks = [block for row in plan.rows for block in row.block_ids]
+    assert max(blocks) < num_blocks
+    assert len(set(blocks)) == min(len(blocks), num_blocks)
+    short = [block for row in short_decode_step(config, num_blocks).rows[:30] for block in row.block_ids]
+    assert len(set(short)) == 30 * SHORT_CONTEXT // 16
+
+
+def test_blocks_to_time_with_are_a_part_of_what_is_left_and_enough_for_the_largest_step() -> None:
+    use = MemoryUse(total=1000, others=100, weights=200, activations=0)
+    assert blocks_to_time_with(use, 0.9, 10, least=3, most=99) == (900 - 300) // 4 // 10
+    assert blocks_to_time_with(use, 0.9, 10, least=3, most=7) == 7
+    assert blocks_to_time_with(use, 0.1, 10, least=3, most=7) == 3
 
 
 def test_every_row_of_the_largest_step_wants_a_copy_of_its_logits() -> None:
@@ -336,16 +371,47 @@ def test_only_one_setting_may_say_how_many_blocks_there_are(name: str) -> None:
         EngineConfig(**{name: 3, "gpu_memory_utilization": 0.5})
 
 
-def test_faults_of_the_device_are_told_apart_from_lack_of_memory_and_from_bugs() -> None:
-    faults = {
-        ExecutorOutOfMemoryError: torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."),
-        ExecutorFatalError: RuntimeError("CUDA error: device-side assert triggered"),
-        RuntimeError: RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
-    }
-    for kind, error in faults.items():
+def test_faults_of_the_device_are_told_from_want_of_memory_and_from_bugs() -> None:
+    """Triton's faults were bugs of one step, one after another, and cuBLAS's want of memory ended the engine."""
+    faults: list[tuple[type[Exception], RuntimeError]] = [
+        (ExecutorOutOfMemoryError, torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")),
+        (ExecutorOutOfMemoryError, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")),
+        (ExecutorOutOfMemoryError, RuntimeError("CUDA error: out of memory")),
+        (ExecutorOutOfMemoryError, RuntimeError("Triton Error [CUDA]: out of memory")),
+        (ExecutorFatalError, RuntimeError("CUDA error: device-side assert triggered")),
+        (ExecutorFatalError, RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`")),
+        (ExecutorFatalError, RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")),
+        (RuntimeError, RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")),
+    ]
+    for kind, error in faults:
         with pytest.raises(kind, match=re.escape(str(error))) as caught, device_faults():
             raise error
         assert type(caught.value) is kind
+
+
+def test_all_captures_are_on_one_stream_besides_the_steps_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had one of its own, up to 32, and for each of those cuBLAS keeps a workspace."""
+    streams: list[MagicMock] = []
+    captured_on: list[object] = []
+
+    def stream() -> MagicMock:
+        streams.append(MagicMock())
+        return streams[-1]
+
+    def graph(graph: object, pool: object, stream: object) -> MagicMock:
+        captured_on.append(stream)
+        return MagicMock()
+
+    for name, stand_in in {"Stream": stream, "graph": graph, "get_device_name": str}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    for name in ("current_stream", "stream", "CUDAGraph", "get_device_capability"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    device, runs = CudaDevice(), list[int]()
+    first = device.capture(lambda: runs.append(1))
+    device.capture(lambda: runs.append(2), first)
+    assert runs == [1, 1, 2, 2], "once before it is captured"
+    assert captured_on == [*streams, *streams]
+    assert len(streams) == 1
 
 
 def test_weights_are_read_straight_to_the_device_shard_by_shard(

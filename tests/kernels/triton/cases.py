@@ -17,6 +17,7 @@ from kernels.eager.forward import EagerPass
 from kernels.eager.ops import REFERENCE
 from kernels.forward import HeadShape
 from tests.kernels.rows import Case, seeded_generator
+from tests.support.distances import assert_close
 
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
@@ -44,7 +45,7 @@ def slow(*values: object) -> object:
 
 def close(got: Tensor, want: Tensor) -> None:
     assert got.dtype == want.dtype
-    torch.testing.assert_close(got.cpu(), want, atol=TOLERANCE[want.dtype], rtol=TOLERANCE[want.dtype])
+    assert_close(got.cpu(), want, atol=TOLERANCE[want.dtype], rtol=TOLERANCE[want.dtype])
 
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:

@@ -1,0 +1,155 @@
+"""Owns attention by itself: over lengths, splits and block sizes, and beside what else this machine has of it.
+Never compares results: the tests of a GPU do."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.kernels import Bench, measure
+from kernels.choice import FLASH, TRITON, choose_attention
+from kernels.eager.ops import TORCH, Ops
+from kernels.rows.device import on_device
+from kernels.rows.step import PagedRows
+from tests.gpu.hour.phases import STAND_IN
+
+logger = logging.getLogger(__name__)
+
+KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
+Run = Callable[[], object]
+Keep = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows that decode after `context` tokens, or one chunk of so many after nothing."""
+
+    rows: int
+    context: int
+    chunk: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"chunk of {self.chunk}" if self.chunk else f"decode {self.rows} x {self.context}"
+
+    def paged(self, block_size: int) -> PagedRows:
+        count = self.chunk or 1
+        blocks = -(-(self.context + count) // block_size)
+        tables = torch.arange(self.rows * blocks).view(self.rows, blocks)
+        num_decode = 0 if self.chunk else self.rows
+        return PagedRows(num_decode, (self.context,) * self.rows, (count,) * self.rows, tables, block_size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of K and V, which are all that is read."""
+        return 2 * self.rows * (self.context + (self.chunk or 1)) * KV_HEADS * HEAD_DIM * 2
+
+
+FULL = (Case(64, 1024), Case(64, 8192), Case(256, 1024), Case(16, 1024), Case(1, 1024), Case(1, 0, 8192))
+"""Kernels choose their configurations at the first."""
+TINY = (Case(2, 40), Case(1, 0, 24))
+
+
+def _bench(options: argparse.Namespace) -> tuple[Bench, Sequence[Case]]:
+    rehearsal = options.device == STAND_IN
+    where = torch.device("cpu" if rehearsal else "cuda")
+    bench = Bench(argparse.Namespace(runs=2 if rehearsal else 10), where, torch.bfloat16, torch.Generator(where))
+    return bench, TINY if rehearsal else FULL
+
+
+def _timed(bench: Bench, case: Case, make: Callable[[], Run], capturable: bool = True) -> dict[str, Any]:
+    """One that fails costs itself alone."""
+    try:
+        return {"us": min(measure(bench, make, case.num_bytes, capturable=capturable))}
+    except Exception as error:
+        logger.exception("%s failed", case.name)
+        return {"failed": f"{type(error).__name__}: {error}"[:300]}
+
+
+def _paged_run(bench: Bench, case: Case, table: Ops, block_size: int, **of_plan: int) -> Run:
+    """of_plan: what the plan has instead of what it would have."""
+    rows = case.paged(block_size)
+    shape = (rows.block_tables.numel(), block_size, KV_HEADS, HEAD_DIM)
+    cache = (bench.random(*shape), bench.random(*shape))
+    q = bench.random(case.rows * (case.chunk or 1), KV_HEADS * GROUP, HEAD_DIM)
+    plan = table.prepare_attention(on_device(rows, bench.device) if table.capturable else rows, KV_HEADS, bench.dtype)
+    if of_plan:
+        plan = replace(plan, **of_plan)
+    return lambda: table.attention(q, *cache, plan, HEAD_DIM**-0.5)
+
+
+def _contiguous_run(bench: Bench, case: Case) -> Run:
+    """torch's own attention on K and V that lie in one piece: what no paged kernel is expected to beat."""
+    keys, count = case.context + (case.chunk or 1), case.chunk or 1
+    q = bench.random(case.rows, KV_HEADS * GROUP, count, HEAD_DIM)
+    k, v = (bench.random(case.rows, KV_HEADS, keys, HEAD_DIM) for _ in "kv")
+
+    def run() -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=bool(case.chunk), enable_gqa=True)
+
+    return run
+
+
+def _tables(bench: Bench, block_size: int) -> Iterator[tuple[str, Ops]]:
+    """What can run here."""
+    capability = torch.cuda.get_device_capability() if bench.on_gpu else None
+    for name in (TRITON, FLASH):
+        try:
+            found = choose_attention(
+                name, dtype=bench.dtype, head_dim=HEAD_DIM, block_size=block_size, capability=capability
+            )[1]
+        except ValueError as error:
+            print(f"no {name}: {error}", flush=True)
+        else:
+            yield name, found
+    if not bench.on_gpu:
+        yield "torch", TORCH
+
+
+def sweep(options: argparse.Namespace, keep: Keep) -> None:
+    """Triton's, in blocks of several sizes, with plans for longer rows than there are, and with other splits."""
+    bench, cases = _bench(options)
+    found: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        for block_size in (16, 64, 128):
+            name, table = next(_tables(bench, block_size))
+            for case in cases:
+                for plan in _plans(case, bench.on_gpu):
+                    make = partial(_paged_run, bench, case, table, block_size, **plan)
+                    cell = {"shape": case.name, "by": name, "block_size": block_size, "bytes": case.num_bytes, **plan}
+                    found.append(cell | _timed(bench, case, make, table.capturable))
+                    print(found[-1], flush=True)
+                    keep({"cells": found})
+
+
+def _plans(case: Case, on_gpu: bool) -> list[dict[str, int]]:
+    if not on_gpu or case.chunk:
+        return [{}]
+    longest = [{"max_length": length} for length in (2048, 16384, 32768) if length > case.context]
+    return longest + [{"max_length": 16384, "split": split} for split in (128, 256, 1024)]
+
+
+def packages(options: argparse.Namespace, keep: Keep) -> None:
+    """Triton's beside each package of attention that is installed, and torch's on K and V in one piece."""
+    bench, cases = _bench(options)
+    found: list[dict[str, Any]] = []
+
+    def note(case: Case, by: str, make: Callable[[], Run], capturable: bool = True) -> None:
+        found.append({"shape": case.name, "by": by} | _timed(bench, case, make, capturable))
+        print(found[-1], flush=True)
+        keep({"cells": found})
+
+    with torch.inference_mode():
+        tables = list(_tables(bench, 16))
+        for case in cases:
+            for name, table in tables:
+                note(case, name, partial(_paged_run, bench, case, table, 16), table.capturable)
+            note(case, "torch's attention on contiguous K and V", partial(_contiguous_run, bench, case))

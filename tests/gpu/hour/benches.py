@@ -1,0 +1,40 @@
+"""Owns how the benchmarks are called in the hour: of single operations, and of an engine's steps and loads.
+Never measures by itself."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from tests.gpu.hour.phases import STAND_IN
+
+TINY = (
+    "--device cpu --heads 4 --kv-heads 2 --head-dim 16 --hidden 48 --intermediate 80 --context 40 --rows 1 3 --chunk 5 "
+    "--runs 2 --linear-key-heads 2 --linear-value-heads 4 --linear-head-dim 8 --experts 6 --experts-per-token 2 "
+    "--expert-size 24 --copy-mib 1 --matrix 32"
+)
+SEED = "5"
+
+
+def operations(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Its document is the result. A rehearsal has torch's operators."""
+    from benchmarks import kernels
+
+    sizes = TINY if options.device == STAND_IN else "--rows 1 16 64 256 --context 1024 --chunk 512 8192 --runs 10"
+    kernels.main([*sizes.split(), "--seed", SEED, "--out", str(options.result)])
+
+
+def engine(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Likewise."""
+    from benchmarks.engine import gpu
+
+    model, sizes = options.model, ["--steps", "20"]
+    if options.device == STAND_IN:
+        from tests.support.gpu_stand_in import THERE, tiny_shape
+
+        gpu.CudaDevice, gpu.BALLAST_BYTES = lambda: THERE, 4  # type: ignore[assignment,misc]
+        gpu.MAX_MODEL_LEN = 256
+        model = str(tiny_shape(model, vocab_size=272))
+        sizes = ["--short", "--steps", "2", "--copy-mib", "1", "--matrix", "32"]
+    gpu.main(["--model", model, "--loads", *options.loads, *sizes, "--seed", SEED, "--out", str(options.result)])

@@ -1,0 +1,89 @@
+"""Owns compilation ahead of everything, on all cores, and what kernels choose when they are timed.
+Never keeps a choice where an engine would find it: choices come home as data."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tests.gpu.hour.engines import started
+from tests.gpu.hour.phases import LARGE, SMALL, STAND_IN
+
+CONFIGURATIONS = 10
+"""The most that a kernel has."""
+EXPERTS = "qwen3-30b-a3b"
+Keep = Callable[[dict[str, Any]], None]
+
+
+def precompile(options: argparse.Namespace, keep: Keep) -> None:
+    """A process for each configuration: it starts engines whose kernels have that one alone, so that later parts find
+    everything compiled. A configuration that does not fit the device fails by itself."""
+    number = 1 if options.device == STAND_IN else CONFIGURATIONS
+    found: dict[str, str] = {}
+
+    def one(tuning: int) -> str:
+        command = [sys.executable, "-m", "tests.gpu.hour.part", "compile-one", "--device", options.device]
+        result = f"{options.result}.{tuning}"
+        done = subprocess.run(
+            [*command, "--result", result],
+            env=os.environ | {"CHUNKSERVE_TRITON_TUNING": str(tuning)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return "compiled" if done.returncode == 0 else done.stderr.strip()[-300:] or f"status {done.returncode}"
+
+    with ThreadPoolExecutor(min(number, os.cpu_count() or 1)) as pool:
+        for tuning, said in enumerate(pool.map(one, range(number))):
+            found[str(tuning)] = said
+            keep({"configurations": found})
+    print(found, flush=True)
+    if "compiled" not in found.values():
+        sys.exit(1)
+
+
+def compile_one(options: argparse.Namespace, keep: Keep) -> None:
+    """One layer each; a start runs every kernel."""
+    for shape in (LARGE, SMALL):
+        small = {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "num_kv_blocks": 2048}
+        with started(options.device, shape, layers=1, cuda_graphs="none", **small):
+            keep({"shape": shape})
+
+
+def tuning(options: argparse.Namespace, keep: Keep) -> None:
+    """What each kernel chose at the start of an engine, and the time of each configuration."""
+    choices: list[dict[str, Any]] = []
+    missing = _record(choices)
+    for shape in (LARGE, SMALL) if options.device == STAND_IN else (LARGE, SMALL, EXPERTS):
+        begun = len(choices)
+        with started(options.device, shape, layers=1, max_num_seqs=64, max_num_batched_tokens=8192, cuda_graphs="none"):
+            for choice in choices[begun:]:
+                choice["shape"] = shape
+        keep({"choices": choices, **({"missing": missing} if missing else {})})
+    print(f"{len(choices)} choices", flush=True)
+
+
+def _record(choices: list[dict[str, Any]]) -> str:
+    """From here on; why nothing will be."""
+    try:
+        from triton.runtime.autotuner import Autotuner
+    except ImportError as error:
+        return f"no Triton: {error}"
+    run = Autotuner.run
+
+    def recorded(self: Any, *args: Any, **options: Any) -> Any:
+        known = set(self.cache)
+        out = run(self, *args, **options)
+        for key in set(self.cache) - known:
+            times = {str(config): found for config, found in getattr(self, "configs_timings", {}).items()}
+            name = getattr(self.base_fn, "__name__", str(self.base_fn))
+            choices.append({"kernel": name, "key": str(key), "chosen": str(self.cache[key]), "ms": times})
+        return out
+
+    Autotuner.run = recorded
+    return ""

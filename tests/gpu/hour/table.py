@@ -1,0 +1,112 @@
+"""Owns what is said at the end of the hour: each part's outcome, and each aim with what was measured of it.
+Never measures, and never leaves out what was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tests.gpu.hour.phases import LARGE, SMALL, Phase
+from tests.gpu.hour.running import Outcome
+from tests.gpu.hour.store import Store
+
+PACKAGE_SHARE = 0.95
+EXPECTED = (
+    *((LARGE, f"decode, {rows} rows") for rows in (1, 16, 64, 256)),
+    (LARGE, "prefill of 8192"),
+    (SMALL, "whole loop, 64 rows"),
+    (LARGE, "host gap"),
+    (LARGE, "longest gap"),
+    (LARGE, "TTFT ratio"),
+    (LARGE, "tokens/s ratio"),
+    ("", "attention, decode 64 x 1024"),
+)
+"""(model, how the aim begins) of what has to be measured before the hour is over."""
+NO_BATCH_INVARIANCE = "batch-invariant mode at most 10 % slower: not measured: no engine on a GPU has that mode"
+
+
+class Aim(NamedTuple):
+    model: str
+    what: str
+    value: float
+    aim: str
+    met: bool
+    valid: bool = True
+
+
+def aims_of(store: Store) -> list[Aim]:
+    """Of all benchmarks that kept something."""
+    found = []
+    for outcome in store.outcomes.get("aims", {}).values():
+        document = outcome.results[0] if outcome.results else None
+        if isinstance(document, dict):
+            model = document.get("model", "")
+            found += [
+                Aim(model, aim["what"], aim["value"], aim["aim"], aim["met"], aim["valid"])
+                for aim in document.get("targets", ())
+            ]
+    return found + _beside_packages(store.result("aims", "packages"))
+
+
+def _beside_packages(document: Any) -> list[Aim]:
+    """The least share of each shape's best package in Triton's speed."""
+    by_shape: dict[str, dict[str, float]] = {}
+    for cell in (document or {}).get("cells", ()):
+        if "us" in cell:
+            by_shape.setdefault(cell["shape"], {})[cell["by"]] = cell["us"]
+    found = []
+    for shape, times in by_shape.items():
+        others = {name: us for name, us in times.items() if name != "triton"}
+        if "triton" in times and others:
+            best = min(others, key=lambda name: others[name])
+            share = others[best] / times["triton"]
+            what = f"attention, {shape}: speed over {best}"
+            found.append(Aim("", what, share, f">= {PACKAGE_SHARE:g}", share >= PACKAGE_SHARE))
+    return found
+
+
+def missing_of(aims: Sequence[Aim]) -> list[str]:
+    return [
+        f"{model}: {what}" if model else what
+        for model, what in EXPECTED
+        if not any(aim.model == model and aim.what.startswith(what) for aim in aims)
+    ]
+
+
+def lines_of(phases: Sequence[Phase], store: Store, heading: str) -> list[str]:
+    """The table, ready to print."""
+    lines = [heading]
+    for phase in phases:
+        outcomes = store.outcomes.get(phase.name)
+        if outcomes is None:
+            lines.append(f"{phase.name}: not run")
+            continue
+        lines.append(f"{phase.name}: {phase.title}")
+        lines += [f"  {_line(outcome)}" for outcome in outcomes.values()]
+    peaks = (store.result("right", "machine") or {}).get("peaks")
+    if peaks:
+        lines.append("peaks: copy {copy_gb_s:.0f} GB/s, matrix {matrix_gflop_s:.0f} GFLOP/s".format(**peaks))
+    if "aims" in store.outcomes:
+        aims = aims_of(store)
+        lines += [f"  {_aim_line(aim)}" for aim in aims]
+        lines += [f"  {missing}: not measured" for missing in missing_of(aims)]
+        lines.append(f"  {NO_BATCH_INVARIANCE}")
+    return lines
+
+
+def _line(outcome: Outcome) -> str:
+    why = f": {outcome.why}" if outcome.why else ""
+    tests = [test for result in outcome.results if isinstance(result, dict) for test in result.get("tests", ())]
+    counts = [
+        f"{number} {word}"
+        for word in ("passed", "failed", "skipped")
+        if (number := sum(test["outcome"] == word for test in tests))
+    ]
+    missing = [result["missing"] for result in outcome.results if isinstance(result, dict) and "missing" in result]
+    notes = "; ".join([*([", ".join(counts)] if counts else []), *(str(each) for each in missing if each)])
+    return f"{outcome.name:16} {outcome.word.upper():11} {outcome.seconds:6.1f} s{why}{f' ({notes})' if notes else ''}"
+
+
+def _aim_line(aim: Aim) -> str:
+    word = "met" if aim.met else "MISSED" if aim.valid else "NOT VALIDLY MEASURED"
+    return f"{f'{aim.model}: ' if aim.model else ''}{aim.what}: {aim.value:.2f} (aim {aim.aim}): {word}"

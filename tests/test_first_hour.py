@@ -1,0 +1,308 @@
+"""Owns what the first hour on a GPU promises of itself: what fails costs itself alone, and nothing that came is lost.
+Never runs a real part but in the rehearsal, which takes minutes: others are lines of Python."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.hour import main as hour
+from tests.gpu.hour.phases import CUDA, SANITIZED, STAND_IN, Phase, phases
+from tests.gpu.hour.running import ROOT, Outcome, Part, run_part
+from tests.gpu.hour.store import Store
+from tests.gpu.hour.table import NO_BATCH_INVARIANCE, aims_of, lines_of, missing_of
+
+SCRIPT = ROOT / "tests/gpu/first_hour.py"
+KEEPS = "import json, sys; json.dump({'kept': 1}, open(sys.argv[1], 'w'))"
+
+
+def python(name: str, code: str = KEEPS, limit_s: float = 60, copies: int = 1) -> Part:
+    return Part(name, limit_s, [sys.executable, "-S", "-c", code, "{result}", "{copy}"], copies=copies)
+
+
+def document(folder: Path, name: str) -> Any:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.fixture
+def hanging() -> str:
+    """The phase whose second part hangs, and gets a second for it."""
+    return ""
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch, hanging: str) -> None:
+    """Phases of lines of Python."""
+
+    def few(device: str, again: str | None = None) -> list[Phase]:
+        made = []
+        for name in ("right", "where", "aims"):
+            second = python(f"{name}-2", limit_s=1 if name == hanging else 60)
+            made.append(Phase(name, name.title(), 8, [python(f"{name}-1"), second, python(f"{name}-3")]))
+        return [*made, Phase("rest", "Rest", 4, [python("right-1")] if again else [])]
+
+    monkeypatch.setattr(hour, "phases", few)
+
+
+FAULTS = {
+    "raise": ("failed", "status 1"),
+    "hang": ("limit", "killed after 1 s"),
+    "signal": ("signal", "ended by SIGSEGV"),
+}
+
+
+@pytest.mark.usefixtures("four")
+@pytest.mark.parametrize(
+    ("hanging", "faults"),
+    [
+        ("where", {"right": "raise", "where": "hang", "aims": "signal"}),
+        ("aims", {"right": "signal", "where": "raise", "aims": "hang"}),
+        ("right", {"right": "hang", "where": "signal", "aims": "raise"}),
+    ],
+)
+def test_a_part_that_fails_costs_itself_alone_and_is_named(
+    faults: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"{phase}-2={fault}" for phase, fault in faults.items()]
+    assert hour.main(["--device", STAND_IN, "--out", str(tmp_path), "--again", "right-1", "--fault", *given]) == 1
+    words = document(tmp_path, "summary")["outcomes"]
+    assert words.pop("rest") == {"right-1": "passed"}
+    table = (tmp_path / "table.txt").read_text()
+    for phase, fault in faults.items():
+        word, why = FAULTS[fault]
+        assert words[phase] == {f"{phase}-1": "passed", f"{phase}-2": word, f"{phase}-3": "passed"}
+        first, second, third = document(tmp_path, phase)["parts"]
+        assert first["results"] == third["results"] == [{"kept": 1}]
+        assert (second["results"], second["why"]) == ([None], why)
+        assert ("RuntimeError: injected" in second["tail"]) == (fault == "raise")
+        assert f"{phase}-2".ljust(16) + f" {word.upper()}" in table
+    assert "NO FIGURE COUNTS" in table
+    assert capsys.readouterr().out.endswith(table), "the table comes last"
+
+
+@pytest.mark.usefixtures("four")
+@pytest.mark.parametrize("phase", ["right", "where", "aims"])
+def test_a_phase_whose_file_cannot_be_written_costs_itself_alone(tmp_path: Path, phase: str) -> None:
+    (tmp_path / f"{phase}.json").mkdir()
+    assert hour.main(["--device", STAND_IN, "--out", str(tmp_path)]) == 1
+    words = document(tmp_path, "summary")["outcomes"]
+    for name, found in words.items():
+        assert set(found.values()) == {"not kept" if name == phase else "passed"}
+    assert "passed, but: [Errno 21] Is a directory" in (tmp_path / "table.txt").read_text()
+
+
+@pytest.mark.usefixtures("four")
+def test_phases_that_do_not_run_keep_what_they_had_of_the_same_device(tmp_path: Path) -> None:
+    call = ["--device", STAND_IN, "--out", str(tmp_path)]
+    assert hour.main([*call, "--phases", "right", "--fault", "right-1=raise"]) == 1
+    assert hour.main([*call, "--phases", "where"]) == 0
+    assert list(document(tmp_path, "summary")["outcomes"]) == ["right", "where"]
+    assert hour.main([*call, "--phases", "right", "--parts", "right-1"]) == 0
+    assert set(document(tmp_path, "summary")["outcomes"]["right"].values()) == {"passed"}
+    assert Store(tmp_path, ["right", "where"], CUDA).outcomes == {}, "a rehearsal is no result of a card"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["right.json", "summary.json", "table.txt", "where.json"]
+
+
+@pytest.mark.usefixtures("four")
+def test_what_is_left_of_a_phase_bounds_its_parts(tmp_path: Path) -> None:
+    faults = ["--fault", "right-1=hang"]
+    assert (
+        hour.main(["--device", STAND_IN, "--out", str(tmp_path), "--phases", "right", "--minutes", "0.02", *faults])
+        == 1
+    )
+    words = document(tmp_path, "summary")["outcomes"]["right"]
+    assert list(words.values()) == ["limit", "not reached", "not reached"]
+
+
+@pytest.mark.usefixtures("four")
+def test_a_prediction_is_on_disk_before_the_run_that_it_is_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    monkeypatch.setattr(
+        hour.Hour, "_run", lambda *_: found.append(document(tmp_path, "rest")) or Outcome("x", "passed")
+    )
+    call = ["--device", STAND_IN, "--out", str(tmp_path), "--phases", "rest"]
+    assert hour.main([*call, "--again", "right-1", "--prediction", "8.1 to 6.9 ms"]) == 0
+    assert (found[0]["prediction"], found[0]["parts"]) == ("8.1 to 6.9 ms", [])
+
+
+def test_what_a_part_kept_before_its_limit_is_kept_and_its_children_end_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child outlives a parent that is killed alone, and holds the card's memory. A lock ends with who holds it."""
+    lock = tmp_path / "lock"
+    child = f"""
+import fcntl, signal
+file = open({str(lock)!r}, "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+signal.pause()
+"""
+    code = f"""
+import signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-S", "-c", {child!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+open(sys.argv[1] + ".new", "w").write('{{"kept": 1}}')
+import os
+os.replace(sys.argv[1] + ".new", sys.argv[1])
+signal.pause()
+"""
+    seen: list[Outcome] = []
+    monkeypatch.setattr("tests.gpu.hour.running.monotonic", lambda: 100.0 if seen else 0.0)
+    outcome = run_part(python("part", code), 60, tmp_path, seen.append)
+    assert (outcome.word, outcome.results) == ("limit", ({"kept": 1},))
+    assert [(found.word, found.results) for found in seen] == [("running", ({"kept": 1},))]
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_each_copy_of_a_part_keeps_its_own_and_one_that_fails_is_told(tmp_path: Path) -> None:
+    code = "import sys; open(sys.argv[1], 'w').write(sys.argv[2]); sys.exit('lost' if sys.argv[2] == '1' else 0)"
+    outcome = run_part(python("part", code, copies=3), 60, tmp_path, [].append)
+    assert (outcome.word, outcome.why, outcome.results) == ("failed", "status 1", (0, 1, 2))
+    assert outcome.tail == "lost\n"
+
+
+def test_without_a_gpu_it_ends_at_once_in_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out")],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("first_hour: torch ")
+    assert done.stderr.endswith("sees no GPU; --device stand-in rehearses without one\n")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_place_for_results_it_ends_at_once_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert hour.main(["--device", STAND_IN, "--out", str(tmp_path / "file" / "out")]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"first_hour: --out {tmp_path}/file/out: [Errno 20] Not a directory: '{tmp_path}/file/out'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--phases", "rest"], "--phases rest needs --again"),
+        (["--again", "nothing"], "--again is 'nothing': expected one of machine, precompile"),
+        (["--parts", "nothing"], "part 'nothing': expected one of machine"),
+        (["--device", CUDA, "--fault", "machine=raise"], "--fault is for a rehearsal"),
+        (["--fault", "machine=explode"], "--fault 'explode': expected one of raise, hang, signal"),
+        (["--minutes", "0"], "0: expected more than 0"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_by_its_name(
+    arguments: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        hour.main(["--device", STAND_IN, "--out", str(tmp_path), *arguments])
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
+def outcome_of(name: str, *results: Any) -> Outcome:
+    return Outcome(name, "passed", results=results)
+
+
+def test_the_table_has_each_aim_with_what_was_measured_and_each_that_was_not(tmp_path: Path) -> None:
+    aims = [
+        {"what": "decode, 64 rows: device time over ...", "value": 1.4, "aim": "<= 1.35", "met": False, "valid": True},
+        {"what": "longest gap, chunks over whole prompts", "value": 0.2, "aim": "<= 0.3", "met": False, "valid": False},
+        {"what": "host gap between decode steps, percent", "value": 2.0, "aim": "<= 3", "met": True, "valid": True},
+    ]
+    cells = [
+        {"shape": "decode 64 x 1024", "by": "triton", "us": 100.0},
+        {"shape": "decode 64 x 1024", "by": "flash_attn", "us": 90.0},
+        {"shape": "decode 64 x 1024", "by": "other", "us": 300.0},
+        {"shape": "decode 1 x 1024", "by": "triton", "failed": "RuntimeError"},
+    ]
+    store = Store(tmp_path, [], STAND_IN)
+    tests = {"tests": [{"outcome": "passed"}, {"outcome": "failed"}]}
+    store.outcomes["right"] = {"machine": outcome_of("machine", {"peaks": {"copy_gb_s": 3000, "matrix_gflop_s": 7e5}})}
+    store.outcomes["right"]["kernels"] = outcome_of("kernels", tests, tests)
+    store.outcomes["aims"] = {
+        "steps": outcome_of("steps", {"model": "llama-3.1-8b", "targets": aims}),
+        "loop": outcome_of("loop", None),
+        "packages": outcome_of("packages", {"cells": cells}),
+    }
+    text = "\n".join(lines_of(phases(STAND_IN), store, "HEADING"))
+    assert "llama-3.1-8b: decode, 64 rows: device time over ...: 1.40 (aim <= 1.35): MISSED" in text
+    assert "longest gap, chunks over whole prompts: 0.20 (aim <= 0.3): NOT VALIDLY MEASURED" in text
+    assert "host gap between decode steps, percent: 2.00 (aim <= 3): met" in text
+    assert "attention, decode 64 x 1024: speed over flash_attn: 0.90 (aim >= 0.95): MISSED" in text
+    assert "(2 passed, 2 failed)" in text
+    assert "peaks: copy 3000 GB/s, matrix 700000 GFLOP/s" in text
+    assert "where: not run" in text
+    assert NO_BATCH_INVARIANCE in text
+    assert "  llama-3.1-8b: decode, 16 rows: not measured" in text
+    assert len(missing_of(aims_of(store))) == 7
+
+
+def test_every_part_has_a_name_of_its_own_and_a_limit_within_its_phase() -> None:
+    for device in (CUDA, STAND_IN):
+        found = phases(device, again="steps")
+        names = [part.name for phase in found[:3] for part in phase.parts]
+        assert len(set(names)) == len(names)
+        assert all(part.limit_s <= 60 * phase.minutes for phase in found for part in phase.parts)
+        assert sum(phase.minutes for phase in found) == 30
+    on_a_card = [part for phase in phases(CUDA) for part in phase.parts]
+    assert not any("TRITON_INTERPRET" in part.environment for part in on_a_card)
+    assert not any(STAND_IN in part.command or "tests.support.gpu_stand_in" in part.command for part in on_a_card)
+
+
+@pytest.mark.slow
+def test_a_rehearsal_goes_from_end_to_end_and_what_fails_in_each_phase_costs_itself_alone(tmp_path: Path) -> None:
+    """On a stand-in, with the real parts."""
+    faults = {"precompile": "raise", "tuning": "signal", "transformers": "raise"}
+    command = [sys.executable, str(SCRIPT), "--device", STAND_IN, "--out", str(tmp_path), "--minutes", "120"]
+    again = [
+        "--again",
+        "operations",
+        "--prediction",
+        "none",
+        "--fault",
+        *(f"{part}={how}" for part, how in faults.items()),
+    ]
+    done = subprocess.run([*command, *again], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+    words = document(tmp_path, "summary")["outcomes"]
+    assert list(words) == ["right", "where", "aims", "rest"]
+    failed = {part for found in words.values() for part, word in found.items() if word != "passed"}
+    assert failed == set(faults), done.stdout[-6000:]
+    mode = document(tmp_path, "summary")["mode"]
+    assert mode["device"] == "fake GPU"
+    parts = {part["name"]: part for phase in words for part in document(tmp_path, phase)["parts"]}
+    tests = [test for name in ("kernels", "engine", "cancels") for test in parts[name]["results"][0]["tests"]]
+    assert sum(test["outcome"] == "passed" for test in tests) > 40
+    assert any("share" in test for test in tests)
+    assert {cell["shape"] for cell in parts["packages"]["results"][0]["cells"]} == {"decode 2 x 40", "chunk of 24"}
+    assert [step["step"] for step in parts["profile"]["results"][0]["steps"]] == [
+        "decode 1 x 16",
+        "decode 3 x 40",
+        "prefill 24",
+    ]
+    assert {aim["model"] for aim in document(tmp_path, "summary")["aims"]} >= {"llama-3.1-8b", "qwen3-0.6b"}
+
+
+@pytest.mark.slow
+def test_the_cases_that_a_memory_checker_watches_are_there() -> None:
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/gpu/test_kernels.py", "-k", SANITIZED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.count("::test_") == 6, done.stdout
