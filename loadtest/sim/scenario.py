@@ -34,6 +34,7 @@ def engine_config(**overrides: Any) -> ResolvedConfig:
         num_speculative_tokens=0,
         max_grammar_bytes=2**18,
         grammar_timeout_s=2.0,
+        grammar_mask_timeout_s=0.1,
         dtype="none",
         device="none",
         kernels="simulated",

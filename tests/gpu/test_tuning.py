@@ -10,7 +10,8 @@ import pytest
 from tests.kernels.rows import paged_case
 from tests.kernels.triton.cases import check_attention
 
-from kernels.triton import attention, launch  # isort: skip
+from kernels.triton.attention import attention  # isort: skip
+from kernels.triton.shared import launch  # isort: skip
 from kernels.triton.attention.kernel import _KEY, CHUNK_CONFIGS, DECODE_CONFIGS, attend  # isort: skip
 
 pytestmark = pytest.mark.gpu

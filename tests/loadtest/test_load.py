@@ -47,7 +47,7 @@ async def test_a_load_ends_with_a_report_of_all_its_requests(tmp_path: Path) -> 
     assert 20 <= figures["ttft_p50_ms"] < figures["e2e_p50_ms"]
     assert found.output.rstrip().endswith("report.html")
     assert "passed" in found.output
-    assert "in hand" in found.output
+    assert "in flight" in found.output
     assert "Latency over time" in found.page
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import llguidance.numpy
 import pytest
 
-from engine.batch import grammar
 from engine.batch.mask_workers import MaskWorkers
 from engine.protocol import ErrorCode, Failed
 from tests.engine.batch.test_grammar import PROMPT, WORDS, grammar_core, text_of
@@ -28,10 +28,10 @@ def undisturbed(drafts: int) -> RecordingCore:
 def test_a_mask_that_takes_too_long_fails_the_answers_of_its_grammar_alone(
     drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every stream waited for it: for half a second a token, with 300 alternatives behind a first letter."""
+    """Regression: every stream waited for it, half a second a token with 300 alternatives behind a first letter."""
     gate, late = threading.Event(), set[threading.Thread]()
     name = "fill_next_token_bitmask_par_with_draft_tokens" if drafts else "fill_next_token_bitmask_par"
-    fill = getattr(grammar, name)
+    fill = getattr(llguidance.numpy, name)
 
     def slow(alone: Any, work: Any, filled: Any) -> None:
         match = core._executor._grammars._matches.get("b")  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ def test_a_mask_that_takes_too_long_fails_the_answers_of_its_grammar_alone(
             gate.wait()
         fill(alone, work, filled)
 
-    monkeypatch.setattr(grammar, name, slow)
+    monkeypatch.setattr(llguidance.numpy, name, slow)
     workers = MaskWorkers(1, clock=lambda thread: 100.0 * (thread in late), look_s=0.001)
     core = grammar_core(num_speculative_tokens=drafts, workers=workers)
     try:

@@ -17,7 +17,10 @@ Keep = Callable[[dict[str, Any]], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.hour.part")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu.hour.part",
+        description="Run one part of tests/gpu/first_hour.py in this process, and write its result to a file.",
+    )
     parser.add_argument("name")
     parser.add_argument("--device", choices=[CUDA, STAND_IN], required=True)
     parser.add_argument("--result", type=Path, required=True)

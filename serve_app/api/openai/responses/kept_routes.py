@@ -65,6 +65,10 @@ class KeptRoutes:
             raise self._not_found(name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
+    async def get_or_delete(self, request: Request) -> Response:
+        """One route for both, so that a 405 allows both."""
+        return await (self.delete(request) if request.method == "DELETE" else self.get(request))
+
     async def _find(self, request: Request) -> Entry:
         name = request.path_params["response_id"]
         entry = None if self.memory is None else await self.memory.get(tenant_of(request.scope).name, name)
@@ -78,11 +82,11 @@ class KeptRoutes:
 
     def routes(self, reading: Sequence[Middleware]) -> list[Route]:
         items = f"{PATH}/input_items"
-        handlers = (("GET", PATH, self.get), ("DELETE", PATH, self.delete), ("GET", items, self.input_items))
+        handlers = ((["GET", "DELETE"], PATH, self.get_or_delete), (["GET"], items, self.input_items))
         return [
-            Route(prefix + path, handler, methods=[method], middleware=reading)
+            Route(prefix + path, handler, methods=methods, middleware=reading)
             for prefix in ("/v1", "")
-            for method, path, handler in handlers
+            for methods, path, handler in handlers
         ]
 
 

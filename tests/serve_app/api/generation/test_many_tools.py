@@ -44,7 +44,8 @@ async def test_tools_are_strict_by_default_as_long_as_one_grammar_can_hold_them(
     assert {tool.get("strict") for tool in few.json["tools"]} == {True, None}
     many = await ask(saying("x"), ROOMY, tools=[*functions(MAX_TOOLS - 1, 300), shell])
     assert (many.status, {tool.get("strict") for tool in many.json["tools"]}) == (200, {False, None})
-    asked_for = await ask(saying("x"), ROOMY, tools=functions(MAX_TOOLS, 300, strict=True))
+    large = [functions(1, 60_000 + number, strict=True)[0] | {"name": f"large{number}"} for number in range(18)]
+    asked_for = await ask(saying("x"), replace(ROOMY, max_model_len=2**21), tools=large)
     assert (asked_for.status, asked_for.error["param"]) == (400, "tools")
     assert "should give a grammar of at most" in asked_for.error["message"]
 
