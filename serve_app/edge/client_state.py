@@ -18,7 +18,7 @@ class ClientState:
 
 
 def track_client(scope: Scope) -> ClientState:
-    """Layers in between may copy the scope; the copies share the state."""
+    """Attach a new state to the scope. Layers in between may copy the scope; the copies share the state."""
     state = ClientState()
     scope[_KEY] = state
     return state

@@ -28,7 +28,7 @@ class CorsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Of one application: as Starlette's CORSMiddleware has it."""
+    """Holds the policy of one application, in the terms of Starlette's CORSMiddleware."""
 
     prefix: str
     allow_origins: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Policy:
         return "*" in self.allow_origins
 
     def allowed(self, origin: str) -> str | None:
-        """What `Access-Control-Allow-Origin` is to say; None: nothing."""
+        """Return the value of `Access-Control-Allow-Origin`, or None to send none."""
         if self.allows_all:
             return "*"
         matches = self.allow_origin_regex is not None and re.fullmatch(self.allow_origin_regex, origin)
@@ -51,10 +51,10 @@ class Policy:
 
 
 def policies_in(environ: Mapping[str, str]) -> tuple[Policy, ...]:
-    """The longest prefix first, as routes are matched.
+    """Read the policies, the longest prefix first, as routes are matched.
 
     Raises:
-        CorsError: the variable is no JSON of this form.
+        CorsError: the variable is not JSON of this form.
     """
     given = environ.get(VARIABLE, "").strip()
     if not given:
@@ -68,7 +68,7 @@ def policies_in(environ: Mapping[str, str]) -> tuple[Policy, ...]:
 
 
 def written(policies: Sequence[Policy]) -> str:
-    """What `policies_in` reads."""
+    """Write policies in the form that `policies_in` reads."""
     fields = ("allow_origins", "allow_origin_regex", "max_age")
     return json.dumps({policy.prefix: {name: getattr(policy, name) for name in fields} for policy in policies})
 
@@ -93,7 +93,7 @@ def _is_line(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What of a refused request says which page wants to read the refusal."""
+    """Holds the part of a refused request that says which page wants to read the refusal."""
 
     method: str
     path: str
@@ -106,7 +106,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a refusal says besides its own."""
+    """Holds what CORS adds to a refusal."""
 
     headers: dict[str, str]
     is_granted: bool = False

@@ -118,7 +118,7 @@ class _Answer:
         await self._send(message)
 
     async def refuse(self, error: ApiError, headers: dict[str, str] | None = None) -> None:
-        """Send a whole answer."""
+        """Send a complete answer with the error."""
         self._is_started = self._is_complete = True
         body = json.dumps(self._told(error)).encode()
         named = {"content-type": "application/json", "content-length": str(len(body))}

@@ -81,7 +81,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_timer(LINGER_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls for every request that it cannot read; its own answer is a plain text."""
+        """Send our refusal. uvicorn calls this for every request that it cannot read; its own answer is plain text."""
         self._refuse(self._refusal)
 
     def _check_unfinished(self, num_read: int) -> None:
@@ -123,7 +123,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _told(self, refusal: Refusal) -> bytes:
-        """As much of the head as was read says which page asks."""
+        """Write the refusal. The part of the head that was read says which page asks."""
         if not self.headers or not self.url:
             return refusal.response()
         named = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}

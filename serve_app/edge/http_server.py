@@ -14,12 +14,13 @@ from serve_app.edge.http_protocol import BoundedHttpProtocol
 
 
 def guard_ours() -> list[Middleware]:
-    """For a cluster that serves our applications and no others: `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
+    """Guard a cluster that serves our applications and no others. `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names
+    this."""
     return _guarded(speaks_for_ray=True)
 
 
 def guard_shared() -> list[Middleware]:
-    """Beside somebody else's applications, whose answers are theirs."""
+    """Guard our applications beside somebody else's, whose answers are left as they are."""
     return _guarded(speaks_for_ray=False)
 
 

@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from serve_app.grammars.notation import GrammarRefused
 
 MAX_STATES = 2048
-"""Of all automata that are made within one allowance, and so their time."""
+"""Limits the states of all automata made within one allowance, and so the time they take."""
 MAX_RUN_CHARS = 2**20
-"""Of what is written on the way to their regexes."""
+"""Limits the characters written on the way to the regexes."""
 MAX_WAYS = 1500
-"""From one state to another, of all automata: llguidance looks at no more than 2,000 at one place of a text."""
+"""Limits the ways from one state to another, over all automata. llguidance looks at no more than 2,000 at one place of
+a text."""
 MAX_STEPS = 2**16
-"""Of all loops over states, transitions and letters together: at most 50 ms of a core, with the interpreter's lock."""
+"""Limits the steps of all loops over states, transitions and letters together. It is at most 50 ms of a core, with the
+interpreter's lock held."""
 
 
 @dataclass(slots=True)
 class Allowance:
-    """What is left of the work that one grammar may be."""
+    """Counts what is left of the work that one grammar may cause."""
 
     num_states: int = MAX_STATES
     num_chars: int = MAX_RUN_CHARS

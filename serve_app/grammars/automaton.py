@@ -19,7 +19,8 @@ _SHORTS = re.compile("([\U000f0000-\U000ffffd])\\1*")
 
 @dataclass(slots=True)
 class Automaton:
-    """A state is a place of the regex that a letter was read at; `sets` has what each reads, the start nothing."""
+    """Holds the states of a regex. A state is a place of the regex at which a letter was read. `sets` has the letters
+    that each state reads; the start reads none."""
 
     sets: list[Ranges] = field(default_factory=lambda: [()])
     following: list[set[int]] = field(default_factory=lambda: [set()])
@@ -28,7 +29,7 @@ class Automaton:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Of a regex: the states that it may begin and end with."""
+    """Holds the states with which a part of a regex may begin and end."""
 
     first: frozenset[int] = frozenset()
     last: frozenset[int] = frozenset()
@@ -102,7 +103,8 @@ class _Builder:
         yield _Part(one.first, one.last, one.may_be_empty or not least)
 
     def _up_to(self, tree: Tree, count: int) -> _Part:
-        """Any that is left out is one of the last: so a state has few that follow it."""
+        """Repeat a tree at most `count` times. Only the last repetitions can be left out, so that few states follow
+        each state."""
         whole, before = _Part(), frozenset[int]()
         for _ in range(count):
             one = self.part(tree)
@@ -119,7 +121,7 @@ class _Builder:
 
 
 class Runs:
-    """What an automaton reads without certain letters, `units`."""
+    """Writes regexes for what an automaton reads without certain letters, the `units`."""
 
     def __init__(self, automaton: Automaton, units: Ranges, allowance: Allowance) -> None:
         self._automaton = automaton
@@ -129,10 +131,10 @@ class Runs:
         self._classes: list[str] = []
 
     def regexes(self, begin: int, ends: Set[int]) -> Iterator[tuple[int, str]]:
-        """The ends that a run of at least one letter can lead to from `begin`, and the regex of such runs.
+        """Yield each end that a run of at least one letter can reach from `begin`, with the regex of such runs.
 
         Raises:
-            GrammarRefused: they are too long.
+            GrammarRefused: the regexes are too long.
         """
         reached = self._reached(begin)
         found = self._in_one_pass(begin, reached)
@@ -141,7 +143,7 @@ class Runs:
             yield end, self._expanded(short)
 
     def _in_one_pass(self, begin: int, states: Set[int]) -> Mapping[int, str] | None:
-        """Of all states, where a run comes back to none but the one that it is in; else None."""
+        """Return the regex to each state, or None if a run returns to any state other than the one it is in."""
         before: dict[int, list[int]] = {state: [] for state in states}
         for state in states:
             self._look_on_from(state)
@@ -187,7 +189,7 @@ class Runs:
         return found
 
     def _regex(self, begin: int, end: int, states: Set[int]) -> str:
-        """By taking one state after another away, and writing on the ways around it what it stood for."""
+        """Eliminate the states one after another. Write what each stood for on the ways around it."""
         ways = {place: self._steps(state, states) for place, state in ((-1, begin), *((one, one) for one in states))}
         for state in sorted(states - {end}):
             self._take_away(state, ways)
@@ -198,7 +200,7 @@ class Runs:
         return {after: self._short(self._plain[after]) for after in self._next(state) if after in states}
 
     def _short(self, found: Ranges) -> str:
-        """One letter for a class, until the regex is whole."""
+        """Stand one letter in for a class until the regex is complete."""
         if found not in self._shorts:
             self._shorts[found] = chr(_FIRST_SHORT + len(self._shorts))
             self._classes.append(as_class(found))

@@ -20,8 +20,9 @@ _lock = Lock()
 
 
 def find_fault(grammar: str) -> str:
-    """Why it is none, in words for whoever wrote it; empty if it is one. Takes milliseconds, and at most some seconds
-    for the worst: llguidance bounds its own work. Thread-safe."""
+    """Return why llguidance refuses a grammar, in words for its author, or an empty string if it is accepted.
+    Takes milliseconds, and at most some seconds in the worst case, because llguidance bounds its own work. Thread-safe.
+    """
     key = hashlib.sha256(grammar.encode()).digest()
     with _lock:
         if key in _kept:
@@ -47,7 +48,7 @@ def _ask(grammar: str) -> str:
 
 
 def readable(told: str) -> str:
-    """llguidance's text in one line: without the lines of the grammar that it repeats."""
+    """Put llguidance's text on one line, without the lines of the grammar that it repeats."""
     if match := _UNIMPLEMENTED.search(told):
         return f"the schema's keywords are not all supported: {match[1]}"[:MAX_CHARS]
     lines = [line.strip() for line in told.splitlines()]

@@ -28,10 +28,10 @@ _IGNORED = ("nullable", "x-guidance")
 
 
 def json_schema(schema: Json) -> Grammar:
-    """The JSON of values that a schema allows.
+    """Build the grammar of the JSON values that a schema allows.
 
     Raises:
-        GrammarRefused: it is too large, or has a keyword that would be ignored.
+        GrammarRefused: the schema is too large, or has a keyword that would be ignored.
     """
     return Grammar(({"name": "json", "json_schema": _written(checked(schema))},))
 
@@ -41,15 +41,15 @@ def any_object() -> Grammar:
 
 
 def json_rule(schema: Json) -> str:
-    """The same as a part of a Lark rule. `schema` was checked."""
+    """Write a checked schema as a part of a Lark rule."""
     return f"%json {json.dumps(_written(schema), ensure_ascii=False, separators=(',', ':'))}"
 
 
 def read_schema(text: str) -> Json:
-    """A schema that came as text.
+    """Read a schema that came as text.
 
     Raises:
-        GrammarRefused: it is none.
+        GrammarRefused: the text is no schema.
     """
     _check_size(text)
     try:
@@ -62,7 +62,7 @@ def read_schema(text: str) -> Json:
 
 
 def checked(schema: Json) -> Json:
-    """The schema itself.
+    """Return the schema once it is checked.
 
     Raises:
         GrammarRefused: it is too large, or has a keyword that would be ignored.

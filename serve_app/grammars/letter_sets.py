@@ -64,7 +64,7 @@ def has(found: Ranges, letter: str) -> bool:
 
 
 def as_class(found: Ranges) -> str:
-    """The same in a regex."""
+    """Write a set as a class of a regex."""
     if len(found) == 1 and found[0][0] == found[0][1]:
         return _written(found[0][0])
     parts = [_written(first) + (f"-{_written(last)}" if last > first else "") for first, last in found]
@@ -77,7 +77,7 @@ def _written(code: int) -> str:
 
 
 def in_both_cases(found: Ranges) -> Ranges:
-    """The set, and the letters that are alike but for their case."""
+    """Add to a set the letters that differ from its own only in case."""
     codes, groups = _alike()
     spans = [groups[bisect_left(codes, first) : bisect_left(codes, last + 1)] for first, last in found]
     alike = dict.fromkeys(group for span in spans for group in span)
@@ -85,7 +85,7 @@ def in_both_cases(found: Ranges) -> Ranges:
 
 
 def num_alike(found: Ranges) -> int:
-    """The work that `in_both_cases` is."""
+    """Count the work that `in_both_cases` takes."""
     codes, _ = _alike()
     return sum(bisect_left(codes, last + 1) - bisect_left(codes, first) for first, last in found)
 

@@ -17,7 +17,7 @@ from serve_app.grammars.regular import Expansion
 from serve_app.grammars.rule_facts import check_ends, check_never_inside
 
 MAX_CHARS = 128 * 2**10
-"""Of the rules that one grammar becomes."""
+"""Limits the characters of the rules that one grammar becomes."""
 
 
 def nested_rules(grammar: Lark, encoding: Encoding) -> str:
@@ -124,7 +124,7 @@ class _Writer:
 
     @cached_property
     def _skipped(self) -> str:
-        """What may stand before any terminal, and after the last one."""
+        """Write what may stand before any terminal, and after the last one."""
         if not self._grammar.ignored:
             return '""'
         try:
@@ -135,7 +135,7 @@ class _Writer:
         return "skipped"
 
     def _ignored(self, node: Node) -> str:
-        """Between the parts of what is ignored, nothing is."""
+        """Write what is ignored. Nothing is skipped between its parts."""
         match node:
             case Matches() | Refers():
                 return self._terminal(node)
@@ -222,7 +222,7 @@ class _Ways:
                 yield after, "r", (regex, besides)
 
     def _after(self, state: int) -> list[tuple[int, str, str]]:
-        """The states that a unit leads to, its kind, and the regex of those that do."""
+        """Return the states that a unit leads to, with the unit's kind and the regex of the units that lead there."""
         found = []
         self._allowance.take_steps(1 + len(self._automaton.following[state]))
         for after in sorted(self._automaton.following[state]):

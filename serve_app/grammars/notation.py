@@ -37,11 +37,11 @@ class Grammar:
     entries: tuple[Json, ...]
 
     def text(self) -> str:
-        """For the engine."""
+        """Write the grammar for the engine."""
         return json.dumps({"grammars": list(self.entries)}, ensure_ascii=False, separators=(",", ":"))
 
     def bounded_text(self) -> str:
-        """The same.
+        """Write the grammar for the engine.
 
         Raises:
             GrammarRefused: it is too long.
@@ -52,11 +52,11 @@ class Grammar:
         return text
 
     def within(self, rules: str) -> Grammar:
-        """`rules` with this one as their `@answer`."""
+        """Return `rules` with this grammar as their `@answer`."""
         return Grammar((lark(rules).entries[0], named("answer", self), *self.entries[1:]))
 
     def or_else(self, other: Grammar) -> Grammar:
-        """This one, or the other; only one of them may refer to further entries."""
+        """Return a grammar of this one or the other. Only one of them may refer to further entries."""
         first, second = named("one", self), named("two", other)
         start = {"name": "start", "lark_grammar": "start: @one | @two"}
         return Grammar((start, first, second, *self.entries[1:], *other.entries[1:]))
@@ -71,7 +71,7 @@ def named(name: str, grammar: Grammar) -> Json:
 
 
 def quoted(text: str) -> str:
-    """A text, letter for letter."""
+    """Quote a text, letter for letter."""
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
@@ -93,7 +93,7 @@ _WHITE = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\f": r"\f", "\v": r"\v"}
 
 
 def escaped(text: str) -> str:
-    """The same inside a regex."""
+    """Escape a text for use inside a regex."""
     return "".join(f"\\{letter}" if letter in _META else _WHITE.get(letter, letter) for letter in text)
 
 
@@ -117,7 +117,7 @@ def until(tag: str, specials: Specials, name: str, text: str = ANY, besides: str
 
 
 def without(*patterns: str) -> str:
-    """What a rule's regex is followed by, if none of these regexes may match anywhere in the text."""
+    """Return the suffix of a rule's regex that keeps these regexes from matching anywhere in the text."""
     return "".join(f" & ~/{ANY}{pattern}{ANY}/" for pattern in patterns)
 
 

@@ -31,10 +31,10 @@ def lark_pattern(grammar: Lark) -> str:
 
 
 def regex_pattern(definition: str) -> str:
-    """The same of a regex.
+    """Write the texts that a regex matches as a JSON schema's `pattern`.
 
     Raises:
-        GrammarRefused: it is none.
+        GrammarRefused: it is no regex.
     """
     if fault := find_fault(regex(definition).text()):
         raise GrammarRefused(_PLACE.sub("", fault))
@@ -50,7 +50,7 @@ def whole(pattern: str) -> str:
 
 
 def of_whole(pattern: str) -> str | None:
-    """What `whole` was given; None if the pattern is not of its making."""
+    """Return what `whole` was given, or None if `whole` did not make the pattern."""
     inner = pattern.removeprefix("^(?:").removesuffix(")$")
     is_whole = len(inner) == len(pattern) - 6
     return inner if is_whole and not find_fault(regex(inner).text()) else None
@@ -95,7 +95,7 @@ class Expansion:
         return self._done[name]
 
     def _rule(self, name: str) -> str:
-        """Where it repeats itself, what is repeated and where that ends."""
+        """Write a rule's regex. Where the rule repeats itself, separate what is repeated from where that ends."""
         body, itself = self._rules[name], Refers(name)
         before: list[Node] = []
         after: list[Node] = []

@@ -65,10 +65,10 @@ def check_ends(grammar: Lark) -> None:
 
 
 def check_never_inside(tag: str, grammar: Lark, tree: Callable[[Matches | Refers], Tree], allowance: Allowance) -> None:
-    """Of texts in which no single terminal has the tag.
+    """Check that no text of the grammar has the tag inside. No single terminal may have it.
 
     Raises:
-        GrammarRefused: several together can write it, or it is too much work to say.
+        GrammarRefused: several terminals together can write it, or it is too much work to decide.
     """
     walk = _Walk(tag, grammar, tree, allowance)
     while walk.look_again():
@@ -115,7 +115,7 @@ def _rules_in(node: Node) -> Iterator[str]:
 
 
 class _Walk:
-    """Through all texts at once: what they end with, of the tag."""
+    """Walks through all texts at once, and tracks how much of the tag they end with."""
 
     def __init__(self, tag: str, grammar: Lark, tree: Callable[[Matches | Refers], Tree], allowance: Allowance) -> None:
         self._tag = tag
@@ -129,7 +129,7 @@ class _Walk:
         self._read: dict[tuple[Matches | Refers, int], frozenset[int]] = {}
 
     def look_again(self) -> bool:
-        """Whether that led to anything new."""
+        """Look at every rule once more. Return whether that led to anything new."""
         has_grown = False
         for name, before in self._known:
             after = self._after(self._grammar.rules[name], frozenset({before}))
@@ -165,7 +165,7 @@ class _Walk:
         return _closure(before, lambda one: self._after_bare(ignored, one)) if self._grammar.ignored else before
 
     def _after_bare(self, node: Node, before: frozenset[int]) -> frozenset[int]:
-        """Of what is ignored, between whose parts nothing is."""
+        """Follow what is ignored. Nothing is skipped between its parts."""
         match node:
             case Matches() | Refers():
                 return self._after_terminal(node, before)

@@ -31,7 +31,7 @@ _TEMPERATURE = re.compile(r"^[ \t]*[\w?!.]+\[[^\]\n]*\btemperature\b", re.MULTIL
 
 
 def regex(pattern: str) -> Grammar:
-    r"""All of the answer matches the pattern, in which `\d` and `\w` are ASCII, as in a schema's patterns.
+    r"""Constrain the whole answer to match the pattern, in which `\d` and `\w` are ASCII, as in a schema's patterns.
 
     Raises:
         GrammarRefused: it is too long.
@@ -63,7 +63,7 @@ def with_ascii_classes(pattern: str) -> str:
 
 
 def choice(texts: Sequence[str]) -> Grammar:
-    """One of these texts.
+    """Constrain the answer to one of these texts.
 
     Raises:
         GrammarRefused: they are too long.
@@ -73,7 +73,7 @@ def choice(texts: Sequence[str]) -> Grammar:
 
 
 def grammar(text: str) -> Grammar:
-    """Lark as llguidance knows it, or GBNF.
+    """Read Lark as llguidance knows it, or GBNF.
 
     Raises:
         GrammarRefused: it is too long, or neither.

@@ -31,8 +31,8 @@ class BoundedStore:
         return sum(map(len, self._shelves.values()))
 
     def put(self, tenant: str, entry: Entry) -> bool:
-        """Keep an answer, whose id is new. False: it is larger than the store, or than what other tenants leave of it
-        that keep less."""
+        """Keep an answer, whose id is new. Return False if it is larger than the store, or than what is left by other
+        tenants that keep less."""
         self.expire()
         if size_of(entry) > self._max_bytes:
             return False
@@ -46,19 +46,19 @@ class BoundedStore:
         return self._shelf(tenant).use(response_id, self._now())
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """False: there is none."""
+        """Delete an answer. Return False if there is none."""
         self.expire()
         is_gone = self._shelf(tenant).remove(response_id)
         self._forget_empty(tenant)
         return is_gone
 
     def recall(self, tenant: str, wanted: Wanted) -> Recalled:
-        """What a request refers to, each response and item used from now on."""
+        """Find what a request refers to. Each response and item found counts as used now."""
         self.expire()
         return _recall(self._shelf(tenant), wanted, self._now())
 
     def expire(self) -> float | None:
-        """Forget what is too old. Seconds until the next of it is; None: there is nothing."""
+        """Forget what is too old. Return the seconds until the next entry is too old, or None if there is none."""
         now = self._now()
         for tenant, shelf in list(self._shelves.items()):
             while len(shelf) and now - shelf.oldest_use >= self._max_age_s:

@@ -19,7 +19,7 @@ class AnswerMemory(Protocol):
     settings: ResponsesStoreSettings
 
     async def put(self, tenant: str, entry: Entry) -> bool:
-        """Keep an answer; whether it is kept."""
+        """Keep an answer. Return whether it is kept."""
         ...
 
     async def recall(self, tenant: str, wanted: Wanted) -> Recalled: ...
@@ -27,12 +27,12 @@ class AnswerMemory(Protocol):
     async def get(self, tenant: str, response_id: str) -> Entry | None: ...
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        """Whether there was one."""
+        """Delete an answer. Return whether there was one."""
         ...
 
 
 class LocalMemory:
-    """In this process. What is too old leaves it, whether or not anybody asks."""
+    """Keeps answers in this process. Old ones leave it whether or not anybody asks."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class LocalMemory:
         return is_gone
 
     def _note(self) -> None:
-        """Count what there is, and see that it leaves in time."""
+        """Count what is kept, and see that it leaves in time."""
         self.counts.num_entries, self.counts.num_bytes = self._store.num_entries, self._store.num_bytes
         if self._timer is None and self._store.num_entries:
             self._sweep()

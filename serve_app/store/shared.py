@@ -39,7 +39,7 @@ Answer = tuple[Any, int, int]
 
 
 class StoreReplica:
-    """The other end, for Serve: the only replica of a deployment."""
+    """Serves the store at the other end, as the only replica of a Serve deployment."""
 
     def __init__(self, settings: ResponsesStoreSettings) -> None:
         self._memory = LocalMemory(settings)
@@ -61,7 +61,7 @@ class StoreReplica:
 
 
 class SharedMemory:
-    """An AnswerMemory."""
+    """Implements AnswerMemory with the shared store."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class SharedMemory:
         return bool(await self._ask("delete", tenant, response_id))
 
     async def _ask(self, method: str, tenant: str, what: object) -> Any:
-        """None: it does not answer."""
+        """Call the store. Return None if it does not answer."""
         if self._now() < self._asks_again_at:
             return None
         try:

@@ -35,7 +35,7 @@ class Shelf:
         self._entries[entry.response_id] = now, kept
 
     def use(self, response_id: str, now: float) -> Entry | None:
-        """The entry, which is the most recently used from now on."""
+        """Return the entry, and make it the most recently used."""
         found = self._entries.get(response_id)
         if found is None:
             return None
@@ -57,7 +57,7 @@ class Shelf:
 
     @property
     def oldest_use(self) -> float:
-        """When the least recently used entry was used. There has to be one."""
+        """Return when the least recently used entry was used. There has to be one."""
         return next(iter(self._entries.values()))[0]
 
     def _shared(self, texts: Iterable[bytes]) -> tuple[bytes, ...]:
@@ -85,5 +85,5 @@ def _overhead(entry: Entry) -> int:
 
 
 def size_of(entry: Entry) -> int:
-    """What it takes where it shares no text."""
+    """Return the bytes that an entry takes if it shares no text."""
     return _overhead(entry) + sum(map(len, set(entry.texts)))

@@ -64,7 +64,7 @@ def as_chat(
 
 
 def names_of(chat: ChatRequest, toolbox: Toolbox, turns: Turns) -> dict[str, str]:
-    """What the chat with the same answer calls otherwise."""
+    """Map the names of the chat request to those of the Responses request, where they differ."""
     return image_names(chat.messages, turns.images) | toolbox.names() | NAMES
 
 

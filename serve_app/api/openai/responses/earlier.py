@@ -105,7 +105,7 @@ def _places(items: Sequence[Item]) -> dict[str, str]:
 
 
 def _by_id(items: Sequence[Item]) -> dict[str, Item]:
-    """Those with an id, without references."""
+    """Index the items that have an id, without references."""
     ids = [(getattr(item, "id", None), item) for item in items if not isinstance(item, ReferenceItem)]
     return {item_id: item for item_id, item in ids if item_id is not None}
 
@@ -130,7 +130,7 @@ def _not_found(missing: str, request: ResponsesRequest, places: Mapping[str, str
 
 
 def how_long(memory: AnswerMemory | None) -> str:
-    """Why a response may not be there."""
+    """Say why a response may not be there."""
     if memory is None:
         return f"It cannot be, since {_NOTHING_IS_KEPT}."
     kept = memory.settings

@@ -52,7 +52,7 @@ class ResponseFrames:
         return b"".join(frame for step in steps for frame in self._step(step))
 
     async def closing(self) -> bytes:
-        """The response is kept before a client knows that it is whole, and may refer to it."""
+        """Write the last event. The response is kept before a client learns that it is whole, and may refer to it."""
         response = self._answer.ended(self._blocks.blocks, cut_off=self._cut_off)
         await self._answer.keep(response)
         return self._frame(f"response.{response['status']}", response=response)
@@ -99,7 +99,7 @@ class ResponseFrames:
         yield self._item("response.output_item.done", block, item)
 
     def _came_whole(self, block: Block, item: Json) -> Iterator[bytes]:
-        """Arguments that are none of the tool's are a function's."""
+        """Tell an item whose call came whole. Arguments that do not fit the tool are told as a function's."""
         if item["type"] != "function_call":
             yield self._item("response.output_item.added", block, item | {"status": "in_progress"})
             return
@@ -130,6 +130,6 @@ class ResponseFrames:
 
 
 def _without_bytes(scored: Json) -> Json:
-    """OpenAI's events have none; its items do."""
+    """Drop the bytes of log-probabilities. OpenAI's events have none; its items do."""
     top = [{name: one[name] for name in ("token", "logprob")} for one in scored["top_logprobs"]]
     return {"token": scored["token"], "logprob": scored["logprob"], "top_logprobs": top}

@@ -24,7 +24,8 @@ _SCORE_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Of one response. `input`: its own, with what its references stand for. `num_bytes`: of that, about."""
+    """Keeps one response. `input` is its own input, with what its references stand for. `num_bytes` is about the size
+    of that."""
 
     memory: AnswerMemory
     tenant: str
@@ -32,7 +33,7 @@ class Keeping:
     num_bytes: int
 
     async def keep(self, response: Json) -> bool:
-        """Whether it is kept."""
+        """Keep the response. Return whether it is kept."""
         per_token = _TOKEN_BYTES + _SCORE_BYTES * (1 + response["top_logprobs"])
         size = self.num_bytes + per_token * response["usage"]["output_tokens"]
         entry = await run_sized(size, lambda: self._entry(response))

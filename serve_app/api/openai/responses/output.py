@@ -17,7 +17,7 @@ _ITEM_ID = {"text": "msg", "call": "fc", "reasoning": "rs"}
 
 
 class OutputItems:
-    """Those of one response. `seal`: thoughts are told sealed, too."""
+    """Builds the items of one response. With a `seal`, thoughts are also told sealed."""
 
     def __init__(self, response_id: str, toolbox: Toolbox, seal: Seal | None) -> None:
         self._response = response_id.removeprefix("resp_")
@@ -74,7 +74,7 @@ class OutputItems:
         return call | {"type": "function_call", "arguments": block.text}
 
     def _sealed_of(self, block: Block) -> str:
-        """The same wherever it is told: no two seals of a text are alike."""
+        """Return the same seal wherever a block's text is told, because no two seals of a text are alike."""
         assert self._seal is not None, "asked for"
         if block.index not in self._sealed:
             self._sealed[block.index] = self._seal.close(block.text)
@@ -87,7 +87,7 @@ def response_of(item_id: str) -> str:
 
 
 def _patch_status(status: Status) -> Status:
-    """OpenAI's patches have no other for one that was cut off."""
+    """Map the status of a patch. OpenAI has no other status for a patch that was cut off."""
     return "completed" if status == "completed" else "in_progress"
 
 

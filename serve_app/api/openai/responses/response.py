@@ -82,7 +82,7 @@ def usage_json(usage: Usage, reasoning_tokens: int) -> Json:
 
 
 def _tools(request: ResponsesRequest, toolbox: Toolbox) -> list[Json]:
-    """Those that can be called, as they were given, and strict or not."""
+    """List the tools that can be called as they were given, each with whether it is strict."""
     offers = iter(toolbox.offers)
     told = []
     for tool in request.tools or ():

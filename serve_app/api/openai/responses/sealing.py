@@ -17,7 +17,7 @@ class Seal:
         return self._fernet.encrypt(text.encode()).decode()
 
     def open(self, sealed: str) -> str | None:
-        """None: it was sealed elsewhere, or with a key that is gone."""
+        """Open sealed thoughts. Return None if they were sealed elsewhere, or with a key that is gone."""
         try:
             return self._fernet.decrypt(sealed).decode()
         except (InvalidToken, ValueError):  # the latter: no ASCII

@@ -85,7 +85,7 @@ class Offer:
 
     @property
     def local_kind(self) -> LocalKind | None:
-        """Tells the shape of calls that have one of their own."""
+        """Return the shape of calls that have one of their own, or None."""
         return self.tool.name if isinstance(self.tool, LocalTool | ShellTool) else None
 
     @property
@@ -97,7 +97,7 @@ class Offer:
 
     @property
     def is_strict_by_default(self) -> bool:
-        """It does not say whether it is."""
+        """Return whether the tool leaves open if it is strict."""
         return self.local_kind is not None or (isinstance(self.tool, FunctionTool) and self.tool.strict is None)
 
     @property
@@ -166,7 +166,7 @@ class Toolbox:
         return self._shown.get((namespace, name)) or joined(namespace, name)
 
     def local_name(self, name: str) -> str:
-        """The same of a tool whose calls have a shape of their own."""
+        """Return the name that the model reads of a tool whose calls have a shape of their own."""
         return next((shown for kind, shown in self._local.items() if kind == name), name)
 
     def chosen_local(self, kind: LocalKind) -> str:
@@ -200,7 +200,7 @@ class Toolbox:
         return found[0].shown
 
     def names(self) -> dict[str, str]:
-        """What the chat's tools are called in the request."""
+        """Map the names of the chat's tools to the names in the request."""
         found = {}
         for number, offer in enumerate(self.offers):
             found[f"tools.{number}.function.parameters"] = offer.kept_field
@@ -301,7 +301,7 @@ def _with_defaults(offers: Sequence[Offer], parser: str) -> list[Offer]:
 
 
 def hosted(tools: Sequence[Tool]) -> list[tuple[int, HostedTool | ShellTool]]:
-    """Those that would run at OpenAI's, with their places."""
+    """Return the tools that would run on OpenAI's servers, with their places."""
     return [
         (number, tool)
         for number, tool in enumerate(tools)

@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 
 class Turns:
-    """Those of one request. `seal`: of thoughts that come back."""
+    """Turns the items of one request into messages. `seal` opens the thoughts that come back."""
 
     def __init__(self, toolbox: Toolbox, seal: Seal | None) -> None:
         self._toolbox = toolbox
