@@ -212,15 +212,9 @@ def leave_early(server: Server, seed: int) -> None:
     """Ask for a long answer on a bare socket, streamed or not, and hang up at a random moment."""
     rng = random.Random(seed)
     is_streamed = rng.random() < 0.7
-    body = json.dumps(
-        {
-            "model": MODEL,
-            "prompt": "word " * rng.randrange(1, 600),
-            "max_tokens": 1000,
-            "ignore_eos": True,
-            "stream": is_streamed,
-        }
-    ).encode()
+    prompt = "word " * rng.randrange(1, 600)
+    fields = {"model": MODEL, "prompt": prompt, "max_tokens": 1000, "ignore_eos": True, "stream": is_streamed}
+    body = json.dumps(fields).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as sock:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
